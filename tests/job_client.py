@@ -1,4 +1,4 @@
-"""Jobs as a client has them, over plain HTTP, and the rows of what they wrote: every digest of a manifest is checked."""
+"""Jobs as a client has them, over plain HTTP, and the rows of what they wrote, each part checked by its digest."""
 
 from __future__ import annotations
 

@@ -23,7 +23,12 @@ from local_models import LocalModels
 from parity.toys import image, png
 
 KINDS = ("cross", "zero-shot", "clip", "m3")
-TEXTS = [*oracle.ragged_texts(57, seed=4, longest=40), "Zürich, 東京 and 😀", 'a "quoted" text,\nof two lines', "the end"]
+TEXTS = [
+    *oracle.ragged_texts(57, seed=4, longest=40),
+    "Zürich, 東京 and 😀",
+    'a "quoted" text,\nof two lines',
+    "the end",
+]
 POISON = " ".join(["river"] * (local_models.FAR + 50))
 TOLERANCE = 2e-6  # between batches of other sizes, in float32
 
@@ -35,9 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cluster(
-    tmp_path_factory: pytest.TempPathFactory, folder: Path, every_family: LocalModels
-) -> Iterator[Cluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory, folder: Path, every_family: LocalModels) -> Iterator[Cluster]:
     models = LocalModels(tmp_path_factory.mktemp("jobs-models"), every_family.weights)
     for kind in KINDS:
         models.add(kind, json.loads((every_family.folder / f"{kind}.yaml").read_text()))
@@ -93,9 +96,7 @@ def check_close(rows: Rows, expected: Sequence[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("output", ["parquet", "jsonl", "npy"])
-def test_a_folder_of_files_of_every_format_is_answered_in_its_order(
-    jobs: JobClient, folder: Path, output: str
-) -> None:
+def test_a_folder_of_files_of_every_format_is_answered_in_its_order(jobs: JobClient, folder: Path, output: str) -> None:
     """Files by their names, and rows as they stand in them; ids and columns that are kept come with their vectors."""
     rows = numbered()
     files = {
@@ -274,6 +275,16 @@ def test_rows_that_cannot_be_answered_say_why_and_the_others_are(jobs: JobClient
     retried = jobs.done(again["id"])
     assert (retried["counts"]["rows"], retried["counts"]["failed"]) == (5, 5), "exactly these are asked again"
     assert [row["id"] for row in jobs.rows(again["id"])] == [row["id"] for row in sample]
+
+
+def test_texts_that_are_too_long_cost_their_rows_and_those_that_are_empty_are_texts(jobs: JobClient) -> None:
+    long = "river " * 1000
+    pairs = [("river", "a river"), ("", "b"), ("river", long), (long, "c"), ("river", ""), ("river", "last")]
+    file = jobs.upload("pairs.jsonl", jsonl([{"q": query, "d": text} for query, text in pairs]))
+    source = {"file": file, "query": "{q}", "document": "{d}"}
+    job = jobs.submit("test/cross", source, operation="score", params={"truncate": "NONE"})
+    errors = [row["error"] and row["error"]["code"] for row in jobs.rows(jobs.done(job["id"])["id"])]
+    assert errors == [None, None, "INVALID_INPUT", "INVALID_INPUT", None, None]
 
 
 def test_what_can_never_run_is_refused_at_once(jobs: JobClient, folder: Path, tmp_path: Path) -> None:

@@ -16,8 +16,15 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from sie_contracts.errors import ErrorInfo, InternalFailure, PayloadTooLarge, PermissionDenied, SIEError
-from sie_contracts.messages import Failed, Ok, Operation
+from sie_contracts.errors import (
+    ErrorInfo,
+    InternalFailure,
+    InvalidInput,
+    PayloadTooLarge,
+    PermissionDenied,
+    SIEError,
+)
+from sie_contracts.messages import Failed, Ok, Operation, WorkResult
 from sie_gateway.body import Item
 from sie_gateway.call import Asked, Call, EntryChanged, FailedRequest
 from sie_gateway.finished import Understood
@@ -31,6 +38,14 @@ MAX_PAUSE_S = 30.0
 FIRST_ROOM, MAX_ROOM = 512, 8192  # items in flight
 ROOM_S = 4.0  # of work is in flight
 _T = TypeVar("_T")
+
+
+class ItemsRefused(Exception):
+    """These items together, or one of them, can never be answered: the parameters are right, and others may be."""
+
+    def __init__(self, error: SIEError) -> None:
+        super().__init__(error.message)
+        self.error = error
 
 
 class Halted(Exception):
@@ -197,6 +212,8 @@ class Asking:
             call, understood = self.understood(spec, operation, params, items, query)
             try:
                 return (await self.inference.execute(call, understood)).outcomes
+            except (InvalidInput, PayloadTooLarge) as error:
+                raise ItemsRefused(error) from error
             finally:
                 call.charge.refund()  # of what did not run; what ran is settled
 
@@ -207,9 +224,9 @@ class Asking:
             found = await self.patiently(attempt)
             self.throttle.used(sum(outcome.tokens for _, outcome in found if isinstance(outcome, Ok)))
             return found
-        except PayloadTooLarge:  # more than its key may use in a minute, or than fits together
+        except ItemsRefused as refused:  # by one of them, by their query, or more than fits together
             if len(items) == 1:
-                raise
+                return [(WorkResult(uuid7(), 0, "", ()), Failed(refused.error.info()))]
         finally:
             await self.room.leave(len(items), time.perf_counter() - began_s)
         half = len(items) // 2

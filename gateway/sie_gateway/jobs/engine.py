@@ -135,7 +135,7 @@ class Engine:
 
     def work(self, job: JobRecord, progress: Progress) -> Work:
         """What its leader does. Raises NotReady."""
-        workplace = Workplace(self.require_store(), job.id, self._files)
+        workplace = self.workplace(job)
         identity = Identity(job.owner, *self._credentials)
         request = job.request
 
@@ -172,12 +172,15 @@ class Engine:
 
     async def _before(self, job_id: str) -> Before:
         job = self._ledger.find(job_id)
-        workplace = Workplace(self.require_store(), job.id, self._files)
-        return Before(job, workplace, self.output(job), await self._ledger.shards(job.id))
+        return Before(job, self.workplace(job), self.output(job), await self._ledger.shards(job.id))
 
     async def forget(self, job: JobRecord) -> None:
         """Remove what a job keeps itself: its plan and parts. Raises StoreError."""
-        await Workplace(self.require_store(), job.id, self._files).remove()
+        await self.workplace(job).remove()
+
+    def workplace(self, job: JobRecord) -> Workplace:
+        """Where a job keeps what it keeps itself. Raises NotReady."""
+        return Workplace(self.require_store(), job.id, self._files)
 
     def output(self, job: JobRecord) -> Place:
         """Where a job writes. Raises InvalidInput where that is not allowed any more."""

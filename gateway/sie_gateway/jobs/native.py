@@ -19,7 +19,7 @@ from sie_gateway.body import Item
 from sie_gateway.jobs import cache as caches
 from sie_gateway.jobs.asking import Asking, Halted
 from sie_gateway.jobs.cache import Cache
-from sie_gateway.jobs.run import Progress, ShardBroken
+from sie_gateway.jobs.run import Progress, ShardBroken, broken_parts
 from sie_gateway.jobs.values import Input, Unique, Values, unique
 from sie_gateway.jobs.workplace import Workplace
 from sie_store.datasets import manifests, parts, plans, shards
@@ -83,6 +83,7 @@ class Native:
         self._again: tuple[Again, ...] = ()
         self._is_prepared = False  # the collection of the database
         self._computed: dict[int, int] = {}  # inputs of a shard that a model answered
+        self._unwritten: dict[int, bytes] = {}  # parts that are made, and that the store did not take yet
         self._values = Values(asking, job.model, job.request.operation, job.request.params, job.fingerprint)
 
     # the plan
@@ -144,6 +145,17 @@ class Native:
         return msgspec.structs.replace(record, source=_named(span))
 
     async def _made(self, number: int, name: str, span: Span) -> ShardRecord:
+        data = self._unwritten.get(number)
+        if data is None:
+            data = self._unwritten[number] = await self._answered(number, span)
+        else:
+            self._progress.rows(number, span.rows, parts.inspect(data, self._request.output.format).failed)
+        record = await shards.put_once(self._places.output, name, data, self._request.output.format)
+        del self._unwritten[number]
+        return record
+
+    async def _answered(self, number: int, span: Span) -> bytes:
+        """The part with all answers; the database has them too."""
         try:
             rows = await self._rows(number, span)
         except InvalidInput as error:
@@ -154,7 +166,7 @@ class Native:
         data = await asyncio.to_thread(parts.encode, shard, self._request.output.format)
         if self._places.sink is not None:
             await self._sent(rows, answers)
-        return await shards.put_once(self._places.output, name, data, self._request.output.format)
+        return data
 
     async def _answers(self, number: int, rows: Sequence[Row]) -> tuple[list[Answer], int]:
         """The answer of each row, and how many were taken from an equal row or from the cache."""
@@ -247,17 +259,17 @@ class Native:
         fields = {"output_url": self._request.output.url}
         if not shards:
             return fields
-        await manifests.write(self._places.output, manifest(self._job, state, shards))
+        plan = await self._workplace.plan()
+        await manifests.write(self._places.output, manifest(self._job, state, shards, plan.unread if plan else ()))
         if self._cache_bytes:
             await caches.trim(self._workplace.store, self._cache_bytes)
         return fields
 
 
-def manifest(job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> api.JobManifest:
-    """What the output of a job has, by the records of its shards."""
+def manifest(job: JobRecord, state: str, shards: dict[int, ShardRecord], unread: Sequence[Unread]) -> api.JobManifest:
+    """What the output of a job has, by the records of its shards, and what it lacks."""
     assert job.request is not None
     good = [shards[number] for number in sorted(shards) if shards[number].error is None]
-    broken = [f"{shard.source}: {shard.error.message}" for shard in shards.values() if shard.error is not None]
     return api.JobManifest(
         job=job.id,
         state=state,
@@ -278,7 +290,7 @@ def manifest(job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> api.
             )
             for shard in good
         ],
-        broken=broken,
+        broken=broken_parts(shards, unread),
     )
 
 

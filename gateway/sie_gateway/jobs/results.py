@@ -26,7 +26,8 @@ class Results:
         """The parts after the first `after`, at most `limit`. Raises QueueUnavailable."""
         async with kept():
             every = await self._ledger.shards(job.id)
-        whole = manifest(job, job.state, every)
+            plan = await self._engine.workplace(job).plan()
+        whole = manifest(job, job.state, every, plan.unread if plan else ())
         shown = whole.parts[after : after + limit]
         end = after + len(shown)
         return api.JobManifest(

@@ -1,8 +1,8 @@
 """One job, run by its leader: planned once, its shards answered, its output completed.
 
-    queued ─► planning ─► running ─► finalizing ─► completed
-                 └───────────┴─ paused (asked, or something that only people can change) ─► queued
-                 └───────────┴─ cancelled, expired, failed
+    queued ─► planning ─► running ─► finalizing ─► completed, cancelled, expired; failed if nothing could be answered
+                 │           └── paused (asked, or something that only people can change) ─► queued
+                 └── failed (input that can never be read)
 
 A leader may die at any moment: the next one finds the plan and the records of the answered shards, and goes on. What
 the store or the broker refuses for a while is asked again for as long as it takes, and told as the job's trouble.
@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
 from msgspec.structs import replace
@@ -89,7 +89,7 @@ class JobRun:
         self._now_s = now_s
         self._job = job
         self._make = work
-        self._shards: dict[int, ShardRecord] = {}
+        self._shards: dict[int, ShardRecord] | None = None  # answered ones, once they were read
         self._live: dict[int, tuple[int, int]] = {}  # rows and failures of shards that are being answered
         self._unread: tuple[Unread, ...] = ()
         self._trouble: ErrorInfo | None = None
@@ -99,12 +99,15 @@ class JobRun:
     async def run(self) -> None:
         """Until the job has ended, is paused, or this task is cancelled: then another leader goes on."""
         self._ledger.listen(self._id, lambda job: self._changed.set())
+        flushing = asyncio.create_task(self._flush(), name=f"progress of {self._id}")
         try:
             await self._until_end()
         except (BrokerError, NotFound) as error:  # not found: it was forgotten meanwhile
             self._left(error)
         finally:
             self._ledger.listen(self._id, None)
+            flushing.cancel()
+            await asyncio.gather(flushing, return_exceptions=True)
 
     async def _until_end(self) -> None:
         try:
@@ -114,6 +117,8 @@ class JobRun:
         except SIEError as error:
             if error.retryable:
                 self._left(error)
+            elif self._job.is_planned:  # such as a model that is gone: what was answered is kept, and it may come back
+                await self._pause(error.info())
             else:
                 await self._end("failed", error=error.info())
         except BrokerError:
@@ -151,56 +156,59 @@ class JobRun:
         started_s = self._job.started_s or self._now_s()
         first = "running" if self._job.is_planned else "planning"
         await self._note(state=first, started_s=started_s, leader=self._leader, error=None)
-        ended = await self._until_told(self._work())
-        if ended in ("pause", "cancel", "expired"):
-            self._live.clear()
-            if ended == "pause":
-                await self._pause(None)
-            else:
-                await self._finish("cancelled" if ended == "cancel" else "expired")
-            return
-        await self._finish("completed")
+        ended = await self._until_told(self._whole())
+        self._live.clear()
+        if ended == "pause":
+            await self._pause(None)
+        elif ended:
+            await self._finish("cancelled" if ended == "cancel" else "expired")
 
-    async def _work(self) -> None:
+    async def _whole(self) -> None:
         work = self._make(self._job, self)
         try:
             await self._worked(work)
         finally:
             await work.close()
+        await self._finish("completed")
 
     async def _worked(self, work: Work) -> None:
-        plan = await self._patiently(work.plan)
-        self._shards = await self._patiently(lambda: self._ledger.shards(self._id))
-        self._unread = plan.unread
+        plan, done = await self._read(work)
         if not plan.spans and plan.unread:
             raise SIEError.from_info(plan.unread[0].error)
         await self._note(
             state="running", is_planned=True, rows=sum(plan.rows), shards=len(plan.spans) + len(plan.unread)
         )
-        waiting = iter([number for number in range(len(plan.spans)) if number not in self._shards])
-        flushing = asyncio.create_task(self._flush(), name=f"progress of {self._id}")
+        waiting = iter([number for number in range(len(plan.spans)) if number not in done])
         try:
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(SHARDS_AT_ONCE):
-                    tasks.create_task(self._answer(work, plan, waiting))
+                    tasks.create_task(self._answer(work, plan, waiting, done))
         except* (SIEError, Halted, BrokerError) as errors:
             raise errors.exceptions[0] from errors
-        finally:
-            flushing.cancel()
-            await asyncio.gather(flushing, return_exceptions=True)
 
-    async def _answer(self, work: Work, plan: Plan, waiting: Iterator[int]) -> None:
+    async def _read(self, work: Work) -> tuple[Plan, dict[int, ShardRecord]]:
+        """The plan, and the shards that are answered."""
+        plan = await self._patiently(work.plan)
+        done = self._shards = await self._patiently(lambda: self._ledger.shards(self._id))
+        self._unread = plan.unread
+        return plan, done
+
+    async def _answer(self, work: Work, plan: Plan, waiting: Iterator[int], done: dict[int, ShardRecord]) -> None:
         for number in waiting:
             await self._until_open()
             span = plan.spans[number]
             try:
-                shard = await self._patiently(lambda: work.shard(number, span))  # noqa: B023  awaited at once
+                shard = await self._patiently(lambda: self._attempted(work, number, span))  # noqa: B023  awaited at once
             except ShardBroken as error:
                 shard = ShardRecord("", plan.rows[number], error=error.info, source=span.source)
                 _logger.warning("job %s: %s: %s", self._id, span.source, error)
             await self._patiently(lambda: self._ledger.keep_shard(self._id, number, shard))  # noqa: B023
             self._live.pop(number, None)
-            self._shards[number] = shard
+            done[number] = shard
+
+    async def _attempted(self, work: Work, number: int, span: Span) -> ShardRecord:
+        self._live.pop(number, None)  # what an attempt before this one told
+        return await work.shard(number, span)
 
     async def _until_open(self) -> None:
         """Wait for the next window of time in which the job may work."""
@@ -223,11 +231,12 @@ class JobRun:
                 if self._job.wanted in ("pause", "cancel"):
                     return self._job.wanted
                 left_s = expires_s(self._job) - self._now_s()
-                if left_s <= 0:
+                if left_s <= 0 and self._job.state != "finalizing":  # then all is answered
                     return "expired"
                 self._changed.clear()
                 changed = asyncio.ensure_future(self._changed.wait())
-                await asyncio.wait({doing, changed}, timeout=min(left_s, 3600.0), return_when="FIRST_COMPLETED")
+                wait_s = min(left_s, 3600.0) if left_s > 0 else 3600.0
+                await asyncio.wait({doing, changed}, timeout=wait_s, return_when="FIRST_COMPLETED")
                 changed.cancel()
                 self._job = self._ledger.find(self._id)
             await doing
@@ -264,7 +273,8 @@ class JobRun:
         while True:
             await asyncio.sleep(FLUSH_S)
             told = self._told()
-            self._pace.note(self._now_s(), told["done"])
+            if told:
+                self._pace.note(self._now_s(), told["done"])
             if (seen := (told, self._trouble)) != before:
                 try:
                     await self._note(rows_per_s=self._pace.rate, spread=self._pace.spread)
@@ -274,15 +284,16 @@ class JobRun:
                 before = seen
 
     def _told(self) -> dict[str, Any]:
-        """What the record says of progress."""
+        """What the record says of progress; nothing before that was read."""
+        if self._shards is None:
+            return {}
         shards = self._shards.values()
         codes: Counter[str] = Counter()
         for shard in shards:
             codes.update(shard.codes)
             if shard.error is not None:
                 codes[shard.error.code] += shard.rows
-        broken = [f"{shard.source}: {shard.error.message}" for shard in shards if shard.error is not None]
-        broken += [f"{each.source}: {each.error.message}" for each in self._unread]
+        broken = broken_parts(self._shards, self._unread)
         live = self._live.values()
         lost = sum(shard.rows for shard in shards if shard.error is not None)
         return {
@@ -299,7 +310,7 @@ class JobRun:
 
     async def _note(self, **fields: Any) -> None:
         """Change the record. Raises BrokerError, NotFound."""
-        told = self._told() if self._shards or self._live else {}
+        told = self._told()
 
         def noted(job: JobRecord | None) -> JobRecord:
             assert job is not None
@@ -312,25 +323,42 @@ class JobRun:
         await self._note(state="paused", wanted="pause", leader="", error=error)
 
     async def _finish(self, state: str) -> None:
-        """Complete the output of what was answered, then end."""
-        if not self._shards:
-            self._shards = await self._patiently(lambda: self._ledger.shards(self._id))
-        await self._note(state="finalizing", finalizing_s=self._job.finalizing_s or self._now_s())
+        """Complete the output of what was answered, then end. A job that is complete waits for its store; one that is
+        to end early does not.
+        """
         work = self._make(self._job, self)
         try:
-            fields = await self._patiently(lambda: work.finish(state, self._shards))
+            done: dict[int, ShardRecord] = {}
+            if self._job.is_planned:
+                _, done = await self._read(work)
+            broken = [shard.error for shard in done.values() if shard.error is not None]
+            error = None
+            if state == "completed" and broken and len(broken) == len(done):
+                state, error = "failed", broken[0]
+            await self._note(state="finalizing", finalizing_s=self._job.finalizing_s or self._now_s())
+            fields: dict[str, Any] = {}
+            if state == "completed":
+                fields = await self._patiently(lambda: work.finish(state, done))
+            else:
+                try:
+                    fields = await work.finish(state, done)
+                except StoreError as refused:
+                    error = _told(refused)
         finally:
             await work.close()
-        broken = [shard.error for shard in self._shards.values() if shard.error is not None]
-        error = None
-        if state == "completed" and broken and len(broken) == len(self._shards):
-            state, error = "failed", broken[0]
         await self._end(state, error=error, **fields)
 
     async def _end(self, state: str, **fields: Any) -> None:
         self._trouble = None
         await self._note(state=state, leader="", ended_s=self._now_s(), **fields)
         _logger.info("job %s %s", self._id, state)
+
+
+def broken_parts(shards: Mapping[int, ShardRecord], unread: Iterable[Unread]) -> list[str]:
+    """The parts of the input that could not be read, each with why: its message names it."""
+    found = [(shard.source, shard.error) for _, shard in sorted(shards.items()) if shard.error is not None]
+    found += [(each.source, each.error) for each in unread]
+    return [error.message if source in error.message else f"{source}: {error.message}" for source, error in found]
 
 
 def expires_s(job: JobRecord) -> float:
