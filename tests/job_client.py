@@ -81,7 +81,7 @@ class JobClient:
         return cast(
             Job,
             until(
-                lambda: (found := self.show(job)).get("trouble", {}).get("code") == code and found,
+                lambda: (found := self.show(job))["trouble"] and found["trouble"]["code"] == code and found,
                 timeout_s,
                 f"{job} to wait for {code}",
                 lambda: self.show(job),
