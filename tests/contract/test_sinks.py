@@ -5,21 +5,19 @@ routes of tests/qdrant_server.py.
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import subprocess
 import sys
 import uuid
-import warnings
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any, Protocol
 
 import asyncpg
 import numpy as np
 import pytest
 import pytest_asyncio
 import sink_writer
+from databases import Database, Postgres, Qdrant, with_extension
 from postgres_server import USER, PostgresServer
 from qdrant_server import QdrantServer
 from sink_writer import DIMS, rows
@@ -44,105 +42,6 @@ LONG = Patience(stall_s=60.0, tries=60, pause_s=0.2)
 SECRET = "k3y-of-qdrant"
 
 pytestmark = [pytest.mark.xdist_group("sinks"), pytest.mark.timeout(300)]
-
-
-class Database(Protocol):
-    url: str
-
-    async def create(self, collection: str, dims: int, distance: str) -> None: ...
-    async def found(self, collection: str) -> dict[str, tuple[list[float], dict[str, Any]]]: ...
-    async def nearest(self, collection: str, vector: list[float]) -> str: ...
-    async def kill(self) -> None: ...
-    async def start(self) -> None: ...
-
-
-class Postgres:
-    """By a user who is no superuser."""
-
-    def __init__(self, server: PostgresServer) -> None:
-        self.server = server
-        self.url = server.url()
-        self.start = server.start
-
-    async def _fetch(self, statement: str, *values: Any) -> list[Any]:
-        connection = await asyncpg.connect(self.url)
-        try:
-            return list(await connection.fetch(statement, *values))
-        finally:
-            await connection.close()
-
-    async def create(self, collection: str, dims: int, distance: str) -> None:
-        """A table has no distance."""
-        await self._fetch(f'CREATE TABLE "{collection}" (id text PRIMARY KEY, embedding vector({dims}), payload jsonb)')
-
-    async def found(self, collection: str) -> dict[str, tuple[list[float], dict[str, Any]]]:
-        found = await self._fetch(f'SELECT id, embedding::text, payload FROM "{collection}"')
-        assert len({row["id"] for row in found}) == len(found)
-        return {row["id"]: (json.loads(row["embedding"]), json.loads(row["payload"])) for row in found}
-
-    async def nearest(self, collection: str, vector: list[float]) -> str:
-        statement = f'SELECT id FROM "{collection}" ORDER BY embedding <=> $1::text::vector LIMIT 1'
-        return str((await self._fetch(statement, json.dumps(vector)))[0]["id"])
-
-    async def kill(self) -> None:
-        self.server.kill()
-
-
-class Qdrant:
-    """Read by Qdrant's own client."""
-
-    def __init__(self, server: QdrantServer) -> None:
-        self.server = server
-        self.url = server.url
-
-    def _client(self) -> Any:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of its dependencies
-            from qdrant_client import QdrantClient
-        return QdrantClient(host="127.0.0.1", port=self.server.port, check_compatibility=False, trust_env=False)
-
-    async def create(self, collection: str, dims: int, distance: str) -> None:
-        from qdrant_client import models
-
-        vectors = models.VectorParams(size=dims, distance=models.Distance(distance))
-        client = self._client()
-        await asyncio.to_thread(client.create_collection, collection, vectors)
-        client.close()
-
-    async def found(self, collection: str) -> dict[str, tuple[list[float], dict[str, Any]]]:
-        client = self._client()
-        found: list[Any] = []
-        following = None
-        while True:
-            page, following = client.scroll(collection, limit=1000, offset=following, with_vectors=True)
-            found += page
-            if following is None:
-                break
-        assert client.count(collection, exact=True).count == len(found)
-        client.close()
-        for each in found:
-            assert each.id == str(uuid.uuid5(uuid.NAMESPACE_URL, each.payload["_id"]))
-        return {each.payload.pop("_id"): (each.vector, each.payload) for each in found}
-
-    async def nearest(self, collection: str, vector: list[float]) -> str:
-        client = self._client()
-        (point,) = client.query_points(collection, vector, limit=1).points
-        client.close()
-        return str(point.payload["_id"])
-
-    async def kill(self) -> None:
-        self.server.kill()
-
-    async def start(self) -> None:
-        self.server.begin()  # it ends with the thread that starts it
-        await asyncio.to_thread(self.server.answers)
-
-
-async def with_extension(server: PostgresServer) -> None:
-    await server.answers()
-    connection = await asyncpg.connect(server.root_url)
-    await connection.execute("CREATE EXTENSION vector")
-    await connection.close()
 
 
 @pytest.fixture(scope="module")
