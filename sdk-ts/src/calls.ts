@@ -17,7 +17,7 @@ export interface Send {
   method: string;
   path: string;
   headers?: Record<string, string>;
-  body?: Uint8Array<ArrayBuffer>;
+  body?: Uint8Array<ArrayBuffer> | FormData;
   withinMs: number;
 }
 

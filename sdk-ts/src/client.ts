@@ -1,6 +1,7 @@
 import { json } from "./calls.js";
 import * as cluster from "./cluster.js";
 import { invalid } from "./errors.js";
+import { Files } from "./files.js";
 import { Jobs } from "./jobs.js";
 import { type CallOptions, type ClientOptions, Session } from "./options.js";
 import { stream } from "./streams.js";
@@ -18,6 +19,7 @@ import { watch } from "./watching.js";
 export class SIEClient {
   readonly pools: cluster.Pools;
   readonly jobs: Jobs;
+  readonly files: Files;
   readonly #session: Session;
 
   constructor(options: ClientOptions) {
@@ -25,6 +27,7 @@ export class SIEClient {
     this.#session = Session.of(options);
     this.pools = new cluster.Pools(this.#session);
     this.jobs = new Jobs(this.#session);
+    this.files = new Files(this.#session);
   }
 
   /** Vectors of one item (a result) or of a list (a list of results, in order). An item that failed carries `error`. */

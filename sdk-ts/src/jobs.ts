@@ -3,7 +3,7 @@
 import { call, isMap, jsonCall, reading, sleep } from "./calls.js";
 import { invalid, unreadable } from "./errors.js";
 import type { CallOptions, Session } from "./options.js";
-import type { Job, JobManifest, JobPart, JobRequest, JobState } from "./types.js";
+import type { Job, JobManifest, JobPage, JobPart, JobRequest, JobRow, JobState } from "./types.js";
 
 const FIRST_PAUSE_MS = 500; // between looks at a job that is waited for
 const MAX_PAUSE_MS = 5_000;
@@ -19,6 +19,12 @@ export interface WaitOptions extends CallOptions {
 export interface SubmitOptions extends CallOptions {
   /** The same key gives the same job. */
   idempotencyKey?: string;
+}
+
+export interface RowsOptions extends CallOptions {
+  /** 20 */
+  limit?: number;
+  failed?: boolean;
 }
 
 /** Work on whole files. Bodies are those of the server. */
@@ -42,7 +48,7 @@ export class Jobs {
       const query = new URLSearchParams({ limit: String(PAGE) });
       if (state !== undefined) query.set("state", state);
       if (after !== null) query.set("after", after);
-      const page: { data: Job[]; next?: string | null } = await jsonCall("GET", `/v1/jobs?${query}`, session, ["data"]);
+      const page: JobPage = await jsonCall("GET", `/v1/jobs?${query}`, session, ["data"]);
       if (!Array.isArray(page.data)) throw unreadable("data: expected a list");
       yield* page.data;
       after = page.next ?? null;
@@ -99,6 +105,14 @@ export class Jobs {
       if (after !== null && next <= after) throw unreadable("the pages of the manifest do not end");
       after = next;
     }
+  }
+
+  /** Some rows that were answered, without their values. `failed`: only rows with an error. */
+  async rows(id: string, { limit = 20, failed = false, ...options }: RowsOptions = {}): Promise<JobRow[]> {
+    const query = new URLSearchParams({ limit: String(limit), failed: String(failed) });
+    const { rows } = await jsonCall<{ rows: JobRow[] }>("GET", `${path(id)}/rows?${query}`, this.session.forCall(options), ["rows"]);
+    if (!Array.isArray(rows)) throw unreadable("rows: expected a list");
+    return rows;
   }
 
   /** The bytes of a part, checked by its digest where the platform can (a page needs https for that). */

@@ -172,121 +172,21 @@ export interface ModelFilters {
   variants?: boolean;
 }
 
-export type JobState =
-  | "queued" | "planning" | "running" | "paused" | "finalizing" | "completed" | "failed" | "cancelled" | "expired";
-
-/** What a job reads: a file that was sent, or one object, or all below a path that ends in /. Templates name columns. */
-export interface JobInput {
-  file?: string;
-  url?: string;
-  format?: "jsonl" | "csv" | "parquet" | "images";
-  id?: string;
-  text?: string;
-  query?: string;
-  document?: string;
-  image?: string;
-  keep?: string[];
-}
-
-/** What a job writes. Without `url` its files are kept with the job. */
-export interface JobOutput {
-  url?: string;
-  format?: "parquet" | "jsonl" | "npy";
-  sink?: string;
-  collection?: string;
-}
-
-/** `params` are those of a request of the operation; `deadline` is in seconds since 1970. */
-export interface JobRequest {
-  model: string;
-  input: JobInput;
-  output?: JobOutput;
-  operation?: "encode" | "score" | "extract";
-  params?: EncodeParams | ScoreParams | ExtractParams;
-  name?: string;
-  metadata?: Record<string, string>;
-  pool?: string;
-  machine_profile?: string;
-  shard_rows?: number;
-  tokens_per_s?: number;
-  windows?: string[];
-  time_zone?: string;
-  deadline?: number;
-  expires?: boolean;
-  cache?: boolean;
-}
-
-/** Rows and shards, null before they are counted. `reused`: answers that were not computed. */
-export interface JobCounts {
-  rows: number | null;
-  done: number;
-  failed: number;
-  reused: number;
-  tokens: number;
-  shards: number | null;
-  shards_done: number;
-  shards_failed: number;
-}
-
-/** When a job will be done, by the rate of the last minutes. */
-export interface JobForecast {
-  done_at: number;
-  plus_minus_s: number;
-  rows_per_s: number;
-  workers: number;
-  workers_needed: number | null;
-}
-
-export interface JobError {
-  code: string;
-  message: string;
-  param?: string;
-}
-
-/** Times are seconds since 1970. `trouble`: what it waits for, while it tries again by itself. */
-export interface Job {
-  id: string;
-  object: "job";
-  state: JobState;
-  name: string;
-  created_at: number;
-  updated_at: number;
-  started_at: number | null;
-  ended_at: number | null;
-  model: string;
-  operation: string;
-  counts: JobCounts;
-  errors: Record<string, number>;
-  error: JobError | null;
-  trouble: JobError | null;
-  broken: string[];
-  fingerprint: string;
-  output_url: string;
-  owner: string;
-  forecast: JobForecast | null;
-  request: JobRequest;
-}
-
-/** A file of a job's output. `source`: the part of the input whose rows it answers. */
-export interface JobPart {
-  name: string;
-  rows: number;
-  failed: number;
-  bytes: number;
-  sha256: string;
-  source: string;
-}
-
-export interface JobManifest {
-  job: string;
-  state: string;
-  url: string;
-  format: string;
-  model: string;
-  fingerprint: string;
-  rows: number;
-  failed: number;
-  parts: JobPart[];
-  broken: string[];
-  next: number | null;
-}
+export type Job = Schemas["JobInfo"];
+export type JobState = Job["state"];
+export type JobInput = Schemas["JobInput"];
+export type JobOutput = Schemas["JobOutput"];
+export type JobRequest = Schemas["JobRequest"];
+export type JobCounts = Schemas["JobCounts"];
+export type JobForecast = Schemas["Forecast"];
+export type JobError = Schemas["JobError"];
+export type JobPage = Schemas["JobPage"];
+export type JobPart = Schemas["JobPart"];
+export type JobManifest = Schemas["JobManifest"];
+export type JobRow = Schemas["JobRow"];
+export type FileObject = Schemas["FileObject"];
+export type FilePage = Schemas["FilePage"];
+export type FilePurpose = Schemas["FileUpload"]["purpose"];
+export type Batch = Schemas["BatchObject"];
+export type BatchPage = Schemas["BatchPage"];
+export type BatchRequest = Schemas["BatchRequest"];

@@ -2,6 +2,7 @@
 
 import {
   type ClientOptions, InvalidInputError, ModelNotFoundError, ServerError, SIEAbortError, SIEClient, SIEConnectionError,
+  SIEError,
 } from "../src/index.js";
 
 const MINI = "test/mini";
@@ -202,6 +203,30 @@ export function suite(options: ClientOptions): Record<string, () => Promise<void
       equal(ids, ["job-1"]);
       equal(asked.slice(-2), ["GET /v1/jobs?limit=100&state=running", "GET /v1/jobs?limit=100&state=running&after=job-1"]);
       check((await thrown(other.jobs.get("../pools"))) instanceof InvalidInputError, "no id");
+    },
+
+    async "a job answers the rows of a file that was sent"() {
+      const rows = TEXTS.map((text, number) => JSON.stringify({ id: `row-${number}`, text }));
+      const sent = await client.files.upload(new Blob([`${rows.join("\n")}\n`]), "rows.jsonl");
+      equal((await client.files.get(sent.id)).purpose, "jobs");
+      equal(new TextDecoder().decode(await client.files.content(sent.id)), `${rows.join("\n")}\n`);
+      const job = await client.jobs.submit({
+        model: MINI, input: { file: sent.id, text: "{text}", id: "id" }, output: { format: "jsonl" },
+      });
+      const done = await client.jobs.wait(job.id);
+      equal([done.state, done.counts.done, done.counts.failed], ["completed", TEXTS.length, 0]);
+      const { parts } = await client.jobs.manifest(job.id);
+      const read: { id: string }[] = [];
+      for (const part of parts) {
+        const text = new TextDecoder().decode(await client.jobs.part(job.id, part));
+        read.push(...text.trimEnd().split("\n").map((line): { id: string } => JSON.parse(line)));
+      }
+      equal(read.map((each) => each.id).sort(), ["row-0", "row-1", "row-2"]);
+      equal((await client.jobs.rows(job.id)).map((each) => each.id).sort(), ["row-0", "row-1", "row-2"]);
+      equal(await client.jobs.rows(job.id, { failed: true }), []);
+      await client.jobs.delete(job.id);
+      await client.files.delete(sent.id);
+      check((await thrown(client.files.get(sent.id))) instanceof SIEError, "a file that was deleted");
     },
 
     async "the status is watched"() {

@@ -77,7 +77,7 @@ def test_the_suite_passes_in_chromium(
     with browsing(tmp_path_factory.mktemp("chromium")) as devtools, tab(devtools) as page:
         page.open(f"{site}/page.html")
         told = page.wait("window.told ?? null", lambda found: found is not None, timeout_s=240)
-    assert len(told) >= 11
+    assert len(told) >= 13
     assert set(told.values()) == {"passed"}, json.dumps(told, indent=2)
 
 

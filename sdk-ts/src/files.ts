@@ -1,0 +1,64 @@
+// Files at the server: what jobs and batches read, and what batches write.
+
+import { call, CONTROL_MS, isMap, jsonCall, reading } from "./calls.js";
+import { invalid, unreadable } from "./errors.js";
+import type { CallOptions, Session } from "./options.js";
+import type { FileObject, FilePage, FilePurpose } from "./types.js";
+
+const UPLOAD_MS = 1_800_000; // as long as the server reads one
+const FILE = ["id", "bytes", "filename", "purpose"] as const;
+
+export interface UploadOptions extends CallOptions {
+  /** Seconds after which the server removes the file. It is kept without this. */
+  expiresAfterS?: number;
+}
+
+/** Files of this key. Bodies are those of the server. */
+export class Files {
+  constructor(private readonly session: Session) {}
+
+  /** Sends a file. A job reads it by its id. A name ends in .jsonl, .csv or .parquet, or the job names the format. */
+  async upload(data: Blob, name: string, purpose: FilePurpose = "jobs", { expiresAfterS, ...options }: UploadOptions = {}): Promise<FileObject> {
+    if (!(data instanceof Blob)) throw invalid("data: expected a Blob", "data");
+    const form = new FormData();
+    form.set("purpose", purpose);
+    if (expiresAfterS !== undefined) {
+      form.set("expires_after[anchor]", "created_at");
+      form.set("expires_after[seconds]", String(expiresAfterS));
+    }
+    form.set("file", data, name);
+    const request = { method: "POST", path: "/v1/files", headers: { accept: "application/json" }, body: form, withinMs: UPLOAD_MS };
+    return reading(await call(request, this.session.forCall(options)), (bytes) => {
+      const found: unknown = JSON.parse(new TextDecoder().decode(bytes));
+      if (!isMap(found) || FILE.some((field) => !(field in found))) throw new TypeError(`expected a map with ${FILE.join(", ")}`);
+      return found as unknown as FileObject;
+    });
+  }
+
+  async get(id: string, options?: CallOptions): Promise<FileObject> {
+    return jsonCall<FileObject>("GET", path(id), this.session.forCall(options), FILE);
+  }
+
+  /** All files of this key, the newest first. */
+  async list(options?: CallOptions): Promise<FileObject[]> {
+    const { data } = await jsonCall<FilePage>("GET", "/v1/files", this.session.forCall(options), ["data"]);
+    if (!Array.isArray(data)) throw unreadable("data: expected a list");
+    return data;
+  }
+
+  /** The bytes of a file. */
+  async content(id: string, options?: CallOptions): Promise<Uint8Array> {
+    const session = this.session.forCall(options);
+    const answer = await call({ method: "GET", path: `${path(id)}/content`, withinMs: Math.max(CONTROL_MS, session.withinMs) }, session);
+    return answer.body;
+  }
+
+  async delete(id: string, options?: CallOptions): Promise<void> {
+    await jsonCall("DELETE", path(id), this.session.forCall(options), []);
+  }
+}
+
+function path(id: string): string {
+  if (typeof id !== "string" || !/^file-\w+$/.test(id)) throw invalid("file: expected the id of a file", "file");
+  return `/v1/files/${id}`;
+}
