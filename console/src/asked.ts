@@ -7,8 +7,9 @@ const LATE_MS = 3000; // of an answer, after which the page says that there is n
 /**
  * What a path answers, or a call of the client (always the same function), asked again `everyMs` after each answer, and
  * never while the page is hidden. What was answered last stays to be read when an answer is missing; `trouble` says why.
+ * Another `look` asks at once.
  */
-export function useAsked<T>(what: string | ((options: CallOptions) => Promise<T>), everyMs: number): { value?: T; trouble: string } {
+export function useAsked<T>(what: string | ((options: CallOptions) => Promise<T>), everyMs: number, look = 0): { value?: T; trouble: string } {
   const [value, setValue] = useState<T>();
   const [trouble, setTrouble] = useState("");
   useEffect(() => {
@@ -35,6 +36,6 @@ export function useAsked<T>(what: string | ((options: CallOptions) => Promise<T>
       ended = true;
       window.clearTimeout(timer);
     };
-  }, [what, everyMs]);
+  }, [what, everyMs, look]);
   return { value, trouble };
 }

@@ -3,11 +3,12 @@ import { useEffect, useState } from "preact/hooks";
 import { SIEError } from "sie-client";
 import { get, keep, key } from "./api";
 import { Cluster } from "./cluster";
+import { Jobs } from "./jobs";
 import { Models } from "./models";
 import { Playground } from "./playground";
 import type { Model, Models as Listed } from "./types";
 
-const VIEWS = { playground: "Playground", models: "Models", cluster: "Cluster" } as const;
+const VIEWS = { playground: "Playground", models: "Models", jobs: "Jobs", cluster: "Cluster" } as const;
 type View = keyof typeof VIEWS;
 const MODELS_EVERY_MS = 15_000;
 const LOADING_EVERY_MS = 2_000; // while something is loaded or downloaded
@@ -94,6 +95,7 @@ function App() {
         {view === "cluster" ? <Cluster key={signedIn} />
           : !models ? <p class="dim" role="status">{refusal ? "" : "reading the catalogue"}</p>
           : view === "models" ? <Models models={models} />
+          : view === "jobs" ? <Jobs key={signedIn} models={models} />
           : <Playground models={models} />}
       </main>
     </>
@@ -121,7 +123,7 @@ function SignIn({ refusal, onKey, onBack }: { refusal?: SIEError; onKey: (value:
           <button type="submit">Sign in</button>
           {onBack && <button type="button" onClick={onBack}>Go on without</button>}
         </span>
-        <p class="dim">The key needs the scope read; the playground also infer, changes of models config, dead letters and the doctor admin. It is kept in this tab until it is closed, and nowhere else.</p>
+        <p class="dim">The key needs the scope read; the playground and jobs also infer, changes of models config, dead letters and the doctor admin. It is kept in this tab until it is closed, and nowhere else.</p>
       </form>
     </main>
   );

@@ -1,9 +1,9 @@
 /** Parts that several views of the playground share. */
 
-import { useEffect, useMemo, useState } from "preact/hooks";
+import { useEffect, useState } from "preact/hooks";
 import { SIEError } from "sie-client";
 import { ask } from "./api";
-import { type Call, CODE, type Input, shortened } from "./playground-requests";
+import type { Input } from "./playground-requests";
 import type { Reply } from "./types";
 import { norm } from "./vectors";
 
@@ -114,42 +114,4 @@ function shape(item: NonNullable<Reply["items"]>[number] | undefined): [string, 
   const norms = item.multivector.values.map(norm);
   const [least, most] = [Math.min(...norms).toFixed(3), Math.max(...norms).toFixed(3)];
   return [`${item.multivector.num_tokens} × ${item.multivector.token_dims}`, least === most ? least : `${least} to ${most}`, item.multivector.dtype];
-}
-
-/** The call as code to copy. On the page files are cut; what is copied is whole. */
-export function Copies({ call, title }: { call: Call; title: string }) {
-  const [copied, setCopied] = useState("");
-  const shown = useMemo(() => CODE.map(([name, written]): [string, string] => [name, written(shortened(call))]), [call]);
-  return (
-    <div class="row copies">
-      {title && <span class="dim">{title}</span>}
-      {shown.map(([name, code], place) => (
-        <details>
-          <summary>{name}</summary>
-          <button type="button" data-copies={name} onClick={() => copy(CODE[place]?.[1](call) ?? "").then((done) => setCopied(done ? name : `no ${name}`))}>
-            {copied === name ? "Copied" : copied === `no ${name}` ? "The browser does not allow it" : `Copy as ${name}`}
-          </button>
-          <pre class="code" data-kind={name}>{code}</pre>
-        </details>
-      ))}
-    </div>
-  );
-}
-
-/** Whether a text is on the clipboard now. A page that came over plain HTTP has no `navigator.clipboard`. */
-async function copy(text: string): Promise<boolean> {
-  try {
-    await navigator.clipboard.writeText(text);
-    return true;
-  } catch {
-    const area = document.createElement("textarea");
-    area.value = text;
-    area.className = "unseen";
-    document.body.append(area);
-    area.focus();
-    area.select();
-    const done = document.execCommand("copy");
-    area.remove();
-    return done;
-  }
 }

@@ -2,6 +2,7 @@
 
 import { SIEError } from "sie-client";
 import { address, ask, key, type Sent } from "./api";
+import { type Program, pythonic, quoted, serverUrl } from "./code";
 import type { Model, Reply } from "./types";
 
 export type Verb = "encode" | "score" | "extract";
@@ -49,15 +50,13 @@ export async function run(model: Model, calls: Call[]): Promise<Outcome> {
 const FILE_SHOWN = 60; // characters of a file that code on the page begins with
 
 /** A call with its files cut, for the page: a browser takes seconds to lay out a megabyte of base64. */
-export function shortened(call: Call): Call {
+function shortened(call: Call): Call {
   const cut = (_: string, value: unknown): unknown =>
     typeof value === "string" && value.startsWith("data:") && value.length > 3 * FILE_SHOWN
       ? `${value.slice(0, FILE_SHOWN)}…${value.length - FILE_SHOWN} more characters…`
       : value;
   return { ...call, body: JSON.parse(JSON.stringify(call.body, cut)) as Body };
 }
-
-const quoted = (text: string): string => `'${text.replaceAll("'", "'\\''")}'`;
 
 /** As a command of a shell. The body is a here-document, which may be longer than an argument, and in which nothing is
  * replaced. It is one line of JSON, so no line of it is the one that ends it. */
@@ -66,22 +65,6 @@ function asCurl(call: Call): string {
   if (key()) parts.push('-H "Authorization: Bearer $SIE_API_KEY"');
   parts.push("-H 'X-SIE-Explain: 1'", "--data-binary @- <<'END'");
   return `${parts.join(" \\\n  ")}\n${JSON.stringify(call.body)}\nEND\n`;
-}
-
-const NAMES = { true: "True", false: "False", null: "None" } as const;
-
-/** A literal of Python. Strings of JSON are strings of Python. */
-function pythonic(value: unknown, indent = ""): string {
-  const inner = `${indent}    `;
-  if (Array.isArray(value)) {
-    if (!value.some((each) => each !== null && typeof each === "object")) return `[${value.map((each) => pythonic(each)).join(", ")}]`;
-    return `[\n${value.map((each) => `${inner}${pythonic(each, inner)},\n`).join("")}${indent}]`;
-  }
-  if (value !== null && typeof value === "object") {
-    return `{${Object.entries(value).map(([name, each]) => `${JSON.stringify(name)}: ${pythonic(each, indent)}`).join(", ")}}`;
-  }
-  const text = JSON.stringify(value);
-  return text in NAMES ? NAMES[text as keyof typeof NAMES] : text;
 }
 
 // parameters that the Python client names; others go through its `options`
@@ -109,7 +92,7 @@ function asPython({ verb, model, body }: Call): string {
     "",
     ...(body.query ? [`query = ${pythonic(body.query)}`] : []),
     `items = ${pythonic(body.items)}`,
-    `with SIEClient(${JSON.stringify(base())}${key() ? ', api_key=os.environ["SIE_API_KEY"]' : ""}) as client:`,
+    `with SIEClient(${JSON.stringify(serverUrl())}${key() ? ', api_key=os.environ["SIE_API_KEY"]' : ""}) as client:`,
     `    results = client.${verb}(${JSON.stringify(model)}, ${body.query ? "query, " : ""}items${named.join("")}${options}, explain=True)`,
     ...PRINTED[verb],
     "",
@@ -118,7 +101,7 @@ function asPython({ verb, model, body }: Call): string {
 
 /** As a program with the package sie-client. */
 function asTypeScript({ verb, model, body }: Call): string {
-  const client = [`baseUrl: ${JSON.stringify(base())}`, ...(key() ? ["apiKey: process.env.SIE_API_KEY"] : [])];
+  const client = [`baseUrl: ${JSON.stringify(serverUrl())}`, ...(key() ? ["apiKey: process.env.SIE_API_KEY"] : [])];
   const options = [...(body.params ? [`params: ${JSON.stringify(body.params)}`] : []), "explain: true"];
   return [
     'import { SIEClient } from "sie-client";',
@@ -132,6 +115,8 @@ function asTypeScript({ verb, model, body }: Call): string {
   ].join("\n");
 }
 
-const base = (): string => address("").replace(/\/$/, "");
+const CODE: [string, (call: Call) => string][] = [["curl", asCurl], ["Python", asPython], ["TypeScript", asTypeScript]];
 
-export const CODE: [string, (call: Call) => string][] = [["curl", asCurl], ["Python", asPython], ["TypeScript", asTypeScript]];
+/** A call as programs. What is shown has its files cut. */
+export const programs = (call: Call): Program[] =>
+  CODE.map(([name, written]) => ({ name, shown: written(shortened(call)), whole: () => written(call) }));

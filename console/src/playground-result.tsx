@@ -1,7 +1,9 @@
+import { useMemo } from "preact/hooks";
+import { Copies } from "./copies";
 import { Extracted } from "./playground-extract";
 import { Late } from "./playground-late";
-import { type Asked, Bars, Copies, Items, placeOf } from "./playground-parts";
-import type { Outcome } from "./playground-requests";
+import { type Asked, Bars, Items, placeOf } from "./playground-parts";
+import { type Outcome, programs } from "./playground-requests";
 import { Dense, Sparse } from "./playground-vectors";
 import type { Reply } from "./types";
 import { Waterfall } from "./waterfall";
@@ -12,7 +14,8 @@ export function Result({ outcome, asked }: { outcome: Outcome; asked: Asked[] })
   const reply = replies.at(-1);
   const query = replies.length > 1 ? replies[0]?.items?.[0] : undefined;
   const titles = calls.length > 1 ? ["Query", "Documents"] : [""];
-  const copies = calls.map((call, place) => <Copies call={call} title={titles[place] ?? ""} />);
+  const written = useMemo(() => calls.map(programs), [calls]);
+  const copies = written.map((each, place) => <Copies programs={each} title={titles[place] ?? ""} />);
   if (refusal || !reply) {
     return (
       <article class="panel">

@@ -1,4 +1,5 @@
 import { useEffect, useMemo, useState } from "preact/hooks";
+import { complaint, parsed } from "./json-map";
 import { Compared } from "./playground-compare";
 import { type Attached, attached, Files, inputOf, taken } from "./playground-files";
 import type { Asked } from "./playground-parts";
@@ -19,23 +20,6 @@ const base = (model: Model): string => model.variant_of ?? model.id;
 // the vector that a MUVERA profile makes of a multivector is among its widths alone
 const outputsOf = (model: Model | undefined): string[] =>
   OUTPUTS.filter((name) => model && (model.outputs.includes(name) || name in model.dims));
-
-/** A map that was written as JSON, undefined where nothing was. Raises SyntaxError. */
-function parsed(text: string): Record<string, unknown> | undefined {
-  if (!text.trim()) return undefined;
-  const value: unknown = JSON.parse(text);
-  if (value === null || typeof value !== "object" || Array.isArray(value)) throw new SyntaxError("expected a map, such as {\"threshold\": 0.3}");
-  return value as Record<string, unknown>;
-}
-
-function complaint(text: string): string {
-  try {
-    parsed(text);
-    return "";
-  } catch (error) {
-    return (error as SyntaxError).message;
-  }
-}
 
 export function Playground({ models }: { models: Model[] }) {
   const [verb, choose] = useState<Verb>("encode");

@@ -1,0 +1,102 @@
+import { Fragment } from "preact";
+import { useState } from "preact/hooks";
+import type { Batch, BatchPage } from "sie-client";
+import { ask, client } from "./api";
+import { useAsked } from "./asked";
+import { useAttempts } from "./attempts";
+import { save } from "./downloads";
+import { clock } from "./job-words";
+import { EVERY_MS, Pages, Progress, usePages } from "./job-table";
+
+const PAGE = 20;
+const TIMES = ["created", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled", "expires"] as const;
+const ENDED: readonly string[] = ["completed", "failed", "expired", "cancelled"];
+
+/** Batches of OpenAI's API: each line of a file is a request. */
+export function Batches() {
+  const pages = usePages();
+  const [open, setOpen] = useState("");
+  const [look, setLook] = useState(0);
+  const query = new URLSearchParams({ limit: `${PAGE}`, ...(pages.after ? { after: pages.after } : {}) });
+  const { value, trouble } = useAsked<BatchPage>(`/v1/batches?${query}`, EVERY_MS, look);
+  return (
+    <>
+      <h2>Batches</h2>
+      {trouble && <p class="bad" role="alert">{trouble}</p>}
+      {value && value.data.length === 0 && <p class="dim">No batch is here. POST /v1/batches submits one.</p>}
+      {value && value.data.length > 0 && (
+        <div class="scroll" tabIndex={0} role="region" aria-label="Batches">
+          <table>
+            <thead><tr><th scope="col">batch</th><th scope="col">state</th><th scope="col">endpoint</th><th scope="col">requests</th><th scope="col" class="number">failed</th><th scope="col">window</th><th scope="col">submitted</th></tr></thead>
+            <tbody id="batches">
+              {value.data.map((batch) => (
+                <Fragment key={batch.id}>
+                  <tr>
+                    <td class="name"><button type="button" class="link" aria-expanded={open === batch.id} onClick={() => setOpen(open === batch.id ? "" : batch.id)}>{batch.id}</button></td>
+                    <td><span class={`state ${batch.status}`}>{batch.status}</span></td>
+                    <td>{batch.endpoint}</td>
+                    <td><Progress name={batch.id} done={batch.request_counts.completed + batch.request_counts.failed} of={batch.request_counts.total || null} /></td>
+                    <td class="number">{batch.request_counts.failed}</td>
+                    <td>{batch.completion_window}</td>
+                    <td>{clock(batch.created_at)}</td>
+                  </tr>
+                  {open === batch.id && <tr class="opened"><td colSpan={7}><BatchDetail batch={batch} onChange={() => setLook((old) => old + 1)} /></td></tr>}
+                </Fragment>
+              ))}
+            </tbody>
+          </table>
+        </div>
+      )}
+      <Pages what="batches" pages={pages} next={value?.has_more ? (value.last_id ?? "") : ""} />
+    </>
+  );
+}
+
+function BatchDetail({ batch, onChange }: { batch: Batch; onChange: () => void }) {
+  const [isAsking, setAsking] = useState(false);
+  const { isBusy, said, refusal, attempt } = useAttempts();
+  const files: [string, string | null | undefined][] = [["input", batch.input_file_id], ["output", batch.output_file_id], ["errors", batch.error_file_id]];
+  const download = (id: string) =>
+    attempt(async () => {
+      const { filename } = await client().files.get(id);
+      save(await client().files.content(id), filename);
+      return `${filename} is downloaded`;
+    });
+  const cancel = () => {
+    setAsking(false);
+    return attempt(async () => {
+      await ask<Batch>({ method: "POST", path: `/v1/batches/${encodeURIComponent(batch.id)}/cancel` });
+      onChange();
+      return "It ends.";
+    });
+  };
+  const canCancel = !ENDED.includes(batch.status) && batch.status !== "cancelling";
+  return (
+    <div class="detail batch">
+      {canCancel && <p><button type="button" class="cancel" disabled={isBusy} onClick={() => setAsking(true)}>Cancel</button></p>}
+      {isAsking && (
+        <p class="row" role="alertdialog" aria-label={`Confirm: cancel ${batch.id}`}>
+          End this batch for ever? Its answers so far stay.
+          <button type="button" class="certain" ref={(each) => each?.focus()} onClick={cancel}>End it</button>
+          <button type="button" onClick={() => setAsking(false)}>Keep it</button>
+        </p>
+      )}
+      <p role="status">{isBusy ? "working" : said}</p>
+      {refusal && <p class="bad" role="alert">{refusal}</p>}
+      {batch.errors?.data.map((error) => <p class="bad">{`${error.code} ${error.message}`}</p>)}
+      <dl class="facts">
+        <div><dt>completed</dt><dd>{`${batch.request_counts.completed} of ${batch.request_counts.total}`}</dd></div>
+        <div><dt>failed</dt><dd>{batch.request_counts.failed}</dd></div>
+        {TIMES.map((name) => {
+          const at = batch[`${name}_at`];
+          return at && <div><dt>{name.replace("_", " ")}</dt><dd>{clock(at)}</dd></div>;
+        })}
+        {files.map(([name, id]) => id && (
+          <div><dt>{`file: ${name}`}</dt><dd><button type="button" class="link" disabled={isBusy} aria-label={`Download ${name} ${id}`} onClick={() => download(id)}>{id}</button></dd></div>
+        ))}
+      </dl>
+      <h3>Batch</h3>
+      <pre class="code request">{JSON.stringify(batch, null, 2)}</pre>
+    </div>
+  );
+}

@@ -1,0 +1,32 @@
+/** What programs that a person may copy are written with. */
+
+import { address } from "./api";
+
+/** `shown`: on the page, where it may be cut. `whole`: what is copied. */
+export interface Program {
+  name: string;
+  shown: string;
+  whole: () => string;
+}
+
+/** A word of a shell, in which nothing is replaced. */
+export const quoted = (text: string): string => `'${text.replaceAll("'", "'\\''")}'`;
+
+/** Where this gateway is, as clients name it. */
+export const serverUrl = (): string => address("").replace(/\/$/, "");
+
+const NAMES = { true: "True", false: "False", null: "None" } as const;
+
+/** A literal of Python. Strings of JSON are strings of Python. */
+export function pythonic(value: unknown, indent = ""): string {
+  const inner = `${indent}    `;
+  if (Array.isArray(value)) {
+    if (!value.some((each) => each !== null && typeof each === "object")) return `[${value.map((each) => pythonic(each)).join(", ")}]`;
+    return `[\n${value.map((each) => `${inner}${pythonic(each, inner)},\n`).join("")}${indent}]`;
+  }
+  if (value !== null && typeof value === "object") {
+    return `{${Object.entries(value).map(([name, each]) => `${JSON.stringify(name)}: ${pythonic(each, indent)}`).join(", ")}}`;
+  }
+  const text = JSON.stringify(value);
+  return text in NAMES ? NAMES[text as keyof typeof NAMES] : text;
+}

@@ -1,0 +1,107 @@
+import { useState } from "preact/hooks";
+import type { Job } from "sie-client";
+import { client } from "./api";
+import { useAttempts } from "./attempts";
+import { Copies } from "./copies";
+import { JobParts, JobRows } from "./job-parts";
+import { jobPrograms } from "./job-requests";
+import { clock, forecastOf, hasEnded, rateOf } from "./job-words";
+import { duration } from "./units";
+
+type Asking = "cancel" | "delete";
+const QUESTIONS: Record<Asking, string> = {
+  cancel: "End this job for ever? What it has written stays.",
+  delete: "Forget this job, with the output that it keeps, for ever?",
+};
+
+/** All that is known of a job, and what can be done with it. `onChange`: called after each change. */
+export function JobDetail({ job, onChange }: { job: Job; onChange: () => void }) {
+  const { counts, error, trouble, broken = [], errors = {} } = job;
+  const facts: [string, string][] = [
+    ["rows", `${counts.done} of ${counts.rows ?? "rows that are not counted yet"}`],
+    ["failed", `${counts.failed}`],
+    ["reused", `${counts.reused}`],
+    ["tokens", `${counts.tokens}`],
+    ["parts", `${counts.shards_done} of ${counts.shards ?? "?"}${counts.shards_failed ? `, ${counts.shards_failed} failed` : ""}`],
+    ["rate", rateOf(job)],
+    ["forecast", forecastOf(job)],
+    ["workers", job.forecast ? `${job.forecast.workers}` : ""],
+    ["deadline", job.request.deadline ? clock(job.request.deadline) : ""],
+    ["operation", job.operation],
+    ["owner", job.owner ?? ""],
+    ["submitted", clock(job.created_at)],
+    ["started", job.started_at ? clock(job.started_at) : ""],
+    ["ended", job.ended_at ? `${clock(job.ended_at)}${job.started_at ? `, after ${duration(job.ended_at - job.started_at)}` : ""}` : ""],
+    ["fingerprint", job.fingerprint ?? ""],
+    ["id", job.id],
+  ];
+  return (
+    <div class="detail job">
+      <JobActions job={job} onChange={onChange} />
+      {error && <p class="bad" role="alert">{`${error.code} ${error.message}${error.param ? ` (${error.param})` : ""}`}</p>}
+      {trouble && <p class="warn">{`It waits and tries again: ${trouble.code} ${trouble.message}`}</p>}
+      <dl class="facts">
+        {facts.filter(([, value]) => value).map(([name, value]) => <div><dt>{name}</dt><dd>{value}</dd></div>)}
+      </dl>
+      {Object.keys(errors).length > 0 && (
+        <>
+          <h3>Rows with an error, by code</h3>
+          <dl class="facts errors">{Object.entries(errors).map(([code, count]) => <div><dt>{code}</dt><dd>{count}</dd></div>)}</dl>
+        </>
+      )}
+      {broken.length > 0 && (
+        <>
+          <h3>Parts of the input that could not be read</h3>
+          <ul class="broken">{broken.map((each) => <li>{each}</li>)}</ul>
+        </>
+      )}
+      <JobParts job={job} />
+      <JobRows job={job} />
+      <h3>Request</h3>
+      <pre class="code request">{JSON.stringify(job.request, null, 2)}</pre>
+      <Copies programs={jobPrograms({ request: job.request, file: "" })} title="The same job again as" />
+    </div>
+  );
+}
+
+function JobActions({ job, onChange }: { job: Job; onChange: () => void }) {
+  const [asking, setAsking] = useState<Asking>();
+  const { isBusy, said, refusal, attempt } = useAttempts();
+  const act = (work: () => Promise<string>) => {
+    setAsking(undefined);
+    return attempt(async () => {
+      const words = await work();
+      onChange();
+      return words;
+    });
+  };
+  const { jobs } = client();
+  const pause = () => act(async () => (await jobs.pause(job.id), "It pauses once the parts that run are written."));
+  const resume = () => act(async () => (await jobs.resume(job.id), "It goes on."));
+  const retry = () => act(async () => `Submitted as ${(await jobs.retry(job.id)).id}.`);
+  const certain: Record<Asking, () => Promise<boolean>> = {
+    cancel: () => act(async () => (await jobs.cancel(job.id), "It ends.")),
+    delete: () => act(async () => (await jobs.delete(job.id), "It is forgotten.")),
+  };
+  const isEnded = hasEnded(job);
+  return (
+    <>
+      <p class="row actions">
+        {!isEnded && job.state !== "paused" && <button type="button" class="pause" disabled={isBusy} onClick={pause}>Pause</button>}
+        {job.state === "paused" && <button type="button" class="resume" disabled={isBusy} onClick={resume}>Resume</button>}
+        {!isEnded && <button type="button" class="cancel" disabled={isBusy} onClick={() => setAsking("cancel")}>Cancel</button>}
+        {isEnded && Boolean(job.counts.failed) && <button type="button" class="retry" disabled={isBusy} onClick={retry}>Retry failed rows</button>}
+        {isEnded && <button type="button" class="delete" disabled={isBusy} onClick={() => setAsking("delete")}>Delete</button>}
+      </p>
+      {asking && (
+        <p class="row" role="alertdialog" aria-label={`Confirm: ${asking} ${job.id}`}>
+          {QUESTIONS[asking]}
+          <button type="button" class="certain" ref={(each) => each?.focus()} onClick={certain[asking]}>{asking === "cancel" ? "End it" : "Forget it"}</button>
+          <button type="button" onClick={() => setAsking(undefined)}>Keep it</button>
+        </p>
+      )}
+      <p role="status">{isBusy ? "working" : said}</p>
+      {refusal && <p class="bad" role="alert">{refusal}</p>}
+    </>
+  );
+}

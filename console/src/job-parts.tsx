@@ -1,0 +1,110 @@
+import { useEffect, useState } from "preact/hooks";
+import { type Job, type JobManifest, type JobPart, type JobRow, SIEError } from "sie-client";
+import { client, get } from "./api";
+import { useAttempts } from "./attempts";
+import { save } from "./downloads";
+import { hasEnded } from "./job-words";
+import { bytes } from "./units";
+
+const PAGE = 50; // parts
+const ROWS = 20; // of a sample
+
+/** The files of a job's output so far. A job that keeps them itself has its parts downloaded here. */
+export function JobParts({ job }: { job: Job }) {
+  const [manifest, setManifest] = useState<JobManifest>();
+  const [after, setAfter] = useState(0);
+  const [trouble, setTrouble] = useState("");
+  const { isBusy, said, refusal, attempt } = useAttempts();
+  const written = `${job.counts.shards_done} ${hasEnded(job)}`;
+  useEffect(() => {
+    let ended = false;
+    async function read() {
+      try {
+        const told = await get<JobManifest>(`/v1/jobs/${encodeURIComponent(job.id)}/manifest?limit=${PAGE}&after=${after}`);
+        if (ended) return;
+        setManifest(told);
+        setTrouble("");
+      } catch (error) {
+        if (!(error instanceof SIEError)) throw error;
+        if (!ended) setTrouble(error.message);
+      }
+    }
+    void read();
+    return () => {
+      ended = true;
+    };
+  }, [job.id, written, after]);
+  const download = (part: JobPart) =>
+    attempt(async () => {
+      save(await client().jobs.part(job.id, part), part.name);
+      return `${part.name}: ${bytes(part.bytes)}, whole by its digest`;
+    });
+  if (trouble) return <p class="bad" role="alert">{trouble}</p>;
+  if (!manifest) return <p class="dim">reading the list of files</p>;
+  return (
+    <>
+      <h3>Output</h3>
+      {job.request.output?.url && <p class="dim">{`The files are at ${job.output_url || job.request.output.url}`}</p>}
+      {manifest.parts.length === 0 && <p class="dim">No part is written yet.</p>}
+      {manifest.parts.length > 0 && (
+        <div class="scroll" tabIndex={0} role="region" aria-label={`Output of ${job.id}`}>
+          <table class="parts">
+            <thead><tr><th scope="col">file</th><th scope="col" class="number">rows</th><th scope="col" class="number">failed</th><th scope="col" class="number">size</th><th scope="col">of the input</th><th scope="col">sha256</th></tr></thead>
+            <tbody>
+              {manifest.parts.map((part) => (
+                <tr key={part.name}>
+                  <td>{job.request.output?.url ? part.name : <button type="button" class="link" disabled={isBusy} aria-label={`Download ${part.name}`} onClick={() => download(part)}>{part.name}</button>}</td>
+                  <td class="number">{part.rows}</td><td class="number">{part.failed}</td><td class="number">{bytes(part.bytes)}</td>
+                  <td class="name">{part.source}</td><td title={part.sha256}>{part.sha256.slice(0, 12)}</td>
+                </tr>
+              ))}
+            </tbody>
+          </table>
+        </div>
+      )}
+      {(after > 0 || manifest.next != null) && (
+        <p class="row">
+          <button type="button" disabled={after === 0} onClick={() => setAfter(Math.max(0, after - PAGE))}>Parts before</button>
+          <button type="button" disabled={manifest.next == null} onClick={() => setAfter(manifest.next ?? 0)}>Further parts</button>
+        </p>
+      )}
+      <p role="status">{isBusy ? "downloading" : said}</p>
+      {refusal && <p class="bad" role="alert">{refusal}</p>}
+    </>
+  );
+}
+
+/** Some rows that are answered, without their values. */
+export function JobRows({ job }: { job: Job }) {
+  const [rows, setRows] = useState<JobRow[]>();
+  const { isBusy, said, refusal, attempt } = useAttempts();
+  const show = (failed: boolean) =>
+    attempt(async () => {
+      const found = await client().jobs.rows(job.id, { limit: ROWS, failed });
+      setRows(found);
+      return found.length ? `${found.length} ${failed ? "rows that failed" : "answered rows"}` : `no ${failed ? "row that failed" : "answered row"} is written yet`;
+    });
+  return (
+    <>
+      <h3>Rows</h3>
+      <p class="row">
+        <button type="button" class="sample" disabled={isBusy} onClick={() => show(false)}>Sample of rows</button>
+        <button type="button" class="sample-failed" disabled={isBusy} onClick={() => show(true)}>Sample of failed rows</button>
+      </p>
+      <p role="status">{isBusy ? "reading" : said}</p>
+      {refusal && <p class="bad" role="alert">{refusal}</p>}
+      {rows && rows.length > 0 && (
+        <div class="scroll" tabIndex={0} role="region" aria-label={`Rows of ${job.id}`}>
+          <table>
+            <thead><tr><th scope="col">row</th><th scope="col" class="number">tokens</th><th scope="col">error</th></tr></thead>
+            <tbody class="rows">
+              {rows.map((row) => (
+                <tr><td class="name">{row.id}</td><td class="number">{row.tokens}</td><td class="wide">{row.error && <span class="bad">{`${row.error.code} ${row.error.message}`}</span>}</td></tr>
+              ))}
+            </tbody>
+          </table>
+        </div>
+      )}
+    </>
+  );
+}

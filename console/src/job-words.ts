@@ -1,0 +1,29 @@
+/** What a job is told with. */
+
+import type { Job } from "sie-client";
+import { duration } from "./units";
+
+const ENDED: readonly string[] = ["completed", "failed", "cancelled", "expired"];
+
+export const hasEnded = ({ state }: Pick<Job, "state">): boolean => ENDED.includes(state);
+
+/** A time of today, or with its day. */
+export function clock(atS: number): string {
+  const at = new Date(atS * 1000);
+  const isToday = at.toDateString() === new Date().toDateString();
+  return isToday ? at.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" }) : at.toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
+}
+
+/** When a job will be done, and what would keep its deadline. Empty while nobody knows. */
+export function forecastOf({ forecast, request }: Job): string {
+  if (!forecast) return "";
+  const done = `done at ${clock(forecast.done_at)} ± ${duration(forecast.plus_minus_s)}`;
+  if (!request.deadline || forecast.workers_needed == null) return done;
+  return forecast.done_at <= request.deadline ? `${done}, before its deadline` : `${done}; ${forecast.workers_needed} workers would keep the deadline`;
+}
+
+/** Rows a second: of the last minutes while it runs, and of all of its time once it has ended. */
+export function rateOf({ forecast, counts, started_at, ended_at }: Job): string {
+  const rate = forecast?.rows_per_s ?? (started_at && ended_at && ended_at > started_at ? (counts.done ?? 0) / (ended_at - started_at) : 0);
+  return rate ? `${rate.toFixed(rate < 10 ? 1 : 0)}/s` : "";
+}
