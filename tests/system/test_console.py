@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
+import axe
 import httpx
 import local_models
 import pytest
@@ -27,7 +25,6 @@ from sie_contracts.messages import DeadLetter, Input, RunOptions, WorkItem
 
 pytestmark = pytest.mark.debian
 
-CONSOLE = Path(__file__).parents[2] / "console"
 ENCODER = "test/mini"
 ROWS = "[...document.querySelectorAll('#{0} tr')].map(row => [...row.cells].map(cell => cell.innerText.trim()))"
 
@@ -292,6 +289,17 @@ def test_dead_letters_are_listed_replayed_and_purged(cluster: Cluster, page: Pag
     assert page.complaints == []
 
 
+def submitted(cluster: Cluster) -> None:
+    """A job and a batch over the same file."""
+    with httpx.Client(base_url=cluster.url, timeout=30) as client:
+        rows = b'{"text": "one"}\n'
+        sent = client.post("/v1/files", files={"file": ("a.jsonl", rows)}, data={"purpose": "batch"}).json()["id"]
+        job = {"model": ENCODER, "input": {"file": sent, "text": "{text}"}}
+        assert client.post("/v1/jobs", json=job).status_code == 201
+        batch = {"input_file_id": sent, "endpoint": "/v1/embeddings", "completion_window": "24h"}
+        assert client.post("/v1/batches", json=batch).status_code == 200
+
+
 # markup in every text of every reply that the page reads, words of the API's own left out: these decide what is shown
 POISONED = """(() => {
   const own = /^[a-z_.]{1,14}$/;
@@ -317,6 +325,7 @@ POISONED = """(() => {
     [
         ("playground", ["#run"]),
         ("models", ["#catalogue button", ".show-entry"]),
+        ("jobs", ["#jobs button", "#batches button"]),
         ("cluster", ["#requests button", "#doctor"]),
     ],
 )
@@ -324,6 +333,8 @@ def test_markup_in_any_reply_is_text(cluster: Cluster, page: Page, view: str, pr
     httpx.post(f"{cluster.url}/v1/encode/{ENCODER}", json={"items": ["one"]}, timeout=60)
     if view == "cluster":
         given_up(cluster, "letter-3", "text")
+    if view == "jobs":
+        submitted(cluster)
     page.open("about:blank")
     page.call("Page.addScriptToEvaluateOnNewDocument", source=POISONED)
     page.open(f"http://{HOST}:{cluster.port}/#{view}")
@@ -346,17 +357,12 @@ def test_markup_in_any_reply_is_text(cluster: Cluster, page: Page, view: str, pr
 
 
 @pytest.fixture(scope="module")
-def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The source of axe-core, of the version that the console's lock file names."""
-    folder = tmp_path_factory.mktemp("axe")
-    for name in ("package.json", "package-lock.json"):
-        shutil.copy(CONSOLE / name, folder)
-    subprocess.run(["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"], cwd=folder, check=True, timeout=120)
-    return (folder / "node_modules/axe-core/axe.min.js").read_text("utf-8")
+def rules(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return axe.source(tmp_path_factory.mktemp("axe"))
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_no_view_has_a_serious_fault_of_accessibility(cluster: Cluster, page: Page, axe: str, scheme: str) -> None:
+def test_no_view_has_a_serious_fault_of_accessibility(cluster: Cluster, page: Page, rules: str, scheme: str) -> None:
     """At both ends of the widths, in what each view shows after use."""
     httpx.post(f"{cluster.url}/v1/encode/{ENCODER}", json={"items": ["one"]}, timeout=60)
     for view, button in (("playground", "#run"), ("models", "#catalogue button"), ("cluster", "#requests button")):
@@ -366,11 +372,7 @@ def test_no_view_has_a_serious_fault_of_accessibility(cluster: Cluster, page: Pa
             page.open(f"http://{HOST}:{cluster.port}/#{view}")
             page.wait(f"Boolean(document.querySelector('{button}'))", bool, timeout_s=30)
             click(page, button)
-            page.evaluate(f"{axe}; 0")
-            page.evaluate("axe.run().then(told => { window.told = told.violations; }); 0")
-            faults = "window.told?.map(each => [each.impact, each.id, each.nodes[0].html]) ?? null"
-            told = page.wait(faults, lambda found: found is not None, timeout_s=30)
-            assert [each for each in told if each[0] in ("serious", "critical")] == [], (view, width)
+            assert axe.serious(page, rules) == [], (view, width)
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (view, width)
     assert page.complaints == []
 

@@ -1,0 +1,383 @@
+"""The view of jobs in a real browser: a job from the form to its files, what steers one, batches, what a row that
+failed says, which keys may see it, and no serious fault of accessibility.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import axe
+import httpx
+import local_models
+import pytest
+from browser import HOST, Page, browsing, click, tab, typed
+from click.testing import CliRunner
+from cluster import Cluster, running, until
+from playground import CELLS, COPIED, copied, files
+
+from sie_cli.main import main
+
+pytestmark = pytest.mark.debian
+
+ENCODER = "test/mini"
+HARM = '<img src=x onerror="window.harmed = 1">'
+END_S = 60.0
+JOBS = (
+    "[...document.querySelectorAll('#jobs tr[data-job]')].map(row => [...row.cells].map(cell => cell.innerText.trim()))"
+)
+OPENED = "document.querySelector('#jobs .opened')?.innerText ?? ''"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    models = local_models.under(tmp_path_factory.mktemp("jobs-models"))
+    models.build(ENCODER.partition("/")[2])
+    with running(tmp_path_factory.mktemp("jobs"), *models.arguments, "--no-spare", "--allowed-hosts", HOST) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def devtools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with browsing(tmp_path_factory.mktemp("chromium")) as devtools:
+        yield devtools
+
+
+@pytest.fixture
+def page(devtools: str, cluster: Cluster) -> Iterator[Page]:
+    """The view of jobs, which complained of nothing and asked no other host when the test is over."""
+    own = f"http://{HOST}:{cluster.port}/"
+    with tab(devtools) as page:
+        page.open(f"{own}#jobs")
+        page.wait("Boolean(document.querySelector('#new-job'))", bool)
+        page.evaluate(COPIED)
+        yield page
+        assert page.evaluate("window.harmed ?? null") is None
+        assert page.evaluate("document.querySelectorAll('img[src=x]').length") == 0
+        assert page.complaints == []
+        assert [asked for asked in page.asked if not asked.startswith((own, "data:", f"blob:{own}"))] == []
+
+
+@pytest.fixture
+def api(cluster: Cluster) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=cluster.url, timeout=30) as client:
+        yield client
+
+
+def lines(*rows: object) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def sent(api: httpx.Client, data: bytes, name: str = "rows.jsonl", purpose: str = "jobs") -> str:
+    answer = api.post("/v1/files", files={"file": (name, data)}, data={"purpose": purpose})
+    assert answer.status_code == 200, answer.text
+    found: str = answer.json()["id"]
+    return found
+
+
+def submitted(api: httpx.Client, data: bytes, **more: Any) -> str:
+    asked = {"model": ENCODER, "input": {"file": sent(api, data), "text": "{text}", "id": "id"}, **more}
+    answer = api.post("/v1/jobs", json=asked)
+    assert answer.status_code == 201, answer.text
+    found: str = answer.json()["id"]
+    return found
+
+
+def state_of(api: httpx.Client, job: str) -> str:
+    found: str = api.get(f"/v1/jobs/{job}").json()["state"]
+    return found
+
+
+def ended(api: httpx.Client, job: str) -> None:
+    until(lambda: state_of(api, job) in ("completed", "failed", "cancelled"), END_S, "the end of a job")
+
+
+def row(page: Page, name: str, good: Any) -> list[str]:
+    """The cells of a job of the list, once they are good."""
+    found = page.wait(JOBS, lambda rows: any(each[0] == name and good(each) for each in rows), timeout_s=END_S)
+    cells: list[str] = next(each for each in found if each[0] == name)
+    return cells
+
+
+def open_row(page: Page, name: str, table: str = "jobs") -> None:
+    found = f"[...document.querySelectorAll('#{table} .link')].find(each => each.innerText === {json.dumps(name)})"
+    page.wait(f"Boolean({found})", bool, timeout_s=20)
+    if page.evaluate(f"{found}.getAttribute('aria-expanded')") == "false":
+        page.evaluate(f"{found}.click()")
+
+
+def fill(page: Page, data: bytes, **fields: str) -> None:
+    """The form, with a file that was picked."""
+    if not page.evaluate("Boolean(document.querySelector('#job-form'))"):
+        click(page, "#new-job")
+    page.wait("[...document.querySelectorAll('#job-model option')].map(each => each.value)", lambda ids: ENCODER in ids)
+    page.evaluate(
+        "(() => { const field = document.querySelector('#job-file'); "
+        f"field.files = {files(('rows.jsonl', '', data))}.files; "
+        "field.dispatchEvent(new Event('change', {bubbles: true})); })()"
+    )
+    for name, value in fields.items():
+        typed(page, f"#job-{name}", value)
+    page.wait("document.querySelector('#job-submit').disabled", lambda disabled: not disabled)
+
+
+def downloads(page: Page, folder: Path) -> None:
+    page.call("Page.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
+
+
+def test_a_job_of_the_form_is_followed_to_its_files(page: Page, api: httpx.Client, tmp_path: Path) -> None:
+    rows = [{"id": f"row-{number}", "title": f"title {number}", "body": "some words"} for number in range(40)]
+    fill(page, lines(*rows), name="by the form", text="{title}\n{body}", id="id", output="jsonl", keep="title")
+    click(page, "#job-submit")
+    cells = row(page, "by the form", lambda cells: cells[1] == "completed")
+    assert cells[2:5] == [ENCODER, "40 of 40 (100 %)", "0"]
+    (job,) = [each for each in api.get("/v1/jobs").json()["data"] if each["name"] == "by the form"]
+    asked = {"file": job["request"]["input"]["file"], "text": "{title}\n{body}", "id": "id", "keep": ["title"]}
+    assert job["request"]["input"] == asked
+    assert page.wait(OPENED, lambda text: "part-" in text)  # what was submitted is open
+    told = page.evaluate(OPENED)
+    assert job["id"] in told
+    assert str(job["counts"]["tokens"]) in told
+
+    downloads(page, tmp_path)
+    (part,) = api.get(f"/v1/jobs/{job['id']}/manifest").json()["parts"]
+    click(page, f"[aria-label='Download {part['name']}']")
+    until(lambda: (tmp_path / part["name"]).is_file(), 20, "the download")
+    data = (tmp_path / part["name"]).read_bytes()
+    assert data == api.get(f"/v1/jobs/{job['id']}/part", params={"name": part["name"]}).content
+    assert [json.loads(line)["id"] for line in data.splitlines()] == [each["id"] for each in rows]
+
+    click(page, ".job .sample")
+    sample = page.wait(CELLS.format(".rows"), lambda found: len(found) == 20)
+    assert {each[0] for each in sample} <= {each["id"] for each in rows}
+
+    click(page, ".job .delete")
+    page.wait("document.activeElement.className", lambda name: name == "certain")
+    click(page, ".job .certain")
+    page.wait(JOBS, lambda found: not any(each[0] == "by the form" for each in found))
+    assert api.get(f"/v1/jobs/{job['id']}").status_code == 404
+
+
+def test_a_row_that_failed_says_why_and_is_retried(page: Page, api: httpx.Client) -> None:
+    job = submitted(api, lines({"id": "good", "text": "words"}, {"id": HARM, "text": None}), name=f"half {HARM}")
+    ended(api, job)
+    cells = row(page, f"half {HARM}", lambda cells: cells[1] == "completed")
+    assert cells[4] == "1"
+    open_row(page, f"half {HARM}")
+    (code,) = api.get(f"/v1/jobs/{job}").json()["errors"]
+    page.wait("document.querySelector('.errors')?.innerText ?? ''", lambda text: code in text)
+    click(page, ".job .sample-failed")
+    (found,) = page.wait(CELLS.format(".rows"), lambda rows: rows)
+    (told,) = api.get(f"/v1/jobs/{job}/rows", params={"failed": "true"}).json()["rows"]
+    assert found == [HARM, "0", f"{told['error']['code']} {told['error']['message']}"]
+    before = {each["id"] for each in api.get("/v1/jobs").json()["data"]}
+    click(page, ".job .retry")
+    page.wait(OPENED, lambda text: "Submitted as job-" in text)
+    (again,) = {each["id"] for each in api.get("/v1/jobs").json()["data"]} - before
+    ended(api, again)
+    assert api.get(f"/v1/jobs/{again}").json()["counts"]["rows"] == 1
+
+
+def test_a_job_is_seen_to_go_on_and_is_paused_resumed_and_cancelled(page: Page, api: httpx.Client) -> None:
+    rows = lines(*({"id": str(number), "text": f"text {number}"} for number in range(600)))
+    job = submitted(api, rows, name="slow", shard_rows=20, tokens_per_s=100.0)
+    row(page, "slow", lambda cells: cells[1] == "running" and 0 < int(cells[3].split()[0]) < 600)
+    assert 0 < page.evaluate("document.querySelector(\"progress[aria-label='Progress of slow']\").value") < 600
+    open_row(page, "slow")
+    click(page, ".job .pause")
+    row(page, "slow", lambda cells: cells[1] == "paused")
+    assert state_of(api, job) == "paused"
+    done = api.get(f"/v1/jobs/{job}").json()["counts"]["done"]
+    page.wait("Boolean(document.querySelector('.job .resume'))", bool)
+    click(page, ".job .resume")
+    row(page, "slow", lambda cells: cells[1] == "running" and int(cells[3].split()[0]) > done)
+    click(page, ".job .cancel")
+    page.wait("document.activeElement.className", lambda name: name == "certain")
+    assert state_of(api, job) == "running"  # it was only asked
+    click(page, ".job .certain")
+    row(page, "slow", lambda cells: cells[1] == "cancelled")
+    assert state_of(api, job) == "cancelled"
+
+
+def test_the_list_is_filtered_and_read_in_pages(page: Page, api: httpx.Client) -> None:
+    data = lines({"id": "1", "text": "words"})
+    made = [submitted(api, data, name=f"page {number}") for number in range(21)]
+    for job in made:
+        ended(api, job)
+    newest = f"page {20}"
+    page.wait(JOBS, lambda rows: len(rows) == 20 and rows[0][0] == newest)
+    older = "[...document.querySelectorAll('button')].find(each => each.innerText === 'Older jobs')"
+    page.evaluate(f"{older}.click()")
+    page.wait(JOBS, lambda rows: rows and rows[0][0] == "page 0")
+    typed(page, "#job-state", "failed")
+    page.wait("document.body.innerText", lambda text: "No job is failed." in text)
+    typed(page, "#job-state", "completed")
+    page.wait(JOBS, lambda rows: rows and rows[0][0] == newest)
+    for job in made:
+        assert api.delete(f"/v1/jobs/{job}").status_code == 200
+
+
+def test_what_is_copied_submits_the_same_job(page: Page, api: httpx.Client, tmp_path: Path) -> None:
+    data = lines({"id": "it's 1", "text": "words"}, {"id": "2", "text": "further words"})
+    fields = {"name": 'it\'s "copied"', "text": "a {text}\nb", "id": "id", "params": '{"normalize": false}'}
+    (tmp_path / "rows.jsonl").write_bytes(data)
+    wanted: dict[str, Any] = {}
+    for kind in ("curl", "Python", "CLI"):
+        fill(page, data, **fields)
+        code = copied(page, kind)
+        argv = [sys.executable, "-c", code] if kind == "Python" else ["bash", "-c", code]
+        known = {each["id"] for each in api.get("/v1/jobs").json()["data"]}
+        path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+        ran = subprocess.run(
+            argv,
+            cwd=tmp_path,
+            capture_output=True,
+            timeout=END_S,
+            check=False,
+            env={"PATH": path, "HOME": str(tmp_path)},
+        )
+        assert ran.returncode == 0, (code, ran.stderr.decode())
+        assert b'"error":{' not in ran.stdout, (code, ran.stdout)
+        (job,) = [each for each in api.get("/v1/jobs").json()["data"] if each["id"] not in known]
+        ended(api, job["id"])
+        request = job["request"]
+        request["input"]["file"] = ""
+        wanted.setdefault("request", request)
+        assert request == wanted["request"], kind
+        assert request["name"] == fields["name"]
+        assert request["params"] == {"normalize": False}
+
+
+def test_a_batch_is_listed_and_its_files_are_fetched(page: Page, api: httpx.Client, tmp_path: Path) -> None:
+    body = {"model": ENCODER, "input": "words"}
+    request = {"custom_id": "one", "method": "POST", "url": "/v1/embeddings", "body": body}
+    wrong = {**request, "custom_id": "two", "body": {**body, "model": "no/such"}}
+    file = sent(api, lines(request, wrong), "requests.jsonl", "batch")
+    asked = {"input_file_id": file, "endpoint": "/v1/embeddings", "completion_window": "24h"}
+    batch = api.post("/v1/batches", json=asked).json()["id"]
+    listed = CELLS.format("#batches")
+    rows = page.wait(listed, lambda rows: any(each[:2] == [batch, "completed"] for each in rows), timeout_s=END_S)
+    (cells,) = [each for each in rows if each[0] == batch]
+    assert cells[2:6] == ["/v1/embeddings", "2 of 2 (100 %)", "1", "24h"]
+    open_row(page, batch, "batches")
+    told = api.get(f"/v1/batches/{batch}").json()
+    downloads(page, tmp_path)
+    for kind in ("output", "error"):
+        id_ = told[f"{kind}_file_id"]
+        page.wait("document.querySelector('.batch')?.innerText ?? ''", lambda text, id_=id_: id_ in text)
+        click(page, f".batch [aria-label$='{id_}']")
+        name = api.get(f"/v1/files/{id_}").json()["filename"]
+        until(lambda name=name: (tmp_path / name).is_file(), 20, "the download")
+        assert (tmp_path / name).read_bytes() == api.get(f"/v1/files/{id_}/content").content
+
+
+def test_a_job_that_is_refused_says_why_and_leaves_no_file(page: Page, api: httpx.Client) -> None:
+    before = api.get("/v1/files").json()["data"]
+    fill(page, lines({"text": "words"}), text="{text", name="refused")
+    click(page, "#job-submit")
+    page.wait("document.querySelector('#job-form [role=alert]')?.innerText ?? ''", lambda text: "text" in text)
+    until(lambda: api.get("/v1/files").json()["data"] == before, 10, "no file")
+    assert [each for each in page.complaints if "400" not in each and "422" not in each] == []
+    page.complaints.clear()  # the browser itself notes a refusal as a failed request
+
+
+def test_the_view_asks_only_while_it_is_seen(page: Page) -> None:
+    page.wait("document.querySelector('#jobs, main .dim')?.innerText ?? ''", bool)
+    hidden = "Object.defineProperty(document, 'visibilityState', {value: 'hidden', configurable: true})"
+    page.evaluate(f"{hidden}; 0")
+    page.evaluate("new Promise(done => setTimeout(done, 2500)).then(() => { window.rested = 1; }); 0")
+    page.wait("window.rested ?? 0", bool)  # an answer that was on its way is there
+    page.asked.clear()
+    page.evaluate("new Promise(done => setTimeout(done, 4500)).then(() => { window.rested = 2; }); 0")
+    page.wait("window.rested", lambda rested: rested == 2)
+    assert [asked for asked in page.asked if "/v1/jobs" in asked or "/v1/batches" in asked] == []
+    page.evaluate("delete document.visibilityState; 0")
+    page.wait("1", lambda _: any("/v1/jobs" in asked for asked in page.asked))
+
+
+def key_of(cluster: Cluster, name: str, scopes: str) -> str:
+    """A new key that the gateway knows."""
+    argv = ["keys", "create", name, "--json", "--scopes", scopes, "--nats-url", cluster.broker_url()]
+    made = CliRunner().invoke(main, argv, env={"SIE_NATS_URL": None, "SIE_AUTH_MODE": None})
+    assert made.exit_code == 0, made.output
+    key: str = json.loads(made.stdout)["token"]
+    by = {"authorization": f"Bearer {key}"}
+    until(lambda: httpx.get(f"{cluster.url}/v1/whoami", headers=by, timeout=10).is_success, 10, "the key is known")
+    return key
+
+
+def signed_in(page: Page, cluster: Cluster, key: str) -> None:
+    page.open(f"http://{HOST}:{cluster.port}/#jobs")
+    page.wait("document.querySelector('#key')?.type", lambda kind: kind == "password")
+    typed(page, "#key", key)
+    click(page, "button[type=submit]")
+
+
+def test_a_key_needs_the_scope_infer_and_is_in_no_address(
+    tmp_path_factory: pytest.TempPathFactory, devtools: str
+) -> None:
+    models = local_models.under(tmp_path_factory.mktemp("signed-models"))
+    models.build(ENCODER.partition("/")[2])
+    environ = {"SIE_AUTH_MODE": "token", "SIE_ADMIN_TOKEN": "an-administrator"}
+    folder = tmp_path_factory.mktemp("signed-download")
+    argv = (*models.arguments, "--no-spare", "--allowed-hosts", HOST)
+    with running(tmp_path_factory.mktemp("signed"), *argv, environ=environ) as signed:
+        with tab(devtools) as page:
+            signed_in(page, signed, key_of(signed, "reads", "read"))
+            page.wait("document.body.innerText", lambda text: "lacks the scope infer" in text)
+            assert not any("/v1/jobs" in asked for asked in page.asked)
+            page.evaluate("sessionStorage.clear()")
+        with tab(devtools) as page:
+            key = key_of(signed, "infers", "read,infer")
+            signed_in(page, signed, key)
+            page.wait("Boolean(document.querySelector('#new-job'))", bool)
+            page.evaluate(COPIED)
+            fill(page, lines({"text": "words"}), name="signed")
+            code = copied(page, "curl")
+            assert "$SIE_API_KEY" in code
+            assert key not in code
+            click(page, "#job-submit")
+            row(page, "signed", lambda cells: cells[1] == "completed")
+            page.wait(OPENED, lambda text: "part-" in text)
+            downloads(page, folder)
+            click(page, ".parts .link")
+            until(lambda: list(folder.glob("part-*.parquet")), 20, "the download")
+            assert not any(key in asked for asked in page.asked)
+
+
+@pytest.fixture(scope="module")
+def rules(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return axe.source(tmp_path_factory.mktemp("axe"))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_view_has_no_serious_fault_of_accessibility(
+    cluster: Cluster, page: Page, api: httpx.Client, rules: str, scheme: str
+) -> None:
+    """With a job, a batch and the form opened, at both ends of the widths."""
+    long = "a-name-without-any-space-" * 4
+    job = submitted(api, lines({"id": "1", "text": "words"}, {"id": "2", "text": None}), name=long)
+    file = sent(
+        api, lines({"custom_id": "one", "method": "POST", "url": "/v1/embeddings", "body": {}}), purpose="batch"
+    )
+    asked = {"input_file_id": file, "endpoint": "/v1/embeddings", "completion_window": "24h"}
+    batch = api.post("/v1/batches", json=asked).json()["id"]
+    ended(api, job)
+    for width in (360, 1280, 2560):
+        page.look(width, scheme)
+        page.open("about:blank")
+        page.open(f"http://{HOST}:{cluster.port}/#jobs")
+        page.wait("Boolean(document.querySelector('#new-job'))", bool)
+        fill(page, lines({"text": "words"}))
+        open_row(page, long)
+        open_row(page, batch, "batches")
+        page.wait(OPENED, lambda text: "part-" in text)
+        click(page, ".job .sample-failed")
+        page.wait(CELLS.format(".rows"), lambda rows: len(rows) == 1)
+        click(page, ".job .delete")
+        assert axe.serious(page, rules) == [], width
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), width
