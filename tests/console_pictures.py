@@ -12,7 +12,9 @@ import argparse
 import base64
 import json
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 from browser import Page, browsing, click, tab, typed
@@ -24,6 +26,7 @@ MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 PICTURES = (
     ("playground", "playground", "light", 1280, "#run", ".waterfall"),
     ("models", "models", "light", 1280, "#catalogue button", ".revisions tr"),
+    ("jobs", "jobs", "light", 1280, "#jobs button", ".parts"),
     ("cluster", "cluster", "dark", 1280, "#doctor", "#findings"),
     ("narrow", "playground", "dark", 390, "#run", ".waterfall"),
 )
@@ -40,11 +43,40 @@ def main() -> None:
         body = {"items": ["a text of some words"] * (1 + count % 5)}
         sent = {"json": body, "headers": headers, "timeout": 120}
         until(lambda sent=sent: httpx.post(f"{options.url}/v1/encode/{MODEL}", **sent).is_success, 120, "an answer")
+    with httpx.Client(base_url=options.url, headers=headers, timeout=60) as client:
+        work(client)
     with tempfile.TemporaryDirectory() as profile, browsing(Path(profile)) as devtools, tab(devtools) as page:
         page.open(options.url)
         page.evaluate(f"sessionStorage.setItem('sie.key', {json.dumps(options.key)})")
         for name, view, scheme, width, pressed, there in PICTURES:
             take(page, f"{options.url}/#{view}", scheme, width, (pressed, there), DOCS / f"console-{name}.png")
+
+
+def work(client: httpx.Client) -> None:
+    """A batch, a job with a row that fails, and one that is slow enough to be seen at work, with a forecast."""
+
+    def sent(*rows: object) -> str:
+        data = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+        answer = client.post("/v1/files", files={"file": ("rows.jsonl", data)}, data={"purpose": "batch"})
+        return str(answer.raise_for_status().json()["id"])
+
+    def submitted(name: str, *rows: object, **more: object) -> str:
+        source = {"file": sent(*rows), "text": "{title}\n{body}", "id": "id"}
+        answer = client.post("/v1/jobs", json={"model": MODEL, "name": name, "input": source, **more})
+        return str(answer.raise_for_status().json()["id"])
+
+    def told(job: str) -> dict[str, Any]:
+        found: dict[str, Any] = client.get(f"/v1/jobs/{job}").raise_for_status().json()
+        return found
+
+    request = {"custom_id": "one", "method": "POST", "url": "/v1/embeddings", "body": {"model": MODEL, "input": "a"}}
+    batch = {"input_file_id": sent(request), "endpoint": "/v1/embeddings", "completion_window": "24h"}
+    client.post("/v1/batches", json=batch).raise_for_status()
+    rows = [{"id": f"doc-{number}", "title": f"title {number}", "body": "some words"} for number in range(2000)]
+    done = submitted("titles of the archive", *rows[:50], {"id": "doc-50", "title": "without a body", "body": None})
+    until(lambda: told(done)["state"] == "completed", 120, "a job that is done")
+    slow = submitted("nightly", *rows, shard_rows=50, tokens_per_s=90.0, deadline=time.time() + 120)
+    until(lambda: told(slow)["forecast"] and told(slow)["counts"]["shards_done"], 120, "a forecast")
 
 
 def take(page: Page, url: str, scheme: str, width: int, use: tuple[str, str], path: Path) -> None:
