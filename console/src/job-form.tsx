@@ -107,7 +107,7 @@ export function JobForm({ models, onDone }: { models: Model[]; onDone: (id: stri
   );
   const isImage = Boolean(given.image.trim());
   return (
-    <form class="panel fields" id="job-form" onSubmit={submit}>
+    <form class="panel fields" id="job-form" aria-label="New job" onSubmit={submit}>
       <label>
         File of rows
         <input id="job-file" ref={picker} type="file" accept=".jsonl,.csv,.parquet" onChange={(event) => setFile(event.currentTarget.files?.[0])} />
