@@ -131,7 +131,6 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
     model: str = ""  # as it resolved, with its profile
     lane: str = ""  # whose workers answer it
     fingerprint: str = ""
-    output_url: str = ""
     leader: str = ""
     is_planned: bool = False
     rows: int | None = None
@@ -160,6 +159,14 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
     @property
     def ended(self) -> bool:
         return self.state in ENDED
+
+    @property
+    def output_url(self) -> str:
+        """Where it writes: a retry beside the parts that it answers again. Empty where the output is kept with the
+        job.
+        """
+        url = self.request.output.url if self.request is not None else ""
+        return f"{url.rstrip('/')}/retry-{self.id}/" if url and self.retry_of else url
 
 
 decode_file = msgspec.msgpack.Decoder(FileRecord).decode

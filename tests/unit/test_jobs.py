@@ -189,6 +189,27 @@ async def test_what_could_never_run_is_refused_before_it_is_kept(
     assert (await place.gateway.client.get("/v1/jobs")).json()["data"] == []
 
 
+async def test_two_jobs_never_share_a_folder(place: Place) -> None:
+    """The second would take the parts of the first for its own. A retry writes beside what it answers again."""
+    file, other = await place.upload(texts(3)), await place.upload([{"t": "other"}] * 3)
+    output = {"url": f"{place.folder}/out", "format": "jsonl"}
+    place.adapter.failures = {"text 1": ErrorInfo("INFERENCE_ERROR", "why")}
+    first = (await place.submit({"file": file, "text": "{t}"}, output=output))["id"]
+    await place.job(first)
+    second = (await place.submit({"file": other, "text": "{t}"}, output=output))["id"]
+    told = await place.job(second, "failed")
+    assert told["error"]["param"] == "output.url"
+    (place.folder / "out/.sie-job").unlink()
+    third = (await place.submit({"file": other, "text": "{t}"}, output=output))["id"]
+    assert (await place.job(third, "failed"))["error"]["param"] == "output.url"
+    place.adapter.failures = {}
+    again = (await place.gateway.client.post(f"/v1/jobs/{first}/retry")).json()
+    told = await place.job(again["id"])
+    assert told["output_url"] == f"{place.folder}/out/retry-{again['id']}/"
+    (part,) = (place.folder / "out" / f"retry-{again['id']}").glob("part-*")
+    assert json.loads(part.read_text())["id"] == "a.jsonl#1"
+
+
 async def test_columns_that_there_are_not_are_named_with_those_that_there_are(place: Place) -> None:
     file = await place.upload([b"id,t", b"a,b"], "a.csv")
     job = (await place.submit({"file": file, "text": "{body}", "id": "id"}))["id"]

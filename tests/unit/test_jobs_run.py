@@ -71,7 +71,7 @@ class Writing:
 
     async def finish(self, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
         self.output.finished.append(state)
-        return {"output_url": "there"}
+        return {"output_file": "there"}
 
     async def close(self) -> None:
         self.output.closed += 1
@@ -143,7 +143,7 @@ async def test_a_job_runs_to_its_end_and_its_record_says_so(world: World) -> Non
     job = await state(world, ledger, "completed")
     assert (job.rows, job.done, job.failed, job.tokens, job.shards, job.shards_done) == (60, 60, 6, 18, 6, 6)
     assert job.codes == {"INVALID_INPUT": 6}
-    assert (job.output_url, job.leader, world.output.finished) == ("there", "", ["completed"])
+    assert (job.output_file, job.leader, world.output.finished) == ("there", "", ["completed"])
     assert world.output.closed == world.output.made > 0
     assert len(await ledger.shards(JOB.id)) == 6
     await ledger.forget(JOB.id)

@@ -184,9 +184,8 @@ class Engine:
 
     def output(self, job: JobRecord) -> Place:
         """Where a job writes. Raises InvalidInput where that is not allowed any more."""
-        url = job.request.output.url if job.request is not None else ""
-        if url:
-            return Place.opened(url, self._urls, is_output=True)
+        if job.output_url:
+            return Place.opened(job.output_url, self._urls, is_output=True)
         return Place(self.require_store(), f"jobs/{job.id}/output/")
 
 

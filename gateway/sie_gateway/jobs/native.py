@@ -92,6 +92,7 @@ class Native:
         """See Work."""
         made = await self._workplace.plan()
         if made is None:
+            await shards.claim(self._places.output, self._job.id)
             made = await self._workplace.keep_plan(await (self._retried() if self._job.retry_of else self._planned()))
         self._count, self._again = len(made.spans), made.again
         return made
@@ -256,7 +257,7 @@ class Native:
 
     async def finish(self, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
         """See Work: the manifest names what there is."""
-        fields = {"output_url": self._request.output.url}
+        fields = dict[str, Any]()
         if not shards:
             return fields
         plan = await self._workplace.plan()
@@ -273,7 +274,7 @@ def manifest(job: JobRecord, state: str, shards: dict[int, ShardRecord], unread:
     return api.JobManifest(
         job=job.id,
         state=state,
-        url=job.request.output.url,
+        url=job.output_url,
         format=job.request.output.format,
         model=job.model,
         fingerprint=next((shard.fingerprint for shard in good if shard.fingerprint), ""),

@@ -47,8 +47,8 @@ class Results:
     async def part(self, job: JobRecord, name: str) -> bytes:
         """The bytes of a part that the job keeps itself. Raises NotFound, QueueUnavailable."""
         assert job.request is not None
-        if job.request.output.url:
-            raise NotFound(f"the parts of this job are at {job.request.output.url}", param="name")
+        if job.output_url:
+            raise NotFound(f"the parts of this job are at {job.output_url}", param="name")
         async with kept():
             every = await self._ledger.shards(job.id)
         if name not in {shard.name for shard in every.values() if shard.name}:

@@ -7,23 +7,66 @@ shard ──encode──► bytes ──put, create only──┬─► written 
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import os
 from pathlib import Path
 
 from sie_contracts.api.jobs import OutputFormat
+from sie_contracts.errors import InvalidInput
 from sie_contracts.jobs import ShardRecord
 from sie_store import durable
+from sie_store.datasets.formats import MANIFEST
 from sie_store.datasets.parts import PartFault, inspect
 from sie_store.datasets.places import Place
 from sie_store.object_stores import ObjectMissing, Patience, StoreError, WrittenMeanwhile, within
 
 PUT_S = 300.0
+OWNER = ".sie-job"  # whose output the folder holds
 _PATIENCE = Patience()
 
 
 class PartDamaged(StoreError):
     """There is an object in the place of a part, and it is none. Another attempt does not help."""
+
+
+async def claim(place: Place, owner: str, patience: Patience = _PATIENCE) -> None:
+    """Have a folder for one job alone: parts of another one would be taken for its own. Raises InvalidInput (reason
+    output_in_use) where it has another owner, or parts of nobody known; StoreError.
+    """
+    import obstore
+
+    key = place.folder + OWNER
+    await place.check(key)
+    try:
+        if (await bytes_of(place, OWNER, patience)) == owner.encode():
+            return
+    except ObjectMissing:
+        if not await _has_parts(place, patience):
+            put = functools.partial(
+                obstore.put_async, place.store, key, owner.encode(), mode="create", use_multipart=False
+            )
+            try:
+                await patience.repeated(lambda: within(PUT_S, put()))
+            except WrittenMeanwhile:  # by a leader before this one, or by another job
+                await claim(place, owner, patience)
+            return
+    message = "output.url: this folder holds the output of another job; name another folder"
+    raise InvalidInput(message, reason="output_in_use", param="output.url")
+
+
+async def _has_parts(place: Place, patience: Patience) -> bool:
+    """Whether a manifest or a part lies in the folder."""
+    import obstore
+
+    async def looked() -> bool:
+        async for page in obstore.list(place.store, place.folder.rstrip("/") or None):
+            names = (entry["path"].removeprefix(place.folder) for entry in page)
+            if any(name == MANIFEST or name.startswith("part-") for name in names):
+                return True
+        return False
+
+    return await patience.repeated(lambda: within(PUT_S, looked()))
 
 
 async def put_once(
