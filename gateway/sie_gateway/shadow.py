@@ -36,6 +36,7 @@ from sie_gateway.grant import Grant
 from sie_gateway.metrics import Metrics
 from sie_gateway.reply import array_of
 from sie_runtime.http import uuid7
+from sie_runtime.ranks import spearman
 
 MAX_IN_FLIGHT = 4  # of a gateway
 MAX_ITEMS = 64  # of a request; the others of its inputs are not copied
@@ -281,16 +282,3 @@ def rank_agreement(finished: Finished, copied: Finished) -> float | None:
         if isinstance(one, Ok) and isinstance(two, Ok) and one.score is not None and two.score is not None
     ]
     return spearman(*map(np.asarray, zip(*pairs, strict=True))) if len(pairs) > 2 else None
-
-
-def spearman(one: Any, two: Any) -> float | None:
-    """The correlation of ranks, ties at their mean; None where one side has no order."""
-    a, b = (_ranks(each) for each in (one, two))
-    spread = float(a.std() * b.std())
-    return float(((a - a.mean()) * (b - b.mean())).mean()) / spread if spread > 0 else None
-
-
-def _ranks(values: Any) -> Any:
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ends = np.cumsum(counts)
-    return (ends - (counts + 1) / 2)[inverse]

@@ -27,8 +27,9 @@ from sie_cli.models.compare import (
     compare,
     figures,
     lines,
-    neighbours,
+    nearest,
     read,
+    similarities,
     svg,
 )
 from sie_sdk.errors import SIEError
@@ -53,7 +54,7 @@ def test_recall_is_that_of_a_plain_sort(own: bool) -> None:
     random = np.random.default_rng(5)
     rows = [random.normal(size=(24, width)).astype(np.float32) for width in (8, 12)]
     asking = rows if own else [random.normal(size=(9, width)).astype(np.float32) for width in (8, 12)]
-    near = [neighbours(ask, each, 20, own=own) for ask, each in zip(asking, rows, strict=True)]
+    near = [nearest(similarities(ask, each, own=own), 20) for ask, each in zip(asking, rows, strict=True)]
     found = agreement_at(*near)
     for k in range(1, 21):
         assert found[k - 1] == pytest.approx(naive((asking[0], rows[0]), (asking[1], rows[1]), k, own=own))
@@ -121,12 +122,15 @@ async def test_two_models_of_a_gateway_are_compared(tmp_path: Path, sample: Path
         told = json.loads(same.stdout)
         assert told["cosine"]["min"] == pytest.approx(1.0, abs=1e-6)
         assert set(told["recall"].values()) == {1.0}
+        assert told["rank_correlation"]["min"] == pytest.approx(1.0)
+        assert told["rank_correlation"]["count"] == len(TEXTS)
         assert len(told["recall"]) == len(TEXTS) - 1
         assert "do not belong into one index" in told["notes"][0]
         other = await asked(url, "toy/one", "toy/two", "--sample", sample, "--queries", queries, "--plot", plot)
         assert other.exit_code == 0, other.output
         assert "cosine of 30: mean" in other.stdout
         assert "recall@10: " in other.stdout
+        assert "rank correlation of 4: mean" in other.stdout
         ET.parse(plot)
         for arguments, message in (
             (("toy/one", "toy/gone", "--sample", sample), "no model named 'toy/gone'"),

@@ -29,7 +29,8 @@ from sie_gateway.call import Asked, Call, route_key
 from sie_gateway.finished import Finished, Understood
 from sie_gateway.grant import Grant
 from sie_gateway.metrics import Metrics
-from sie_gateway.shadow import Shadows, cosines, rank_agreement, spearman
+from sie_gateway.shadow import Shadows, cosines, rank_agreement
+from sie_runtime.ranks import spearman
 
 ONE, TWO = toy_entry("toy/one"), toy_entry("toy/two", prompts={"document": "passage: {text}"})
 

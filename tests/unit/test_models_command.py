@@ -252,7 +252,6 @@ def test_a_write_keeps_its_key_over_retries_and_the_next_one_has_another(monkeyp
     flaky = Flaky([httpx.ReadTimeout("no answer"), busy, httpx.Response(200, json={}), httpx.Response(200, json={})])
     with Service("http://config", ADMIN, flaky) as service:
         service.write("PATCH", "/v1/configs/models/a", b"{}", asked=PLAIN)
-    with Service("http://config", ADMIN, flaky) as service:
         service.write("PATCH", "/v1/configs/models/a", b"{}", asked=PLAIN)
     first, again, third, other = flaky.keys
     assert first == again == third != other

@@ -1,7 +1,7 @@
 """`sie models compare`: how far two models agree on a sample, before one takes the other's place.
 
-sample ──► both models, over the API ──► vectors ──► cosine of each text (equal widths), neighbours in common (any
-widths)
+sample ──► both models, over the API ──► vectors ──► cosine of each text (equal widths); neighbours in common, and
+                                    │                 correlation of the ranks of all other texts (any widths)
                                     └──► scores ──► correlation of ranks
 """
 
@@ -23,6 +23,7 @@ from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
 from sie_cli.curve import BOTTOM, COLOURS, HEIGHT, LEFT, RIGHT, TOP, WIDTH
 from sie_cli.refusal import Refused
 from sie_contracts.settings import public_url
+from sie_runtime.ranks import spearman
 
 if TYPE_CHECKING:
     from sie_sdk import SIEClient
@@ -48,7 +49,7 @@ class Sample:
 @dataclass(frozen=True)
 class Agreement:
     """How far two models agree. `cosines` of each text, empty where the widths differ; `recall` at 1, 2, 3 neighbours;
-    `ranks`: the correlation of each query's ranks.
+    `ranks`: the correlation of the ranks of each query's documents, or of each text's neighbours, nearest to farthest.
     """
 
     names: tuple[str, str]
@@ -104,6 +105,7 @@ def compare(
                  the same by each number. Two models that were trained apart are near 0, however alike they search.
       recall@k   the share of a text's k nearest neighbours in the sample that both models find; any widths. What would
                  change in a search over an index that is made anew with the other model.
+      rank correlation (Spearman's) of the similarities of each text with all others: 1 is the same order.
     Of models that score:
       rank correlation (Spearman's) of each query's documents, 1: the same order.
 
@@ -175,14 +177,19 @@ def _compared(client: SIEClient, names: tuple[str, str], sample: Sample, queries
     """Raises Refused, and what the client raises."""
     infos = [client.get_model(name) for name in names]
     if all("dense" in info["dims"] for info in infos):
-        return _vectors(client, names, sample.texts, queries)
+        return of_vectors(client, names, sample.texts, queries)
     if all("score" in info["tasks"] for info in infos):
         return _ranks(client, names, sample)
     told = "; ".join(f"{name} has {', '.join(info['outputs'])}" for name, info in zip(names, infos, strict=True))
     raise Refused(f"there is nothing to compare: {told}. Two models with dense vectors can be, or two that score")
 
 
-def _vectors(client: SIEClient, names: tuple[str, str], texts: Sequence[str], queries: Sequence[str]) -> Agreement:
+def of_vectors(
+    client: SIEClient, names: tuple[str, str], texts: Sequence[str], queries: Sequence[str] = ()
+) -> Agreement:
+    """Of two models that encode: the neighbours of each query among the texts, without queries those of each text.
+    Raises Refused, and what the client raises.
+    """
     if len(texts) < MIN_TEXTS:
         raise Refused(
             f"--sample has {len(texts)} different texts; at least {MIN_TEXTS} are needed, some hundreds say something"
@@ -205,10 +212,13 @@ def _vectors(client: SIEClient, names: tuple[str, str], texts: Sequence[str], qu
         notes.append("the fingerprints differ: vectors of the two do not belong into one index, whatever their cosine")
     most = min(MAX_NEIGHBOURS, len(texts) - (0 if queries else 1))
     own = not queries
-    recall = agreement_at(neighbours(one_asks, one, most, own=own), neighbours(two_asks, two, most, own=own))
+    similar = similarities(one_asks, one, own=own), similarities(two_asks, two, own=own)
+    recall = agreement_at(nearest(similar[0], most), nearest(similar[1], most))
+    others = [_without_own(each) for each in similar] if own else similar
+    ranks = [value for pair in zip(*others, strict=True) if (value := spearman(*pair)) is not None]
     chance = [k / (len(texts) - own) for k in range(1, most + 1)]
     cosines = np.einsum("ij,ij->i", one, two).tolist() if dims[0] == dims[1] else []
-    return Agreement(names, dims, (fingerprints[0], fingerprints[1]), cosines, recall, chance, notes=notes)
+    return Agreement(names, dims, (fingerprints[0], fingerprints[1]), cosines, recall, chance, ranks, notes)
 
 
 def _encoded(client: SIEClient, model: str, texts: Sequence[str], *, is_query: bool) -> tuple[Matrix, str]:
@@ -226,13 +236,21 @@ def _encoded(client: SIEClient, model: str, texts: Sequence[str], *, is_query: b
     return (rows / np.where(lengths > 0, lengths, 1)).astype(np.float32), str(results[0]["fingerprint"])
 
 
-def neighbours(asking: Matrix, rows: Matrix, most: int, *, own: bool) -> NDArray[np.intp]:
-    """The nearest `most` rows of each that asks, best first: [asking, most]. `own`: they are the same texts, and none
-    is its own.
-    """
-    similar = asking @ rows.T
+def similarities(asking: Matrix, rows: Matrix, *, own: bool) -> Matrix:
+    """Of each that asks with each row: [asking, rows]. `own`: they are the same texts, and none is near itself."""
+    similar: Matrix = asking @ rows.T
     if own:
         np.fill_diagonal(similar, -np.inf)
+    return similar
+
+
+def _without_own(similar: Matrix) -> Matrix:
+    """Of each text with all others: [texts, texts - 1]."""
+    return similar[~np.eye(len(similar), dtype=bool)].reshape(len(similar), -1)
+
+
+def nearest(similar: Matrix, most: int) -> NDArray[np.intp]:
+    """The `most` rows with the highest similarity to each that asks, best first: [asking, most]."""
     return np.argsort(-similar, axis=1, kind="stable")[:, :most]
 
 
@@ -251,8 +269,6 @@ def agreement_at(one: NDArray[np.intp], two: NDArray[np.intp]) -> list[float]:
 
 
 def _ranks(client: SIEClient, names: tuple[str, str], sample: Sample) -> Agreement:
-    from sie_gateway.shadow import spearman
-
     rankings = sample.rankings or tuple(
         (query, tuple(text for text in sample.texts if text != query)[:DOCUMENTS]) for query in sample.texts[:QUERIES]
     )

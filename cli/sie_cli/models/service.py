@@ -66,13 +66,10 @@ class Write:
 
 
 class Service:
-    """The service at `url`. One instance is one invocation of a command: its writes are the same writes however often
-    they are sent.
-    """
+    """The service at `url`."""
 
     def __init__(self, url: str, token: str, transport: httpx.BaseTransport | None = None) -> None:
         self.url = url.rstrip("/")
-        self._key = uuid.uuid4().hex
         headers = {"authorization": f"Bearer {token}"} if token else {}
         self._client = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT_S, transport=transport)
 
@@ -96,7 +93,7 @@ class Service:
         asked: Write,
     ) -> Answer:
         """A write, done once at most. Raises Refused."""
-        headers = {"content-type": content_type, "idempotency-key": f"{self._key}-{method.lower()}"}
+        headers = {"content-type": content_type, "idempotency-key": uuid.uuid4().hex}
         if asked.if_match is not None:
             headers["if-match"] = f'"{asked.if_match}"'
         flags = [name for name in ("dry_run", "force") if getattr(asked, name)]

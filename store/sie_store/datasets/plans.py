@@ -64,11 +64,20 @@ async def plan(
             is_empty = False
             yield [run]
     else:
-        for each in await _listed(place, lambda name: _is_input(name, source.format), patience):
+        for each in await inputs(place, source, patience):
             is_empty = False
             yield await _planned(place, each.source, source, names, shard_rows, patience)
     if is_empty:
         raise InvalidInput("input.url: there is nothing to read", reason="input_missing", param="input.url")
+
+
+async def inputs(place: Place, source: JobInput, patience: Patience = _PATIENCE) -> list[Found]:
+    """The objects that a job reads, by name. Raises InvalidInput, StoreError."""
+    if not place.is_folder:
+        return [await found(place, place.label or place.name, patience)]
+    if reads_images(source):
+        return await images(place, patience)
+    return await _listed(place, lambda name: _is_input(name, source.format), patience)
 
 
 def _is_input(name: str, wanted: InputFormat | None) -> bool:

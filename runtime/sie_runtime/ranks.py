@@ -1,0 +1,20 @@
+"""How alike two orders are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+def spearman(one: Any, two: Any) -> float | None:
+    """The correlation of ranks, ties at their mean; None where one side has no order."""
+    a, b = (_ranks(each) for each in (one, two))
+    spread = float(a.std() * b.std())
+    return float(((a - a.mean()) * (b - b.mean())).mean()) / spread if spread > 0 else None
+
+
+def _ranks(values: Any) -> Any:
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    return (ends - (counts + 1) / 2)[inverse]
