@@ -76,7 +76,14 @@ class _Program(AnyPosition):
 
 
 # extras of commands that need more than `serve`, or less
-EXTRAS = {"gateway": "gateway", "config": "config", "sidecar": "sidecar", "adapter": "adapter", "eval": "evals"}
+EXTRAS = {
+    "gateway": "gateway",
+    "config": "config",
+    "sidecar": "sidecar",
+    "adapter": "adapter",
+    "eval": "evals",
+    "migrate": "evals",
+}
 ELSEWHERE = {
     "serve": "sie_cli.serve:serve",
     "airgap": "sie_cli.airgap:airgap",
@@ -85,6 +92,7 @@ ELSEWHERE = {
     "eval": "sie_cli.evals:evals",
     "jobs": "sie_cli.jobs:jobs",
     "keys": "sie_cli.keys:keys",
+    "migrate": "sie_cli.migrating:migrate",
     "models": "sie_cli.models:models",
     "bench": "sie_cli.bench:bench",
     "top": "sie_cli.top:top",
@@ -110,6 +118,7 @@ def main() -> None:
     sie doctor                 what is wrong with a cluster, and what mends it
     sie try MODEL "text"       what a model answers, shown for a person
     sie jobs submit MODEL FILE work on whole files; `watch`, `pause`, `cancel`, `retry` and `result` of a job
+    sie migrate ALIAS MODEL    an alias moves to another encoder; the corpus is encoded anew before
     sie top                    workers, models and queues, live
     sie dlq list               work that was given up
     sie keys create NAME       a token for a client; `list` and `revoke` it

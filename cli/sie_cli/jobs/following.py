@@ -27,9 +27,9 @@ INTERRUPTED = 130  # as a shell tells of Ctrl-C
 BAR = 40
 
 
-def follow(job: Job, *, err: bool, as_json: bool = False) -> None:
+def follow(job: Job, *, err: bool, as_json: bool = False, also: str = "") -> None:
     """Until it has ended, however that is. `err`: progress goes to standard error. Ctrl-C ends the process, and says
-    that the job goes on.
+    that the job goes on, and `also` what goes on with it.
     """
     from sie_sdk.errors import JobFailedError
 
@@ -40,7 +40,8 @@ def follow(job: Job, *, err: bool, as_json: bool = False) -> None:
         return  # the view has shown it, and the status tells
     except KeyboardInterrupt:
         click.echo(
-            f"\n{job.id} goes on: `sie jobs watch {job.id}` shows it again, `sie jobs cancel {job.id}` ends it",
+            f"\n{job.id} goes on: `sie jobs watch {job.id}` shows it again, `sie jobs cancel {job.id}` ends it"
+            + (f"; {also}" if also else ""),
             err=True,
         )
         sys.exit(INTERRUPTED)

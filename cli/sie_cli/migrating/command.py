@@ -1,0 +1,191 @@
+"""`sie migrate`: the command."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from pathlib import Path
+
+import click
+
+from sie_cli import display
+from sie_cli.cluster import CONFIG_URL, GATEWAY_URL, Cluster, cluster_options
+from sie_cli.gateway_client import gateway_client
+from sie_cli.jobs.following import INTERRUPTED
+from sie_cli.jobs.submitting import Place
+from sie_cli.migrating import migration, steps
+from sie_cli.migrating.aliasing import Aliases
+from sie_cli.migrating.corpus import Corpus
+from sie_cli.migrating.migration import Asked, Gateways, Migration, Report, Shadowing
+from sie_cli.migrating.quality import Queries
+from sie_cli.models.compare import MAX_TEXTS
+from sie_cli.models.service import Write, service_of
+from sie_cli.refusal import Refused
+
+BACK = "back"
+SCOPE = "the scope infer"
+SAMPLE, MIN_AGREEMENT, SHARE, SHADOW_S = 500, 0.8, 0.1, 60.0
+_STOPPED = {
+    "shadow": "the shadow stays; the same command goes on, and `sie models alias {alias} MODEL` removes the shadow",
+    "flip": "the alias names either the old or the new model; the same command tells which, and goes on",
+}
+
+
+@click.command(short_help="Move an alias to another encoder.")
+@click.argument("alias")
+@click.argument("model", metavar="[NEW_MODEL]", required=False)
+@click.option("--corpus", metavar="FILE|URL", help="What the index is made of: as INPUT of `sie jobs submit`.")
+@click.option("--text", metavar="TEMPLATE", help='The text of each row: "{title}\\n{body}".')
+@click.option("--id", "id_column", metavar="COLUMN", help="The column of ids.  [default: file and number of the row]")
+@click.option(
+    "--input-format",
+    type=click.Choice(["jsonl", "csv", "parquet"]),
+    help="Of the corpus.  [default: by its name]",
+)
+@click.option("--output", "-o", metavar="URL|FOLDER", help="Where the new vectors go.  [default: kept with the job]")
+@click.option("--sink", metavar="NAME", help="A vector database of the server's that gets the new vectors.")
+@click.option("--collection", metavar="NAME", help="The new collection or table there.")
+@click.option(
+    "--sample",
+    default=SAMPLE,
+    show_default=True,
+    type=click.IntRange(0, MAX_TEXTS),
+    help="Texts of the corpus that both models encode. 0: do not compare.",
+)
+@click.option(
+    "--min-agreement",
+    default=MIN_AGREEMENT,
+    show_default=True,
+    type=click.FloatRange(0, 1),
+    help="The share of the 10 nearest neighbours that both models find, at least.",
+)
+@click.option(
+    "--queries",
+    type=click.Path(path_type=Path, exists=True),
+    help="Queries, one a line: neighbours are theirs. A folder in the format of BEIR: NDCG is measured too.",
+)
+@click.option(
+    "--shadow-share", default=SHARE, show_default=True, type=click.FloatRange(0, 1, min_open=True), help="Of requests."
+)
+@click.option(
+    "--shadow-s", default=SHADOW_S, show_default=True, type=click.FloatRange(0), help="Seconds. 0: without a shadow."
+)
+@click.option("--shadow-requests", type=click.IntRange(1), help="Copies after which the shadow step ends earlier.")
+@click.option("--yes", is_flag=True, help="Although models agree less, or rows have no vector.")
+@click.option(
+    "--step",
+    "until",
+    type=click.Choice([*steps.UNTIL, BACK]),
+    default="flip",
+    show_default=True,
+    help="Stop after this step. back: undo the flip.",
+)
+@cluster_options(GATEWAY_URL, CONFIG_URL)
+@click.option("--json", "as_json", is_flag=True, help="What was done as JSON; progress goes to standard error.")
+def migrate(
+    cluster: Cluster,
+    alias: str,
+    model: str | None,
+    corpus: str | None,
+    text: str | None,
+    id_column: str | None,
+    input_format: str | None,
+    output: str | None,
+    sink: str | None,
+    collection: str | None,
+    sample: int,
+    min_agreement: float,
+    queries: Path | None,
+    shadow_share: float,
+    shadow_s: float,
+    shadow_requests: int | None,
+    yes: bool,
+    until: str,
+    as_json: bool,
+) -> None:
+    """Move ALIAS from the encoder that it names to NEW_MODEL, while clients go on asking for ALIAS.
+
+    \b
+    1. check    the alias, both models, their widths, and that nothing is written over
+    2. quality  both models encode a sample of the corpus: how many nearest neighbours are the same
+    3. embed    a job encodes the corpus by NEW_MODEL, into files or a new collection
+    4. shadow   NEW_MODEL gets copies of some requests, and is measured
+    5. flip     requests for ALIAS go to NEW_MODEL; from here on searches use the new index
+
+    \b
+    sie models alias search BAAI/bge-m3                               once, before
+    sie migrate search my/model --corpus docs.jsonl --text "{title}\\n{body}" --id id -o vectors
+    sie migrate search my/model --corpus s3://docs/ --text "{body}" --sink main --collection docs-2 --step shadow
+    sie migrate search --step back                                    the former model answers again
+
+    Until step 4 the alias is as it was. Switch your search to the new index together with step 5: --step shadow stops
+    before it, and the same command without --step goes on there. After Ctrl-C, a gateway that was killed, or a refusal
+    the same command goes on where it was: all that is known of it is at the cluster.
+
+    Asks a gateway with SIE_AUTH_TOKEN, and the config service with SIE_ADMIN_TOKEN.
+
+    Status 0: done. 1: refused, models agree too little, or the job failed. 2: no gateway answered, or an option is
+    wrong. 130: Ctrl-C.
+    """
+    write = Write(cluster)
+
+    def say(line: str) -> None:
+        click.echo(line, err=as_json)
+
+    if until == BACK:
+        with service_of(cluster, writes=True) as service:
+            undone = migration.back(Aliases(service, write), alias, say)
+        if as_json:
+            click.echo(display.document(undone))
+        return
+    if not (model and corpus and text):
+        raise click.UsageError("NEW_MODEL, --corpus and --text are needed: what to migrate to, and what to encode")
+    if bool(sink) != bool(collection):
+        raise click.UsageError("--sink and --collection belong together")
+    asked = Asked(
+        alias,
+        model,
+        Corpus.of(corpus, text.replace("\\n", "\n"), id_column or "", input_format),
+        _place(output),
+        {"sink": sink, "collection": collection} if sink and collection else {},
+        sample,
+        min_agreement,
+        Queries.of(queries),
+        Shadowing(shadow_share, shadow_s, shadow_requests),
+        accepts=yes,
+        until=steps.UNTIL[until],
+    )
+    report = Report(say)
+    try:
+        _run(cluster, write, asked, report, as_json=as_json)
+    except KeyboardInterrupt:
+        told = _STOPPED.get(report.step, "the alias is as it was; the same command goes on")
+        click.echo(f"\nstopped in the step {report.step}: {told.format(alias=alias)}", err=True)
+        sys.exit(INTERRUPTED)
+    if as_json:
+        click.echo(display.document(report.facts))
+    elif report.step == "flip":
+        say(f"to go back: sie migrate {alias} --step back{cluster.data_dir_option}")
+
+
+def _run(cluster: Cluster, write: Write, asked: Asked, report: Report, *, as_json: bool) -> None:
+    with contextlib.ExitStack() as held:
+        service = held.enter_context(service_of(cluster, writes=True))
+        urls = cluster.gateway_urls
+        clients = [held.enter_context(gateway_client(_at(cluster, url), SCOPE, is_patient=True)) for url in urls]
+        Migration(Gateways(clients[0], clients, urls[0]), Aliases(service, write), asked, report, err=as_json).run()
+
+
+def _at(cluster: Cluster, url: str) -> Cluster:
+    return dataclasses.replace(cluster, settings=dataclasses.replace(cluster.settings, gateway_url=url))
+
+
+def _place(output: str | None) -> Place:
+    """A folder may have the files of the job of an earlier run, which is looked at later."""
+    if output is None or "://" in output:
+        return Place.of(output)
+    folder = Path(output).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise Refused(f"--output {output}: is a file")
+    return Place(folder=folder)

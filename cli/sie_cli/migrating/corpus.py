@@ -1,0 +1,125 @@
+"""The corpus of a migration, as this machine reads it: its digest, and a sample of its texts.
+
+FILE | URL ──► objects ──► digest
+                  └──► some objects ──► spans of rows ──► some spans ──► texts, each once
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sie_cli.refusal import Refused, refusing
+from sie_contracts.api.jobs import JobInput
+from sie_contracts.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from sie_contracts.jobs import Span
+    from sie_store.datasets.objects import Found
+    from sie_store.datasets.places import Place
+
+OBJECTS, SPANS = 8, 20  # that a sample is taken from, at most
+SPAN_ROWS = 500
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """`source`: as the user named it. `input`: how its rows become texts."""
+
+    source: str
+    input: JobInput
+    place: Place
+
+    @classmethod
+    def of(cls, source: str, text: str, id_column: str, file_format: str | None) -> Corpus:
+        """Raises Refused for a file that is not there, and for a template that is none."""
+        from sie_store.datasets import templates
+        from sie_store.datasets.places import Place
+
+        is_url = "://" in source
+        where = source if is_url else str(Path(source).expanduser().absolute())
+        if not is_url and not Path(where).is_file():
+            raise Refused(f"--corpus {source}: there is no such file")
+        with refusing():
+            how = JobInput(url=where, text=text, id=id_column, format=file_format)  # type: ignore[arg-type]
+            templates.check(how, "encode")
+            folder = where if where.endswith("/") else where.rpartition("/")[0] + "/"
+            return cls(source, how, Place.opened(where, (folder,)))
+
+    @property
+    def is_url(self) -> bool:
+        """Whether the server reads it; else it is sent there."""
+        return "://" in self.source
+
+    async def digest(self) -> str:
+        """Of its bytes where it is a file of this machine, else of names, sizes and tags. Raises Refused."""
+        if not self.is_url:
+            with refusing(), open(self.input.url, "rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        found = hashlib.sha256(self.source.encode())
+        for each in await self._objects():
+            found.update(f"\0{each.source}\0{each.size}\0{each.tag}".encode())
+        return found.hexdigest()
+
+    async def sample(self, count: int, seed: str) -> list[str]:
+        """Some different texts, at most `count`: the same ones for the same seed. Raises Refused."""
+        from sie_store.datasets.rows import read
+        from sie_store.object_stores import StoreError
+
+        draw = random.Random(seed)  # noqa: S311  a sample, not a secret
+        found = await self._objects()
+        spans: list[tuple[Place, Span]] = []
+        for each in draw.sample(found, min(OBJECTS, len(found))):
+            place = self._of(each)
+            spans += [(place, span) for span in await self._spans(place)]
+        texts: dict[str, None] = {}
+        try:
+            for place, span in draw.sample(spans, min(SPANS, len(spans))):
+                with refusing():
+                    rows = await read(place, span, self.input)
+                texts |= dict.fromkeys(row.text for row in rows if row.fault is None and row.text)
+        except StoreError as error:
+            raise Refused(f"--corpus {self.source}: {error}") from error
+        return draw.sample(list(texts), min(count, len(texts)))
+
+    async def _objects(self) -> list[Found]:
+        from sie_store.datasets.plans import inputs
+        from sie_store.object_stores import StoreError
+
+        try:
+            with refusing():
+                found = await inputs(self.place, self.input)
+        except StoreError as error:
+            raise Refused(
+                f"--corpus {self.source}: cannot be read from here ({error}); with --sample 0 only the server reads it"
+            ) from error
+        if not found:
+            raise Refused(f"--corpus {self.source}: there is nothing to read")
+        return found
+
+    def _of(self, found: Found) -> Place:
+        """The place of one object."""
+        from sie_store.datasets.places import Place
+
+        if not self.place.is_folder:
+            return self.place
+        return Place(self.place.store, self.place.folder, found.source, root=self.place.root)
+
+    async def _spans(self, place: Place) -> list[Span]:
+        from sie_store.datasets.plans import Broken, plan
+        from sie_store.object_stores import StoreError
+
+        try:
+            spans: list[Span] = []
+            async for planned in plan(place, self.input, SPAN_ROWS):
+                if isinstance(planned, Broken):
+                    raise InvalidInput(planned.error.message)
+                spans += planned
+            return spans
+        except InvalidInput as error:
+            raise Refused(f"--corpus {self.source}: {error.message}") from error
+        except StoreError as error:
+            raise Refused(f"--corpus {self.source}: {error}") from error

@@ -1,0 +1,385 @@
+"""A migration of an alias: each step looks at the cluster, does what is missing, and tells it.
+
+Asked ──► check ──► quality ──► embed ──► shadow ──► flip ──► report
+
+Until the shadow is set nothing of the alias is changed. Each write is one revision, and only of the one that was read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sie_cli import display
+from sie_cli.display import printable
+from sie_cli.jobs import told
+from sie_cli.jobs.following import fetch, follow, sending
+from sie_cli.jobs.submitting import Place
+from sie_cli.migrating import embedding, quality, steps
+from sie_cli.migrating.aliasing import Aliases, Present, before_flip, shadow_since_s
+from sie_cli.migrating.corpus import Corpus
+from sie_cli.migrating.embedding import Earlier
+from sie_cli.migrating.quality import Queries
+from sie_cli.migrating.steps import Seen, Step
+from sie_cli.models.compare import MIN_TEXTS
+from sie_cli.refusal import Refused
+
+if TYPE_CHECKING:
+    from sie_sdk import Job, SIEClient
+
+PROBE = "A text that shows whether the model answers."
+LOOK_S = 0.5  # between two looks at what the gateways measured
+FOLLOW_S = 10.0  # until every gateway has a flip
+FAILED_ROWS = 5  # that are shown
+
+
+@dataclass(frozen=True)
+class Shadowing:
+    """What the shadow step is to see: a share of the requests, for `seconds` or until there were so many `copies`."""
+
+    share: float
+    seconds: float
+    copies: int | None = None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a user asks for. `accepts`: also a low agreement, and rows without an answer."""
+
+    alias: str
+    model: str
+    corpus: Corpus
+    place: Place
+    sink: dict[str, str]
+    sample: int
+    min_agreement: float
+    queries: Queries
+    shadow: Shadowing
+    accepts: bool
+    until: Step
+
+    @property
+    def output(self) -> dict[str, str]:
+        """Where the vectors go, as a job has it."""
+        return {**({"url": self.place.url} if self.place.url else {}), **self.sink}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the job."""
+        how = self.corpus.input
+        given = {"text": how.text, "id": how.id, "input_format": how.format, "output": self.output}
+        return {name: value for name, value in given.items() if value}
+
+
+@dataclass
+class Gateways:
+    """`client` is that of the first, `every` those of all; `url`: of the first."""
+
+    client: SIEClient
+    every: Sequence[SIEClient]
+    url: str
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the check found. `fingerprint`: of the new model."""
+
+    alias: Present
+    fingerprint: str
+    key: str
+    seed: str
+    earlier: Earlier
+
+
+@dataclass
+class Report:
+    """What was done, for a program; `say` tells it to a person."""
+
+    say: Callable[[str], None]
+    facts: dict[str, Any] = field(default_factory=dict)
+    step: Step = "check"
+
+    def begin(self, step: Step) -> None:
+        self.step = step
+
+    def tell(self, text: str, **facts: Any) -> None:
+        """A line of the present step."""
+        self.facts.setdefault(self.step, {}).update(facts)
+        self.say(f"{steps.STEPS.index(self.step) + 1}/{len(steps.STEPS)} {self.step}: {printable(text)}")
+
+
+class Migration:
+    """`err`: progress goes to standard error."""
+
+    def __init__(self, gateways: Gateways, aliases: Aliases, asked: Asked, report: Report, *, err: bool) -> None:
+        self._gateways = gateways
+        self._client = gateways.client
+        self._aliases = aliases
+        self._asked = asked
+        self._report = report
+        self._err = err
+
+    def run(self) -> None:
+        """All steps that are left. Raises Refused, and what the client raises."""
+        asked, report = self._asked, self._report
+        alias = self._aliases.read(asked.alias)
+        if alias.target == asked.model:
+            report.begin("flip")
+            report.tell(f"{asked.alias} names {asked.model} already", revision=alias.revision)
+            return
+        checked = self._check(alias)
+        job = checked.earlier.job
+        seen = Seen(
+            alias.target,
+            alias.shadow,
+            max(0.0, time.time() - shadow_since_s(alias.history)) if alias.shadow else 0.0,
+            job is not None,
+            job is not None and embedding.is_answered(job.info) and self._has_files(job),
+        )
+        left = steps.left(seen, asked.model, asked.until, asked.shadow.seconds)
+        if "quality" in left:
+            self._quality(checked)
+        elif job is not None:
+            report.begin("quality")
+            report.tell(f"was accepted when {job.id} was submitted", job=job.id)
+        if "embed" in left:
+            job = self._embed(checked)
+        elif job is not None:
+            report.begin("embed")
+            report.tell(f"{job.id} is completed, {told.rows(job.info)}", job=job.id, rows=job.counts.rows)
+        if "shadow" in left:
+            self._shadow(checked)
+        if "flip" in left and job is not None:
+            self._flip(checked, job)
+
+    # check
+
+    def _check(self, alias: Present) -> Checked:
+        """Everything that can be wrong, before anything is changed."""
+        asked, report = self._asked, self._report
+        report.begin("check")
+        widths, prints = [], []
+        for name in (alias.target, asked.model):
+            info = self._client.get_model(name)
+            if "alias" in info:
+                raise Refused(f"{name} is an alias: name the model that it stands for")
+            if "dense" not in info["dims"] or "text" not in info["inputs"]:
+                raise Refused(
+                    f"{name} does not encode texts as dense vectors (it has {', '.join(info['outputs'])}): without an "
+                    "index there is nothing to migrate, and `sie models alias` flips at once"
+                )
+            (result,) = self._client.encode(name, [PROBE], output_types=["dense"], on_item_error="fail")
+            widths.append(len(result["dense"]))
+            prints.append(str(result["fingerprint"]))
+        old, new = widths
+        report.tell(
+            f"{asked.alias} names {alias.target} ({old} wide); {asked.model} is {new} wide and answers",
+            alias=asked.alias,
+            old=alias.target,
+            new=asked.model,
+            dims=widths,
+            fingerprints=prints,
+        )
+        if prints[0] == prints[1]:
+            raise Refused(
+                f"both have the fingerprint {prints[0]}, so the index fits: `sie models alias {asked.alias} "
+                f"{asked.model}` flips at once"
+            )
+        if old != new:
+            report.tell("the widths differ: the new vectors need another collection than the present one")
+        self._aliases.flip(alias, asked.model, dry_run=True)
+        digest = asyncio.run(asked.corpus.digest()) if asked.sample or not asked.corpus.is_url else ""
+        key = steps.key_of(asked.alias, asked.model, digest, {**asked.options, "source": self._named_source()})
+        earlier = Earlier.of(self._client, key)
+        embedding.check_output(earlier.others, asked.output, asked.model, prints[1])
+        if earlier.job is None and asked.place.folder is not None:
+            embedding.has_files(asked.place.folder, "")
+        return Checked(alias, prints[1], key, digest or key, earlier)
+
+    def _named_source(self) -> str:
+        """A file of this machine is its bytes, wherever it lies."""
+        return self._asked.corpus.source if self._asked.corpus.is_url else ""
+
+    def _has_files(self, job: Job) -> bool:
+        folder = self._asked.place.folder
+        return folder is None or embedding.has_files(folder, job.id)
+
+    # quality
+
+    def _quality(self, checked: Checked) -> None:
+        asked, report = self._asked, self._report
+        report.begin("quality")
+        if not asked.sample:
+            report.tell("not measured (--sample 0)")
+            return
+        texts = asyncio.run(asked.corpus.sample(asked.sample, checked.seed))
+        if len(texts) < MIN_TEXTS:
+            raise Refused(
+                f"the corpus has {len(texts)} different texts by this template, at least {MIN_TEXTS} are needed for a "
+                "sample; --sample 0 goes on without one"
+            )
+        names = (checked.alias.target, asked.model)
+        found = quality.measure(self._client, self._gateways.url, names, texts, asked.queries)
+        report.tell(f"{len(texts)} texts: {found.line()}", texts=len(texts), **found.told())
+        if found.overlap >= asked.min_agreement:
+            return
+        below = f"an agreement of {found.overlap:.3f} is below --min-agreement {asked.min_agreement:g}"
+        if not asked.accepts:
+            raise Refused(
+                f"{below}; nothing was changed. A search over the new index gives other results: --yes goes on, and so "
+                f"does a lower bound, such as --min-agreement {int(found.overlap * 100) / 100:g}"
+            )
+        report.tell(f"{below}, accepted by --yes")
+
+    # embed
+
+    def _embed(self, checked: Checked) -> Job:
+        asked, report = self._asked, self._report
+        report.begin("embed")
+        job = checked.earlier.job
+        if job is None:
+            with display.transfers() as bars:
+                on_upload = sending(bars, Path(asked.corpus.source).name)
+                options = {**asked.options, "on_upload": on_upload, "name": f"{asked.alias} to {asked.model}"[:128]}
+                job = checked.earlier.submitted(self._client, checked.key, asked.model, asked.corpus.source, options)
+            report.tell(f"submitted {job.id}", job=job.id)
+        else:
+            report.tell(f"goes on with {job.id}", job=job.id)
+        follow(job, err=self._err, also="the same `sie migrate` goes on with it")
+        info = job.info
+        report.tell(f"{job.id} is {info.state}, {told.rows(info)}", state=info.state, rows=info.counts.rows)
+        if info.state != "completed":
+            why = f": {told.problem(info.error)}" if info.error is not None else ""
+            raise Refused(f"{job.id} ended as {info.state}{why}; the same command submits another job")
+        if asked.place.folder is not None:
+            fetch(job, asked.place.folder)
+        if not embedding.is_answered(info):
+            self._unanswered(job)
+        return job
+
+    def _unanswered(self, job: Job) -> None:
+        info = job.info
+        errors = told.errors(info) or "parts that could not be read"
+        self._report.tell(f"rows without a vector: {errors}", failed=info.counts.failed, broken=list(info.broken))
+        for line in told.failures(job.rows(FAILED_ROWS, failed=True))[1:]:
+            self._report.tell("  ".join(line))
+        if not self._asked.accepts:
+            raise Refused(
+                f"the new index would lack {info.counts.failed:,} rows; `sie jobs show {job.id} --failed` has more of "
+                f"them, `sie jobs retry {job.id}` and then the same command tries them again, --yes goes on without"
+            )
+
+    # shadow
+
+    def _shadow(self, checked: Checked) -> None:
+        asked, report = self._asked, self._report
+        report.begin("shadow")
+        alias = self._unchanged(checked)
+        since_s = time.time()
+        if alias.shadow == asked.model:
+            since_s = shadow_since_s(alias.history)
+            report.tell(f"{asked.model} gets copies of requests already", revision=alias.revision)
+        else:
+            revision = self._aliases.shadow(alias, asked.model, asked.shadow.share)
+            report.tell(
+                f"{asked.model} gets copies of {asked.shadow.share:.0%} of the requests for {asked.alias}, for "
+                f"{asked.shadow.seconds:g} s (revision {revision})",
+                revision=revision,
+            )
+        figures = self._watched(since_s)
+        report.tell(shadow_line(figures), **figures)
+        copies = figures["copies"]
+        if copies.get("failed") and not copies.get("done"):
+            raise Refused(
+                f"no copy succeeded: the gateway's log says why. {asked.alias} is as it was, but for the shadow, which "
+                f"`sie models alias {asked.alias} {alias.target}` removes"
+            )
+
+    def _watched(self, since_s: float) -> dict[str, Any]:
+        wanted = self._asked.shadow
+        while True:
+            found = merged([self._figures(each) for each in self._gateways.every])
+            if time.time() - since_s >= wanted.seconds:
+                return found
+            if wanted.copies is not None and found["copies"].get("done", 0) >= wanted.copies:
+                return found
+            time.sleep(min(LOOK_S, max(0.0, since_s + wanted.seconds - time.time())))
+
+    def _figures(self, client: SIEClient) -> dict[str, Any]:
+        """Empty of a gateway that has not heard of the shadow yet."""
+        shadow = client.get_model(self._asked.alias).get("alias", {}).get("shadow", {})
+        found: dict[str, Any] = shadow.get("figures", {}) if shadow.get("model") == self._asked.model else {}
+        return found
+
+    # flip
+
+    def _flip(self, checked: Checked, job: Job) -> None:
+        asked, report = self._asked, self._report
+        report.begin("flip")
+        alias = self._unchanged(checked)
+        (result,) = self._client.encode(asked.model, [PROBE], output_types=["dense"], on_item_error="fail")
+        if job.info.fingerprint and result["fingerprint"] != job.info.fingerprint:
+            raise Refused(
+                f"{asked.model} has changed since {job.id} ran: its vectors do not fit the new index. Pin its revision "
+                f"({asked.model}@REVISION) and migrate again"
+            )
+        revision = self._aliases.flip(alias, asked.model)
+        end_s = time.monotonic() + FOLLOW_S
+        while (waiting := self._aliases.waiting(asked.alias)) and time.monotonic() < end_s:
+            time.sleep(LOOK_S)
+        where = f"; not yet at {', '.join(waiting)}" if waiting else ""
+        report.tell(
+            f"{asked.alias} names {asked.model} since revision {revision}, before {alias.target}{where}",
+            revision=revision,
+            before=alias.target,
+        )
+
+    def _unchanged(self, checked: Checked) -> Present:
+        """The alias as it is now. Raises Refused if somebody gave it another target meanwhile."""
+        alias = self._aliases.read(self._asked.alias)
+        if alias.target != checked.alias.target:
+            raise Refused(f"{alias.name} names {alias.target} now: somebody changed it meanwhile, so it is left alone")
+        return alias
+
+
+def merged(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What several gateways measured of a shadow, as one: counts are added, means are weighted by the copies."""
+    copies = Counter[str]()
+    for each in figures:
+        copies.update(each.get("copies", {}))
+    found: dict[str, Any] = {"copies": dict(copies)}
+    for name in ("cosine", "rank", "served_ms", "shadow_ms"):
+        known = [(each[name], each["copies"].get("done", 0)) for each in figures if each.get(name) is not None]
+        weight = sum(count for _, count in known)
+        found[name] = sum(value * count for value, count in known) / weight if weight else None
+    return found
+
+
+def shadow_line(figures: dict[str, Any]) -> str:
+    """The figures for a person."""
+    copies = figures["copies"]
+    if not copies:
+        return "no request came for the shadow: its behaviour under traffic is not known"
+    parts = [", ".join(f"{count:,} {name}" for name, count in sorted(copies.items()))]
+    if figures["cosine"] is not None:
+        parts.append(f"mean cosine {figures['cosine']:.4f}")
+    if figures["served_ms"] is not None:
+        parts.append(f"{figures['served_ms']:.0f} ms served, {figures['shadow_ms']:.0f} ms shadow")
+    return "copies: " + "; ".join(parts)
+
+
+def back(aliases: Aliases, name: str, echo: Callable[[str], None]) -> dict[str, Any]:
+    """Undo the last change of an alias' target. Raises Refused."""
+    alias = aliases.read(name)
+    wanted = before_flip(alias.history)
+    revision = aliases.back(alias, wanted)
+    restored = aliases.read(name)
+    echo(f"{name} names {restored.target} again: revision {revision} is as revision {wanted} was")
+    if restored.target != alias.target:
+        echo(f"searches have to use the index of {restored.target} again")
+    return {"alias": name, "names": restored.target, "revision": revision, "restored": wanted}

@@ -1,0 +1,113 @@
+"""How far two encoders agree on a sample, and how good each is where people judged.
+
+sample ──► `sie models compare` ──► Measured          folder with judgements ──► `sie eval` ──► NDCG of each
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sie_cli.models import compare
+from sie_cli.models.compare import Agreement
+from sie_cli.refusal import Refused
+
+if TYPE_CHECKING:
+    from sie_cli.evals.tasks import Retrieval
+    from sie_sdk import SIEClient
+
+NEIGHBOURS = 10
+NDCG = "ndcg@10"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """`agreement`: as `sie models compare` has it. `ndcg`: of the old model and of the new one, None without
+    judgements.
+    """
+
+    agreement: Agreement
+    ndcg: tuple[float, float] | None = None
+
+    @property
+    def neighbours(self) -> int:
+        """Of the nearest so many the share in common is judged: 10, or fewer of a small sample."""
+        return min(NEIGHBOURS, len(self.agreement.recall))
+
+    @property
+    def overlap(self) -> float:
+        """The mean share of the nearest neighbours that both models find."""
+        return float(self.agreement.recall[self.neighbours - 1])
+
+    @property
+    def rank(self) -> float | None:
+        """The mean correlation of ranks, None where one of the models has no order."""
+        ranks = self.agreement.ranks
+        return sum(ranks) / len(ranks) if ranks else None
+
+    def told(self) -> dict[str, Any]:
+        """For a program."""
+        return {
+            "neighbours": self.neighbours,
+            "agreement": self.overlap,
+            "by_chance": self.agreement.chance[self.neighbours - 1],
+            "rank_correlation": self.rank,
+            "ndcg": None if self.ndcg is None else dict(zip(("old", "new"), self.ndcg, strict=True)),
+        }
+
+    def line(self) -> str:
+        """For a person."""
+        chance = self.agreement.chance[self.neighbours - 1]
+        parts = [f"of {self.neighbours} neighbours {self.overlap:.3f} are the same (by chance {chance:.3f})"]
+        if self.rank is not None:
+            parts.append(f"rank correlation {self.rank:.3f}")
+        if self.ndcg is not None:
+            parts.append(f"{NDCG} old {self.ndcg[0]:.4f}, new {self.ndcg[1]:.4f}")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Queries:
+    """What is asked of the sample. `judged`: the task whose documents people judged, None of plain queries."""
+
+    texts: Sequence[str] = ()
+    judged: Retrieval | None = None
+
+    @classmethod
+    def of(cls, path: Path | None) -> Queries:
+        """Of a file of texts, or a folder of BEIR with judgements. Raises Refused."""
+        if path is None:
+            return cls()
+        if path.is_dir():
+            from sie_cli.evals.tasks import of_folder
+
+            task = of_folder(path)
+            return cls(tuple(task.queries.values()), task)
+        texts = compare.read(path, compare.MAX_TEXTS).texts
+        if not texts:
+            raise Refused(f"--queries {path}: expected a query in each line")
+        return cls(texts)
+
+
+def measure(client: SIEClient, url: str, names: tuple[str, str], sample: Sequence[str], queries: Queries) -> Measured:
+    """Encode the sample by both models, the old one first. Raises Refused, and what the client raises."""
+    found = compare.of_vectors(client, names, sample, queries.texts)
+    if queries.judged is None:
+        return Measured(found)
+    old, new = (_ndcg(client, url, name, queries.judged) for name in names)
+    return Measured(found, (old, new))
+
+
+def _ndcg(client: SIEClient, url: str, model: str, task: Retrieval) -> float:
+    from sie_cli.evals.kept import Kept
+    from sie_cli.evals.quality import Step, Work
+    from sie_cli.evals.quality import measure as measured
+    from sie_cli.evals.sources import Sie
+
+    source = Sie(model, client, model, url, None, client.get_model(model))
+    with tempfile.TemporaryDirectory(prefix="sie-migrate-") as folder:
+        found = measured(task, Step(source, source.main), Work(Kept(Path(folder)), lambda done: None))
+    return found.scores[NDCG]
