@@ -6,6 +6,7 @@ FILE | URL ──► objects ──► digest
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import random
 from dataclasses import dataclass
@@ -57,8 +58,8 @@ class Corpus:
     async def digest(self) -> str:
         """Of its bytes where it is a file of this machine, else of names, sizes and tags. Raises Refused."""
         if not self.is_url:
-            with refusing(), open(self.input.url, "rb") as file:
-                return hashlib.file_digest(file, "sha256").hexdigest()
+            with refusing():
+                return await asyncio.to_thread(_digest_of, Path(self.input.url))
         found = hashlib.sha256(self.source.encode())
         for each in await self._objects():
             found.update(f"\0{each.source}\0{each.size}\0{each.tag}".encode())
@@ -123,3 +124,8 @@ class Corpus:
             raise Refused(f"--corpus {self.source}: {error.message}") from error
         except StoreError as error:
             raise Refused(f"--corpus {self.source}: {error}") from error
+
+
+def _digest_of(file: Path) -> str:
+    with file.open("rb") as data:
+        return hashlib.file_digest(data, "sha256").hexdigest()

@@ -5,6 +5,7 @@ sample ──► `sie models compare` ──► Measured          folder with ju
 
 from __future__ import annotations
 
+import importlib.util
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -82,6 +83,8 @@ class Queries:
         if path is None:
             return cls()
         if path.is_dir():
+            if importlib.util.find_spec("pytrec_eval") is None:
+                raise Refused("--queries with judgements needs a package: pip install 'sie-cluster[evals]'")
             from sie_cli.evals.tasks import of_folder
 
             task = of_folder(path)
