@@ -76,14 +76,7 @@ class _Program(AnyPosition):
 
 
 # extras of commands that need more than `serve`, or less
-EXTRAS = {
-    "gateway": "gateway",
-    "config": "config",
-    "sidecar": "sidecar",
-    "adapter": "adapter",
-    "eval": "evals",
-    "migrate": "evals",
-}
+EXTRAS = {"gateway": "gateway", "config": "config", "sidecar": "sidecar", "adapter": "adapter", "eval": "evals"}
 ELSEWHERE = {
     "serve": "sie_cli.serve:serve",
     "airgap": "sie_cli.airgap:airgap",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,23 @@ if TYPE_CHECKING:
 
 OBJECTS, SPANS = 8, 20  # that a sample is taken from, at most
 SPAN_ROWS = 500
+
+
+@dataclass(frozen=True)
+class Sample:
+    """`texts`: different ones. `faults`: why rows have no text, of `rows` that were read."""
+
+    texts: list[str]
+    rows: int
+    faults: Counter[str]
+
+    @property
+    def trouble(self) -> str:
+        """What is wrong with rows; empty if nothing is."""
+        if not self.faults:
+            return ""
+        (first, _), *_ = self.faults.most_common(1)
+        return f"{self.faults.total()} of {self.rows} rows have no text: {first}"
 
 
 @dataclass(frozen=True)
@@ -65,8 +83,8 @@ class Corpus:
             found.update(f"\0{each.source}\0{each.size}\0{each.tag}".encode())
         return found.hexdigest()
 
-    async def sample(self, count: int, seed: str) -> list[str]:
-        """Some different texts, at most `count`: the same ones for the same seed. Raises Refused."""
+    async def sample(self, count: int, seed: str) -> Sample:
+        """At most `count` texts: the same ones for the same seed. Raises Refused."""
         from sie_store.datasets.rows import read
         from sie_store.object_stores import StoreError
 
@@ -77,14 +95,18 @@ class Corpus:
             place = self._of(each)
             spans += [(place, span) for span in await self._spans(place)]
         texts: dict[str, None] = {}
+        faults = Counter[str]()
+        total = 0
         try:
             for place, span in draw.sample(spans, min(SPANS, len(spans))):
                 with refusing():
                     rows = await read(place, span, self.input)
+                total += len(rows)
+                faults.update(row.fault.message for row in rows if row.fault is not None)
                 texts |= dict.fromkeys(row.text for row in rows if row.fault is None and row.text)
         except StoreError as error:
             raise Refused(f"--corpus {self.source}: {error}") from error
-        return draw.sample(list(texts), min(count, len(texts)))
+        return Sample(draw.sample(list(texts), min(count, len(texts))), total, faults)
 
     async def _objects(self) -> list[Found]:
         from sie_store.datasets.plans import inputs

@@ -217,12 +217,15 @@ class Migration:
         if not asked.sample:
             report.tell("not measured (--sample 0)")
             return
-        texts = asyncio.run(asked.corpus.sample(asked.sample, checked.seed))
+        sample = asyncio.run(asked.corpus.sample(asked.sample, checked.seed))
+        texts = sample.texts
         if len(texts) < MIN_TEXTS:
             raise Refused(
-                f"the corpus has {len(texts)} different texts by this template, at least {MIN_TEXTS} are needed for a "
-                "sample; --sample 0 goes on without one"
+                f"a sample of the corpus has {len(texts)} different texts, at least {MIN_TEXTS} are needed"
+                + (f"; {sample.trouble}" if sample.trouble else "")
             )
+        if sample.trouble:
+            report.tell(sample.trouble)
         names = (checked.alias.target, asked.model)
         found = quality.measure(self._client, self._gateways.url, names, texts, asked.queries)
         report.tell(f"{len(texts)} texts: {found.line()}", texts=len(texts), **found.told())

@@ -1,0 +1,200 @@
+"""`sie migrate` on a live cluster: an alias in use moves to another model and back, and no client sees an error; a
+gateway is killed while the corpus is encoded; models that agree too little change nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import local_models
+import pytest
+from cluster import SIE, Cluster, running, until
+
+ADMIN = "canary-of-migrations"
+OLD, NEW, OTHER = "test/mini", "test/prompted", "test/dense"
+CONFIGS = "/v1/configs/models"
+ROWS = 1500
+PLACES, THINGS = ("Paris", "the mill", "Lagos", "the harbour", "a desert"), ("river", "engine", "violin", "law", "fox")
+DEEDS = ("passes", "is described by", "was sold to", "is older than", "waits for")
+TEXT = "A violin that waits in Lagos."
+
+
+def sentences(count: int) -> list[str]:
+    draw = random.Random(7)
+    words = ("quiet", "long", "red", "broken", "famous", "wooden", "early", "northern")
+    return [
+        f"The {draw.choice(words)} {draw.choice(THINGS)} {draw.choice(DEEDS)} {draw.choice(PLACES)}, "
+        f"said a {draw.choice(words)} {draw.choice(THINGS)} in {1200 + number}."
+        for number in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("migrate")
+    models = local_models.under(folder)
+    models.build("mini")
+    models.build("dense")
+    entry = json.loads((models.folder / "mini.yaml").read_text())
+    models.add("prompted", {**entry, "id": NEW, "prompts": {"document": "text: {text}"}})
+    with running(folder / "data", *models.arguments, "--no-spare", environ={"SIE_ADMIN_TOKEN": ADMIN}) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "docs.jsonl"
+    lines = [json.dumps({"id": f"d{number}", "body": text}) for number, text in enumerate(sentences(ROWS))]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def command(cluster: Cluster, *arguments: object) -> list[str]:
+    return [SIE, *map(str, arguments), "--data-dir", str(cluster.data_dir)]
+
+
+def sie(cluster: Cluster, *arguments: object, status: int = 0) -> subprocess.CompletedProcess[str]:
+    found = subprocess.run(command(cluster, *arguments), capture_output=True, text=True, timeout=300)
+    assert found.returncode == status, found.stdout + found.stderr + cluster.log(20)
+    return found
+
+
+def migration(alias: str, model: str, corpus: Path, *more: object) -> list[object]:
+    how = ["--corpus", corpus, "--text", "{body}", "--id", "id", "--sample", 120, "--min-agreement", 0.5]
+    return ["migrate", alias, model, *how, "--shadow-share", 1, "--shadow-s", 2, *more]
+
+
+def history(cluster: Cluster, alias: str) -> list[dict[str, Any]]:
+    url = f"{cluster.health()['config_url']}{CONFIGS}/{alias}/history"
+    found: list[dict[str, Any]] = httpx.get(url, headers={"authorization": f"Bearer {ADMIN}"}).json()["revisions"]
+    return found
+
+
+def ask(cluster: Cluster, name: str, client: httpx.Client | None = None) -> httpx.Response:
+    post = client.post if client else httpx.post
+    return post(f"{cluster.url}/v1/encode/{name}", json={"items": [TEXT]}, timeout=60)
+
+
+def alias(cluster: Cluster, name: str, model: str) -> None:
+    sie(cluster, "models", "alias", name, model)
+    until(lambda: ask(cluster, name).status_code == 200, 60, f"{name} to be served", cluster.log)
+
+
+class Client(threading.Thread):
+    """Asks for an alias until it is told to end. Keeps status, model and fingerprint of each answer."""
+
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        super().__init__(daemon=True)
+        self._cluster, self._name = cluster, name
+        self._over = threading.Event()
+        self.seen: list[tuple[int, str, str]] = []
+
+    def run(self) -> None:
+        with httpx.Client() as client:
+            while not self._over.is_set():
+                answer = ask(self._cluster, self._name, client)
+                headers = answer.headers
+                self.seen.append(
+                    (answer.status_code, headers.get("x-sie-model", ""), headers.get("x-sie-fingerprint", ""))
+                )
+
+    def end(self) -> None:
+        self._over.set()
+        self.join(60)
+        assert not self.is_alive()
+
+
+def test_models_that_agree_too_little_change_nothing(cluster: Cluster, corpus: Path) -> None:
+    """The toy model has random weights: it finds other neighbours."""
+    alias(cluster, "strict", OLD)
+    found = sie(cluster, *migration("strict", OTHER, corpus), status=1)
+    assert "the widths differ" in found.stdout
+    assert "is below --min-agreement 0.5; nothing was changed" in found.stderr
+    assert [each["revision"] for each in history(cluster, "strict")] == [1]
+    assert json.loads(sie(cluster, "jobs", "list", "--json").stdout) == []
+    for arguments, why in (
+        (migration("strict", "test/gone", corpus), "no model named 'test/gone'"),
+        (migration(OLD, NEW, corpus), "is a model: clients have to ask for an alias"),
+        (migration("strict", OLD + ":bf16", corpus, "--sink", "main", "--collection", "c"), "output.sink"),
+        (migration("strict", NEW, corpus.with_name("none")), "there is no such file"),
+        (["migrate", "strict", NEW, "--corpus", corpus, "--text", "{titel}"], "column 'titel' is missing"),
+        (["migrate", "strict", "--step", "back"], "there is nothing to go back to"),
+    ):
+        refused = sie(cluster, *arguments, status=1)
+        assert why in refused.stderr, refused.stderr
+    assert [each["revision"] for each in history(cluster, "strict")] == [1]
+
+
+def test_a_migration_goes_on_after_a_killed_gateway_and_no_client_sees_it(
+    cluster: Cluster, corpus: Path, tmp_path: Path
+) -> None:
+    """1. A migration is to stop after the step embed; its gateway is killed in the middle of the job. Result: the
+    command waits for the next gateway, the job completes, the alias is as it was. 2. A client asks for the alias
+    without a pause, and the same command goes on. Result: the same job, a shadow, the flip; each answer is of one of
+    the two models. 3. Back. Result: the revision before the shadow; the client saw no error.
+    """
+    alias(cluster, "search", OLD)
+    output = tmp_path / "vectors"
+    wanted = migration("search", NEW, corpus, "--output", output)
+    process = subprocess.Popen(
+        command(cluster, *wanted, "--step", "embed"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+
+        def working() -> bool:
+            assert process.poll() is None, process.stdout.read()  # type: ignore[union-attr]
+            jobs = httpx.get(f"{cluster.url}/v1/jobs").json()["data"]
+            return any(0 < job["counts"]["done"] < ROWS for job in jobs)
+
+        until(working, 120, "a job that runs", cluster.log)
+        os.kill(cluster.pids("gateway")[0], signal.SIGKILL)
+        told, _ = process.communicate(timeout=240)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, told + cluster.log(40)
+    assert f"{ROWS:,} of {ROWS:,} rows" in told
+    assert (output / "manifest.json").exists()
+    assert len(history(cluster, "search")) == 1
+    (job,) = json.loads(sie(cluster, "jobs", "list", "--json").stdout)
+    prints = {model: ask(cluster, model).headers["x-sie-fingerprint"] for model in (OLD, NEW)}
+    assert job["fingerprint"] == prints[NEW] != prints[OLD]
+
+    client = Client(cluster, "search")
+    client.start()
+    try:
+        done = sie(cluster, *wanted, "--json")
+        facts = json.loads(done.stdout)
+        assert facts["embed"]["job"] == job["id"], "the same job"
+        assert facts["shadow"]["copies"]["done"] > 0, facts
+        assert facts["flip"]["before"] == OLD
+        until(lambda: client.seen[-1][1] == NEW, 30, "the client to be answered by the new model")
+        again = sie(cluster, *wanted)
+        assert f"search names {NEW} already" in again.stdout
+        undone = sie(cluster, "migrate", "search", "--step", "back")
+        assert f"search names {OLD} again: revision 4 is as revision 1 was" in undone.stdout
+        until(lambda: client.seen[-1][1] == OLD, 30, "the client to be answered by the old model")
+    finally:
+        client.end()
+    assert {status for status, *_ in client.seen} == {200}
+    assert {(model, fingerprint) for _, model, fingerprint in client.seen} == set(prints.items())
+    turns = [
+        model
+        for (_, model, _), before in zip(client.seen, [(0, "", ""), *client.seen], strict=False)
+        if model != before[1]
+    ]
+    assert turns == [OLD, NEW, OLD]
+    told_history = history(cluster, "search")
+    assert [each["operation"] for each in told_history] == ["rollback", "patch", "patch", "create"]
+    assert all(each["author"] for each in told_history)
+    twice = sie(cluster, "migrate", "search", "--step", "back", status=1)
+    assert "went back already" in twice.stderr
