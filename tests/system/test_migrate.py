@@ -172,6 +172,15 @@ def test_a_migration_goes_on_after_a_killed_gateway_and_no_client_sees_it(
     client = Client(cluster, "search")
     client.start()
     try:
+        stopped = subprocess.Popen(
+            command(cluster, *wanted, "--shadow-s", 600), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        until(lambda: len(history(cluster, "search")) == 2 or stopped.poll() is not None, 60, "a shadow", cluster.log)
+        stopped.send_signal(signal.SIGINT)
+        told, _ = stopped.communicate(timeout=60)
+        assert stopped.returncode == 130, told
+        assert "stopped in the step shadow: the shadow stays; the same command goes on" in told
+        assert "the same `sie migrate`" not in told, "the job had ended"
         done = sie(cluster, *wanted, "--json")
         facts = json.loads(done.stdout)
         assert facts["embed"]["job"] == job["id"], "the same job"

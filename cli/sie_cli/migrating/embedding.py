@@ -41,8 +41,8 @@ class Earlier:
 
     @property
     def job(self) -> Job | None:
-        """The one to go on with."""
-        return self.jobs[0] if self.jobs and self.jobs[0].state not in LOST else None
+        """The one to go on with: the newest that is not lost, such as a retry."""
+        return next((job for job in self.jobs if job.state not in LOST), None)
 
     def submitted(self, client: SIEClient, key: str, model: str, source: str, options: dict[str, Any]) -> Job:
         """A job under the key of the migration; each one after a job that was lost has a key of its own."""

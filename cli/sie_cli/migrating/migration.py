@@ -154,6 +154,9 @@ class Migration:
             report.tell(f"{job.id} is completed, {told.rows(job.info)}", job=job.id, rows=job.counts.rows)
         if "shadow" in left:
             self._shadow(checked)
+        elif seen.shadow == asked.model:
+            report.begin("shadow")
+            self._tell_figures()
         if "flip" in left and job is not None:
             self._flip(checked, job)
 
@@ -294,24 +297,29 @@ class Migration:
                 f"{asked.shadow.seconds:g} s (revision {revision})",
                 revision=revision,
             )
-        figures = self._watched(since_s)
-        report.tell(shadow_line(figures), **figures)
-        copies = figures["copies"]
+        self._watch(since_s)
+        copies = self._tell_figures()["copies"]
         if copies.get("failed") and not copies.get("done"):
             raise Refused(
                 f"no copy succeeded: the gateway's log says why. {asked.alias} is as it was, but for the shadow, which "
                 f"`sie models alias {asked.alias} {alias.target}` removes"
             )
 
-    def _watched(self, since_s: float) -> dict[str, Any]:
+    def _watch(self, since_s: float) -> None:
+        """Until the time is over, or there were enough copies."""
         wanted = self._asked.shadow
-        while True:
-            found = merged([self._figures(each) for each in self._gateways.every])
-            if time.time() - since_s >= wanted.seconds:
-                return found
-            if wanted.copies is not None and found["copies"].get("done", 0) >= wanted.copies:
-                return found
-            time.sleep(min(LOOK_S, max(0.0, since_s + wanted.seconds - time.time())))
+        while (left_s := since_s + wanted.seconds - time.time()) > 0:
+            if wanted.copies is not None and self._measured()["copies"].get("done", 0) >= wanted.copies:
+                return
+            time.sleep(min(LOOK_S, left_s))
+
+    def _tell_figures(self) -> dict[str, Any]:
+        figures = self._measured()
+        self._report.tell(shadow_line(figures), **figures)
+        return figures
+
+    def _measured(self) -> dict[str, Any]:
+        return merged([self._figures(each) for each in self._gateways.every])
 
     def _figures(self, client: SIEClient) -> dict[str, Any]:
         """Empty of a gateway that has not heard of the shadow yet."""

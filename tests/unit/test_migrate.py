@@ -1,0 +1,289 @@
+"""`sie migrate`: which steps are left, what is gone back to, how a job is found again, samples, and figures."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import pytest
+from click.testing import CliRunner
+from job_server import JobServer
+
+from sie_cli.main import main
+from sie_cli.migrating.aliasing import before_flip, shadow_since_s
+from sie_cli.migrating.corpus import OBJECTS, SPAN_ROWS, SPANS, Corpus
+from sie_cli.migrating.embedding import KEY, Earlier, check_output, has_files, is_answered
+from sie_cli.migrating.migration import merged, shadow_line
+from sie_cli.migrating.quality import Measured, Queries
+from sie_cli.migrating.steps import STEPS, Seen, key_of, left
+from sie_cli.models.compare import Agreement
+from sie_sdk import SIEClient
+from sie_sdk.jobs import JobInfo
+
+# ---- what is left
+
+
+@pytest.mark.parametrize(
+    ("seen", "until", "shadow_s", "steps"),
+    [
+        (Seen("old"), "flip", 60, STEPS),
+        (Seen("old"), "quality", 60, ("check", "quality")),
+        (Seen("old"), "flip", 0, ("check", "quality", "embed", "flip")),
+        (Seen("old", is_submitted=True), "flip", 60, ("check", "embed", "shadow", "flip")),
+        (Seen("old", is_submitted=True, is_embedded=True), "embed", 60, ("check",)),
+        (Seen("old", "new", 10, True, True), "flip", 60, ("check", "shadow", "flip")),
+        (Seen("old", "new", 60, True, True), "flip", 60, ("check", "flip")),
+        (Seen("old", "other", 60, True, True), "flip", 60, ("check", "shadow", "flip")),
+        (Seen("old", "new", 60), "flip", 60, STEPS),
+        (Seen("new"), "flip", 60, ()),
+    ],
+)
+def test_what_the_cluster_has_is_not_done_again(
+    seen: Seen, until: Any, shadow_s: float, steps: tuple[str, ...]
+) -> None:
+    assert left(seen, "new", until, shadow_s) == steps
+
+
+def test_a_key_differs_by_all_that_makes_another_job() -> None:
+    base = ("search", "new", "digest", {"text": "{a}", "output": {"sink": "s", "collection": "c"}})
+    same = key_of("search", "new", "digest", {"output": {"collection": "c", "sink": "s"}, "text": "{a}"})
+    others = [
+        key_of(*(each if place == at else value for at, value in enumerate(base)))
+        for place, each in enumerate(("other", "other", "other", {"text": "{b}"}))
+    ]
+    assert key_of(*base) == same
+    assert len({same, *others}) == 5
+
+
+# ---- the alias
+
+
+def revision(number: int, *paths: str, operation: str = "patch") -> dict[str, Any]:
+    return {
+        "revision": number,
+        "operation": operation,
+        "created_at": f"2030-01-01T00:00:{number:02}Z",
+        "changes": [{"path": path, "before": "x", "after": "y"} for path in paths],
+    }
+
+
+def test_the_way_back_passes_over_the_shadow_of_the_migration() -> None:
+    create, shadow, flip = revision(1, operation="create"), revision(2, "$.shadow"), revision(3, "$.alias", "$.shadow")
+    assert before_flip([flip, shadow, create]) == 1
+    assert before_flip([revision(4, "$.description"), flip, shadow, create]) == 1
+    assert before_flip([revision(5, "$.alias[0].model"), revision(4, "$.description"), flip, shadow, create]) == 4
+    assert before_flip([flip, revision(2, "$.alias"), create]) == 2
+    with pytest.raises(click.ClickException, match="nothing to go back to"):
+        before_flip([shadow, create])
+    with pytest.raises(click.ClickException, match="went back already"):
+        before_flip([revision(4, "$.alias", operation="rollback"), flip, shadow, create])
+    with pytest.raises(click.ClickException, match="not kept any more"):
+        before_flip([flip])
+
+
+def test_a_shadow_is_as_old_as_its_last_change() -> None:
+    create, shadow = revision(1, operation="create"), revision(7, "$.shadow.share")
+    assert shadow_since_s([revision(9, "$.description"), shadow, create]) == 1893456007.0
+    assert shadow_since_s([revision(9, "$.description"), create]) == 1893456001.0
+
+
+# ---- the job
+
+
+@pytest.fixture
+def server() -> Iterator[JobServer]:
+    running = JobServer()
+    yield running
+    running.close()
+
+
+def test_a_job_is_found_again_and_a_lost_one_is_replaced(server: JobServer, tmp_path: Path) -> None:
+    docs = tmp_path / "docs.jsonl"
+    docs.write_text('{"a": "b"}\n')
+    with SIEClient(server.url) as client:
+        first = Earlier.of(client, "k").submitted(client, "k", "org/m", str(docs), {"text": "{a}"})
+        again = Earlier.of(client, "k")
+        assert again.job is not None
+        assert again.job.id == first.id
+        assert Earlier.of(client, "other").job is None
+        first.cancel()
+        lost = Earlier.of(client, "k")
+        assert lost.job is None
+        second = lost.submitted(client, "k", "org/m", str(docs), {"text": "{a}"})
+        assert second.id != first.id
+        server.jobs[second.id] |= {"state": "completed"}
+        retry = second.retry()
+        assert Earlier.of(client, "k").job.id == retry.id  # type: ignore[union-attr]
+        retry.cancel()
+        assert Earlier.of(client, "k").job.id == second.id  # type: ignore[union-attr]
+    assert {body.metadata[KEY] for body in server.bodies.values()} == {"k"}
+
+
+def info(**told: Any) -> JobInfo:
+    base = {"id": "job-1", "state": "completed", "created_at": 1.0, "updated_at": 1.0, "operation": "encode"}
+    return msgspec.convert({**base, "model": "old", "counts": {}, "request": {}, **told}, JobInfo)
+
+
+def test_only_a_job_with_an_answer_for_each_row_is_done() -> None:
+    assert is_answered(info())
+    assert not is_answered(info(counts={"failed": 1}))
+    assert not is_answered(info(broken=["a"]))
+    assert not is_answered(info(state="running"))
+
+
+def test_vectors_of_another_model_are_not_written_over() -> None:
+    sink, url = {"sink": "main", "collection": "c"}, {"url": "s3://b/out/"}
+    theirs = info(request={"output": sink}, fingerprint="f-old")
+    with pytest.raises(click.ClickException, match="the collection c of main has vectors of old"):
+        check_output([theirs], sink, "new", "f-new")
+    with pytest.raises(click.ClickException, match="s3://b/out/ has vectors of old"):
+        check_output([info(request={"output": {"url": "s3://b/out"}}, fingerprint="f-old")], url, "new", "f-new")
+    with pytest.raises(click.ClickException, match="has vectors of old"):
+        check_output([info(request={"output": sink}, state="running")], sink, "new", "f-new")
+    check_output([theirs], {**sink, "collection": "d"}, "new", "f-new")
+    check_output([theirs], {}, "new", "f-new")
+    check_output([info(request={"output": sink}, fingerprint="f-new")], sink, "new", "f-new")
+    check_output([info(request={"output": sink}, state="failed")], sink, "new", "f-new")
+    check_output([info(request={"output": sink}, model="new", state="running")], sink, "new", "f-new")
+
+
+def test_a_folder_has_the_files_of_one_job(tmp_path: Path) -> None:
+    assert not has_files(tmp_path, "job-1")
+    manifest = {"job": "job-1", "state": "completed", "url": "", "format": "parquet", "model": "m", "fingerprint": "f"}
+    (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "rows": 0, "failed": 0, "parts": []}))
+    assert has_files(tmp_path, "job-1")
+    with pytest.raises(click.ClickException, match="has the files of job-1"):
+        has_files(tmp_path, "job-2")
+    (tmp_path / "manifest.json").write_text("{")
+    with pytest.raises(click.ClickException, match="cannot be read"):
+        has_files(tmp_path, "job-1")
+
+
+# ---- the corpus
+
+
+def sampled(corpus: Corpus, count: int, seed: str = "s") -> Any:
+    return asyncio.run(corpus.sample(count, seed))
+
+
+def test_a_sample_is_drawn_from_the_whole_corpus_and_is_the_same_again(tmp_path: Path) -> None:
+    docs = tmp_path / "my docs #1.jsonl"
+    rows = 3 * SPAN_ROWS
+    docs.write_text("\n".join(json.dumps({"a": f"text {number % (rows - 100)}"}) for number in range(rows)))
+    corpus = Corpus.of(str(docs), "{a}", "", None)
+    found = sampled(corpus, 300)
+    assert len(found.texts) == len(set(found.texts)) == 300
+    assert (found.rows, found.trouble) == (rows, "")
+    numbers = [int(text.split()[1]) for text in found.texts]
+    assert min(numbers) < SPAN_ROWS
+    assert max(numbers) > 2 * SPAN_ROWS
+    assert sampled(corpus, 300) == found != sampled(corpus, 300, "other")
+    assert len(sampled(corpus, 2000).texts) == rows - 100
+    before = asyncio.run(corpus.digest())
+    docs.write_text(docs.read_text() + "\n")
+    assert asyncio.run(corpus.digest()) != before
+
+
+def test_a_sample_of_a_folder_reads_some_of_its_objects(tmp_path: Path) -> None:
+    for number in range(OBJECTS + 5):
+        (tmp_path / f"{number:02}.jsonl").write_text(
+            "\n".join(json.dumps({"a": f"{number} {row}"}) for row in range(SPAN_ROWS * 4))
+        )
+    corpus = Corpus.of(f"file://{tmp_path}/", "{a}", "", None)
+    found = sampled(corpus, 2000)
+    assert found.rows == SPANS * SPAN_ROWS
+    assert 1 < len({text.split()[0] for text in found.texts}) <= OBJECTS
+    before = asyncio.run(corpus.digest())
+    (tmp_path / "00.jsonl").write_text("")
+    assert asyncio.run(corpus.digest()) != before
+
+
+def test_rows_without_a_text_are_told(tmp_path: Path) -> None:
+    docs = tmp_path / "docs.jsonl"
+    docs.write_text('{"a": "x"}\n{"a": null}\n{"a": null}\nnot json\n')
+    assert sampled(Corpus.of(str(docs), "{a}", "", None), 10).trouble == "3 of 4 rows have no text: column 'a' is null"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("none.jsonl", "{a}", "there is no such file"),
+        ("docs.jsonl", "{a", "the braces of the template do not match"),
+        ("docs.jsonl", "a", "names no column"),
+    ],
+)
+def test_a_corpus_that_cannot_be_read_is_refused(tmp_path: Path, name: str, text: str, why: str) -> None:
+    (tmp_path / "docs.jsonl").write_text('{"a": "x"}\n')
+    with pytest.raises(click.ClickException, match=why):
+        Corpus.of(str(tmp_path / name), text, "", None)
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(click.ClickException, match="there is nothing to read"):
+        asyncio.run(Corpus.of(f"file://{tmp_path}/", "{a}", "", None).digest())
+
+
+# ---- what is measured
+
+
+def test_the_agreement_is_that_of_ten_neighbours_or_of_all() -> None:
+    recall = [0.1 * k for k in range(1, 13)]
+    found = Measured(Agreement(("a", "b"), recall=recall, chance=recall, ranks=[0.5, 1.0]))
+    assert (found.neighbours, found.overlap, found.rank) == (10, pytest.approx(1.0), 0.75)
+    few = Measured(Agreement(("a", "b"), recall=[0.5, 0.25], chance=[0.5, 1.0]), (0.5, 0.75))
+    assert (few.neighbours, few.overlap, few.rank) == (2, 0.25, None)
+    assert few.line() == "of 2 neighbours 0.250 are the same (by chance 1.000), ndcg@10 old 0.5000, new 0.7500"
+    assert few.told()["ndcg"] == {"old": 0.5, "new": 0.75}
+
+
+def test_queries_are_lines_or_a_folder_with_judgements(tmp_path: Path) -> None:
+    assert Queries.of(None) == Queries()
+    (tmp_path / "q.txt").write_text("one\ntwo\n")
+    assert Queries.of(tmp_path / "q.txt").texts == ("one", "two")
+    (tmp_path / "corpus.jsonl").write_text('{"_id": "d", "text": "t"}\n')
+    (tmp_path / "queries.jsonl").write_text('{"_id": "q", "text": "what"}\n')
+    (tmp_path / "qrels.tsv").write_text("query-id\tcorpus-id\tscore\nq\td\t1\n")
+    judged = Queries.of(tmp_path)
+    assert judged.texts == ("what",)
+    assert judged.judged is not None
+    (tmp_path / "empty").write_text("\n")
+    with pytest.raises(click.ClickException, match="a query in each line"):
+        Queries.of(tmp_path / "empty")
+
+
+def test_figures_of_gateways_are_added() -> None:
+    one = {"copies": {"done": 3, "busy": 1}, "cosine": 0.5, "rank": None, "served_ms": 10.0, "shadow_ms": 20.0}
+    two = {"copies": {"done": 1}, "cosine": 0.9, "rank": None, "served_ms": 30.0, "shadow_ms": 40.0}
+    found = merged([one, {}, two])
+    assert found == {
+        "copies": {"done": 4, "busy": 1},
+        "cosine": pytest.approx(0.6),
+        "rank": None,
+        "served_ms": 15.0,
+        "shadow_ms": 25.0,
+    }
+    assert shadow_line(found) == "copies: 1 busy, 4 done; mean cosine 0.6000; 15 ms served, 25 ms shadow"
+    assert "no request came" in shadow_line(merged([{}]))
+
+
+# ---- options
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["search"], "NEW_MODEL, --corpus and --text are needed"),
+        (["search", "m", "--corpus", "s3://b/"], "NEW_MODEL, --corpus and --text are needed"),
+        (["search", "m", "--corpus", "s3://b/", "--text", "{a}", "--sink", "x"], "belong together"),
+        (["search", "m", "--min-agreement", "2"], "is not in the range"),
+        (["search", "m", "--step", "quality"], "is not one of"),
+    ],
+)
+def test_wrong_options_are_told(arguments: list[str], why: str) -> None:
+    found = CliRunner().invoke(main, ["migrate", *arguments])
+    assert (found.exit_code, why in found.output) == (2, True), found.output
