@@ -139,8 +139,9 @@ def test_a_migration_goes_on_after_a_killed_gateway_and_no_client_sees_it(
 ) -> None:
     """1. A migration is to stop after the step embed; its gateway is killed in the middle of the job. Result: the
     command waits for the next gateway, the job completes, the alias is as it was. 2. A client asks for the alias
-    without a pause, and the same command goes on. Result: the same job, a shadow, the flip; each answer is of one of
-    the two models. 3. Back. Result: the revision before the shadow; the client saw no error.
+    without a pause; the same command is stopped by Ctrl-C in the step shadow, and then goes on. Result: the same job,
+    one shadow, the flip; each answer is of one of the two models. 3. Back. Result: the revision before the shadow; the
+    client saw no error.
     """
     alias(cluster, "search", OLD)
     output = tmp_path / "vectors"
