@@ -69,7 +69,7 @@ class Writing:
         self.output.parts.setdefault(f"part-{number}", self.leader)
         return ShardRecord(f"part-{number}", span.rows, failed=1, tokens=3, codes={"INVALID_INPUT": 1})
 
-    async def finish(self, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
+    async def finish(self, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
         self.output.finished.append(state)
         return {"output_file": "there"}
 

@@ -14,6 +14,7 @@ service.py, results.py   what clients ask of jobs, and what they read of their o
 keeper.py, run.py        who leads a job; its life
 engine.py                what a job is made of
 native.py, lines.py      the two kinds: rows of data sets, requests in OpenAI's form
+envelope.py              the lines of these requests and of their answers
 values.py, asking.py     equal inputs once, groups; requests that wait for capacity
 cache.py                 answers that later jobs take over
 pace.py, windows.py      forecast, times of the day

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ from sie_contracts.errors import (
     InvalidInput,
     PayloadTooLarge,
     PermissionDenied,
+    ResourceExhausted,
     SIEError,
 )
 from sie_contracts.messages import Failed, Ok, Operation, WorkResult
@@ -83,21 +85,37 @@ class Room:
     def __init__(self) -> None:
         self.most = FIRST_ROOM
         self._used = 0
-        self._changed = asyncio.Condition()
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def enter(self, count: int) -> None:
         """Wait until there is room. One group always may run."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._used or self._used + count <= self.most)
-            self._used += count
+        entered = asyncio.get_running_loop().create_future()
+        self._waiting.append((count, entered))
+        self._admit()
+        try:
+            await entered
+        except asyncio.CancelledError:
+            if not entered.cancelled():  # it was let in meanwhile
+                self._used -= count
+            self._admit()
+            raise
 
-    async def leave(self, count: int, seconds: float) -> None:
+    def leave(self, count: int, seconds: float) -> None:
         """`count` items are done, `seconds` after they entered."""
-        async with self._changed:
-            rate = self._used / max(0.001, seconds)
-            self._used -= count
-            self.most = int(min(MAX_ROOM, max(FIRST_ROOM, 0.8 * self.most + 0.2 * rate * ROOM_S)))
-            self._changed.notify_all()
+        rate = self._used / max(0.001, seconds)
+        self._used -= count
+        self.most = int(min(MAX_ROOM, max(FIRST_ROOM, 0.8 * self.most + 0.2 * rate * ROOM_S)))
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting:
+            count, entered = self._waiting[0]
+            if not entered.cancelled():
+                if self._used and self._used + count > self.most:
+                    return
+                self._used += count
+                entered.set_result(None)
+            self._waiting.popleft()
 
 
 class Throttle:
@@ -145,16 +163,19 @@ class Asking:
         return call
 
     async def patiently(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
-        """The result of `attempt`, which is made again while it raises an error that may pass. Raises SIEError."""
-        tries, pause_s = 0, 0.0
+        """The result of `attempt`, which is made again while it raises an error that may pass: ATTEMPTS times where the
+        memory of a worker did not suffice for its input. Raises SIEError, FailedRequest.
+        """
+        tries, exhausted, pause_s = 0, 0, 0.0
         while True:
             try:
                 found = await attempt()
             except EntryChanged:  # gateway and worker read the catalogue at different moments
                 pause_s = 1.0
             except FailedRequest as error:
-                if not error.error.retryable:
-                    raise error.error from error
+                exhausted += _is_exhausted(error)
+                if not error.error.retryable or exhausted == ATTEMPTS:
+                    raise
                 pause_s = error.error.retry_after_s
                 self._on_trouble(error.error)
             except SIEError as error:
@@ -228,10 +249,16 @@ class Asking:
             if len(items) == 1:
                 return [(WorkResult(uuid7(), 0, "", ()), Failed(refused.error.info()))]
         finally:
-            await self.room.leave(len(items), time.perf_counter() - began_s)
+            self.room.leave(len(items), time.perf_counter() - began_s)
         half = len(items) // 2
         first = await self._whole(spec, operation, params, items[:half], query)
         return first + await self._whole(spec, operation, params, items[half:], query)
+
+
+def _is_exhausted(error: FailedRequest) -> bool:
+    return isinstance(error.error, ResourceExhausted) or any(
+        each.get("code") == ResourceExhausted.code for each in error.errors
+    )
 
 
 def _may_pass(outcome: object) -> bool:

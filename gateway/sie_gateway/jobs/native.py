@@ -255,13 +255,13 @@ class Native:
 
     # the end
 
-    async def finish(self, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
+    async def finish(self, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
         """See Work: the manifest names what there is."""
         fields = dict[str, Any]()
         if not shards:
             return fields
         plan = await self._workplace.plan()
-        await manifests.write(self._places.output, manifest(self._job, state, shards, plan.unread if plan else ()))
+        await manifests.write(self._places.output, manifest(job, state, shards, plan.unread if plan else ()))
         if self._cache_bytes:
             await caches.trim(self._workplace.store, self._cache_bytes)
         return fields

@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 from msgspec.structs import replace
 
 from sie_broker import BrokerError
+from sie_contracts.api.jobs import JobState
 from sie_contracts.errors import ErrorInfo, NotFound, SIEError
 from sie_contracts.jobs import MAX_BROKEN, JobRecord, Plan, ShardRecord, Span, Unread
 from sie_gateway.jobs import windows
@@ -32,6 +33,7 @@ from sie_store.object_stores import AccessRefused, BucketMissing, StoreError
 SHARDS_AT_ONCE = 3  # one is read and one is written while another one is computed
 FLUSH_S = 1.0  # between two notes of progress
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # of what is asked again
+ENDS = {"cancel": "cancelled", "expired": "expired"}  # by what ended the work
 _T = TypeVar("_T")
 _logger = logging.getLogger("sie.gateway.jobs")
 
@@ -65,8 +67,10 @@ class Work(Protocol):
     async def shard(self, number: int, span: Span) -> ShardRecord:
         """Answer a part, store its answers, and return its record. Raises ShardBroken, SIEError, StoreError."""
 
-    async def finish(self, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
-        """Complete the output, also of a job that ends early. Returns fields of the record. Raises StoreError."""
+    async def finish(self, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
+        """Complete the output, also of a job that ends early: shards that this completes are added to `shards`. Returns
+        fields of the record. Raises SIEError, StoreError.
+        """
 
     async def close(self) -> None:
         """Close what is open."""
@@ -126,7 +130,8 @@ class JobRun:
         except Exception:  # the root of a job: its owner must hear of it
             _logger.exception("job %s failed", self._id)
             message = "the gateway failed; its log has the details under the id of this job"
-            await self._pause(ErrorInfo("INTERNAL_ERROR", message))
+            info = ErrorInfo("INTERNAL_ERROR", message)
+            await (self._pause(info) if self._job.batch is None else self._end("failed", error=info))
 
     def _left(self, error: Exception) -> None:
         """Its next leader, which may be this gateway, goes on."""
@@ -147,36 +152,51 @@ class JobRun:
 
     async def _steps(self) -> None:
         self._job = self._ledger.find(self._id)
-        if self._job.wanted == "cancel":
-            await self._finish("cancelled")
-            return
         if self._job.wanted == "pause":
             await self._pause(self._job.error)
             return
-        started_s = self._job.started_s or self._now_s()
-        first = "running" if self._job.is_planned else "planning"
-        await self._note(state=first, started_s=started_s, leader=self._leader, error=None)
-        ended = await self._until_told(self._whole())
-        self._live.clear()
-        if ended == "pause":
-            await self._pause(None)
-        elif ended:
-            await self._finish("cancelled" if ended == "cancel" else "expired")
-
-    async def _whole(self) -> None:
         work = self._make(self._job, self)
         try:
-            await self._worked(work)
+            await self._led(work)
         finally:
             await work.close()
-        await self._finish("completed")
+
+    async def _led(self, work: Work) -> None:
+        if self._job.wanted == "cancel":
+            await self._finish(work, "cancelled")
+            return
+        first: JobState = self._state if self._job.is_planned else "planning"
+        started_s = self._job.started_s or self._now_s()
+        await self._note(state=first, started_s=started_s, leader=self._leader, error=None)
+        try:
+            ended = await self._until_told(self._whole(work))
+        except Halted as error:
+            if self._job.batch is None:
+                raise
+            # nobody can resume a batch: it ends, with what was answered
+            await self._finish(work, "failed", error.info)
+            return
+        if ended == "pause":
+            self._live.clear()
+            await self._pause(None)
+        elif ended:
+            await self._finish(work, ENDS[ended])
+
+    async def _whole(self, work: Work) -> None:
+        await self._worked(work)
+        await self._finish(work, "completed")
+
+    @property
+    def _state(self) -> JobState:
+        """Of a job that is planned. A leader that died may have come to its end."""
+        return "finalizing" if self._job.finalizing_s else "running"
 
     async def _worked(self, work: Work) -> None:
         plan, done = await self._read(work)
         if not plan.spans and plan.unread:
             raise SIEError.from_info(plan.unread[0].error)
         await self._note(
-            state="running", is_planned=True, rows=sum(plan.rows), shards=len(plan.spans) + len(plan.unread)
+            state=self._state, is_planned=True, rows=sum(plan.rows), shards=len(plan.spans) + len(plan.unread)
         )
         waiting = iter([number for number in range(len(plan.spans)) if number not in done])
         try:
@@ -322,30 +342,26 @@ class JobRun:
         self._trouble = None
         await self._note(state="paused", wanted="pause", leader="", error=error)
 
-    async def _finish(self, state: str) -> None:
+    async def _finish(self, work: Work, state: str, error: ErrorInfo | None = None) -> None:
         """Complete the output of what was answered, then end. A job that is complete waits for its store; one that is
         to end early does not.
         """
-        work = self._make(self._job, self)
-        try:
-            done: dict[int, ShardRecord] = {}
-            if self._job.is_planned:
-                _, done = await self._read(work)
-            broken = [shard.error for shard in done.values() if shard.error is not None]
-            error = None
-            if state == "completed" and broken and len(broken) == len(done):
-                state, error = "failed", broken[0]
-            await self._note(state="finalizing", finalizing_s=self._job.finalizing_s or self._now_s())
-            fields: dict[str, Any] = {}
-            if state == "completed":
-                fields = await self._patiently(lambda: work.finish(state, done))
-            else:
-                try:
-                    fields = await work.finish(state, done)
-                except StoreError as refused:
-                    error = _told(refused)
-        finally:
-            await work.close()
+        done: dict[int, ShardRecord] = {}
+        if self._job.is_planned:
+            _, done = await self._read(work)
+        broken = [shard.error for shard in done.values() if shard.error is not None]
+        if state == "completed" and broken and len(broken) == len(done):
+            state, error = "failed", broken[0]
+        await self._note(state="finalizing", finalizing_s=self._job.finalizing_s or self._now_s())
+        fields: dict[str, Any] = {}
+        if state == "completed":
+            fields = await self._patiently(lambda: work.finish(self._job, state, done))
+        else:
+            try:
+                fields = await work.finish(self._job, state, done)
+            except (StoreError, SIEError) as refused:
+                error = error or _told(refused)
+        self._live.clear()
         await self._end(state, error=error, **fields)
 
     async def _end(self, state: str, **fields: Any) -> None:

@@ -35,7 +35,6 @@ _BATCH_STATES: dict[str, batches_api.BatchState] = {
     "queued": "validating",
     "planning": "validating",
     "running": "in_progress",
-    "paused": "in_progress",
     "finalizing": "finalizing",
     "completed": "completed",
     "failed": "failed",
@@ -82,7 +81,7 @@ class Jobs:
     def find(self, call: Call, job_id: str) -> JobRecord:
         """A job of the caller. Raises NotFound."""
         job = self.ledger.find(job_id)
-        if not _may(call, job):
+        if not _may(call, job) or job.request is None:
             raise NotFound("there is no such job", param="job")
         return job
 
@@ -170,8 +169,10 @@ class Jobs:
             raise InvalidInput(f"endpoint: expected one of {known}", reason="schema", param="endpoint")
         if window_s(request.completion_window) > MAX_WINDOW_S:
             raise InvalidInput("completion_window: expected at most 30d", reason="schema", param="completion_window")
-        job = await self._new(call, self._new_id(call, "batch_"), batch=request)
-        return self.batch_told(await self._create(job))
+        job = await self._create(await self._new(call, self._new_id(call, "batch_"), batch=request))
+        if job.batch != request:
+            raise IdempotencyMismatch("Idempotency-Key: it was used for another batch", param="Idempotency-Key")
+        return self.batch_told(job)
 
     def batch_page(self, call: Call, limit: int, after: str) -> batches_api.BatchPage:
         """Batches of the caller, the newest first. Raises NotFound."""
@@ -225,7 +226,7 @@ class Jobs:
             output_file_id=job.output_file or None,
             error_file_id=job.error_file or None,
             created_at=int(job.created_s),
-            in_progress_at=int(job.started_s) or None,
+            in_progress_at=int(job.started_s) if job.is_planned else None,
             expires_at=int(expires_s(job)),
             finalizing_at=int(job.finalizing_s) or None,
             completed_at=ended if state == "completed" else None,

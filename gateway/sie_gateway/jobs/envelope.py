@@ -1,0 +1,193 @@
+"""The lines of batches in OpenAI's form: a file is cut into parts, a line is read, an answer is written. Pure.
+
+Source: the OpenAI API reference, section Batch: the objects "request input" and "request output".
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import orjson
+
+from sie_contracts.errors import InvalidInput
+from sie_contracts.jobs import Plan, Span
+from sie_runtime.http import uuid7
+
+SHARD_LINES = 250
+SHARD_BYTES = 4 << 20  # from which on a part has no further line: three of them and their answers are in memory
+MAX_LINES = 50_000  # OpenAI's own limit
+MAX_LINE_BYTES = 64 << 20
+_NATIVE = ("/v1/encode", "/v1/score", "/v1/extract")  # whose model is in the path
+
+
+class Request(NamedTuple):
+    """What a line asks for: `path` is that of the route, `body` its JSON."""
+
+    custom_id: str
+    path: str
+    body: bytes
+
+
+class Row(NamedTuple):
+    """A line of the output, without its newline. `code`: of its error, None for an answer."""
+
+    text: bytes
+    code: str | None
+    tokens: int = 0
+
+
+class BadLine(Exception):
+    """A line that is no request."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code, self.message = code, message
+
+
+class Cut:
+    """Cuts a file into spans of lines, as its bytes pass, and finds lines with a custom_id of a line before.
+
+    A line of white space is no request: `Span.first` counts it, `Span.rows` does not.
+    """
+
+    def __init__(self, file: str) -> None:
+        self._file = file
+        self._spans: list[Span] = []
+        self._rest = b""  # of a line that is not complete
+        self._lines = self._first = 0
+        self._requests = self._rows = 0  # in the file, and in the span
+        self._start = self._end = 0  # bytes: of the span, and of the last complete line
+        self._seen: set[str] = set()
+        self._repeated: list[int] = []
+
+    def feed(self, piece: bytes) -> None:
+        """Raises InvalidInput."""
+        lines = (self._rest + piece).split(b"\n")
+        self._rest = lines.pop()
+        for line in lines:
+            self._line(line, 1)
+        if len(self._rest) > MAX_LINE_BYTES:
+            message = f"input_file_id: line {self._lines + 1} has more than {MAX_LINE_BYTES} bytes"
+            raise InvalidInput(message, reason="too_large", param="input_file_id")
+
+    def _line(self, line: bytes, newline: int) -> None:
+        self._lines += 1
+        self._end += len(line) + newline
+        if line.strip():
+            self._request(line)
+        if self._rows == SHARD_LINES or self._end - self._start >= SHARD_BYTES:
+            self._cut()
+
+    def _request(self, line: bytes) -> None:
+        self._requests += 1
+        self._rows += 1
+        if self._requests > MAX_LINES:
+            message = (
+                f"input_file_id: more than {MAX_LINES} lines, which a batch may have; POST /v1/jobs takes any number"
+            )
+            raise InvalidInput(message, reason="too_many_items", param="input_file_id")
+        custom_id = custom_id_of(line)
+        if custom_id is not None and custom_id in self._seen:
+            self._repeated.append(self._lines - 1)
+        elif custom_id is not None:
+            self._seen.add(custom_id)
+
+    def _cut(self) -> None:
+        if self._rows:
+            self._spans.append(Span(self._file, "jsonl", self._first, self._rows, self._start, self._end))
+        self._first, self._start, self._rows = self._lines, self._end, 0
+
+    def plan(self) -> Plan:
+        """Raises InvalidInput for a file without requests."""
+        if self._rest:  # the last line has no newline
+            self._line(self._rest, 0)
+        self._cut()
+        if not self._spans:
+            raise InvalidInput("input_file_id: the file has no lines", reason="empty_file", param="input_file_id")
+        return Plan(tuple(self._spans), repeated=tuple(self._repeated))
+
+
+def requests_of(text: bytes, span: Span) -> list[tuple[int, bytes]]:
+    """The requests of a span with the numbers of their lines in the file, from 0."""
+    lines = enumerate(text.split(b"\n"), span.first)
+    return [(number, stripped) for number, line in lines if (stripped := line.strip())]
+
+
+def read(line: bytes, number: int, endpoint: str, *, is_repeated: bool) -> Request:
+    """The request of a line. Raises BadLine."""
+    where = f"line {number + 1}"
+    try:
+        asked = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        raise BadLine("invalid_json_line", f"{where}: no JSON") from None
+    if not isinstance(asked, dict):
+        raise BadLine("invalid_json_line", f"{where}: expected a map with custom_id, method, url and body")
+    custom_id, url, body = asked.get("custom_id"), asked.get("url"), asked.get("body")
+    if not isinstance(custom_id, str) or not custom_id:
+        raise BadLine("missing_required_parameter", f"{where}: custom_id: expected a string")
+    if is_repeated:
+        raise BadLine("duplicate_custom_id", f"{where}: custom_id: another line before has the same")
+    if asked.get("method", "POST") != "POST":
+        raise BadLine("invalid_method", f"{where}: method: expected POST")
+    if not isinstance(url, str) or not (url == endpoint or url.startswith(f"{endpoint}/")):
+        raise BadLine("mismatched_url", f"{where}: url: expected {endpoint}, as the batch has it")
+    if not isinstance(body, dict):
+        raise BadLine("missing_required_parameter", f"{where}: body: expected a map")
+    if url in _NATIVE:
+        model = body.get("model")
+        if not isinstance(model, str) or not model:
+            raise BadLine("missing_required_parameter", f"{where}: body.model: expected the name of a model")
+        url = f"{url}/{model}"
+    return Request(custom_id, url, orjson.dumps(body))
+
+
+def answer(custom_id: str, request_id: str, status: int, body: bytes, tokens: int = 0) -> Row:
+    """What a request was answered with: `body` is JSON."""
+    head = orjson.dumps({"id": _new_id(), "custom_id": custom_id})
+    told = orjson.dumps({"status_code": status, "request_id": request_id})
+    text = head[:-1] + b',"response":' + told[:-1] + b',"body":' + body + b'},"error":null}'
+    return Row(text, None if status < 400 else _code_of(status, orjson.loads(body)), tokens)
+
+
+def failure(custom_id: str | None, code: str, message: str) -> Row:
+    """A request that was not answered."""
+    told = {"custom_id": custom_id, "response": None, "error": {"code": code, "message": message}}
+    return Row(orjson.dumps({"id": _new_id(), **told}), code)
+
+
+def written(text: bytes) -> list[Row]:
+    """The rows of a part that is stored."""
+    return [_row(line) for line in text.split(b"\n") if line]
+
+
+def custom_id_of(line: bytes) -> str | None:
+    """The custom_id of a line, None where it has none."""
+    try:
+        asked = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return None
+    found = asked.get("custom_id") if isinstance(asked, dict) else None
+    return found if isinstance(found, str) else None
+
+
+def _new_id() -> str:
+    return f"batch_req_{uuid7().replace('-', '')}"
+
+
+def _row(line: bytes) -> Row:
+    told = orjson.loads(line)
+    if told["error"] is not None:
+        return Row(line, str(told["error"]["code"]))
+    status, body = told["response"]["status_code"], told["response"]["body"]
+    if status >= 400:
+        return Row(line, _code_of(status, body))
+    usage = body.get("usage") if isinstance(body, dict) else None
+    tokens = usage.get("total_tokens") if isinstance(usage, dict) else None
+    return Row(line, None, tokens if isinstance(tokens, int) else 0)
+
+
+def _code_of(status: int, body: Any) -> str:
+    """The code of an error, of whichever client family."""
+    error = body.get("error", body) if isinstance(body, dict) else {}
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if isinstance(code, str) and code else f"HTTP_{status}"
