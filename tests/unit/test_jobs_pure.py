@@ -193,6 +193,29 @@ async def test_there_is_room_for_one_group_at_least_and_more_where_it_is_fast() 
     assert room.most > 512
 
 
+async def test_items_come_in_the_order_in_which_they_asked_and_those_that_went_away_leave_no_hole() -> None:
+    room = Room()
+    await room.enter(512)
+    entered: list[int] = []
+
+    async def enter(number: int, count: int) -> None:
+        await room.enter(count)
+        entered.append(number)
+
+    waiting = [asyncio.create_task(enter(number, count)) for number, count in enumerate((300, 1, 300, 212))]
+    await asyncio.sleep(0)
+    waiting[1].cancel()
+    await asyncio.wait([waiting[1]])
+    assert entered == []
+    room.leave(512, 1e9)
+    waiting[0].cancel()  # when it was let in, and has not heard of it
+    await asyncio.wait([waiting[0]])
+    await asyncio.wait_for(asyncio.gather(*waiting[2:]), 5)
+    assert entered == [2, 3]
+    room.leave(512, 1e9)
+    await asyncio.wait_for(room.enter(room.most), 5)
+
+
 async def test_a_throttle_waits_for_what_was_used() -> None:
     now = [0.0]
     throttle = Throttle(100.0, clock=lambda: now[0])

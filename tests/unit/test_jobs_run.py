@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from inprocess import until, until_told
 
 from sie_broker.memory import MemoryBroker, MemoryServer
+from sie_contracts.api.batches import BatchRequest
 from sie_contracts.api.jobs import JobInput, JobRequest
 from sie_contracts.errors import ErrorInfo, ModelNotFound
 from sie_contracts.jobs import JobRecord, Plan, ShardRecord, Span
@@ -265,6 +267,33 @@ async def test_what_only_people_can_change_ends_or_pauses_it(
     assert job.error is not None
     assert job.error.code == code
     assert job.leader == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "finished"),
+    [
+        (KeyEnded("not valid any more"), "PERMISSION_DENIED", ["failed"]),
+        (ZeroDivisionError("a bug"), "INTERNAL_ERROR", []),
+    ],
+)
+async def test_a_batch_which_nobody_can_resume_ends(
+    world: World, error: Exception, code: str, finished: list[str]
+) -> None:
+    world.output.held.set()
+
+    def before(number: int) -> None:
+        if number == 3:
+            raise error
+
+    world.output.before = before
+    ledger = world.gateway("g1")
+    await ledger.create(
+        runs.replace(
+            JOB, created_s=time.time(), request=None, batch=BatchRequest(input_file_id="f", endpoint="/v1/embeddings")
+        )
+    )
+    job = await state(world, ledger, "failed")
+    assert (job.error and job.error.code, job.leader, world.output.finished) == (code, "", finished)
 
 
 async def test_a_deadline_that_ends_a_job_completes_what_there_is(world: World) -> None:
