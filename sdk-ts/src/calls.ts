@@ -126,7 +126,9 @@ async function attempt(request: Send, session: Session): Promise<Received | Fail
     const response = await session.fetch(session.baseUrl + request.path, init);
     const body = new Uint8Array(await response.arrayBuffer());
     const answer = { status: response.status, headers: response.headers, body };
-    const failed = response.ok && response.status !== 202 ? undefined : judged(answer, session);
+    // a 202 with a code says "not yet"; one without is the answer to what goes on after it, such as the load of a model
+    const isNotYet = response.status === 202 && response.headers.has("x-sie-error-code");
+    const failed = response.ok && !isNotYet ? undefined : judged(answer, session);
     if (!failed?.isAway) session.seen.answer = true;
     return failed ?? answer;
   } catch (error) {
