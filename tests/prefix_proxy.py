@@ -25,10 +25,10 @@ class PrefixProxy:
 
     def path(self, asked: str) -> str | None:
         """What is asked of the gateway, None for a path beside the prefix."""
-        if not asked.startswith(f"{self.prefix}/"):
+        if not (asked + "/").startswith(f"{self.prefix}/"):
             self.outside.append(asked)
             return None
-        return asked.removeprefix(self.prefix) if self.strips else asked
+        return asked.removeprefix(self.prefix) or "/" if self.strips else asked
 
 
 @contextlib.contextmanager

@@ -21,8 +21,12 @@ export function keep(value: string): void {
   else sessionStorage.removeItem(STORED);
 }
 
-/** The address of a path, below the prefix that this page has behind a proxy. */
-export const address = (path: string): string => new URL(path.replace(/^\//, ""), new URL(".", location.href)).href;
+// this script is `console/main.js` below the prefix that the page has behind a proxy. The address of the page does not
+// tell it: it may lack the final slash.
+const ROOT = new URL("..", import.meta.url);
+
+/** The address of a path, below that prefix. */
+export const address = (path: string): string => new URL(path.replace(/^\//, ""), ROOT).href;
 
 /** A person waits: what is refused for now is shown, and not asked again. Throws SIEError for a key that cannot be sent. */
 export const client = (): SIEClient =>

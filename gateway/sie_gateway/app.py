@@ -261,8 +261,8 @@ class Edge:
         received_s = time.perf_counter()
         headers = headers_of(scope)
         path = scope["path"]
-        if self._root and path.startswith(self._root + "/"):
-            path = path[len(self._root) :]
+        if self._root and (path + "/").startswith(self._root + "/"):
+            path = path[len(self._root) :] or "/"
         if len(path) > 1 and path.endswith("/") and not path.endswith("//"):  # one final slash says nothing, two do
             path = path[:-1]
         if path in PROBES and not is_socket:

@@ -32,7 +32,8 @@ async def page(_gateway: Gateway, request: Request) -> Response:
         "Referrer-Policy": "no-referrer",
         "Cache-Control": "no-cache",
     }
-    return Response(console(name), media_type=f"{CONSOLE_FILES[name]}; charset=utf-8", headers=headers)
+    content = console(name, request.scope.get("root_path", ""))
+    return Response(content, media_type=f"{CONSOLE_FILES[name]}; charset=utf-8", headers=headers)
 
 
 async def cluster(gateway: Gateway, request: Request) -> Response:

@@ -14,6 +14,11 @@ CONSOLE_POLICY = (
 
 
 @functools.cache
-def console(name: str) -> bytes:
-    """One of CONSOLE_FILES. The page needs nothing from elsewhere."""
-    return (CONSOLE / name).read_bytes()
+def console(name: str, root: str = "") -> bytes:
+    """One of CONSOLE_FILES. The page needs nothing from elsewhere.
+
+    `root`: the prefix of a reverse proxy. The page then names its files from there, because a browser that has it at
+    the prefix without the final slash would ask for relative ones beside the prefix.
+    """
+    content = (CONSOLE / name).read_bytes()
+    return content.replace(b'="console/', f'="{root}/console/'.encode()) if root and name == "index.html" else content

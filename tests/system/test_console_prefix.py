@@ -32,16 +32,19 @@ def proxy(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[PrefixPr
         assert proxy.outside == []
 
 
-@pytest.fixture
-def page(tmp_path_factory: pytest.TempPathFactory, proxy: PrefixProxy) -> Iterator[Page]:
+@pytest.fixture(params=["/", ""], ids=["slash", "no slash"])
+def page(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, proxy: PrefixProxy
+) -> Iterator[Page]:
     """At the prefix. When the test is over it complained of nothing and asked nothing beside the prefix."""
-    own = f"http://{HOST}:{proxy.port}{PREFIX}/"
+    own = f"http://{HOST}:{proxy.port}{PREFIX}"
     with browsing(tmp_path_factory.mktemp("chromium")) as devtools, tab(devtools) as page:
-        page.open(own)
+        page.open(f"{own}{request.param}")
         page.evaluate(COPIED)
         yield page
         assert page.complaints == []
-        assert [asked for asked in page.asked if not asked.startswith((own, "data:"))] == []
+        beside = [asked for asked in page.asked if asked != own and not asked.startswith((f"{own}/", "data:"))]
+        assert beside == []
 
 
 def test_every_view_answers_below_the_prefix(page: Page, proxy: PrefixProxy) -> None:

@@ -241,12 +241,15 @@ async def test_the_page_needs_nothing_from_elsewhere(cluster: InProcess) -> None
     answer = await gateway.client.get("/sie/")
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
     assert "default-src 'none'" in answer.headers["content-security-policy"]
-    assert answer.text == (CONSOLE / "index.html").read_text("utf-8")
+    plain = (CONSOLE / "index.html").read_text("utf-8")
+    assert answer.text == plain.replace('"console/', '"/sie/console/')
+    assert (await gateway.client.get("/sie")).text == answer.text
+    assert (await (await cluster.gateway()).client.get("/")).text == plain
     assert not re.search(r"<script(?![^>]* src=)|<style|\son\w+=|style=", answer.text), "no code in the page itself"
     named = re.findall(r'(?:src|href)="([^"]+)"', answer.text)
     assert {name for name in named if not name.startswith("data:")} == {
-        f"console/{name}" for name in CONSOLE_FILES if name != "index.html"
-    }, "relative, so that they are found behind a prefix"
+        f"/sie/console/{name}" for name in CONSOLE_FILES if name != "index.html"
+    }, "found below the prefix, whether or not the page is asked for with a final slash"
     for name, kind in CONSOLE_FILES.items():
         path = "/sie/" if name == "index.html" else f"/sie/console/{name}"
         answer = await gateway.client.get(path)
