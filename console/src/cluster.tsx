@@ -10,6 +10,12 @@ import type { Cluster as State } from "./types";
 import { bytes } from "./units";
 
 const EVERY_MS = 1000;
+const PARTS = ["Queue", "Workers", "Placement", "Slow and failed requests", "Dead letters", "Doctor", "Models"];
+
+/** Bring the part with this heading to the top. */
+function show(name: string) {
+  [...document.querySelectorAll("h2")].find((each) => each.textContent?.startsWith(name))?.scrollIntoView();
+}
 
 export function Cluster() {
   const [filter, setFilter] = useState("");
@@ -19,6 +25,9 @@ export function Cluster() {
   return (
     <section>
       <p><span id="connection" role="status" class={`state ${!trouble && healthy ? "healthy" : "lost"}`}>{words}</span></p>
+      <nav class="jumps" aria-label="Parts of this view">
+        {PARTS.map((name) => <button type="button" class="link" onClick={() => show(name)}>{name}</button>)}
+      </nav>
       {state && <Figures state={state} />}
       <Charts />
       {state && <Lanes state={state} />}
@@ -54,7 +63,7 @@ function Figures({ state }: { state: State }) {
 
 function Lanes({ state }: { state: State }) {
   const rows = (state.queues ?? []).filter((lane) => lane.messages);
-  if (!rows.length) return null;
+  if (!rows.length) return <><h2>Queue</h2><p class="dim">{state.queues ? "Nothing waits." : "What waits is not known: the broker did not answer."}</p></>;
   return (
     <>
       <h2>Queue</h2>
@@ -133,7 +142,7 @@ function Models({ state }: { state: State }) {
                 <td class="name">{model.name}</td>
                 <td class="wrap">
                   <span class={`state ${model.state}`}>{model.state}</span>
-                  {model.state === "failed" && <span class="dim">{` ${state.failures[model.name] ?? ""}`}</span>}
+                  {model.state === "failed" && <p class="dim failure">{state.failures[model.name] ?? ""}</p>}
                 </td>
                 <td class="number">{model.worker_count}</td>
                 <td>{model.gpu_types.join(", ")}</td>

@@ -1,7 +1,7 @@
 import { render } from "preact";
-import { useEffect, useState } from "preact/hooks";
+import { useEffect, useRef, useState } from "preact/hooks";
 import { SIEError } from "sie-client";
-import { get, keep, key } from "./api";
+import { address, get, keep, key } from "./api";
 import { Cluster } from "./cluster";
 import { Jobs } from "./jobs";
 import { Models } from "./models";
@@ -10,12 +10,16 @@ import type { Model, Models as Listed } from "./types";
 
 const VIEWS = { playground: "Playground", models: "Models", jobs: "Jobs", cluster: "Cluster" } as const;
 type View = keyof typeof VIEWS;
-const MODELS_EVERY_MS = 15_000;
+const MODELS_EVERY_MS = 5_000;
 const LOADING_EVERY_MS = 2_000; // while something is loaded or downloaded
 const MODELS = 200; // that are read; a name finds others
 const TYPED_MS = 250; // of rest, after which what was typed is asked for
 
-const viewOf = (hash: string): View => (hash.slice(1) in VIEWS ? (hash.slice(1) as View) : "playground");
+/** `#playground/ID` is the playground with a model. */
+function viewOf(hash: string): View {
+  const [name = ""] = hash.slice(1).split("/");
+  return name in VIEWS ? (name as View) : "playground";
+}
 
 function App() {
   const [view, setView] = useState<View>(viewOf(location.hash));
@@ -24,6 +28,7 @@ function App() {
   const [wanted, setWanted] = useState("");
   const [refusal, setRefusal] = useState<SIEError>();
   const [signedIn, setSignedIn] = useState(0);
+  const wasPlayed = useRef(false);
   const [wantsKey, setWantsKey] = useState(false); // where reading needs none
 
   useEffect(() => {
@@ -67,6 +72,7 @@ function App() {
     setSignedIn((count) => count + 1);
   }
 
+  wasPlayed.current ||= view === "playground";
   const isRefused = refusal && (refusal.status === 401 || refusal.status === 403);
   if (isRefused || wantsKey) return <SignIn refusal={isRefused ? refusal : undefined} onKey={signIn} onBack={isRefused ? undefined : () => setWantsKey(false)} />;
   return (
@@ -79,7 +85,7 @@ function App() {
           ))}
         </nav>
         <span class="rest">
-          <a href="docs">API</a>
+          <a href={address("docs")}>API</a>
           {key() ? <button type="button" class="link" id="sign-out" onClick={() => signIn("")}>Sign out</button>
             : <button type="button" class="link" id="sign-in" onClick={() => setWantsKey(true)}>Sign in</button>}
         </span>
@@ -95,8 +101,9 @@ function App() {
         {view === "cluster" ? <Cluster key={signedIn} />
           : !models ? <p class="dim" role="status">{refusal ? "" : "reading the catalogue"}</p>
           : view === "models" ? <Models models={models} />
-          : view === "jobs" ? <Jobs key={signedIn} models={models} />
-          : <Playground models={models} />}
+          : view === "jobs" && <Jobs key={signedIn} models={models} />}
+        {/* what was typed there, and what came back, stays while another view is looked at */}
+        {models && wasPlayed.current && <div hidden={view !== "playground"}><Playground key={signedIn} models={models} /></div>}
       </main>
     </>
   );

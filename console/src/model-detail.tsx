@@ -8,7 +8,6 @@ import { bytes, duration } from "./units";
 export function ModelDetail({ model }: { model: Model }) {
   const { alias, hosts, downloads } = model;
   const rows: [string, string][] = [
-    ["description", model.description],
     ["revision", model.revision],
     ["fingerprint", model.fingerprint ?? ""],
     ["licence", model.license],
@@ -21,6 +20,7 @@ export function ModelDetail({ model }: { model: Model }) {
   ];
   return (
     <div class="detail">
+      <p><a class="try" href={`#playground/${encodeURIComponent(model.id)}`}>Try it in the playground</a></p>
       {alias && <Alias alias={alias} />}
       <dl class="facts">
         {rows.filter(([, value]) => value).map(([name, value]) => <div><dt>{name}</dt><dd>{value}</dd></div>)}
@@ -28,10 +28,10 @@ export function ModelDetail({ model }: { model: Model }) {
       {downloads.map((each) => <Download key={each.worker} download={each} />)}
       <h3>On workers</h3>
       {hosts.length ? <Hosts model={model.id} hosts={hosts} /> : <p class="dim">No worker has loaded it yet. The first request does.</p>}
+      <ModelResidency model={model.id} />
       <Certificate model={model} />
       <Profiles profiles={model.profiles} />
       <Prompts texts={model.prompt_texts} />
-      <ModelResidency model={model.id} />
       {!model.id.includes(":") && <ModelHistory model={model.id} />}
     </div>
   );

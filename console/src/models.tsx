@@ -7,15 +7,19 @@ const SHOWN = 200; // rows of a table; a filter finds the rest
 export function Models({ models }: { models: Model[] }) {
   const [filter, setFilter] = useState("");
   const [open, setOpen] = useState("");
-  const wanted = filter.trim().toLowerCase();
-  const found = models.filter((model) => [model.id, ...model.tasks, ...model.outputs, model.state].some((each) => each.toLowerCase().includes(wanted)));
+  const wanted = filter.toLowerCase().split(/\s+/).filter(Boolean);
+  const found = models.filter((model) => {
+    const words = [model.id, model.description, model.license, model.state, ...model.tasks, ...model.inputs, ...model.outputs].join("\n").toLowerCase();
+    return wanted.every((word) => words.includes(word));
+  });
   return (
     <section>
       <label class="row">
         Filter
-        <input id="model-filter" type="search" value={filter} placeholder="name, task, output or state" onInput={(event) => setFilter(event.currentTarget.value)} />
+        <input id="model-filter" type="search" value={filter} placeholder="words of its name, description, task, output, state" onInput={(event) => setFilter(event.currentTarget.value)} />
       </label>
       <p class="dim">{`${found.length} of ${models.length} models${found.length > SHOWN ? `, the first ${SHOWN} are shown` : ""}`}</p>
+      {!found.length && wanted.length > 0 && <p>No model has all of these words. Most that read several languages are described as multilingual, not by the names of the languages.</p>}
       <div class="scroll" tabIndex={0} role="region" aria-label="Models">
         <table>
           <thead><tr><th>model</th><th>state</th><th>tasks</th><th>takes</th><th>gives</th><th class="number">tokens</th><th class="number">workers</th></tr></thead>
@@ -23,7 +27,7 @@ export function Models({ models }: { models: Model[] }) {
             {found.slice(0, SHOWN).map((model) => (
               <>
                 <tr>
-                  <td class="name"><button type="button" class="link" aria-expanded={open === model.id} onClick={() => setOpen(open === model.id ? "" : model.id)}>{model.id}</button></td>
+                  <td class="name"><button type="button" class="link" aria-expanded={open === model.id} onClick={() => setOpen(open === model.id ? "" : model.id)}>{model.id}</button>{model.description && <p class="about">{model.description}</p>}</td>
                   <td><span class={`state ${model.state}`}>{stateOf(model)}</span></td>
                   <td>{model.tasks.join(", ")}</td>
                   <td>{model.inputs.join(", ")}</td>

@@ -2,6 +2,7 @@ import { useMemo } from "preact/hooks";
 import { Copies } from "./copies";
 import { Extracted } from "./playground-extract";
 import { Late } from "./playground-late";
+import { Cut } from "./playground-cut";
 import { type Asked, Bars, Items, placeOf } from "./playground-parts";
 import { type Outcome, programs } from "./playground-requests";
 import { Dense, Sparse } from "./playground-vectors";
@@ -43,8 +44,9 @@ export function Result({ outcome, asked }: { outcome: Outcome; asked: Asked[] })
       {reply.scores && <Scores scores={reply.scores} asked={asked} />}
       {calls[0]?.verb === "extract" && <Extracted reply={reply} asked={asked} />}
       <Items reply={reply} asked={asked} />
+      {calls[0]?.verb === "encode" && <Cut model={model} reply={reply} asked={asked} />}
       <h3>Where the time went</h3>
-      <Waterfall timing={reply.timing} />
+      <Waterfall timing={reply.timing} parts={reply.explain} />
       {copies}
     </article>
   );

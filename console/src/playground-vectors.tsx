@@ -1,4 +1,5 @@
 import { useMemo } from "preact/hooks";
+import { isCut } from "./playground-cut";
 import { type Asked, Bars, short, step, useAnswer } from "./playground-parts";
 import type { Reply, Token } from "./types";
 import { cosines, projected } from "./vectors";
@@ -114,7 +115,7 @@ function Highlighted({ text, tokens, weights, seen }: { text: string; tokens: To
   tokens.forEach((token, order) => {
     const weight = weights.get(token.id) ?? 0;
     const title = `token ${token.id}, weight ${weight.toFixed(4)}`;
-    const strength = `weight-${weight > 0 ? Math.max(1, step(weight, 0, most, 5)) : 0} ${seen !== undefined && order >= seen - 1 && !token.special ? "cut" : ""}`;
+    const strength = `weight-${weight > 0 ? Math.max(1, step(weight, 0, most, 5)) : 0} ${seen !== undefined && isCut(token, order, seen) ? "cut" : ""}`;
     if (token.start === null || token.stop === null) {
       pieces.push(<mark class={`special ${strength}`} title={title} data-id={token.id}>{token.text}</mark>);
       return;

@@ -1,4 +1,4 @@
-import { useEffect, useMemo, useState } from "preact/hooks";
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { complaint, parsed } from "./json-map";
 import { Compared } from "./playground-compare";
 import { type Attached, attached, Files, inputOf, taken } from "./playground-files";
@@ -14,6 +14,7 @@ const EXAMPLES: Record<Verb, string> = {
 };
 const DEFAULT_MODEL = "sentence-transformers/all-MiniLM-L6-v2";
 const MOST = 64; // inputs of which every pair is drawn
+const VERBS: Verb[] = ["encode", "score", "extract"];
 const OUTPUTS = ["dense", "sparse", "multivector"];
 
 const base = (model: Model): string => model.variant_of ?? model.id;
@@ -22,6 +23,8 @@ const outputsOf = (model: Model | undefined): string[] =>
   OUTPUTS.filter((name) => model && (model.outputs.includes(name) || name in model.dims));
 
 export function Playground({ models }: { models: Model[] }) {
+  const known = useRef(models);
+  known.current = models;
   const [verb, choose] = useState<Verb>("encode");
   // what is loaded answers at once; the default model is the next best to begin with
   const fitting = useMemo(() => {
@@ -47,6 +50,19 @@ export function Playground({ models }: { models: Model[] }) {
     setFirst((old) => (fitting.some((model) => model.id === old) ? old : (fitting[0]?.id ?? "")));
     setSecond((old) => (fitting.some((model) => model.id === old) ? old : ""));
   }, [fitting]);
+  useEffect(() => {
+    function named() {
+      const [, id] = /^#playground\/(.+)/.exec(location.hash) ?? [];
+      const wanted = known.current.find((each) => each.id === decodeURIComponent(id ?? ""));
+      const task = VERBS.find((each) => wanted?.tasks.includes(each));
+      if (!wanted || !task) return;
+      change(task);
+      setFirst(wanted.id);
+    }
+    named();
+    window.addEventListener("hashchange", named);
+    return () => window.removeEventListener("hashchange", named);
+  }, []);
   const model = fitting.find((each) => each.id === first);
   const outputs = outputsOf(model);
   const kinds = taken(model?.inputs ?? []);
@@ -101,7 +117,7 @@ export function Playground({ models }: { models: Model[] }) {
 
   function change(next: Verb) {
     choose(next);
-    setText(EXAMPLES[next]);
+    setText((old) => (Object.values(EXAMPLES).includes(old) ? EXAMPLES[next] : old)); // own texts stay
     setDone((old) => ({ outcomes: [], asked: [], turn: old.turn }));
   }
 
@@ -140,7 +156,7 @@ export function Playground({ models }: { models: Model[] }) {
         }}
       >
         <div class="row" role="radiogroup" aria-label="Verb">
-          {(["encode", "score", "extract"] as Verb[]).map((each) => (
+          {VERBS.map((each) => (
             <label class={`chip ${each === verb ? "on" : ""}`}>
               <input type="radio" name="verb" checked={each === verb} onChange={() => change(each)} />
               {each}

@@ -4,13 +4,16 @@ import { SIEError } from "sie-client";
 import { get } from "./api";
 import { useAsked } from "./asked";
 import type { RequestLog, Slow, SlowRequests } from "./types";
-import { Waterfall } from "./waterfall";
+import { stagesOf, Waterfall } from "./waterfall";
 
 const EVERY_MS = 10_000;
+const SLOWEST = 20;
+const KEPT = 1000; // all that a gateway keeps
 
 /** The slow and failed requests of the last hour, each with where its time went, and one by its id. */
 export function Requests() {
-  const { value } = useAsked<SlowRequests>("/v1/requests?limit=20", EVERY_MS);
+  const [onlyFailed, setOnlyFailed] = useState(false); // most of them are fast, and not among the slowest
+  const { value } = useAsked<SlowRequests>(`/v1/requests?limit=${onlyFailed ? KEPT : SLOWEST}`, EVERY_MS);
   const [open, setOpen] = useState("");
   const [wanted, setWanted] = useState("");
   const [found, setFound] = useState<Slow>();
@@ -29,7 +32,9 @@ export function Requests() {
       setTrouble(error.message);
     }
   }
-  const shown = [...(found ? [found] : []), ...(value?.requests ?? []).filter((each) => each.id !== found?.id)];
+  const kept = (value?.requests ?? []).filter((each) => !onlyFailed || each.code);
+  if (onlyFailed) kept.sort((one, other) => other.at - one.at);
+  const shown = [...(found ? [found] : []), ...kept.filter((each) => each.id !== found?.id)];
   return (
     <>
       <h2>Slow and failed requests of the last hour</h2>
@@ -39,13 +44,18 @@ export function Requests() {
           <input id="request" value={wanted} spellcheck={false} autocomplete="off" onInput={(event) => setWanted(event.currentTarget.value)} />
         </label>
         <button type="submit">Find</button>
+        <label class={`chip ${onlyFailed ? "on" : ""}`}>
+          <input id="failed" type="checkbox" checked={onlyFailed} onChange={(event) => setOnlyFailed(event.currentTarget.checked)} />
+          Only failed ones, the newest first
+        </label>
       </form>
       {trouble && <p class="bad" role="alert">{trouble}</p>}
-      {value && !shown.length && <p class="dim">No request of the last hour is kept: none was slow, and none failed.</p>}
+      {value && !shown.length && <p class="dim">{onlyFailed ? "No failed request of the last hour is kept." : "No request of the last hour is kept: none was slow, and none failed."}</p>}
+      <ByWorker requests={kept} />
       {shown.length > 0 && (
         <div class="scroll" tabIndex={0} role="region" aria-label="Slow requests">
           <table>
-            <thead><tr><th>time</th><th>request</th><th>route</th><th>model</th><th>status</th><th class="number">inputs</th><th class="number">ms</th><th>mostly</th></tr></thead>
+            <thead><tr><th>time</th><th>request</th><th>route</th><th>model</th><th>status</th><th class="number">inputs</th><th class="number">ms</th><th>mostly</th><th>worker</th></tr></thead>
             <tbody id="requests">{shown.map((each) => <Row key={each.id} request={each} isOpen={open === each.id} onOpen={() => setOpen(open === each.id ? "" : each.id)} />)}</tbody>
           </table>
         </div>
@@ -56,10 +66,25 @@ export function Requests() {
 
 /** The stage that took most of a request's time, in words. */
 function mostly(request: Slow): string {
-  const stages = Object.entries(request.timing ?? {}).filter(([name]) => name !== "total_time");
+  const stages = stagesOf(request.timing ?? {}, request.chunks);
   const [name, ms] = stages.sort((one, other) => other[1] - one[1])[0] ?? ["", 0];
   if (!ms || !request.total_ms) return "";
-  return `${name.replace("_time", "").replaceAll("_", " ")} ${Math.round((100 * ms) / request.total_ms)} %`;
+  return `${name} ${Math.round((100 * ms) / request.total_ms)} %`;
+}
+
+/** What each worker had of these requests, the slowest worker first: its passes are compared by their tokens. */
+function ByWorker({ requests }: { requests: Slow[] }) {
+  const workers = new Map<string, { parts: number; ms: number; tokens: number }>();
+  for (const { chunks } of requests) {
+    for (const { worker, batch, stages } of chunks ?? []) {
+      const sum = workers.get(worker) ?? { parts: 0, ms: 0, tokens: 0 };
+      workers.set(worker, { parts: sum.parts + 1, ms: sum.ms + (stages?.["inference_ms"] ?? 0), tokens: sum.tokens + Number(batch["tokens"] ?? 0) });
+    }
+  }
+  if (workers.size < 2) return null;
+  const rows = [...workers].map(([worker, { parts, ms, tokens }]) => ({ worker, parts, perThousand: (1000 * ms) / (tokens || 1) }));
+  rows.sort((one, other) => other.perThousand - one.perThousand);
+  return <p id="by-worker">{`Inference of 1,000 tokens in these requests: ${rows.map(({ worker, parts, perThousand }) => `${worker} ${perThousand.toFixed(0)} ms (${parts})`).join(", ")}`}</p>;
 }
 
 function Row({ request, isOpen, onOpen }: { request: Slow; isOpen: boolean; onOpen: () => void }) {
@@ -74,11 +99,12 @@ function Row({ request, isOpen, onOpen }: { request: Slow; isOpen: boolean; onOp
         <td class="number">{request.items}</td>
         <td class="number">{request.total_ms.toFixed(1)}</td>
         <td>{mostly(request)}</td>
+        <td>{[...new Set(request.chunks?.map((chunk) => chunk.worker))].join(", ")}</td>
       </tr>
       {isOpen && (
         <tr class="opened">
-          <td colSpan={8}>
-            {request.timing ? <Waterfall timing={request.timing} /> : <p class="dim">It did not run.</p>}
+          <td colSpan={9}>
+            {request.timing ? <Waterfall timing={request.timing} parts={request.chunks} /> : <p class="dim">It did not run.</p>}
             <p class="dim">{[request.lane && `lane ${request.lane}`, request.priority, request.tokens && `${request.tokens} tokens`, request.trace_id && `trace ${request.trace_id}`].filter(Boolean).join(", ")}</p>
             {request.chunks?.map((chunk) => (
               <p class="dim">{`${chunk.worker}: a batch of ${chunk.batch.items ?? 0} inputs and ${chunk.batch.tokens ?? 0} tokens, of ${chunk.batch.chunks ?? 0} messages`}</p>

@@ -121,7 +121,7 @@ def test_an_output_that_is_a_folder_is_filled_at_the_end(server: JobServer, docs
         (["s3://b/", "--param", "dimensions"], "expected KEY=VALUE, such as dimensions=256"),
         (["s3://b/", "--deadline", "2001-01-01"], "is in the past"),
         (["s3://b/", "--metadata", "=a"], "expected KEY=TEXT"),
-        (["s3://b/", "--window", "22-6"], "windows"),
+        (["s3://b/", "--window", "from-22:00-to-06:00"], "windows"),
     ],
 )
 def test_what_cannot_be_submitted_is_refused(server: JobServer, arguments: list[str], why: str) -> None:

@@ -272,7 +272,8 @@ async def test_what_only_people_can_change_ends_or_pauses_it(
 @pytest.mark.parametrize(
     ("error", "code", "finished"),
     [
-        (KeyEnded("not valid any more"), "PERMISSION_DENIED", ["failed"]),
+        (Halted(ErrorInfo("PERMISSION_DENIED", "not valid any more")), "PERMISSION_DENIED", ["failed"]),
+        (ModelNotFound("there is no such model"), "MODEL_NOT_FOUND", ["failed"]),
         (ZeroDivisionError("a bug"), "INTERNAL_ERROR", []),
     ],
 )

@@ -121,8 +121,6 @@ class JobRun:
         except SIEError as error:
             if error.retryable:
                 self._left(error)
-            elif self._job.is_planned:  # such as a model that is gone: what was answered is kept, and it may come back
-                await self._pause(error.info())
             else:
                 await self._end("failed", error=error.info())
         except BrokerError:
@@ -170,11 +168,14 @@ class JobRun:
         await self._note(state=first, started_s=started_s, leader=self._leader, error=None)
         try:
             ended = await self._until_told(self._whole(work))
-        except Halted as error:
-            if self._job.batch is None:
+        except (Halted, SIEError) as error:
+            # what was answered is kept: a job may be resumed when, say, its model is there again; nobody resumes a batch
+            if not self._job.is_planned or (isinstance(error, SIEError) and error.retryable):
                 raise
-            # nobody can resume a batch: it ends, with what was answered
-            await self._finish(work, "failed", error.info)
+            info = error.info if isinstance(error, Halted) else error.info()
+            if self._job.batch is None:
+                raise Halted(info) from error
+            await self._finish(work, "failed", info)
             return
         if ended == "pause":
             self._live.clear()
