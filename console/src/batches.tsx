@@ -4,6 +4,7 @@ import type { Batch, BatchPage } from "sie-client";
 import { ask, client } from "./api";
 import { useAsked } from "./asked";
 import { useAttempts } from "./attempts";
+import { Confirm } from "./confirm";
 import { save } from "./downloads";
 import { clock } from "./job-words";
 import { EVERY_MS, Pages, Progress, usePages } from "./job-table";
@@ -75,11 +76,7 @@ function BatchDetail({ batch, onChange }: { batch: Batch; onChange: () => void }
     <div class="detail batch">
       {canCancel && <p><button type="button" class="cancel" disabled={isBusy} onClick={() => setAsking(true)}>Cancel</button></p>}
       {isAsking && (
-        <p class="row" role="alertdialog" aria-label={`Confirm: cancel ${batch.id}`}>
-          End this batch for ever? Its answers so far stay.
-          <button type="button" class="certain" ref={(each) => each?.focus()} onClick={cancel}>End it</button>
-          <button type="button" onClick={() => setAsking(false)}>Keep it</button>
-        </p>
+        <Confirm name={`Confirm: cancel ${batch.id}`} question="End this batch for ever? Its answers so far stay." yes="End it" onYes={() => void cancel()} onNo={() => setAsking(false)} />
       )}
       <p role="status">{isBusy ? "working" : said}</p>
       {refusal && <p class="bad" role="alert">{refusal}</p>}

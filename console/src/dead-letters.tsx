@@ -1,6 +1,7 @@
 import { useEffect, useState } from "preact/hooks";
 import { SIEError } from "sie-client";
 import { ask, get, scopes } from "./api";
+import { Confirm } from "./confirm";
 import type { DeadLetterPage, Purged, Replayed, ReplayedAll } from "./types";
 
 const PATH = "/v1/dead-letters";
@@ -81,11 +82,15 @@ export function DeadLetters() {
         </form>
       )}
       {purging && (
-        <p class="row" role="alertdialog" aria-label="Confirm the purge">
-          {purging === "all" ? "Forget all dead letters that fit the filter, with their inputs, for ever?" : `Forget dead letter ${purging}, with its inputs, for ever?`}
-          <button type="button" id="purge" ref={(each) => each?.focus()} onClick={purge}>Purge</button>
-          <button type="button" onClick={() => setPurging("")}>Keep</button>
-        </p>
+        <Confirm
+          key={purging}
+          id="purge"
+          name="Confirm the purge"
+          question={purging === "all" ? "Forget all dead letters that fit the filter, with their inputs, for ever?" : `Forget dead letter ${purging}, with its inputs, for ever?`}
+          yes="Purge"
+          onYes={() => void purge()}
+          onNo={() => setPurging("")}
+        />
       )}
       <p role="status">{isBusy ? "working" : said}</p>
       {page && (

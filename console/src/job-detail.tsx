@@ -2,6 +2,7 @@ import { useState } from "preact/hooks";
 import type { Job } from "sie-client";
 import { client } from "./api";
 import { useAttempts } from "./attempts";
+import { Confirm } from "./confirm";
 import { Copies } from "./copies";
 import { JobParts, JobRows } from "./job-parts";
 import { jobPrograms } from "./job-requests";
@@ -94,11 +95,7 @@ function JobActions({ job, onChange }: { job: Job; onChange: () => void }) {
         {isEnded && <button type="button" class="delete" disabled={isBusy} onClick={() => setAsking("delete")}>Delete</button>}
       </p>
       {asking && (
-        <p class="row" role="alertdialog" aria-label={`Confirm: ${asking} ${job.id}`}>
-          {QUESTIONS[asking]}
-          <button type="button" class="certain" ref={(each) => each?.focus()} onClick={certain[asking]}>{asking === "cancel" ? "End it" : "Forget it"}</button>
-          <button type="button" onClick={() => setAsking(undefined)}>Keep it</button>
-        </p>
+        <Confirm key={asking} name={`Confirm: ${asking} ${job.id}`} question={QUESTIONS[asking]} yes={asking === "cancel" ? "End it" : "Forget it"} onYes={() => void certain[asking]()} onNo={() => setAsking(undefined)} />
       )}
       <p role="status">{isBusy ? "working" : said}</p>
       {refusal && <p class="bad" role="alert">{refusal}</p>}

@@ -14,8 +14,11 @@ export function JobParts({ job }: { job: Job }) {
   const [manifest, setManifest] = useState<JobManifest>();
   const [after, setAfter] = useState(0);
   const [trouble, setTrouble] = useState("");
+  const [look, setLook] = useState(0);
   const { isBusy, said, refusal, attempt } = useAttempts();
-  const written = `${job.counts.shards_done} ${hasEnded(job)}`;
+  // a page that has a next one stays as it is until the job ends; each look costs the gateway the records of all parts
+  const isFull = manifest?.next != null && !hasEnded(job);
+  const written = isFull ? "" : `${job.counts.shards_done} ${hasEnded(job)}`;
   useEffect(() => {
     let ended = false;
     async function read() {
@@ -33,13 +36,20 @@ export function JobParts({ job }: { job: Job }) {
     return () => {
       ended = true;
     };
-  }, [job.id, written, after]);
+  }, [job.id, written, after, look]);
   const download = (part: JobPart) =>
     attempt(async () => {
       save(await client().jobs.part(job.id, part), part.name);
-      return `${part.name}: ${bytes(part.bytes)}, whole by its digest`;
+      return `${part.name}: ${bytes(part.bytes)} downloaded`;
     });
-  if (trouble) return <p class="bad" role="alert">{trouble}</p>;
+  if (trouble) {
+    return (
+      <p class="row">
+        <span class="bad" role="alert">{trouble}</span>
+        <button type="button" onClick={() => setLook(look + 1)}>Try again</button>
+      </p>
+    );
+  }
   if (!manifest) return <p class="dim">reading the list of files</p>;
   return (
     <>

@@ -6,6 +6,7 @@ import type { CallOptions, Session } from "./options.js";
 import type { FileObject, FilePage, FilePurpose } from "./types.js";
 
 const UPLOAD_MS = 1_800_000; // as long as the server reads one
+const PAGE = 1_000;
 const FILE = ["id", "bytes", "filename", "purpose"] as const;
 
 export interface UploadOptions extends CallOptions {
@@ -39,11 +40,17 @@ export class Files {
     return jsonCall<FileObject>("GET", path(id), this.session.forCall(options), FILE);
   }
 
-  /** All files of this key, the newest first. */
-  async list(options?: CallOptions): Promise<FileObject[]> {
-    const { data } = await jsonCall<FilePage>("GET", "/v1/files", this.session.forCall(options), ["data"]);
-    if (!Array.isArray(data)) throw unreadable("data: expected a list");
-    return data;
+  /** All files of this key, the newest first. Asks for them in pages. */
+  async *list(options?: CallOptions): AsyncGenerator<FileObject, void, undefined> {
+    const session = this.session.forCall(options);
+    for (let after = ""; ; ) {
+      const query = new URLSearchParams({ limit: String(PAGE), ...(after ? { after } : {}) });
+      const page: FilePage = await jsonCall<FilePage>("GET", `/v1/files?${query}`, session, ["data"]);
+      if (!Array.isArray(page.data)) throw unreadable("data: expected a list");
+      yield* page.data;
+      if (!page.has_more || !page.last_id) return;
+      after = page.last_id;
+    }
   }
 
   /** The bytes of a file. */

@@ -210,6 +210,9 @@ export function suite(options: ClientOptions): Record<string, () => Promise<void
       const sent = await client.files.upload(new Blob([`${rows.join("\n")}\n`]), "rows.jsonl");
       equal((await client.files.get(sent.id)).purpose, "jobs");
       equal(new TextDecoder().decode(await client.files.content(sent.id)), `${rows.join("\n")}\n`);
+      const listed: string[] = [];
+      for await (const each of client.files.list()) listed.push(each.id);
+      check(listed.includes(sent.id), "the list of files");
       const job = await client.jobs.submit({
         model: MINI, input: { file: sent.id, text: "{text}", id: "id" }, output: { format: "jsonl" },
       });

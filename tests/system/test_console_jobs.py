@@ -203,6 +203,36 @@ def test_a_job_is_seen_to_go_on_and_is_paused_resumed_and_cancelled(page: Page, 
     assert state_of(api, job) == "cancelled"
 
 
+def pressed(page: Page, key: str, code: int) -> None:
+    """A key of the keyboard, for whatever has the focus."""
+    text = {"text": "\r"} if key == "Enter" else {}
+    for kind in ("keyDown", "keyUp"):
+        given = text if kind == "keyDown" else {}
+        page.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **given)
+
+
+def test_a_job_is_opened_and_a_question_answered_by_the_keyboard(page: Page, api: httpx.Client) -> None:
+    job = submitted(api, lines({"id": "1", "text": "words"}), name="by keys")
+    ended(api, job)
+    row(page, "by keys", lambda cells: cells[1] == "completed")
+    page.evaluate("[...document.querySelectorAll('#jobs .link')].find(each => each.innerText === 'by keys').focus()")
+    pressed(page, "Enter", 13)
+    page.wait("Boolean(document.querySelector('.job .delete'))", bool)
+    page.evaluate("document.querySelector('.job .delete').focus()")
+    pressed(page, "Enter", 13)
+    focus = "document.activeElement.className"
+    page.wait(focus, lambda name: name == "certain")
+    pressed(page, "Tab", 9)
+    page.wait(focus, lambda name: name == "keep")
+    page.asked.clear()
+    page.wait("1", lambda _: sum("/v1/jobs?" in asked for asked in page.asked) >= 2)
+    assert page.evaluate(focus) == "keep"  # what is asked again takes the focus from nobody
+    pressed(page, "Escape", 27)
+    page.wait("document.querySelectorAll('[role=alertdialog]').length", lambda count: count == 0)
+    assert page.evaluate(focus) == "delete"
+    assert state_of(api, job) == "completed"
+
+
 def test_the_list_is_filtered_and_read_in_pages(page: Page, api: httpx.Client) -> None:
     data = lines({"id": "1", "text": "words"})
     made = [submitted(api, data, name=f"page {number}") for number in range(21)]

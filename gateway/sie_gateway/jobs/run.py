@@ -169,7 +169,7 @@ class JobRun:
         try:
             ended = await self._until_told(self._whole(work))
         except (Halted, SIEError) as error:
-            # what was answered is kept: a job may be resumed when, say, its model is there again; nobody resumes a batch
+            # what was answered is kept: a job may be resumed, such as when its model is back; nobody resumes a batch
             if not self._job.is_planned or (isinstance(error, SIEError) and error.retryable):
                 raise
             info = error.info if isinstance(error, Halted) else error.info()
