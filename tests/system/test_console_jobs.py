@@ -229,7 +229,7 @@ def test_a_job_is_opened_and_a_question_answered_by_the_keyboard(page: Page, api
     assert page.evaluate(focus) == "keep"  # what is asked again takes the focus from nobody
     pressed(page, "Escape", 27)
     page.wait("document.querySelectorAll('[role=alertdialog]').length", lambda count: count == 0)
-    assert page.evaluate(focus) == "delete"
+    page.wait(focus, lambda name: name == "delete")
     assert state_of(api, job) == "completed"
 
 
