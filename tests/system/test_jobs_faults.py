@@ -5,6 +5,7 @@ what can be answered is. The device is a clock (fixed_cost_adapter), the rest is
 from __future__ import annotations
 
 import json
+import resource
 import secrets
 import subprocess
 import sys
@@ -132,15 +133,23 @@ def running(jobs: JobClient, job: Job, shards: int = 2) -> Job:
     return found
 
 
+@contextmanager
+def mounted(place: Path, options: str) -> Iterator[None]:
+    """A file system in memory."""
+    place.mkdir()
+    if sys.platform != "linux" or subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", place]).returncode:
+        pytest.skip("this user may not mount a file system")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
 @pytest.fixture
 def small(folder: Path) -> Iterator[Path]:
     """A file system of 1 MiB."""
-    place = folder / "small"
-    place.mkdir()
-    if sys.platform != "linux" or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place]).returncode:
-        pytest.skip("this user may not mount a file system")
-    yield place
-    subprocess.run(["umount", place], check=True)
+    with mounted(folder / "small", "size=1m"):
+        yield folder / "small"
 
 
 def fill(place: Path) -> Path:
@@ -195,27 +204,30 @@ def computed(stack: Stack) -> float:
     return scraped(f"{stack.workers[0].url}/metrics", "sie_batch_size_sum")
 
 
-def test_a_manifest_that_cannot_be_written_is_told_and_does_not_hold_who_cancels(
+def test_a_manifest_that_finds_no_room_is_told_and_does_not_hold_who_cancels(
     stack: Stack, jobs: JobClient, folder: Path
 ) -> None:
-    """Something else has its name. Two jobs have written all parts and wait; one is cancelled; the other one completes
-    when the name is free.
+    """Two disks of 21 pages. Each of two jobs has written 20 parts of one page and waits, since its manifest has more;
+    one is cancelled; the other one completes when there is room.
     """
-    file = jobs.upload("rows.jsonl", jsonl(rows_of(10)))
-    made = []
-    for name in "ab":
-        (folder / name / "manifest.json" / "beside").mkdir(parents=True)
-        made.append(jobs.submit(MODEL, {"file": file, **TEXT}, output={"url": f"file://{folder}/{name}/"}))
-    for job in made:
-        waiting = jobs.trouble(job["id"], "STORE_UNAVAILABLE")
-        assert (waiting["state"], waiting["counts"]["done"]) == ("finalizing", 10)
-    assert "STORE_UNAVAILABLE" in shown(stack, made[0]["id"])
-    jobs.steer(made[0]["id"], "cancel")
-    assert jobs.reaches(made[0]["id"], "cancelled")["error"]["code"] == "STORE_UNAVAILABLE"
-    (folder / "b" / "manifest.json" / "beside").rmdir()
-    (folder / "b" / "manifest.json").rmdir()
-    jobs.done(made[1]["id"])
-    assert (folder / "b" / "manifest.json").is_file()
+    file = jobs.upload("rows.jsonl", jsonl(rows_of(20)))
+    size = 21 * resource.getpagesize()
+    with mounted(folder / "a", f"size={size}"), mounted(folder / "b", f"size={size}"):
+        urls = [f"file://{folder}/{name}/" for name in "ab"]
+        outputs = [{"url": url, "format": "jsonl"} for url in urls]
+        cancelled, other = [
+            jobs.submit(MODEL, {"file": file, **TEXT}, output=output, shard_rows=1)["id"] for output in outputs
+        ]
+        for job in (cancelled, other):
+            waiting = jobs.trouble(job, "STORE_UNAVAILABLE")
+            assert (waiting["state"], waiting["counts"]["done"]) == ("finalizing", 20)
+            assert "there is no room for it" in shown(stack, job)
+        jobs.steer(cancelled, "cancel")
+        assert jobs.reaches(cancelled, "cancelled")["error"]["code"] == "STORE_UNAVAILABLE"
+        subprocess.run(["mount", "-o", "remount,size=1m", folder / "b"], check=True)
+        jobs.done(other)
+        assert (folder / "b" / "manifest.json").is_file()
+        assert len(list((folder / "b").iterdir())) == 21
 
 
 def key(stack: Stack, name: str, *options: str) -> str:
