@@ -40,12 +40,15 @@ class Output:
     computed: list[int] = field(default_factory=list)
     held: asyncio.Event = field(default_factory=asyncio.Event)  # a shard waits for it
     before: Callable[[int], None] = lambda number: None
+    refuses: str = ""  # the step that the store refuses: plan, shard, finish
     made: int = 0
+    fingerprints: set[str] = field(default_factory=set)
     closed: int = 0
 
     def work(self, leader: str) -> Callable[[JobRecord, Progress], Writing]:
         def made(job: JobRecord, progress: Progress) -> Writing:
             self.made += 1
+            self.fingerprints.add(job.fingerprint)
             return Writing(self, leader, progress)
 
         return made
@@ -57,7 +60,12 @@ class Writing:
     leader: str
     progress: Progress
 
+    def refuse(self, step: str) -> None:
+        if self.output.refuses == step:
+            raise StoreError("no space left on device")
+
     async def plan(self) -> Plan:
+        self.refuse("plan")
         self.output.plan = self.output.plan or Plan(
             tuple(Span("a.jsonl", "jsonl", 10 * number, 10) for number in range(self.output.shards))
         )
@@ -68,10 +76,12 @@ class Writing:
         self.output.computed.append(number)
         await self.output.held.wait()
         self.progress.rows(number, span.rows, 1)
+        self.refuse("shard")
         self.output.parts.setdefault(f"part-{number}", self.leader)
         return ShardRecord(f"part-{number}", span.rows, failed=1, tokens=3, codes={"INVALID_INPUT": 1})
 
     async def finish(self, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
+        self.refuse("finish")
         self.output.finished.append(state)
         return {"output_file": "there"}
 
@@ -207,24 +217,48 @@ async def test_the_owner_is_heard_in_the_middle(world: World, says: str) -> None
     assert (await state(world, ledger, "completed")).done == 60
 
 
-async def test_what_passes_is_waited_for_and_told(world: World) -> None:
+REFUSED = ErrorInfo("STORE_UNAVAILABLE", "the store did not do it: no space left on device")
+
+
+@pytest.mark.parametrize(("step", "state_then"), [("plan", "planning"), ("shard", "running"), ("finish", "finalizing")])
+async def test_what_passes_is_waited_for_and_told(world: World, step: str, state_then: str) -> None:
+    """However often a step is tried, no row counts twice."""
     world.output.held.set()
-    fails = [True]
-
-    def before(number: int) -> None:
-        if fails:
-            raise StoreError("no space left on device")
-
-    world.output.before = before
+    world.output.refuses = step
     ledger = world.gateway("g1")
     await ledger.create(JOB)
     await until(lambda: [job for job in ledger if job.trouble], "it says what it waits for")
-    assert ledger.find(JOB.id).trouble == ErrorInfo(
-        "STORE_UNAVAILABLE", "the store did not do it: no space left on device"
-    )
-    fails.clear()
+    assert (ledger.find(JOB.id).trouble, ledger.find(JOB.id).state) == (REFUSED, state_then)
+    computed = len(world.output.computed)
+    if step == "shard":
+        await until(lambda: len(world.output.computed) > computed + 2 * runs.SHARDS_AT_ONCE, "it tries again and again")
+        assert (await world.job(ledger)).done <= 10 * runs.SHARDS_AT_ONCE
+    world.output.refuses = ""
     job = await state(world, ledger, "completed")
     assert (job.done, job.trouble) == (60, None)
+
+
+@pytest.mark.parametrize(("says", "ends"), [("pause", "paused"), ("cancel", "cancelled")])
+async def test_a_store_that_refuses_the_end_does_not_hold_its_owner(world: World, says: str, ends: str) -> None:
+    world.output.held.set()
+    world.output.refuses = "finish"
+    ledger = world.gateway("g1")
+    await ledger.create(JOB)
+    await until(lambda: [job for job in ledger if job.trouble], "it says what it waits for")
+    await ledger.change(JOB.id, lambda job: job and runs.replace(job, wanted=says))
+    job = await state(world, ledger, ends)
+    assert (job.done, job.error) == (60, REFUSED if says == "cancel" else None)
+    assert world.output.finished == []
+
+
+async def test_a_leader_knows_the_fingerprint_of_a_shard_that_the_one_before_did_not_note(world: World) -> None:
+    world.output.held.set()
+    ledger = world.gateway("g1")
+    await until(lambda: ledger.is_read, "it knows all jobs")
+    await ledger.keep_shard(JOB.id, 0, ShardRecord("part-0", 10, fingerprint="first"))
+    await ledger.create(JOB)
+    await state(world, ledger, "completed")
+    assert world.output.fingerprints == {"first"}
 
 
 async def test_a_broken_part_is_named_and_the_others_are_answered(world: World) -> None:

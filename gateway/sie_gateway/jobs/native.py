@@ -141,6 +141,8 @@ class Native:
         """See Work."""
         name = parts.part_name(number, self._count, self._request.output.format)
         record = await shards.existing(self._places.output, name, self._request.output.format)
+        if record is not None:  # by a leader that died before it could note the shard
+            self._values.check(record.fingerprint)
         if record is None or self._places.sink is not None:
             record = await self._made(number, name, span)
         return msgspec.structs.replace(record, source=_named(span))
@@ -150,7 +152,8 @@ class Native:
         if data is None:
             data = self._unwritten[number] = await self._answered(number, span)
         else:
-            self._progress.rows(number, span.rows, parts.inspect(data, self._request.output.format).failed)
+            about = await asyncio.to_thread(parts.inspect, data, self._request.output.format)
+            self._progress.rows(number, about.rows, about.failed)
         record = await shards.put_once(self._places.output, name, data, self._request.output.format)
         del self._unwritten[number]
         return record

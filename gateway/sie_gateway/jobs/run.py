@@ -153,6 +153,10 @@ class JobRun:
         if self._job.wanted == "pause":
             await self._pause(self._job.error)
             return
+        done = await self._patiently(lambda: self._ledger.shards(self._id))
+        # the leader before may have died before it noted the first one
+        fingerprint = next((shard.fingerprint for shard in done.values() if shard.fingerprint), self._job.fingerprint)
+        self._job = replace(self._job, fingerprint=fingerprint)
         work = self._make(self._job, self)
         try:
             await self._led(work)
@@ -165,7 +169,9 @@ class JobRun:
             return
         first: JobState = self._state if self._job.is_planned else "planning"
         started_s = self._job.started_s or self._now_s()
-        await self._note(state=first, started_s=started_s, leader=self._leader, error=None)
+        await self._note(
+            state=first, started_s=started_s, leader=self._leader, error=None, fingerprint=self._job.fingerprint
+        )
         try:
             ended = await self._until_told(self._whole(work))
         except (Halted, SIEError) as error:
@@ -349,7 +355,10 @@ class JobRun:
         """
         done: dict[int, ShardRecord] = {}
         if self._job.is_planned:
-            _, done = await self._read(work)
+            if self._shards is None:
+                await self._read(work)
+            # once more: a shard may have got its record in the moment in which the work was cancelled
+            done = self._shards = await self._patiently(lambda: self._ledger.shards(self._id))
         broken = [shard.error for shard in done.values() if shard.error is not None]
         if state == "completed" and broken and len(broken) == len(done):
             state, error = "failed", broken[0]

@@ -93,13 +93,14 @@ class Values:
         outcomes = await self._asking.outcomes(self._spec, self._operation, self._params, items, query)
         for result, outcome in outcomes:
             if isinstance(outcome, Ok):
-                self._check(result.fingerprint)
+                self.check(result.fingerprint)
         return [value_of(placed) for placed in outcomes]
 
-    def _check(self, fingerprint: str) -> None:
+    def check(self, fingerprint: str) -> None:
+        """Raises Halted for another one than that of the answers before; the first one counts."""
         if not self.fingerprint:
             self.fingerprint = fingerprint
-        elif fingerprint != self.fingerprint:
+        elif fingerprint and fingerprint != self.fingerprint:
             message = (
                 f"the model changed while the job ran: its answers are of fingerprint {self.fingerprint}, and those of "
                 f"now of {fingerprint}. Roll the model back and resume, or start another job"
