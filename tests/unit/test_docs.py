@@ -41,7 +41,7 @@ BLOCKS = {
     "jobs.md": {"": 4},
     "kubernetes.md": {"kubernetes": 3},
     "lora.md": {"": 2},
-    "migration.md": {"server": 1, "": 3},
+    "migration.md": {"server": 1, "": 4},
     "models.md": {"server": 1, "": 3},
     "objects.md": {"": 1},
     "parsing.md": {"vision": 1, "install": 1},

@@ -121,7 +121,7 @@ def test_an_output_that_is_a_folder_is_filled_at_the_end(server: JobServer, docs
         (["s3://b/", "--param", "dimensions"], "expected KEY=VALUE, such as dimensions=256"),
         (["s3://b/", "--deadline", "2001-01-01"], "is in the past"),
         (["s3://b/", "--metadata", "=a"], "expected KEY=TEXT"),
-        (["s3://b/", "--window", "from-22:00-to-06:00"], "windows"),
+        (["s3://b/", "--window", "from 22 to 6 o'clock"], "windows"),
     ],
 )
 def test_what_cannot_be_submitted_is_refused(server: JobServer, arguments: list[str], why: str) -> None:
@@ -212,6 +212,16 @@ def test_the_status_of_watch_is_the_outcome(server: JobServer, told_of_it: dict[
     assert str(told_of_it["state"]) in found.output
     if "error" in told_of_it:
         assert "MODEL_LOAD_FAILED: no weights" in found.output
+
+
+def test_watching_ends_at_a_pause_that_only_people_can_end(server: JobServer) -> None:
+    """A job that somebody paused is waited for; with --wait a script would else wait for ever."""
+    job = server.add()
+    refused = {"state": "paused", "error": {"code": "SINK_REFUSED", "message": "the collection is 768 wide"}}
+    server.script = [{"state": "paused"}, RUNNING, refused]
+    found = sie(server, "watch", job["id"])
+    assert (found.exit_code, "SINK_REFUSED: the collection is 768 wide" in found.output) == (1, True), found.output
+    assert len(server.asked("GET", f"/v1/jobs/{job['id']}")) == 4
 
 
 def test_a_pipe_gets_a_line_for_each_change(server: JobServer) -> None:

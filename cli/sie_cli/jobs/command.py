@@ -114,8 +114,8 @@ def submit(
     A template names columns in braces, as in "{title}\\n{body}"; \\n is a line break.
 
     Status 0: submitted; with --wait: completed, and every row has an answer. 3: completed, but rows have an error. 1:
-    refused, or it failed, expired or was cancelled. 2: no gateway answered, or an option is wrong. 130: Ctrl-C; the job
-    goes on.
+    refused, or it failed, expired, was cancelled, or is paused by an error. 2: no gateway answered, or an option is
+    wrong. 130: Ctrl-C; the job goes on.
     """
     place = Place.of(output)
     asked = options(given, place)
@@ -182,13 +182,14 @@ def show(cluster: Cluster, name: str, failed: bool, as_json: bool) -> None:
 @_json
 @_options
 def watch(cluster: Cluster, name: str, as_json: bool) -> None:
-    """Follow a job until it ends: rows, rate, when it will be done, errors by code, what it waits for.
+    """Follow a job until it ends, or is paused by an error: rows, rate, when it will be done, errors by code, what it
+    waits for.
 
     In a terminal the picture is drawn in place; in a pipe there is one line for each change, with --json an object. A
     gateway that restarts is waited for. Ctrl-C ends this command and not the job.
 
     Status 0: completed, and every row has an answer. 3: completed, but rows have an error. 1: failed, expired,
-    cancelled, or there is no such job. 2: no gateway answered. 130: Ctrl-C.
+    cancelled, paused by an error, or there is no such job. 2: no gateway answered. 130: Ctrl-C.
     """
     with gateway_client(cluster, SCOPE, is_patient=True) as client:
         job = client.jobs.get(name)

@@ -27,16 +27,27 @@ INTERRUPTED = 130  # as a shell tells of Ctrl-C
 BAR = 40
 
 
+class _Stuck(Exception):
+    """A job does not go on by itself."""
+
+
 def follow(job: Job, *, err: bool, as_json: bool = False, also: str = "") -> None:
-    """Until it has ended, however that is. `err`: progress goes to standard error. Ctrl-C ends the process, and says
-    that the job goes on, and `also` what goes on with it.
+    """Until it has ended, however that is, or is paused by an error, which only people can mend. `err`: progress goes to
+    standard error. Ctrl-C ends the process, and says that the job goes on, and `also` what goes on with it.
     """
     from sie_sdk.errors import JobFailedError
 
     try:
         with _view(err=err, as_json=as_json) as show:
-            job.wait(on_progress=show)
-    except JobFailedError:
+
+            def look(info: JobInfo) -> None:
+                job.info = info
+                show(info)
+                if info.state == "paused" and info.error is not None:
+                    raise _Stuck
+
+            job.wait(on_progress=look)
+    except (JobFailedError, _Stuck):
         return  # the view has shown it, and the status tells
     except KeyboardInterrupt:
         click.echo(

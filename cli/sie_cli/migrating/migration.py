@@ -259,6 +259,11 @@ class Migration:
         follow(job, err=self._err, also="the same `sie migrate` goes on with it")
         info = job.info
         report.tell(f"{job.id} is {info.state}, {told.rows(info)}", state=info.state, rows=info.counts.rows)
+        if info.state == "paused" and info.error is not None:
+            raise Refused(
+                f"{job.id} is paused by {told.problem(info.error)}\nmend it, then `sie jobs resume {job.id}` and the "
+                f"same command go on; after `sie jobs cancel {job.id}` the same command submits another one"
+            )
         if info.state != "completed":
             why = f": {told.problem(info.error)}" if info.error is not None else ""
             raise Refused(f"{job.id} ended as {info.state}{why}; the same command submits another job")
