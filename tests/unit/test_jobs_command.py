@@ -218,7 +218,7 @@ def test_watching_ends_at_a_pause_that_only_people_can_end(server: JobServer) ->
     """A job that somebody paused is waited for; with --wait a script would else wait for ever."""
     job = server.add()
     refused = {"state": "paused", "error": {"code": "SINK_REFUSED", "message": "the collection is 768 wide"}}
-    server.script = [{"state": "paused"}, RUNNING, refused]
+    server.script = [RUNNING, {"state": "paused"}, RUNNING, refused]
     found = sie(server, "watch", job["id"])
     assert (found.exit_code, "SINK_REFUSED: the collection is 768 wide" in found.output) == (1, True), found.output
     assert len(server.asked("GET", f"/v1/jobs/{job['id']}")) == 4

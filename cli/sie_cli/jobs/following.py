@@ -32,7 +32,7 @@ class _Stuck(Exception):
 
 
 def follow(job: Job, *, err: bool, as_json: bool = False, also: str = "") -> None:
-    """Until it has ended, however that is, or is paused by an error, which only people can mend. `err`: progress goes to
+    """Until it has ended, however that is, or is paused by an error, which only people mend. `err`: progress goes to
     standard error. Ctrl-C ends the process, and says that the job goes on, and `also` what goes on with it.
     """
     from sie_sdk.errors import JobFailedError
