@@ -37,6 +37,7 @@ BROWSED = {
     "sie jobs",
     "sie doctor",
     "sie models list",
+    "sie migrate",
     "sie models compare",
     "sie models history",
 }
@@ -109,6 +110,7 @@ def test_each_position_means_the_same(line: str, monkeypatch: pytest.MonkeyPatch
         "models list",
         "models show a",
         "models compare a b --sample {sample}",
+        "migrate a b --corpus {sample} --text {{x}}",
     ],
 )
 def test_without_a_server_each_command_says_that_none_runs_and_how_to_start_one(

@@ -45,9 +45,10 @@ class Earlier:
         return next((job for job in self.jobs if job.state not in LOST), None)
 
     def submitted(self, client: SIEClient, key: str, model: str, source: str, options: dict[str, Any]) -> Job:
-        """A job under the key of the migration; each one after a job that was lost has a key of its own."""
+        """A job under the key of the migration; one after a job that was lost has a key of its own."""
+        before = self.jobs[0].id if self.jobs else ""
         return client.jobs.submit(
-            model, source, **options, metadata={KEY: key}, idempotency_key=f"{KEY}-{key}-{len(self.jobs)}"
+            model, source, **options, metadata={KEY: key}, idempotency_key=f"{KEY}-{key}-{before}".rstrip("-")
         )
 
 
