@@ -96,7 +96,8 @@ class SeenJob:
 
 
 def submitted(model: str, source: Any, options: Mapping[str, Any], session: Session) -> Plan[JobInfo]:
-    """`POST /v1/jobs`, after the upload of a local file. A file that was sent for a job that is refused is deleted.
+    """`POST /v1/jobs`, after the upload of a local file. A file that was sent for a job that is refused, or that the
+    key gave already, is deleted.
 
     Raises TypeError for an option that there is not.
     """
@@ -119,6 +120,8 @@ def submitted(model: str, source: Any, options: Mapping[str, Any], session: Sess
         if is_sent:
             yield from _abandoned(place["file"], session)
         raise
+    if is_sent and (reply.request.get("input") or {}).get("file") != place["file"]:
+        yield from _abandoned(place["file"], session)
     return reply
 
 

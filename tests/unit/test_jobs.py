@@ -452,6 +452,17 @@ async def test_the_same_key_of_idempotency_gives_the_same_job(place: Place) -> N
     one = await place.submit(source, headers={"idempotency-key": "k"})
     other = await place.submit(source, headers={"idempotency-key": "k"})
     assert one["id"] == other["id"]
+    again = {**source, "file": await place.upload(texts(1))}
+    assert (await place.submit(again, headers={"idempotency-key": "k"}))["id"] == one["id"], (
+        "the same bytes, sent twice"
+    )
+    for differs in (
+        {**source, "file": await place.upload(texts(2))},
+        {**source, "file": await place.upload(texts(1), "b.jsonl")},
+        {**again, "text": "{t}!"},
+    ):
+        refused = await place.submit(differs, 422, headers={"idempotency-key": "k"})
+        assert refused["code"] == "IDEMPOTENCY_MISMATCH"
     await place.job(one["id"])
 
 

@@ -140,6 +140,18 @@ def test_a_submission_that_is_sent_again_is_one_job(server: JobServer, using: Ca
     assert using(submit) == [f"{JOB}0", f"{JOB}0", f"{JOB}1", f"{JOB}2"]
 
 
+def test_a_file_that_is_sent_again_for_one_job_is_deleted(
+    server: JobServer, using: Callable[..., Any], rows: Path
+) -> None:
+    """Its first upload is what the job reads."""
+
+    def submit(client: Any, do: Callable[[Any], Any]) -> Any:
+        return [do(client.jobs.submit("org/m", rows, idempotency_key="mine")).id for _ in range(2)]
+
+    assert using(submit) == [f"{JOB}0", f"{JOB}0"]
+    assert list(server.files) == [f"{FILE}0"]
+
+
 def test_a_file_that_was_sent_for_a_refused_job_is_deleted(
     server: JobServer, using: Callable[..., Any], rows: Path
 ) -> None:

@@ -74,7 +74,7 @@ def assembled(
     def workers(job: JobRecord) -> int:
         return sum(str(Lane(beat.pool, beat.machine_profile, beat.bundle)) == job.lane for beat in fleet.healthy())
 
-    jobs = Jobs(ledger, engine.check, workers, engine.forget)
+    jobs = Jobs(ledger, engine.check, workers, engine.forget, files.content)
     keeper = Keeper(
         ledger,
         broker,

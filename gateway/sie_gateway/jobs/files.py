@@ -97,6 +97,11 @@ class FileStore:
             raise NotFound("there is no such file, or it belongs to another key", param="file_id")
         return record
 
+    def content(self, file: str) -> tuple[str, str] | None:
+        """The name and the digest of a file; None where it is gone."""
+        record = self._records.get(file)
+        return None if record is None else (record.name, record.sha256)
+
     def name(self, file: str) -> str:
         """What a file was called when it was uploaded; its id where it is gone."""
         record = self._records.get(file)

@@ -45,7 +45,8 @@ _BATCH_STATES: dict[str, batches_api.BatchState] = {
 
 class Jobs:
     """`check` refuses a job that can never run, before it is kept, and returns what it resolved to; `workers` counts
-    those that serve a job; `forget` removes the objects that a job keeps itself.
+    those that serve a job; `forget` removes the objects that a job keeps itself; `content` gives the name and the
+    digest of a file, None of one that is gone.
     """
 
     def __init__(
@@ -54,24 +55,34 @@ class Jobs:
         check: Callable[[Call, JobRecord], Awaitable[JobRecord]],
         workers: Callable[[JobRecord], int],
         forget: Callable[[JobRecord], Awaitable[None]],
+        content: Callable[[str], tuple[str, str] | None],
         now_s: Callable[[], float] = time.time,
     ) -> None:
         self.ledger = ledger
         self._check = check
         self._workers = workers
         self._forget = forget
+        self._content = content
         self._now_s = now_s
 
     # jobs
 
     async def submit(self, call: Call, request: api.JobRequest, *, retry_of: str = "") -> api.JobInfo:
-        """Keep a job. The same Idempotency-Key gives the same job. Raises SIEError."""
+        """Keep a job. The same Idempotency-Key gives the same job, also if its file was sent again. Raises SIEError."""
         job_id = self._new_id(call, "job-")
         job = await self._new(call, job_id, request=request, retry_of=retry_of)
         stands = await self._create(job)
-        if stands.request != request:
+        if stands.request is None or not self._is_same(stands.request, request):
             raise IdempotencyMismatch("Idempotency-Key: it was used for another job", param="Idempotency-Key")
         return self.told(stands)
+
+    def _is_same(self, one: api.JobRequest, other: api.JobRequest) -> bool:
+        """Whether both ask for the same of the same input: a client that lost its answer may send the file again."""
+        if one != other and one.input.file and other.input.file:
+            content = self._content(one.input.file)
+            if content is not None and content == self._content(other.input.file):
+                other = replace(other, input=replace(other.input, file=one.input.file))
+        return one == other
 
     def page(self, call: Call, limit: int, after: str, state: str = "") -> api.JobPage:
         """Jobs of the caller, the newest first. Raises NotFound."""
