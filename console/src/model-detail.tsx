@@ -39,25 +39,30 @@ export function ModelDetail({ model }: { model: Model }) {
 
 function Hosts({ model, hosts }: { model: string; hosts: Model["hosts"] }) {
   return (
-    <div class="scroll" tabIndex={0} role="region" aria-label={`Workers of ${model}`}>
-      <table class="hosts">
-        <thead><tr><th>worker</th><th>state</th><th class="number">memory</th><th class="number">load time</th><th class="number">in flight</th><th>why it failed</th></tr></thead>
-        <tbody>
-          {hosts.map((each) => (
-            <tr key={each.worker}>
-              <td>{each.worker}</td>
-              <td><span class={`state ${each.state}`}>{each.state}</span></td>
-              <td class="number">{each.memory_bytes ? bytes(each.memory_bytes) : ""}</td>
-              <td class="number">{each.load_s ? duration(each.load_s) : ""}</td>
-              <td class="number">{each.queued}</td>
-              <td class="wide">{each.error && `${each.error.code}: ${each.error.message} (${each.error.attempts} ${each.error.attempts === 1 ? "attempt" : "attempts"}${each.error.permanent ? ", not tried again" : ""})`}</td>
-            </tr>
-          ))}
-        </tbody>
-      </table>
-    </div>
+    <>
+      <div class="scroll" tabIndex={0} role="region" aria-label={`Workers of ${model}`}>
+        <table class="hosts">
+          <thead><tr><th>worker</th><th>state</th><th class="number">memory</th><th class="number">load time</th><th class="number">in flight</th></tr></thead>
+          <tbody>
+            {hosts.map((each) => (
+              <tr key={each.worker}>
+                <td>{each.worker}</td>
+                <td><span class={`state ${each.state}`}>{each.state}</span></td>
+                <td class="number">{each.memory_bytes ? bytes(each.memory_bytes) : ""}</td>
+                <td class="number">{each.load_s ? duration(each.load_s) : ""}</td>
+                <td class="number">{each.queued}</td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+      {hosts.map(({ worker, error }) => error && <p key={worker} class="bad">{`Load on ${worker} failed, ${failure(error)}`}</p>)}
+    </>
   );
 }
+
+const failure = ({ code, message, attempts, permanent }: NonNullable<Model["hosts"][number]["error"]>): string =>
+  `${code}: ${message} (${attempts} ${attempts === 1 ? "attempt" : "attempts"}${permanent ? ", not tried again" : ""})`;
 
 function Download({ download: { worker, done_bytes, total_bytes, bytes_per_s } }: { download: Model["downloads"][number] }) {
   const known = total_bytes > 0;

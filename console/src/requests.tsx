@@ -72,19 +72,38 @@ function mostly(request: Slow): string {
   return `${name} ${Math.round((100 * ms) / request.total_ms)} %`;
 }
 
-/** What each worker had of these requests, the slowest worker first: its passes are compared by their tokens. */
+/** What each worker had of these requests, the slowest worker first. A worker that is slower than others has more of them,
+ * and takes longer for a token. */
 function ByWorker({ requests }: { requests: Slow[] }) {
-  const workers = new Map<string, { parts: number; ms: number; tokens: number }>();
+  const workers = new Map<string, { parts: number; workerMs: number; inferenceMs: number; tokens: number }>();
   for (const { chunks } of requests) {
     for (const { worker, batch, stages } of chunks ?? []) {
-      const sum = workers.get(worker) ?? { parts: 0, ms: 0, tokens: 0 };
-      workers.set(worker, { parts: sum.parts + 1, ms: sum.ms + (stages?.["inference_ms"] ?? 0), tokens: sum.tokens + Number(batch["tokens"] ?? 0) });
+      const sum = workers.get(worker) ?? { parts: 0, workerMs: 0, inferenceMs: 0, tokens: 0 };
+      workers.set(worker, {
+        parts: sum.parts + 1,
+        workerMs: sum.workerMs + (stages.worker_ms ?? 0),
+        inferenceMs: sum.inferenceMs + (stages.inference_ms ?? 0),
+        tokens: sum.tokens + (batch.tokens ?? 0),
+      });
     }
   }
   if (workers.size < 2) return null;
-  const rows = [...workers].map(([worker, { parts, ms, tokens }]) => ({ worker, parts, perThousand: (1000 * ms) / (tokens || 1) }));
-  rows.sort((one, other) => other.perThousand - one.perThousand);
-  return <p id="by-worker">{`Inference of 1,000 tokens in these requests: ${rows.map(({ worker, parts, perThousand }) => `${worker} ${perThousand.toFixed(0)} ms (${parts})`).join(", ")}`}</p>;
+  const rows = [...workers].map(([worker, { parts, workerMs, inferenceMs, tokens }]) => ({
+    worker, parts, meanMs: workerMs / parts, perThousand: tokens ? (1000 * inferenceMs) / tokens : 0,
+  }));
+  rows.sort((one, other) => other.meanMs - one.meanMs);
+  return (
+    <div class="scroll" tabIndex={0} role="region" aria-label="These requests by worker">
+      <table class="narrow">
+        <thead><tr><th>worker</th><th class="number">of these requests</th><th class="number">mean time there, ms</th><th class="number">inference of 1,000 tokens, ms</th></tr></thead>
+        <tbody id="by-worker">
+          {rows.map(({ worker, parts, meanMs, perThousand }) => (
+            <tr key={worker}><td>{worker}</td><td class="number">{parts}</td><td class="number">{meanMs.toFixed(0)}</td><td class="number">{perThousand ? perThousand.toFixed(0) : ""}</td></tr>
+          ))}
+        </tbody>
+      </table>
+    </div>
+  );
 }
 
 function Row({ request, isOpen, onOpen }: { request: Slow; isOpen: boolean; onOpen: () => void }) {
