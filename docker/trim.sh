@@ -18,6 +18,11 @@ find . -type f -path './torch/bin/*' ! -name torch_shm_manager -delete
     -regex '.*(intel_gpu_plugin|intel_npu_plugin|npu_.*|(onnx|tensorflow|tensorflow_lite|paddle|gguf|jax)_frontend)\.so.*' -delete
 [ ! -d openvino ] || rm -f openvino/libs/cache.json
 
+# of pyarrow what is for C++, for a protocol of its own and for stores, which obstore reads
+[ ! -d pyarrow ] || find pyarrow -type f -regextype egrep \
+    -regex 'pyarrow/(include/.*|libarrow_(python_)?flight\.so.*|libarrow_s3\.so.*|_(flight|s3fs|gcsfs|azurefs|hdfs)\..*)' -delete
+[ ! -d pyarrow ] || find pyarrow -type l -name '*flight*' -delete
+
 # the symbols of the extension modules that have most of them; numpy's and torch's do not bear it
 find . -regex './\(uvloop\|yaml\|tokenizers\|obstore\|httptools\)/.*\.so' -exec strip --strip-unneeded {} +
 

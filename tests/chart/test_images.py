@@ -38,7 +38,10 @@ PROCESSES = {
 }
 BUILD = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
 OWN = (*BUILD["dev-mode-dirs"], "catalog")
-_LEFT_OUT = re.compile(r"/tests/|/numpy/(f2py|distutils)/|\.(pyi|pyx|pxd|h|a)$")  # as docker/trim.sh does
+_LEFT_OUT = re.compile(  # as docker/trim.sh does
+    r"/tests/|/numpy/(f2py|distutils)/|\.(pyi|pyx|pxd|h|a)$"
+    r"|/pyarrow/(include/.*|libarrow_(python_)?flight\.so.*|libarrow_s3\.so.*|_(flight|s3fs|gcsfs|azurefs|hdfs)\..*)$"
+)
 SYMBOLS_BYTES = 16_000_000  # what strip takes off, at least
 
 
