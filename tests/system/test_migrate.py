@@ -18,6 +18,7 @@ import httpx
 import local_models
 import pytest
 from cluster import SIE, Cluster, running, until
+from qdrant_server import QdrantServer
 
 ADMIN = "canary-of-migrations"
 OLD, NEW, OTHER = "test/mini", "test/prompted", "test/dense"
@@ -39,14 +40,25 @@ def sentences(count: int) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def qdrant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[QdrantServer]:
+    server = QdrantServer(tmp_path_factory.mktemp("qdrant"))
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, qdrant: QdrantServer) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("migrate")
     models = local_models.under(folder)
     models.build("mini")
     models.build("dense")
     entry = json.loads((models.folder / "mini.yaml").read_text())
     models.add("prompted", {**entry, "id": NEW, "prompts": {"document": "text: {text}"}})
-    with running(folder / "data", *models.arguments, "--no-spare", environ={"SIE_ADMIN_TOKEN": ADMIN}) as cluster:
+    environ = {"SIE_ADMIN_TOKEN": ADMIN, "SIE_JOBS_SINKS": f"main={qdrant.url}"}
+    with running(folder / "data", *models.arguments, "--no-spare", environ=environ) as cluster:
         yield cluster
 
 
@@ -124,7 +136,7 @@ def test_models_that_agree_too_little_change_nothing(cluster: Cluster, corpus: P
     for arguments, why in (
         (migration("strict", "test/gone", corpus), "no model named 'test/gone'"),
         (migration(OLD, NEW, corpus), "is a model: clients have to ask for an alias"),
-        (migration("strict", OLD + ":bf16", corpus, "--sink", "main", "--collection", "c"), "output.sink"),
+        (migration("strict", NEW, corpus, "--sink", "none", "--collection", "c"), "output.sink"),
         (migration("strict", NEW, corpus.with_name("none")), "there is no such file"),
         (["migrate", "strict", NEW, "--corpus", corpus, "--text", "{titel}"], "column 'titel' is missing"),
         (["migrate", "strict", "--step", "back"], "there is nothing to go back to"),
@@ -132,6 +144,63 @@ def test_models_that_agree_too_little_change_nothing(cluster: Cluster, corpus: P
         refused = sie(cluster, *arguments, status=1)
         assert why in refused.stderr, refused.stderr
     assert [each["revision"] for each in history(cluster, "strict")] == [1]
+
+
+def test_where_people_judged_both_models_are_measured(cluster: Cluster, corpus: Path, tmp_path: Path) -> None:
+    """Each query is its document, but for a word. --step check changes nothing."""
+    alias(cluster, "judged", OLD)
+    (tmp_path / "qrels").mkdir()
+    documents = sentences(60)
+    (tmp_path / "corpus.jsonl").write_text(
+        "\n".join(json.dumps({"_id": f"d{number}", "text": text}) for number, text in enumerate(documents))
+    )
+    (tmp_path / "queries.jsonl").write_text(
+        "\n".join(json.dumps({"_id": f"q{number}", "text": documents[number][4:]}) for number in range(10))
+    )
+    (tmp_path / "qrels" / "test.tsv").write_text(
+        "query-id\tcorpus-id\tscore\n" + "\n".join(f"q{number}\td{number}\t1" for number in range(10))
+    )
+    found = sie(cluster, *migration("judged", NEW, corpus, "--step", "check", "--queries", tmp_path, "--json"))
+    quality = json.loads(found.stdout)["quality"]
+    assert 0.8 < quality["ndcg"]["old"] <= 1
+    assert 0.8 < quality["ndcg"]["new"] <= 1
+    assert 0.5 < quality["rank_correlation"] < 1
+    assert len(history(cluster, "judged")) == 1
+    assert json.loads(sie(cluster, "jobs", "list", "--json").stdout) == []
+
+
+def test_an_index_never_gets_vectors_of_two_models(
+    cluster: Cluster, corpus: Path, qdrant: QdrantServer, tmp_path: Path
+) -> None:
+    """1. A job of the old model fills a collection. Result: a migration into it is refused before anything runs. 2. A
+    collection of another width that no job made. Result: the database refuses, the job is paused, the command says how
+    to go on, and the alias is as it was. 3. A new collection. Result: it has each row once, and the alias is flipped.
+    """
+    few = tmp_path / "few.jsonl"
+    few.write_text("\n".join(corpus.read_text().splitlines()[:30]))
+    collections = f"http://127.0.0.1:{qdrant.port}/collections"
+    alias(cluster, "library", OLD)
+    into = ["--sink", "main", "--collection"]
+    sie(cluster, "jobs", "submit", OLD, few, "--text", "{body}", "--id", "id", *into, "docs", "--wait")
+    wanted = [*migration("library", OTHER, few), "--min-agreement", 0, "--shadow-s", 0, *into]
+    before = json.loads(sie(cluster, "jobs", "list", "--json").stdout)
+    refused = sie(cluster, *wanted, "docs", status=1)
+    assert f"the collection docs of main has vectors of {OLD}" in refused.stderr
+    assert json.loads(sie(cluster, "jobs", "list", "--json").stdout) == before
+
+    made = httpx.put(f"{collections}/foreign", json={"vectors": {"size": 7, "distance": "Cosine"}})
+    assert made.status_code == 200, made.text
+    paused = sie(cluster, *wanted, "foreign", status=1)
+    assert "is paused by SINK_REFUSED" in paused.stderr
+    assert "sie jobs resume" in paused.stderr
+    assert len(history(cluster, "library")) == 1
+    newest = json.loads(sie(cluster, "jobs", "list", "--json").stdout)[0]
+    sie(cluster, "jobs", "cancel", newest["id"])
+
+    done = sie(cluster, *wanted, "docs-2")
+    assert f"library names {OTHER} since revision 2" in done.stdout
+    counted = httpx.post(f"{collections}/docs-2/points/count", json={"exact": True}).json()
+    assert counted["result"]["count"] == 30
 
 
 def test_a_migration_goes_on_after_a_killed_gateway_and_no_client_sees_it(
@@ -153,20 +222,22 @@ def test_a_migration_goes_on_after_a_killed_gateway_and_no_client_sees_it(
 
         def working() -> bool:
             assert process.poll() is None, process.stdout.read()  # type: ignore[union-attr]
-            jobs = httpx.get(f"{cluster.url}/v1/jobs").json()["data"]
-            return any(0 < job["counts"]["done"] < ROWS for job in jobs)
+            counts = [job["counts"] for job in httpx.get(f"{cluster.url}/v1/jobs").json()["data"]]
+            return any(each["rows"] == ROWS and 0 < each["done"] < ROWS for each in counts)
 
         until(working, 120, "a job that runs", cluster.log)
-        os.kill(cluster.pids("gateway")[0], signal.SIGKILL)
+        (gateway,) = cluster.pids("gateway")
+        os.kill(gateway, signal.SIGKILL)
         told, _ = process.communicate(timeout=240)
     finally:
         process.kill()
         process.wait()
     assert process.returncode == 0, told + cluster.log(40)
+    assert cluster.pids("gateway") != [gateway]
     assert f"{ROWS:,} of {ROWS:,} rows" in told
     assert (output / "manifest.json").exists()
     assert len(history(cluster, "search")) == 1
-    (job,) = json.loads(sie(cluster, "jobs", "list", "--json").stdout)
+    job = json.loads(sie(cluster, "jobs", "list", "--json").stdout)[0]
     prints = {model: ask(cluster, model).headers["x-sie-fingerprint"] for model in (OLD, NEW)}
     assert job["fingerprint"] == prints[NEW] != prints[OLD]
 
