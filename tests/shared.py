@@ -22,6 +22,7 @@ from cluster import Cluster, until
 OPEN: Final = pytest.mark.xdist_group("open-cluster")  # asks the one without tokens
 GUARDED: Final = pytest.mark.xdist_group("guarded-cluster")  # asks the one with tokens
 FIRST_GUARDED: Final = pytest.mark.xdist_group("guarded-cluster", first=True)  # before the series of metrics are taken
+JOBS: Final = pytest.mark.xdist_group("jobs-stack")  # asks the one whose jobs are steered
 TOY: Final = pytest.mark.xdist_group("toy-stack")  # asks the one with the fixed-cost adapter
 # of the open one, whose API itself needs none; of the guarded one
 ADMIN, USER, GUARDED_ADMIN = (f"canary-token-{secrets.token_urlsafe(16)}" for _ in range(3))

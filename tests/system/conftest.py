@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import fuzz
+import job_stack
 import local_models
 import pytest
 import shared
 from cluster import MODEL, Cluster, running
 from groups import group
+from job_client import JobClient
 from local_models import LocalModels
 from stack import Plan, Stack
 
@@ -139,3 +141,23 @@ def toy_stack(tmp_path_factory: pytest.TempPathFactory) -> Stack:
         return Stack(folder, Plan((fuzz.MODEL,), environ={**environ, **store}))
 
     return _clusters.get("toy", start)
+
+
+@pytest.fixture(scope="module")
+def job_cluster(tmp_path_factory: pytest.TempPathFactory) -> Stack:
+    """What tests of jobs steer, see job_stack."""
+    return _clusters.get("jobs", lambda: job_stack.job_stack(tmp_path_factory.mktemp("jobs")))
+
+
+@pytest.fixture(scope="module")
+def jobs(job_cluster: Stack) -> Iterator[JobClient]:
+    with JobClient(job_cluster.urls[0], job_stack.ADMIN) as jobs:
+        yield jobs
+
+
+@pytest.fixture
+def job_folder(job_cluster: Stack, request: pytest.FixtureRequest) -> Path:
+    """A folder of each test, which jobs may read and write."""
+    made = job_cluster.folder / "data" / request.node.name
+    made.mkdir(parents=True)
+    return made
