@@ -339,6 +339,14 @@ async def test_a_deadline_that_ends_a_job_completes_what_there_is(world: World) 
     assert world.output.finished == ["expired"]
 
 
+async def test_a_job_that_is_paused_expires_too(world: World) -> None:
+    ledger = world.gateway("g1")
+    expires = JobRequest(model="m", input=JobInput(file="f"), deadline=time.time() + 0.5, expires=True)
+    await ledger.create(runs.replace(JOB, request=expires, state="paused", wanted="pause"))
+    assert (await state(world, ledger, "expired")).ended_s >= expires.deadline
+    assert world.output.finished == ["expired"]
+
+
 async def test_a_leader_without_a_broker_stops_before_another_begins(world: World) -> None:
     ledger = world.gateway("g1")
     await ledger.create(JOB)

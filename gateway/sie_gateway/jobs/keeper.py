@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable
 
 from sie_broker import BrokerError, Store
@@ -16,7 +17,7 @@ from sie_broker.record import Bucket, LeaderLease
 from sie_contracts import topology
 from sie_contracts.jobs import JobRecord
 from sie_gateway.jobs.ledger import Ledger
-from sie_gateway.jobs.run import JobRun, Progress, Work
+from sie_gateway.jobs.run import JobRun, Progress, Work, expires_s
 from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 1.0
@@ -105,7 +106,8 @@ class Keeper:
                     running.task.cancel()
 
     async def _take(self) -> None:
-        due = sorted((job for job in self._ledger if is_due(job)), key=lambda job: (job.created_s, job.id))
+        now_s = time.time()
+        due = sorted((job for job in self._ledger if is_due(job, now_s)), key=lambda job: (job.created_s, job.id))
         self._observed = {job.id: self._observed[job.id] for job in due if job.id in self._observed}
         free = self._at_once - len(self._running)
         for job in [job for job in due if job.id not in self._running][: LOOKS if free > 0 else 0]:
@@ -131,6 +133,6 @@ class Keeper:
                 await each.lease.release()
 
 
-def is_due(job: JobRecord) -> bool:
-    """Whether a leader has something to do for it."""
-    return not job.ended and not (job.state == "paused" and job.wanted == "pause")
+def is_due(job: JobRecord, now_s: float) -> bool:
+    """Whether a leader has something to do for it. One that is paused expires too."""
+    return not job.ended and (job.state != "paused" or job.wanted != "pause" or expires_s(job) <= now_s)

@@ -150,7 +150,7 @@ class JobRun:
 
     async def _steps(self) -> None:
         self._job = self._ledger.find(self._id)
-        if self._job.wanted == "pause":
+        if self._job.wanted == "pause" and not self._is_late:
             await self._pause(self._job.error)
             return
         done = await self._patiently(lambda: self._ledger.shards(self._id))
@@ -164,8 +164,8 @@ class JobRun:
             await work.close()
 
     async def _led(self, work: Work) -> None:
-        if self._job.wanted == "cancel":
-            await self._finish(work, "cancelled")
+        if self._job.wanted == "cancel" or self._is_late:
+            await self._finish(work, "cancelled" if self._job.wanted == "cancel" else "expired")
             return
         first: JobState = self._state if self._job.is_planned else "planning"
         started_s = self._job.started_s or self._now_s()
@@ -192,6 +192,11 @@ class JobRun:
     async def _whole(self, work: Work) -> None:
         await self._worked(work)
         await self._finish(work, "completed")
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether what is left is not to run any more. All is answered of a job that comes to its end."""
+        return expires_s(self._job) <= self._now_s() and self._job.state != "finalizing"
 
     @property
     def _state(self) -> JobState:
