@@ -63,7 +63,7 @@ APART: dict[str, tuple[str, ...]] = {
         "sie_adapter.docling_parser",
         "sie_adapter.graph",
     ),
-    "cli": (*_HUB, *_COMPONENTS, "sie_cli.evals"),
+    "cli": (*_HUB, *_COMPONENTS, "sie_cli.evals", "sie_store.datasets.footers"),  # footers: a corpus in Parquet
     "evals": (*_HUB, *_COMPONENTS, "sie_cli.evals.mteb_tasks"),
     "mteb": (*_HUB, *_COMPONENTS),
     "serve": ("sie_cli.evals",),

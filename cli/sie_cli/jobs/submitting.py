@@ -27,14 +27,14 @@ class Place:
     folder: Path | None = None
 
     @classmethod
-    def of(cls, given: str | None) -> Place:
-        """Raises Refused for a folder that has the files of a job, or cannot be made."""
+    def of(cls, given: str | None, *, is_new: bool = True) -> Place:
+        """Raises Refused for a folder that cannot be made, or where it `is_new` has the files of a job."""
         if given is None:
             return cls()
         if "://" in given:
             return cls(url=given)
         folder = Path(given).expanduser()
-        if (folder / "manifest.json").exists():
+        if is_new and (folder / "manifest.json").exists():
             raise Refused(f"{folder} has the files of another job: name another folder")
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,6 @@ from sie_cli.migrating.migration import Asked, Gateways, Migration, Report, Shad
 from sie_cli.migrating.quality import Queries
 from sie_cli.models.compare import MAX_TEXTS
 from sie_cli.models.service import Write, service_of
-from sie_cli.refusal import Refused
 
 BACK = "back"
 SCOPE = "the scope infer"
@@ -147,7 +146,7 @@ def migrate(
         alias,
         model,
         Corpus.of(corpus, text.replace("\\n", "\n"), id_column or "", input_format),
-        _place(output),
+        Place.of(output, is_new=False),  # an earlier run may have filled it
         {"sink": sink, "collection": collection} if sink and collection else {},
         sample,
         min_agreement,
@@ -167,6 +166,8 @@ def migrate(
         click.echo(display.document(report.facts))
     elif report.step == "flip":
         say(f"to go back: sie migrate {alias} --step back{cluster.data_dir_option}")
+    else:
+        say("the same command without --step goes on")
 
 
 def _run(cluster: Cluster, write: Write, asked: Asked, report: Report, *, as_json: bool) -> None:
@@ -179,13 +180,3 @@ def _run(cluster: Cluster, write: Write, asked: Asked, report: Report, *, as_jso
 
 def _at(cluster: Cluster, url: str) -> Cluster:
     return dataclasses.replace(cluster, settings=dataclasses.replace(cluster.settings, gateway_url=url))
-
-
-def _place(output: str | None) -> Place:
-    """A folder may have the files of the job of an earlier run, which is looked at later."""
-    if output is None or "://" in output:
-        return Place.of(output)
-    folder = Path(output).expanduser()
-    if folder.exists() and not folder.is_dir():
-        raise Refused(f"--output {output}: is a file")
-    return Place(folder=folder)
