@@ -14,7 +14,7 @@ from inprocess import until, until_told
 from sie_broker.memory import MemoryBroker, MemoryServer
 from sie_contracts.api.batches import BatchRequest
 from sie_contracts.api.jobs import JobInput, JobRequest
-from sie_contracts.errors import ErrorInfo, ModelNotFound
+from sie_contracts.errors import ErrorInfo, InvalidInput, ModelNotFound
 from sie_contracts.jobs import JobRecord, Plan, ShardRecord, Span
 from sie_gateway.jobs import keeper as keepers
 from sie_gateway.jobs import run as runs
@@ -47,6 +47,8 @@ class Output:
 
     def work(self, leader: str) -> Callable[[JobRecord, Progress], Writing]:
         def made(job: JobRecord, progress: Progress) -> Writing:
+            if self.refuses == "all":
+                raise InvalidInput("output.url: this place is not below one of SIE_JOBS_URLS")
             self.made += 1
             self.fingerprints.add(job.fingerprint)
             return Writing(self, leader, progress)
@@ -337,6 +339,21 @@ async def test_a_deadline_that_ends_a_job_completes_what_there_is(world: World) 
     await ledger.create(runs.replace(JOB, request=expires))
     await state(world, ledger, "expired")
     assert world.output.finished == ["expired"]
+
+
+async def test_a_job_whose_place_is_not_allowed_any_more_can_be_cancelled(world: World) -> None:
+    ledger = world.gateway("g1")
+    await ledger.create(JOB)
+    await until(lambda: world.output.computed, "it computes")
+    await ledger.change(JOB.id, lambda job: job and runs.replace(job, wanted="pause"))
+    await state(world, ledger, "paused")
+    world.output.refuses = "all"
+    await ledger.change(JOB.id, lambda job: job and runs.replace(job, wanted="run", state="queued"))
+    assert (await state(world, ledger, "paused")).error is not None
+    await ledger.change(JOB.id, lambda job: job and runs.replace(job, wanted="cancel"))
+    job = await state(world, ledger, "cancelled")
+    assert job.error is not None
+    assert job.error.code == "INVALID_INPUT"
 
 
 async def test_a_job_that_is_paused_expires_too(world: World) -> None:

@@ -157,7 +157,13 @@ class JobRun:
         # the leader before may have died before it noted the first one
         fingerprint = next((shard.fingerprint for shard in done.values() if shard.fingerprint), self._job.fingerprint)
         self._job = replace(self._job, fingerprint=fingerprint)
-        work = self._make(self._job, self)
+        try:
+            work = self._make(self._job, self)
+        except SIEError as error:  # such as a place that is not allowed any more
+            if not self._is_late and self._job.wanted != "cancel":
+                raise
+            await self._end("cancelled" if self._job.wanted == "cancel" else "expired", error=error.info())
+            return
         try:
             await self._led(work)
         finally:
@@ -360,24 +366,28 @@ class JobRun:
         """
         done: dict[int, ShardRecord] = {}
         if self._job.is_planned:
-            if self._shards is None:
-                await self._read(work)
-            # once more: a shard may have got its record in the moment in which the work was cancelled
-            done = self._shards = await self._patiently(lambda: self._ledger.shards(self._id))
+            # a shard may have got its record in the moment in which the work was cancelled
+            done = await self._patiently(lambda: self._ledger.shards(self._id))
         broken = [shard.error for shard in done.values() if shard.error is not None]
         if state == "completed" and broken and len(broken) == len(done):
             state, error = "failed", broken[0]
         await self._note(state="finalizing", finalizing_s=self._job.finalizing_s or self._now_s())
         fields: dict[str, Any] = {}
         if state == "completed":
-            fields = await self._patiently(lambda: work.finish(self._job, state, done))
+            fields = await self._patiently(lambda: self._completed(work, state, done))
         else:
             try:
-                fields = await work.finish(self._job, state, done)
+                fields = await self._completed(work, state, done)
             except (StoreError, SIEError) as refused:
                 error = error or _told(refused)
         self._live.clear()
         await self._end(state, error=error, **fields)
+
+    async def _completed(self, work: Work, state: str, done: dict[int, ShardRecord]) -> dict[str, Any]:
+        if self._job.is_planned:
+            self._unread = (await work.plan()).unread
+            self._shards = done
+        return await work.finish(self._job, state, done)
 
     async def _end(self, state: str, **fields: Any) -> None:
         self._trouble = None
