@@ -161,6 +161,8 @@ class JobRun:
             work = self._make(self._job, self)
         except SIEError as error:  # such as a place that is not allowed any more
             if not self._is_late and self._job.wanted != "cancel":
+                if self._job.is_planned and self._job.batch is None and not error.retryable:
+                    raise Halted(error.info()) from error
                 raise
             await self._end("cancelled" if self._job.wanted == "cancel" else "expired", error=error.info())
             return
