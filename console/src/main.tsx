@@ -36,6 +36,7 @@ function App() {
     window.addEventListener("hashchange", changed);
     return () => window.removeEventListener("hashchange", changed);
   }, []);
+  const showsModels = view !== "cluster";
   useEffect(() => {
     let ended = false;
     let timer = 0;
@@ -49,6 +50,7 @@ function App() {
           everyMs = told.models.some((each) => each.state === "loading" || each.downloads.length) ? LOADING_EVERY_MS : MODELS_EVERY_MS;
           if (!wanted.trim()) setTotal(told.total ?? 0);
           setRefusal(undefined);
+          if (!showsModels) return; // the first answer told whether the key is good, and the cluster has figures of its own
         } catch (error) {
           if (!(error instanceof SIEError)) throw error;
           if (ended) return;
@@ -62,7 +64,7 @@ function App() {
       ended = true;
       window.clearTimeout(timer);
     };
-  }, [signedIn, wanted]);
+  }, [signedIn, wanted, showsModels]);
 
   function signIn(value: string) {
     setWantsKey(false);

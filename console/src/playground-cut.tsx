@@ -1,13 +1,16 @@
 import { type Asked, useAnswer } from "./playground-parts";
+import type { Call } from "./playground-requests";
 import type { Model, Reply, Token } from "./types";
 
 const SHOWN = 600; // characters of what was cut
 
+const SHIFTING = ["instruction", "is_query", "truncate"]; // parameters that change which tokens of a text are read
+
 /** Where the texts end that the model read a part of. The tokens that a prompt adds are not told, so nothing is said of a
- * model that has prompts. */
-export function Cut({ model, reply, asked }: { model: Model; reply: Reply; asked: Asked[] }) {
+ * model that has prompts, nor of a request that names one. */
+export function Cut({ model, call, reply, asked }: { model: Model; call: Call; reply: Reply; asked: Asked[] }) {
   const places = reply.usage.truncated_items.filter((place) => asked[place]?.input.text);
-  const isKnown = places.length > 0 && !Object.keys(model.prompt_texts).length;
+  const isKnown = places.length > 0 && !Object.keys(model.prompt_texts).length && !SHIFTING.some((name) => name in (call.body.params ?? {}));
   const texts = places.map((place) => asked[place]?.input.text ?? "");
   const tokens = useAnswer<Token[][]>(isKnown ? `/tei/${model.id}/tokenize` : "", { inputs: texts });
   if (!tokens.value) return null;
@@ -18,7 +21,7 @@ export function Cut({ model, reply, asked }: { model: Model; reply: Reply; asked
   );
 }
 
-/** The first token that a model did not read: it reads `read` tokens, the last of which is the special one at the end. */
+/** Whether a model did not read a token: it reads `read` tokens, the last of which is the special one at the end. */
 export const isCut = (token: Token, order: number, read: number): boolean => order >= read - 1 && !token.special;
 
 function One({ place, text, tokens, read }: { place: number; text: string; tokens: Token[]; read: number }) {

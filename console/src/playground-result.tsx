@@ -13,6 +13,7 @@ import { Waterfall } from "./waterfall";
 export function Result({ outcome, asked }: { outcome: Outcome; asked: Asked[] }) {
   const { model, calls, replies, refusal } = outcome;
   const reply = replies.at(-1);
+  const last = calls.at(-1);
   const query = replies.length > 1 ? replies[0]?.items?.[0] : undefined;
   const titles = calls.length > 1 ? ["Query", "Documents"] : [""];
   const written = useMemo(() => calls.map(programs), [calls]);
@@ -44,7 +45,7 @@ export function Result({ outcome, asked }: { outcome: Outcome; asked: Asked[] })
       {reply.scores && <Scores scores={reply.scores} asked={asked} />}
       {calls[0]?.verb === "extract" && <Extracted reply={reply} asked={asked} />}
       <Items reply={reply} asked={asked} />
-      {calls[0]?.verb === "encode" && <Cut model={model} reply={reply} asked={asked} />}
+      {last?.verb === "encode" && <Cut model={model} call={last} reply={reply} asked={asked} />}
       <h3>Where the time went</h3>
       <Waterfall timing={reply.timing} parts={reply.explain} />
       {copies}

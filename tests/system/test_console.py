@@ -105,6 +105,11 @@ def test_the_console_shows_workers_models_and_queues_and_follows_them(cluster: C
         f"[...document.querySelectorAll('#requests button')].find(each => each.innerText === '{slow}').click()"
     )
     page.wait("document.querySelector('#requests .waterfall')?.textContent", lambda text: text and "inference" in text)
+    failed = httpx.post(f"{cluster.url}/v1/encode/no/such", json={"items": ["one"]}, timeout=60)
+    click(page, "#failed")
+    shown = f"rows.filter(row => row[1] === '{failed.headers['x-sie-request-id']}').length && rows.every(row => row[4] > '4')"
+    page.wait(f"(rows => {shown})({ROWS.format('requests')}.filter(row => row.length > 1))", bool, timeout_s=30)
+    click(page, "#failed")
 
     typed(page, "#filter", "no such")
     page.wait(ROWS.format("models"), lambda rows: rows == [])
@@ -243,6 +248,8 @@ def test_an_administrator_loads_and_unloads_a_model(cluster: Cluster, page: Page
     click(page, ".residency .unload")
     page.wait(said, lambda text: text == "unloaded; the next request loads it again", timeout_s=60)
     assert httpx.get(f"{cluster.url}/v1/models/{ENCODER}", timeout=10).json()["state"] == "available"
+    click(page, ".residency .load")  # of a model that is not loaded: the gateway answers before it is
+    page.wait(said, lambda text: text.startswith("loaded by"), timeout_s=60)
     assert all("401" in each or "403" in each for each in page.complaints), page.complaints
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import local_models
 import pytest
-from browser import HOST, Page, browsing, tab
+from browser import HOST, Page, browsing, tab, typed
 from cluster import Cluster, running, until
 from playground import CELLS
 
@@ -24,7 +24,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     models = local_models.under(tmp_path_factory.mktemp("detail-models"))
     models.build("mini")
     mini = local_models.KINDS["mini"](models.weights)
-    models.add("other", {**mini, "load": {"precision": "bfloat16"}})
+    models.add("other", {**mini, "load": {"precision": "bfloat16"}, "description": "The same in sixteen bits."})
     digests = {"model.safetensors": "0" * 64}
     models.add("broken", {**mini, "weights": {**mini["weights"], "digests": digests}, "license": "apache-2.0"})
     with running(
@@ -86,6 +86,21 @@ def test_a_certificate_workers_and_profiles_are_read_without_json(page: Page, cl
     assert page.evaluate(FACTS.format(".facts"))["fingerprint"] == info["fingerprint"]
 
 
+def test_a_model_is_found_by_words_of_its_description_and_tried(page: Page, cluster: Cluster) -> None:
+    page.open("about:blank")
+    page.open(f"http://{HOST}:{cluster.port}/#models")
+    page.wait("Boolean(document.querySelector('#model-filter'))", bool)
+    typed(page, "#model-filter", "apache BROKEN encode")
+    page.wait(CELLS.format("#catalogue"), lambda rows: [row[0] for row in rows] == [BROKEN])
+    typed(page, "#model-filter", "sixteen bits")
+    rows = page.wait(CELLS.format("#catalogue"), lambda rows: len(rows) == 1)
+    assert rows[0][0].splitlines()[0] == OTHER
+    page.evaluate("document.querySelector('#catalogue button').click()")
+    page.wait("Boolean(document.querySelector('.try'))", bool)
+    page.evaluate("document.querySelector('.try').click()")
+    page.wait("document.querySelector('#model')?.value", lambda name: name == OTHER)
+
+
 def test_a_check_that_failed_says_which_and_where(page: Page, cluster: Cluster) -> None:
     assert encode(cluster, BROKEN).json()["code"] == "MODEL_LOAD_FAILED"
     until(lambda: told(cluster, BROKEN)["state"] == "failed", 20, "the failure")
@@ -139,5 +154,5 @@ def test_a_download_tells_how_far_it_is_and_how_long_it_takes(page: Page, cluste
     text = page.evaluate("document.querySelector('.download').innerText")
     assert " ".join(text.split()) == "w9 downloads 75 %, 3.0 GiB of 4.0 GiB, 64 MiB/s, 16 s left"
     rows = page.evaluate(CELLS.format("#catalogue"))
-    assert [row[1] for row in rows if row[0] == OTHER] == ["loading 75 %"]
+    assert [row[1] for row in rows if row[0].startswith(OTHER)] == ["loading 75 %"]
     assert page.evaluate("document.querySelector('.download progress').position") == 0.75

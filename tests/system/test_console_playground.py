@@ -157,6 +157,29 @@ def test_tokens_truncation_and_norms_are_those_of_the_reply(page: Page) -> None:
     assert [row[2] for row in rows] == ["no", "truncated"]
 
 
+def test_what_was_cut_is_shown(page: Page) -> None:
+    """The model reads 256 tokens, two of which are special, and each word here is one."""
+    choose(page, "encode", "test/mini")
+    typed(page, "#texts", "word " * 300 + "\nshort")
+    ask(page)
+    cut = page.wait("document.querySelector('.tokens .cut')?.innerText ?? ''", bool)
+    assert cut.split() == ["word"] * 46
+    assert page.evaluate("document.querySelectorAll('.tokens .cut').length") == 1
+
+
+def test_own_texts_and_results_stay_while_other_views_are_looked_at(page: Page) -> None:
+    choose(page, "encode", "test/mini")
+    typed(page, "#texts", "a cat\na kitten")
+    ask(page)
+    for view in ("models", "cluster", "playground"):
+        page.evaluate(f"location.hash = '#{view}'")
+        page.wait("document.querySelector('[aria-current]').hash", lambda shown, view=view: shown == f"#{view}")
+    page.wait("document.querySelector('#texts').checkVisibility()", bool)
+    assert page.evaluate("document.querySelectorAll('.beside article').length") == 1
+    choose(page, "score", "test/cross")
+    assert page.evaluate("document.querySelector('#texts').value") == "a cat\na kitten"
+
+
 def test_sparse_weights_are_words_and_marks_in_the_text(page: Page, cluster: Cluster) -> None:
     text = "The cat sat <b>there</b>, in Zürich."
     choose(page, "encode", "test/sparse")
