@@ -64,8 +64,8 @@ APART: dict[str, tuple[str, ...]] = {
         "sie_adapter.graph",
     ),
     "cli": (*_HUB, *_COMPONENTS, "sie_cli.evals", "sie_store.datasets.footers"),  # footers: a corpus in Parquet
-    "evals": (*_HUB, *_COMPONENTS, "sie_cli.evals.mteb_tasks"),
-    "mteb": (*_HUB, *_COMPONENTS),
+    "evals": (*_HUB, *_COMPONENTS, "sie_cli.evals.mteb_tasks", "sie_store.datasets"),
+    "mteb": (*_HUB, *_COMPONENTS, "sie_store.datasets"),
     "serve": ("sie_cli.evals",),
 }
 TRACING = "sie_runtime.spans"

@@ -107,7 +107,8 @@ def test_the_console_shows_workers_models_and_queues_and_follows_them(cluster: C
     page.wait("document.querySelector('#requests .waterfall')?.textContent", lambda text: text and "inference" in text)
     failed = httpx.post(f"{cluster.url}/v1/encode/no/such", json={"items": ["one"]}, timeout=60)
     click(page, "#failed")
-    shown = f"rows.filter(row => row[1] === '{failed.headers['x-sie-request-id']}').length && rows.every(row => row[4] > '4')"
+    found = f"rows.filter(row => row[1] === '{failed.headers['x-sie-request-id']}').length"
+    shown = f"{found} && rows.every(row => row[4] > '4')"
     page.wait(f"(rows => {shown})({ROWS.format('requests')}.filter(row => row.length > 1))", bool, timeout_s=30)
     click(page, "#failed")
 

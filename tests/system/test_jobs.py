@@ -124,7 +124,7 @@ def test_a_folder_of_files_of_every_format_is_answered_in_its_order(jobs: JobCli
     over_http = jobs.manifest(job["id"])
     assert on_disk == {name: value for name, value in over_http.items() if name != "next"} | {"next": None}
     names = sorted(path.name for path in (folder / f"out-{output}").iterdir())
-    assert names == sorted([*(part["name"] for part in over_http["parts"]), "manifest.json"])
+    assert names == sorted([*(part["name"] for part in over_http["parts"]), "manifest.json", ".sie-job"])
     assert over_http["fingerprint"] == done["fingerprint"] != ""
 
 

@@ -111,6 +111,7 @@ def check_whole(place: Place, manifest: dict[str, Any], count: int) -> None:
         tables.append(parquet.read_table(io.BytesIO(data), columns=["id", "dense", "error"]))
     assert {name.removeprefix("out/") for name in place.names() if name.startswith("out/")} == {
         *(part["name"] for part in manifest["parts"]),
+        ".sie-job",
         "manifest.json",
     }
     whole = pa.concat_tables(tables)

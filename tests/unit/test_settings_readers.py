@@ -232,6 +232,7 @@ READS_HOME = {
     "contracts/sie_contracts/trust.py": "~ in SIE_MODELS_DIR, in SIE_MODEL_PATHS and in the paths of a catalogue entry",
     "cli/sie_cli/data_dir.py": "the default data directory",
     "cli/sie_cli/jobs/submitting.py": "~ in a folder that is named on the command line",
+    "cli/sie_cli/migrating/corpus.py": "~ in a file that is named on the command line",
     "cli/sie_cli/models/add.py": "~ in a folder that is named on the command line",
     "cli/sie_cli/models/inspect.py": "~ in a folder that is named on the command line",
     "cli/sie_cli/models/weights.py": "~ in a folder that is named on the command line",

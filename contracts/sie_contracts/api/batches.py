@@ -156,6 +156,8 @@ class BatchObject(Struct, kw_only=True, frozen=True):
 class BatchPage(Struct, kw_only=True):
     """Batches, the newest first."""
 
+    EXAMPLE: ClassVar[Any] = {"object": "list", "data": [BatchObject.EXAMPLE], "has_more": False}
+
     object: Literal["list"] = "list"
     data: list[BatchObject]
     has_more: bool = False

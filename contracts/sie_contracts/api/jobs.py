@@ -189,6 +189,8 @@ class JobInfo(Struct, kw_only=True, frozen=True):
 class JobPage(Struct, kw_only=True):
     """Jobs, the newest first. `next`: the `after` of the page that follows, None on the last one."""
 
+    EXAMPLE: ClassVar[Any] = {"object": "list", "data": [JobInfo.EXAMPLE], "next": None}
+
     object: Literal["list"] = "list"
     data: list[JobInfo]
     next: str | None = None
@@ -207,6 +209,28 @@ class JobPart(Struct, kw_only=True, frozen=True):
 
 class JobManifest(Struct, kw_only=True, frozen=True):
     """The output of a job, as `manifest.json` beside its files says it once the job has ended."""
+
+    EXAMPLE: ClassVar[Any] = {
+        "job": JobInfo.EXAMPLE["id"],
+        "state": "completed",
+        "url": "",
+        "format": "parquet",
+        "model": MINI,
+        "fingerprint": "b1946ac9",
+        "rows": 10000,
+        "failed": 3,
+        "parts": [
+            {
+                "name": "part-00000.parquet",
+                "rows": 10000,
+                "failed": 3,
+                "bytes": 15400000,
+                "sha256": "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
+                "source": "texts.jsonl:0-9999",
+            }
+        ],
+        "next": None,
+    }
 
     job: str
     state: str
@@ -232,11 +256,15 @@ class JobRow(Struct, kw_only=True, frozen=True):
 class JobRows(Struct, kw_only=True, frozen=True):
     """Some rows of a job that are answered."""
 
+    EXAMPLE: ClassVar[Any] = {"rows": [{"id": "a", "tokens": 12, "error": None}]}
+
     rows: list[JobRow]
 
 
 class JobDeleted(Struct, kw_only=True):
     """A job that is forgotten."""
+
+    EXAMPLE: ClassVar[Any] = {"id": JobInfo.EXAMPLE["id"], "object": "job", "deleted": True}
 
     id: str
     object: Literal["job"] = "job"
