@@ -19,6 +19,10 @@ HOST = "sie.example"  # no loopback name: libraries of pages leave out there wha
 _RESOLVER = f"MAP {HOST} 127.0.0.1, MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
 
 
+class Navigated(AssertionError):
+    """The page was left while it evaluated something."""
+
+
 class Page:
     """One tab, by the DevTools protocol. `asked` has every address that it requested, `complaints` what its console
     shows as wrong.
@@ -55,7 +59,10 @@ class Page:
         last: list[Any] = [None]
 
         def is_good() -> bool:
-            last[0] = self.evaluate(code)
+            try:
+                last[0] = self.evaluate(code)
+            except Navigated:
+                return False  # the next page is asked
             return bool(good(last[0]))
 
         try:
@@ -71,6 +78,8 @@ class Page:
         while True:
             message = json.loads(self._socket.recv(20))
             if message.get("id") == self._sent:
+                if "navigated" in message.get("error", {}).get("message", ""):
+                    raise Navigated(message)
                 assert "error" not in message, message
                 result: dict[str, Any] = message["result"]
                 return result
