@@ -11,8 +11,8 @@ from sie_contracts.jobs import JobRecord
 
 STEP_S = 5.0
 STEPS = 60  # of which the rate is known: five minutes
-LEAST_S = 2 * STEP_S  # before a rate counts
-LEAST_SPREAD = 0.02
+MIN_S = 2 * STEP_S  # before a rate counts
+MIN_SPREAD = 0.02
 
 
 class Pace:
@@ -36,7 +36,7 @@ class Pace:
         if len(self._steps) < 2:
             return 0.0
         (begin_s, first), (end_s, last) = self._steps[0], self._steps[-1]
-        return (last - first) / (end_s - begin_s) if end_s - begin_s >= LEAST_S else 0.0
+        return (last - first) / (end_s - begin_s) if end_s - begin_s >= MIN_S else 0.0
 
     @property
     def spread(self) -> float:
@@ -46,7 +46,7 @@ class Pace:
         if len(rates) < 2 or not (mean := sum(rates) / len(rates)):
             return 1.0
         variance = sum((rate - mean) ** 2 for rate in rates) / (len(rates) - 1)
-        return max(LEAST_SPREAD, math.sqrt(variance / len(rates)) / mean)
+        return max(MIN_SPREAD, math.sqrt(variance / len(rates)) / mean)
 
 
 def forecast(job: JobRecord, workers: int, now_s: float) -> Forecast | None:
