@@ -98,7 +98,11 @@ def test_a_throughput_is_kept_and_a_deadline_that_expires_ends_the_job(job_clust
     assert 0 <= expired["ended_at"] - deadline_s < 3 * 1.0
     tokens = sum(row["tokens"] for row in jobs.rows(job["id"]))
     assert tokens == expired["counts"]["tokens"]
-    assert 0.2 < tokens / (1000 * (expired["ended_at"] - expired["started_at"])) < 1.1
+    ran_s = expired["ended_at"] - expired["started_at"]
+    group = 20 * max(
+        row["tokens"] for row in jobs.rows(job["id"])
+    )  # a request starts when those before it are paid for
+    assert 200 * ran_s < tokens <= 1000 * ran_s + group
     assert jobs.manifest(job["id"])["rows"] == expired["counts"]["done"]
     assert "expired" in shown(job_cluster, job["id"])
 

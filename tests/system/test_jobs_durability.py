@@ -101,9 +101,11 @@ class Killer:
         return None
 
 
-def check_whole(place: Place, manifest: dict[str, Any], count: int) -> None:
-    """Each id once and in order, every digest right, and the vectors those of their texts."""
-    assert (manifest["rows"], manifest["failed"], manifest["broken"]) == (count, 0, [])
+def check_whole(place: Place, manifest: dict[str, Any], count: int, failed: int = 0) -> None:
+    """Each id once and in order, every digest right, and the vectors those of their texts. `failed` inputs were taken
+    for what had ended the adapter.
+    """
+    assert (manifest["rows"], manifest["failed"], manifest["broken"]) == (count, failed, [])
     tables = []
     for part in manifest["parts"]:
         data = place.get(f"out/{part['name']}")
@@ -116,11 +118,16 @@ def check_whole(place: Place, manifest: dict[str, Any], count: int) -> None:
     }
     whole = pa.concat_tables(tables)
     assert whole.num_rows == count
-    assert whole.column("error").null_count == count
+    errors = whole.column("error").drop_null().to_pylist()
+    assert len(errors) == failed
+    assert all("ended the inference process" in error["message"] for error in errors)
     expected = pa.array([f"k{number:07}" for number in range(count)])
     assert pa.compute.all(pa.compute.equal(whole.column("id").combine_chunks(), expected)).as_py()
     for number in range(0, count, max(1, count // 200)):
-        vector = np.array(whole.column("dense")[number].as_py(), np.float32)
+        if (dense := whole.column("dense")[number].as_py()) is None:
+            assert whole.column("error")[number].is_valid
+            continue
+        vector = np.array(dense, np.float32)
         assert np.allclose(vector, vector_of(ids_of(f"short {number}")), atol=1e-6), number
 
 
@@ -137,7 +144,8 @@ def test_while_all_is_killed_each_row_is_answered_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, every_s: float, shard_rows: int, token_us: float
 ) -> None:
     """1. A job over Parquet in an object store. 2. Every few seconds a broker, a gateway, the config service, a sidecar
-    or an adapter is killed; once the whole cluster ends. 3. The output is whole.
+    or an adapter is killed; once the whole cluster ends. 3. The output is whole. An input that was run by two adapters
+    that were killed, by the second one alone, is refused as what ended them: nothing tells it from one that did.
     """
     seed = int(os.environ.get("SIE_TEST_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 31)
     print("seed", seed)
@@ -161,13 +169,15 @@ def test_while_all_is_killed_each_row_is_answered_once(
             killer.finish()
             print(f"{count} rows in {took_s:.1f} s, {count / took_s:.0f} a second, kills {dict(killer.kills)}")
             assert ended["state"] == "completed", f"seed {seed}: {ended}\n{stack.log()}"
-            assert (ended["counts"]["done"], ended["counts"]["failed"]) == (count, 0)
+            failed = ended["counts"]["failed"]
+            assert ended["counts"]["done"] == count
+            assert failed <= max(0, killer.kills["adapter"] + killer.restarts - 1), ended
             assert sum(killer.kills.values()) >= 2, "the job was too quick to be disturbed"
             assert killer.restarts == 1
             manifest = json.loads(place.get("out/manifest.json"))
             with JobClient(stack.urls[1]) as jobs:
                 assert jobs.manifest(job)["parts"] == manifest["parts"]
-            check_whole(place, manifest, count)
+            check_whole(place, manifest, count, failed)
 
 
 @pytest.fixture(scope="module")

@@ -216,11 +216,34 @@ async def test_items_come_in_the_order_in_which_they_asked_and_those_that_went_a
     await asyncio.wait_for(room.enter(room.most), 5)
 
 
-async def test_a_throttle_waits_for_what_was_used() -> None:
+async def test_a_throttle_holds_requests_that_start_together_to_its_rate() -> None:
+    """The first tells how many tokens inputs have; those that wait beside it start when they are paid for."""
+    loop = asyncio.get_running_loop()
+    throttle = Throttle(1000.0, clock=loop.time)
+    began_s, tokens = loop.time(), 0
+
+    async def ask() -> None:
+        nonlocal tokens
+        expected = await throttle.enter(5)
+        assert tokens <= 1000 * (loop.time() - began_s) + 50, "all but one request are paid for"
+        tokens += 50
+        await asyncio.sleep(0)
+        throttle.settle(expected, 5, 50)
+
+    await asyncio.gather(*[ask() for _ in range(8)])
+    assert loop.time() - began_s >= 0.35
+
+
+async def test_a_throttle_returns_what_a_request_that_failed_did_not_use() -> None:
     now = [0.0]
-    throttle = Throttle(100.0, clock=lambda: now[0])
-    await throttle.wait()
-    throttle.used(5)
-    before = asyncio.get_running_loop().time()
-    await throttle.wait()
-    assert asyncio.get_running_loop().time() - before >= 0.045
+    throttle = Throttle(10.0, clock=lambda: now[0])
+    throttle.settle(await throttle.enter(1), 1, 10)
+    now[0] = 1.0
+    throttle.settle(await throttle.enter(100), 100, 0)
+    await asyncio.wait_for(throttle.enter(1), 5)
+
+
+async def test_a_throttle_without_a_rate_never_waits() -> None:
+    throttle = Throttle(0.0)
+    for _ in range(3):
+        throttle.settle(await throttle.enter(1000), 1000, 1 << 40)

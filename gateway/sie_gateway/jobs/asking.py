@@ -119,22 +119,35 @@ class Room:
 
 
 class Throttle:
-    """At most `tokens_per_s` over time; 0: no limit. What was used more than allowed is waited for."""
+    """At most `tokens_per_s` over time; 0: no limit. A request starts when those before it are paid for: by what inputs
+    of the job had so far until their tokens are known, by these from then on.
+    """
 
     def __init__(self, tokens_per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._rate = tokens_per_s
         self._clock = clock
-        self._free_s = 0.0  # when what was used so far is paid for
+        self._turn = asyncio.Lock()
+        self._free_s = 0.0  # when what was started is paid for
+        self._mean: float | None = None  # tokens of an input
 
-    def used(self, tokens: int) -> None:
+    async def enter(self, count: int) -> float:
+        """Return when `count` inputs may start, with the tokens that they are expected to have."""
+        if not self._rate:
+            return 0.0
+        async with self._turn:
+            if (wait_s := self._free_s - self._clock()) > 0:
+                await asyncio.sleep(wait_s)
+            expected = self._rate if self._mean is None else count * self._mean
+            self._free_s = max(self._free_s, self._clock()) + expected / self._rate
+            return expected
+
+    def settle(self, expected: float, count: int, tokens: int) -> None:
         """So many were computed."""
         if self._rate:
-            self._free_s = max(self._free_s, self._clock()) + tokens / self._rate
-
-    async def wait(self) -> None:
-        """Return when more may be used."""
-        if self._rate and (wait_s := self._free_s - self._clock()) > 0:
-            await asyncio.sleep(wait_s)
+            self._free_s += (tokens - expected) / self._rate
+            if tokens:
+                mean = tokens / count
+                self._mean = mean if self._mean is None else 0.8 * self._mean + 0.2 * mean
 
 
 class Asking:
@@ -150,7 +163,7 @@ class Asking:
     ) -> None:
         self.inference = inference
         self.room = Room()
-        self.throttle = Throttle(tokens_per_s)
+        self._throttle = Throttle(tokens_per_s)
         self._identity = identity
         self._headers = {"x-sie-priority": "bulk", **headers}
         self._on_trouble = on_trouble
@@ -241,10 +254,13 @@ class Asking:
         await self.room.enter(len(items))
         began_s = time.perf_counter()
         try:
-            await self.throttle.wait()
-            found = await self.patiently(attempt)
-            self.throttle.used(sum(outcome.tokens for _, outcome in found if isinstance(outcome, Ok)))
-            return found
+            expected, tokens = await self._throttle.enter(len(items)), 0
+            try:
+                found = await self.patiently(attempt)
+                tokens = sum(outcome.tokens for _, outcome in found if isinstance(outcome, Ok))
+                return found
+            finally:
+                self._throttle.settle(expected, len(items), tokens)
         except ItemsRefused as refused:  # by one of them, by their query, or more than fits together
             if len(items) == 1:
                 return [(WorkResult(uuid7(), 0, "", ()), Failed(refused.error.info()))]

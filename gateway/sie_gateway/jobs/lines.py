@@ -187,7 +187,6 @@ class Lines:
         await self._asking.room.enter(1)
         began_s = asyncio.get_running_loop().time()
         try:
-            await self._asking.throttle.wait()
             answer = await self._asking.patiently(attempt)
         except (SIEError, FailedRequest) as error:
             call = calls[-1]
