@@ -214,6 +214,9 @@ class KeyValue(Protocol):
         BrokerUnavailable.
         """
 
+    async def purge(self, within: str) -> None:
+        """Remove the keys below `within` as if they had never been: watches and `since` do not report it."""
+
     async def epoch(self) -> str:
         """`created:last revision`. Equal epochs mean equal contents, also if the bucket was lost and created again."""
 
@@ -344,11 +347,18 @@ class Store(Connection, Protocol):
     """Buckets."""
 
     async def key_value(
-        self, bucket: str, *, storage: str = "file", replicas: int = 1, max_age_s: float = 0.0
+        self,
+        bucket: str,
+        *,
+        storage: str = "file",
+        replicas: int = 1,
+        max_age_s: float = 0.0,
+        removed_age_s: float = 0.0,
     ) -> KeyValue:
         """Open a bucket; create it if it does not exist.
 
-        In a new bucket a key expires `max_age_s` after its last write (0: never). Watches do not report that.
+        In a new bucket a key expires `max_age_s` after its last write (0: never), and a removed key is not known as
+        removed any more after `removed_age_s` (0: always). Watches do not report that.
         """
 
 

@@ -70,20 +70,32 @@ class Bucket:
     """
 
     def __init__(
-        self, broker: Store, name: str, *, storage: str = "file", replicas: int = 1, max_age_s: float = 0.0
+        self,
+        broker: Store,
+        name: str,
+        *,
+        storage: str = "file",
+        replicas: int = 1,
+        max_age_s: float = 0.0,
+        removed_age_s: float = 0.0,
     ) -> None:
-        """`storage`, `replicas` and `max_age_s` as in `Store.key_value`: they count where the bucket is made."""
+        """The rest as in `Store.key_value`: it counts where the bucket is made."""
         self.broker = broker
         self.name = name
         self._storage = storage
         self._replicas = replicas
         self._max_age_s = max_age_s
+        self._removed_age_s = removed_age_s
         self._opened: KeyValue | None = None
 
     async def open(self) -> KeyValue:
         """Open the bucket, also if it is open already: it may have been lost. Raises BrokerError."""
         self._opened = await self.broker.key_value(
-            self.name, storage=self._storage, replicas=self._replicas, max_age_s=self._max_age_s
+            self.name,
+            storage=self._storage,
+            replicas=self._replicas,
+            max_age_s=self._max_age_s,
+            removed_age_s=self._removed_age_s,
         )
         return self._opened
 

@@ -19,23 +19,35 @@ _HELD_ENTRIES = 4096
 class Bucket:
     """The last entry of each key, in order of revision. A removed key stays as an entry without a value.
 
-    With a `max_age_s`, `age` removes older entries; each reader calls it first.
+    With a `max_age_s`, `age` removes older entries, and with a `removed_age_s` those that were removed longer ago; each
+    reader calls it first.
     """
 
-    def __init__(self, created: str, clock: Callable[[], float], max_age_s: float) -> None:
+    def __init__(self, created: str, clock: Callable[[], float], max_age_s: float, removed_age_s: float) -> None:
         self.created = created
         self.revision = 0
         self.entries: OrderedDict[str, Entry] = OrderedDict()
         self.watches: set[Watch] = set()
         self._clock = clock
         self._max_age_s = max_age_s
+        self._removed_age_s = removed_age_s
         self._written_s: OrderedDict[str, float] = OrderedDict()
+        self._removed_s: OrderedDict[str, float] = OrderedDict()
 
     def age(self) -> None:
-        horizon_s = self._clock() - self._max_age_s
-        while self._written_s and next(iter(self._written_s.values())) <= horizon_s:
-            key, _ = self._written_s.popitem(last=False)
-            del self.entries[key]
+        for since_s, age_s in ((self._written_s, self._max_age_s), (self._removed_s, self._removed_age_s)):
+            horizon_s = self._clock() - age_s
+            while since_s and next(iter(since_s.values())) <= horizon_s:
+                self._drop(next(iter(since_s)))
+
+    def purge(self, below: str) -> None:
+        for key in [key for key in self.entries if key.startswith(below)]:
+            self._drop(key)
+
+    def _drop(self, key: str) -> None:
+        del self.entries[key]
+        self._written_s.pop(key, None)
+        self._removed_s.pop(key, None)
 
     def since(self, revision: int) -> list[Entry]:
         self.age()
@@ -58,6 +70,9 @@ class Bucket:
             self.revision += 1
             entry = self.entries[write.key] = Entry(write.key, write.value, self.revision)
             self.entries.move_to_end(write.key)
+            self._removed_s.pop(write.key, None)
+            if self._removed_age_s and write.value is None:
+                self._removed_s[write.key] = self._clock()
             if self._max_age_s:
                 self._written_s[write.key] = self._clock()
                 self._written_s.move_to_end(write.key)
@@ -96,6 +111,10 @@ class MemoryKeyValue:
             raise ValueError("a batch writes at least one key and each key once")
         await self._connection.reach(API_TIMEOUT_S)
         return self._bucket.write(writes)
+
+    async def purge(self, within: str) -> None:
+        await self._connection.reach(API_TIMEOUT_S)
+        self._bucket.purge(f"{within}.")
 
     async def epoch(self) -> str:
         await self._connection.reach(API_TIMEOUT_S)
@@ -172,12 +191,19 @@ class MemoryStore(MemoryConnection):
     _server: MemoryServer
 
     async def key_value(
-        self, bucket: str, *, storage: str = "file", replicas: int = 1, max_age_s: float = 0.0
+        self,
+        bucket: str,
+        *,
+        storage: str = "file",
+        replicas: int = 1,
+        max_age_s: float = 0.0,
+        removed_age_s: float = 0.0,
     ) -> KeyValue:
         await self.reach(API_TIMEOUT_S)
         found = self._server.buckets.get(bucket)
         if found is None:
-            found = self._server.buckets[bucket] = Bucket(self._server.stamp(), self._server.clock, max_age_s)
+            stamp, clock = self._server.stamp(), self._server.clock
+            found = self._server.buckets[bucket] = Bucket(stamp, clock, max_age_s, removed_age_s)
         return MemoryKeyValue(self, found, self._watches)
 
 

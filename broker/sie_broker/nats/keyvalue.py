@@ -12,6 +12,7 @@ from sie_broker import BrokerError, BrokerUnavailable, Entry, KeyValue, Subscrip
 from sie_broker.limits import API_TIMEOUT_S, STOP_TIMEOUT_S
 from sie_broker.nats.api import (
     NO_MESSAGE,
+    Answer,
     ConsumerInfo,
     StoredAnswer,
     bucket_config,
@@ -36,11 +37,14 @@ _NAME = str.maketrans(dict.fromkeys(". */\\>\t", "-"))
 
 class NatsKeyValue:
     """A bucket: the stream `KV_<bucket>` with one message per key. A removed key stays as a message that marks the
-    removal.
+    removal, for `removed_age_s` unless that is 0.
     """
 
-    def __init__(self, jetstream: JetStream, bucket: str) -> None:
+    def __init__(self, jetstream: JetStream, bucket: str, removed_age_s: float = 0.0) -> None:
         self._jetstream = jetstream
+        self._removal = {"KV-Operation": "DEL"}
+        if removed_age_s:
+            self._removal["Nats-TTL"] = f"{max(1, round(removed_age_s))}s"  # a broker refuses less than a second
         self._stream = f"KV_{bucket}"
         self._prefix = f"$KV.{bucket}."
 
@@ -122,7 +126,7 @@ class NatsKeyValue:
         for number, (write, revision) in enumerate(zip(writes, expected, strict=True), 1):
             headers = {} if revision is None else {"Nats-Expected-Last-Subject-Sequence": str(revision)}
             if write.value is None:
-                headers["KV-Operation"] = "DEL"
+                headers |= self._removal
             if len(writes) > 1:
                 headers |= {"Nats-Batch-Id": batch, "Nats-Batch-Sequence": str(number)}
             subject = self._prefix + write.key
@@ -132,6 +136,11 @@ class NatsKeyValue:
             headers["Nats-Batch-Commit"] = "1"
         answer = await self._jetstream.roundtrip(subject, writes[-1].value or b"", API_TIMEOUT_S, headers)
         return publish_ack(subject, answer).seq
+
+    async def purge(self, within: str) -> None:
+        """As `KeyValue.purge`."""
+        purged = {"filter": f"{self._prefix}{within}.>"}
+        await self._jetstream.api(f"STREAM.PURGE.{self._stream}", purged, Answer)
 
     async def epoch(self) -> str:
         state = await self._jetstream.stream_state(self._stream)
@@ -306,7 +315,13 @@ class NatsStore(JetStream):
     """The protocol `Store`."""
 
     async def key_value(
-        self, bucket: str, *, storage: str = "file", replicas: int = 1, max_age_s: float = 0.0
+        self,
+        bucket: str,
+        *,
+        storage: str = "file",
+        replicas: int = 1,
+        max_age_s: float = 0.0,
+        removed_age_s: float = 0.0,
     ) -> KeyValue:
         name = f"KV_{bucket}"
         wanted = bucket_config(name, bucket)
@@ -316,6 +331,7 @@ class NatsStore(JetStream):
             "num_replicas": replicas,
             "duplicate_window": nanoseconds(window_s),
             "max_age": nanoseconds(max_age_s),
+            "allow_msg_ttl": removed_age_s > 0,
         }
         info = await self.create_stream(name, {**wanted, **chosen})
         if info is None:
@@ -323,4 +339,4 @@ class NatsStore(JetStream):
         field = difference(info.config, wanted)
         if field is not None:
             raise mismatch(name, field, info.config, wanted)
-        return NatsKeyValue(self, bucket)
+        return NatsKeyValue(self, bucket, removed_age_s if info.config.get("allow_msg_ttl") else 0.0)

@@ -14,7 +14,6 @@ from sie_contracts.jobs import JobRecord, ShardRecord
 from sie_gateway.jobs.records import JobsBucket
 
 MAX_JOBS = 10_000  # that are kept; a further one is refused
-FORGOTTEN_AT_ONCE = 200  # keys of one atomic write
 
 
 class Ledger:
@@ -95,10 +94,7 @@ class Ledger:
 
     async def forget(self, job_id: str) -> None:
         """Remove a job and its shards. What it wrote stays. Raises BrokerError."""
-        entries = await self._shards.use(lambda bucket: bucket.entries(job_id))
-        for start in range(0, len(entries), FORGOTTEN_AT_ONCE):
-            keys = [entry.key for entry in entries[start : start + FORGOTTEN_AT_ONCE]]
-            await self._shards.write([Write(key, None) for key in keys])
+        await self._shards.use(lambda bucket: bucket.purge(job_id))
         await self._jobs.remove(job_id)
 
     def _on_job(self, job_id: str, job: JobRecord | None) -> None:

@@ -22,6 +22,7 @@ from sie_contracts.errors import NotReady
 from sie_contracts.jobs import FileRecord, JobRecord
 from sie_runtime.process import Stop, Trouble
 
+REMOVED_AGE_S = 7 * 86_400.0  # a gateway that was without the broker for longer may show what was removed meanwhile
 LOOK_S = 0.5  # between two looks whether the record is stale, which cost the broker nothing
 _Kept = FileRecord | JobRecord
 T = TypeVar("T", FileRecord, JobRecord)
@@ -101,7 +102,7 @@ class JobsBucket:
 
     def __init__(self, broker: Store, replicas: int) -> None:
         """The bucket is always stored in files: what it names lies in a store that outlives the broker."""
-        bucket = Bucket(broker, topology.JOBS_BUCKET, storage="file", replicas=replicas)
+        bucket = Bucket(broker, topology.JOBS_BUCKET, storage="file", replicas=replicas, removed_age_s=REMOVED_AGE_S)
         self._record = Record[_Kept](bucket, _decode, self._on_value, on_lost=self._on_lost)
         self.is_read = False
         self.files = Values[FileRecord](self._record, "file.")

@@ -189,6 +189,31 @@ async def test_a_watch_that_falls_behind_ends_at_the_newest_value(harness: Harne
     await watch.stop()
 
 
+async def test_a_removed_key_is_forgotten_after_the_age_of_removals(broker: Broker) -> None:
+    """Until then it is reported as removed. What was written anew, or beside it in one batch, stays."""
+    bucket = await broker.key_value("removals", removed_age_s=1.0)
+    await bucket.write([Write("kept", b"1"), Write("again", b"1"), Write("removed", b"1")])
+    await bucket.write([Write("again", None), Write("removed", None)])
+    assert [entry.key for entry in await bucket.since(3)] == ["again", "removed"]
+    last = await bucket.write([Write("again", b"2", 0)])
+    async with asyncio.timeout(WAIT_S):
+        while any(entry.value is None for entry in await bucket.since(0)):
+            await broker.flush()  # the broker looks for old messages in its own time
+    assert await bucket.entries() == [Entry("again", b"2", last), Entry("kept", b"1", 1)]
+    await bucket.write([Write("removed", b"2", 0)])
+
+
+async def test_a_purge_leaves_nothing_of_the_keys_below_a_name(broker: Broker) -> None:
+    bucket = await broker.key_value("purged")
+    await bucket.write([Write(key, b"1") for key in ("a.0", "a.b.1", "ab.0", "b.a.0")])
+    await bucket.write([Write("a.0", None)])
+    await bucket.purge("a")
+    assert [entry.key for entry in await bucket.since(0)] == ["ab.0", "b.a.0"]
+    await bucket.purge("a")
+    last = await bucket.write([Write("a.b.1", b"2", 0)])
+    assert await bucket.get("a.b.1") == Entry("a.b.1", b"2", last)
+
+
 async def test_keys_of_a_bucket_with_an_age_are_gone_after_it(broker: Broker) -> None:
     bucket = await broker.key_value("passing", max_age_s=1.0)
     await bucket.write([Write("old", b"1"), Write("removed", b"1")])
