@@ -421,6 +421,14 @@ async def test_each_component_may_say_what_it_has_to(server: NatsServer, user: s
         await until(lambda: heard >= set(OWN[user]), "all of it heard")
 
 
+async def test_a_gateway_may_keep_and_forget_the_shards_of_a_job(server: NatsServer) -> None:
+    async with connected(server, "gateway") as gateway:
+        shards = await gateway.key_value(topology.SHARDS_BUCKET)
+        await shards.write([Write("job.0", b"", 0)])
+        await shards.purge("job")
+        assert await shards.entries() == []
+
+
 FORBIDDEN_TO_PUBLISH = {
     "gateway": (
         "sie.config.models.default",
