@@ -17,15 +17,20 @@ const OUTPUTS: OutputFormat[] = ["parquet", "jsonl", "npy"];
 const EMPTY = {
   url: "", model: "", operation: "encode" as Operation, text: "{text}", query: "{query}", document: "{document}", image: "",
   id: "", keep: "", input: "" as InputFormat | "", output: "parquet" as OutputFormat, place: "", params: "", name: "", deadline: "", cache: false,
+  expires: false, windows: "", zone: Intl.DateTimeFormat().resolvedOptions().timeZone, tokens: "", rows: "", pool: "", sink: "", collection: "",
 };
 type Given = typeof EMPTY;
+type Written = { [Name in keyof Given]: string extends Given[Name] ? Name : never }[keyof Given]; // what is any text
+
+const listed = (text: string): string[] => text.split(",").map((each) => each.trim()).filter(Boolean);
 
 /** The request of what was filled in; fields that are empty are left to the gateway. */
 function requestOf(given: Given): JobRequest {
   const { operation, image } = given;
   const templates = image.trim() ? { image: image.trim() }
     : operation === "score" ? { query: given.query, document: given.document } : { text: given.text };
-  const keep = given.keep.split(",").map((each) => each.trim()).filter(Boolean);
+  const [keep, windows] = [listed(given.keep), listed(given.windows)];
+  const [sink, collection] = [given.sink.trim(), given.collection.trim()];
   const params = parsed(given.params);
   return {
     model: given.model,
@@ -37,10 +42,20 @@ function requestOf(given: Given): JobRequest {
       ...(keep.length ? { keep } : {}),
       ...(given.input ? { format: given.input } : {}),
     },
-    output: { format: given.output, ...(given.place.trim() ? { url: given.place.trim() } : {}) },
+    output: {
+      format: given.output,
+      ...(given.place.trim() ? { url: given.place.trim() } : {}),
+      ...(sink ? { sink } : {}),
+      ...(collection ? { collection } : {}),
+    },
     ...(params ? { params } : {}),
     ...(given.name.trim() ? { name: given.name.trim() } : {}),
     ...(given.deadline ? { deadline: new Date(given.deadline).getTime() / 1000 } : {}),
+    ...(given.deadline && given.expires ? { expires: true } : {}),
+    ...(windows.length ? { windows, time_zone: given.zone.trim() } : {}),
+    ...(given.tokens ? { tokens_per_s: Number(given.tokens) } : {}),
+    ...(given.rows ? { shard_rows: Number(given.rows) } : {}),
+    ...(given.pool.trim() ? { pool: given.pool.trim() } : {}),
     ...(given.cache ? { cache: true } : {}),
   };
 }
@@ -85,10 +100,16 @@ export function JobForm({ models, onDone }: { models: Model[]; onDone: (id: stri
     if (picker.current) picker.current.value = "";
   }
   const set = <N extends keyof Given>(name: N, value: Given[N]) => setGiven((old) => ({ ...old, [name]: value }));
-  const field = (name: "url" | "image" | "id" | "keep" | "place" | "name", title: string, placeholder = "") => (
+  const field = (name: Written, title: string, placeholder = "", isNumber = false) => (
     <label>
       {title}
-      <input id={`job-${name}`} value={given[name]} placeholder={placeholder} spellcheck={false} autocomplete="off" onInput={(event) => set(name, event.currentTarget.value)} />
+      <input id={`job-${name}`} inputmode={isNumber ? "numeric" : "text"} pattern={isNumber ? "[0-9]*" : undefined} value={given[name]} placeholder={placeholder} spellcheck={false} autocomplete="off" onInput={(event) => set(name, event.currentTarget.value)} />
+    </label>
+  );
+  const check = (name: "cache" | "expires", title: string) => (
+    <label class="chip">
+      <input id={`job-${name}`} type="checkbox" checked={given[name]} onChange={(event) => set(name, event.currentTarget.checked)} />
+      {title}
     </label>
   );
   const template = (name: "text" | "query" | "document", title: string) => (
@@ -138,10 +159,20 @@ export function JobForm({ models, onDone }: { models: Model[]; onDone: (id: stri
         Deadline
         <input id="job-deadline" type="datetime-local" value={given.deadline} onInput={(event) => set("deadline", event.currentTarget.value)} />
       </label>
-      <label class="chip">
-        <input id="job-cache" type="checkbox" checked={given.cache} onChange={(event) => set("cache", event.currentTarget.checked)} />
-        Take answers of earlier jobs where the input is the same
-      </label>
+      {check("cache", "Take answers of earlier jobs where the input is the same")}
+      <details class="wide" id="job-more">
+        <summary>When and how fast it works, database</summary>
+        <div class="fields">
+          {field("windows", "Times of the day at which it works", "22:00-06:00")}
+          {field("zone", "Their time zone", "UTC")}
+          {field("tokens", "At most tokens per second", "no limit", true)}
+          {given.deadline && check("expires", "Rows that are late do not run")}
+          {field("rows", "Rows of a part of the output", "10000", true)}
+          {field("pool", "Pool of workers", "the default")}
+          {field("sink", "Database that gets the vectors", "a name of SIE_JOBS_SINKS")}
+          {given.sink.trim() && field("collection", "Its collection or table")}
+        </div>
+      </details>
       <div class="wide">
         <button type="submit" id="job-submit" disabled={!isReady}>Submit</button>
         <p role="status">{isBusy ? (file ? `sending ${file.name}` : "submitting") : said}</p>

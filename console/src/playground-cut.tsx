@@ -4,14 +4,23 @@ import type { Model, Reply, Token } from "./types";
 
 const SHOWN = 600; // characters of what was cut
 
-const SHIFTING = ["instruction", "is_query", "truncate"]; // parameters that change which tokens of a text are read
+const SHIFTING = ["instruction", "default_instruction", "input_type", "truncate", "query_template", "doc_template"]; // parameters that change what is read
 
-/** Where the texts end that the model read a part of. The tokens that a prompt adds are not told, so nothing is said of a
- * model that has prompts, nor of a request that names one. */
+/** What a model puts before a text, none where it puts something behind it too or where the request decides. */
+function promptOf(model: Model, params: Record<string, unknown>): string | undefined {
+  if (SHIFTING.some((name) => name in params) || "default_instruction" in model.prompt_texts) return undefined;
+  const template = model.prompt_texts[params["is_query"] === true ? "query" : "document"] ?? "{text}";
+  const [before = "", after] = template.split("{text}");
+  return after === "" && !before.includes("{instruction}") ? before : undefined;
+}
+
+/** Where the texts end that the model read a part of. Nothing is said where more than a prompt before the text is read with
+ * it, such as the query of a pair. */
 export function Cut({ model, call, reply, asked }: { model: Model; call: Call; reply: Reply; asked: Asked[] }) {
   const places = reply.usage.truncated_items.filter((place) => asked[place]?.input.text);
-  const isKnown = places.length > 0 && !Object.keys(model.prompt_texts).length && !SHIFTING.some((name) => name in (call.body.params ?? {}));
-  const texts = places.map((place) => asked[place]?.input.text ?? "");
+  const prompt = promptOf(model, call.body.params ?? {});
+  const isKnown = places.length > 0 && prompt !== undefined;
+  const texts = places.map((place) => `${prompt}${asked[place]?.input.text ?? ""}`);
   const tokens = useAnswer<Token[][]>(isKnown ? `/tei/${model.id}/tokenize` : "", { inputs: texts });
   if (!tokens.value) return null;
   return (

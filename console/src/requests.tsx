@@ -72,14 +72,27 @@ function mostly(request: Slow): string {
   return `${name} ${Math.round((100 * ms) / request.total_ms)} %`;
 }
 
-/** What each worker had of these requests, the slowest worker first. A worker that is slower than others has more of them,
- * and takes longer for a token. */
+const SLOW = 1.5; // times what the other workers of a model take
+
+interface Share { model: string; worker: string; parts: number; workerMs: number; inferenceMs: number; tokens: number }
+
+/** Milliseconds of inference for 1,000 tokens, 0 where nobody knows. */
+const pace = (shares: Share[]): number => {
+  const [ms, tokens] = shares.reduce(([ms, tokens], one) => [ms + one.inferenceMs, tokens + one.tokens], [0, 0] as [number, number]);
+  return tokens ? (1000 * ms) / tokens : 0;
+};
+
+/** What each worker had of these requests, for each model that several workers ran: only there a slow worker can be told
+ * from a slow model. */
 function ByWorker({ requests }: { requests: Slow[] }) {
-  const workers = new Map<string, { parts: number; workerMs: number; inferenceMs: number; tokens: number }>();
-  for (const { chunks } of requests) {
+  const models = new Map<string, Map<string, Share>>();
+  for (const { model, chunks } of requests) {
+    const workers = models.get(model) ?? new Map<string, Share>();
+    models.set(model, workers);
     for (const { worker, batch, stages } of chunks ?? []) {
-      const sum = workers.get(worker) ?? { parts: 0, workerMs: 0, inferenceMs: 0, tokens: 0 };
+      const sum = workers.get(worker) ?? { model, worker, parts: 0, workerMs: 0, inferenceMs: 0, tokens: 0 };
       workers.set(worker, {
+        ...sum,
         parts: sum.parts + 1,
         workerMs: sum.workerMs + (stages.worker_ms ?? 0),
         inferenceMs: sum.inferenceMs + (stages.inference_ms ?? 0),
@@ -87,18 +100,27 @@ function ByWorker({ requests }: { requests: Slow[] }) {
       });
     }
   }
-  if (workers.size < 2) return null;
-  const rows = [...workers].map(([worker, { parts, workerMs, inferenceMs, tokens }]) => ({
-    worker, parts, meanMs: workerMs / parts, perThousand: tokens ? (1000 * inferenceMs) / tokens : 0,
-  }));
-  rows.sort((one, other) => other.meanMs - one.meanMs);
+  const rows = [...models.values()].filter((workers) => workers.size > 1).flatMap((workers) => {
+    const shares = [...workers.values()];
+    return shares
+      .map((one) => {
+        const [own, others] = [pace([one]), pace(shares.filter((each) => each !== one))];
+        return { ...one, own, times: own && others ? own / others : 0 };
+      })
+      .sort((one, other) => other.times - one.times);
+  });
+  if (!rows.length) return null;
   return (
     <div class="scroll" tabIndex={0} role="region" aria-label="These requests by worker">
       <table class="narrow">
-        <thead><tr><th>worker</th><th class="number">of these requests</th><th class="number">mean time there, ms</th><th class="number">inference of 1,000 tokens, ms</th></tr></thead>
+        <thead><tr><th>model</th><th>worker</th><th class="number">of these requests</th><th class="number">mean time there, ms</th><th class="number">inference of 1,000 tokens, ms</th><th class="number">times that of the others</th></tr></thead>
         <tbody id="by-worker">
-          {rows.map(({ worker, parts, meanMs, perThousand }) => (
-            <tr key={worker}><td>{worker}</td><td class="number">{parts}</td><td class="number">{meanMs.toFixed(0)}</td><td class="number">{perThousand ? perThousand.toFixed(0) : ""}</td></tr>
+          {rows.map(({ model, worker, parts, workerMs, own, times }, place) => (
+            <tr key={`${model} ${worker}`}>
+              <td>{rows[place - 1]?.model === model ? "" : model}</td><td>{worker}</td><td class="number">{parts}</td>
+              <td class="number">{(workerMs / parts).toFixed(0)}</td><td class="number">{own ? own.toFixed(0) : ""}</td>
+              <td class={times >= SLOW ? "number bad" : "number"}>{times ? `${times.toFixed(1)}${times >= SLOW ? ", slow" : ""}` : ""}</td>
+            </tr>
           ))}
         </tbody>
       </table>

@@ -253,7 +253,16 @@ def test_the_list_is_filtered_and_read_in_pages(page: Page, api: httpx.Client) -
 
 def test_what_is_copied_submits_the_same_job(page: Page, api: httpx.Client, tmp_path: Path) -> None:
     data = lines({"id": "it's 1", "text": "words"}, {"id": "2", "text": "further words"})
-    fields = {"name": 'it\'s "copied"', "text": "a {text}\nb", "id": "id", "params": '{"normalize": false}'}
+    fields = {
+        "name": 'it\'s "copied"',
+        "text": "a {text}\nb",
+        "id": "id",
+        "params": '{"normalize": false}',
+        "windows": "00:00-12:00, 12:00-00:00",
+        "zone": "UTC",
+        "tokens": "100000",
+        "rows": "50",
+    }
     (tmp_path / "rows.jsonl").write_bytes(data)
     wanted: dict[str, Any] = {}
     for kind in ("curl", "Python", "CLI"):
@@ -280,6 +289,8 @@ def test_what_is_copied_submits_the_same_job(page: Page, api: httpx.Client, tmp_
         assert request == wanted["request"], kind
         assert request["name"] == fields["name"]
         assert request["params"] == {"normalize": False}
+        assert request["windows"] == ["00:00-12:00", "12:00-00:00"]
+        assert (request["tokens_per_s"], request["shard_rows"]) == (100_000, 50)
 
 
 def test_a_batch_is_listed_and_its_files_are_fetched(page: Page, api: httpx.Client, tmp_path: Path) -> None:

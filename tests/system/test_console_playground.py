@@ -35,6 +35,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     models = local_models.under(tmp_path_factory.mktemp("playground-models"))
     for kind in KINDS:
         models.build(kind)
+    mini = local_models.KINDS["mini"](models.weights)
+    models.add("prompted", {**mini, "prompts": {"document": "passage: {text}"}})
     detector_checkpoints.grounding_dino(models.weights / "dino")
     parameters = {"box_threshold": 0.02, "text_threshold": 0.0}
     found = {"family": "detector", "inputs": ["image"], "outputs": {"objects": 0}, "max_tokens": 255}
@@ -165,6 +167,15 @@ def test_what_was_cut_is_shown(page: Page) -> None:
     cut = page.wait("document.querySelector('.tokens .cut')?.innerText ?? ''", bool)
     assert cut.split() == ["word"] * 46
     assert page.evaluate("document.querySelectorAll('.tokens .cut').length") == 1
+
+
+def test_what_was_cut_is_shown_of_a_model_that_puts_a_prompt_before_its_texts(page: Page) -> None:
+    """`passage:` takes two of the 254 tokens that are left for words."""
+    choose(page, "encode", "test/prompted")
+    typed(page, "#texts", "word " * 300)
+    ask(page)
+    cut = page.wait("document.querySelector('.tokens .cut')?.innerText ?? ''", bool)
+    assert cut.split() == ["word"] * 48
 
 
 def test_own_texts_and_results_stay_while_other_views_are_looked_at(page: Page) -> None:
