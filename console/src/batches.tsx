@@ -28,16 +28,16 @@ export function Batches() {
       {value && value.data.length > 0 && (
         <div class="scroll" tabIndex={0} role="region" aria-label="Batches">
           <table>
-            <thead><tr><th scope="col">batch</th><th scope="col">state</th><th scope="col">endpoint</th><th scope="col">requests</th><th scope="col" class="number">failed</th><th scope="col">window</th><th scope="col">submitted</th></tr></thead>
+            <thead><tr><th scope="col">batch</th><th scope="col">state</th><th scope="col">requests</th><th scope="col" class="number">failed</th><th scope="col">endpoint</th><th scope="col">window</th><th scope="col">submitted</th></tr></thead>
             <tbody id="batches">
               {value.data.map((batch) => (
                 <Fragment key={batch.id}>
                   <tr>
                     <td class="name"><button type="button" class="link" aria-expanded={open === batch.id} onClick={() => setOpen(open === batch.id ? "" : batch.id)}>{batch.id}</button></td>
                     <td><span class={`state ${batch.status}`}>{batch.status}</span></td>
-                    <td>{batch.endpoint}</td>
                     <td><Progress name={batch.id} done={batch.request_counts.completed + batch.request_counts.failed} of={batch.request_counts.total || null} /></td>
                     <td class="number">{batch.request_counts.failed}</td>
+                    <td>{batch.endpoint}</td>
                     <td>{batch.completion_window}</td>
                     <td>{clock(batch.created_at)}</td>
                   </tr>

@@ -1,4 +1,4 @@
-import { useEffect, useMemo, useRef } from "preact/hooks";
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import uPlot from "uplot";
 import { useAsked } from "./asked";
 import type { History } from "./types";
@@ -57,9 +57,23 @@ function seriesOf(history: History): { times: number[]; charts: [string, Series[
   };
 }
 
+const DARK = matchMedia("(prefers-color-scheme: dark)");
+
+/** Whether the page is dark now: what is drawn on a canvas does not follow it by itself. */
+function useDark(): boolean {
+  const [isDark, setDark] = useState(DARK.matches);
+  useEffect(() => {
+    const changed = () => setDark(DARK.matches);
+    DARK.addEventListener("change", changed);
+    return () => DARK.removeEventListener("change", changed);
+  }, []);
+  return isDark;
+}
+
 function Chart({ title, series, times }: { title: string; series: Series[]; times: number[] }) {
   const place = useRef<HTMLDivElement>(null);
   const drawn = useRef<uPlot | null>(null);
+  const isDark = useDark();
   const data = [times, ...series.map(([, values]) => values)] as uPlot.AlignedData;
   useEffect(() => {
     if (!place.current) return;
@@ -92,7 +106,7 @@ function Chart({ title, series, times }: { title: string; series: Series[]; time
       sized.disconnect();
       plot.destroy();
     };
-  }, [title]);
+  }, [title, isDark]);
   useEffect(() => drawn.current?.setData(data), [times, series]);
   return (
     <figure class="panel">

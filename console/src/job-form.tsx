@@ -159,7 +159,7 @@ export function JobForm({ models, onDone }: { models: Model[]; onDone: (id: stri
         Deadline
         <input id="job-deadline" type="datetime-local" value={given.deadline} onInput={(event) => set("deadline", event.currentTarget.value)} />
       </label>
-      {check("cache", "Take answers of earlier jobs where the input is the same")}
+      {check("cache", "Take answers of earlier jobs")}
       <details class="wide" id="job-more">
         <summary>When and how fast it works, database</summary>
         <div class="fields">

@@ -72,18 +72,18 @@ function JobList({ models }: { models: Model[] }) {
       {value && value.data.length > 0 && (
         <div class="scroll" tabIndex={0} role="region" aria-label="Jobs">
           <table>
-            <thead><tr><th scope="col">job</th><th scope="col">state</th><th scope="col">model</th><th scope="col">rows</th><th scope="col" class="number">failed</th><th scope="col" class="number">rate</th><th scope="col">forecast</th><th scope="col">submitted</th></tr></thead>
+            <thead><tr><th scope="col">job</th><th scope="col">state</th><th scope="col">rows</th><th scope="col" class="number">failed</th><th scope="col" class="number">rate</th><th scope="col">forecast</th><th scope="col">model</th><th scope="col">submitted</th></tr></thead>
             <tbody id="jobs">
               {value.data.map((job) => (
                 <Fragment key={job.id}>
                   <tr data-job={job.id}>
                     <td class="name"><button type="button" class="link" aria-expanded={open === job.id} onClick={() => setOpen(open === job.id ? "" : job.id)}>{job.name || job.id}</button></td>
                     <td><span class={`state ${job.state}`}>{job.state}</span></td>
-                    <td class="name">{job.model}</td>
                     <td><Progress name={job.name || job.id} done={job.counts.done ?? 0} of={job.counts.rows} /></td>
                     <td class="number">{job.counts.failed}</td>
                     <td class="number">{rateOf(job)}</td>
                     <td class="forecast">{forecastOf(job)}</td>
+                    <td class="name">{job.model}</td>
                     <td>{clock(job.created_at)}</td>
                   </tr>
                   {open === job.id && <tr class="opened"><td colSpan={8}><JobDetail job={job} onChange={again} /></td></tr>}

@@ -33,12 +33,12 @@ export function Waterfall({ timing, parts }: { timing: Record<string, number>; p
   return (
     <svg class="waterfall" viewBox={`0 0 600 ${ROW * stages.length + 6}`} role="img" aria-label={`total ${total.toFixed(1)} ms`}>
       {stages.map(([label, took], row) => {
-        const x = 110 + (380 * begun) / (total || 1);
+        const x = 140 + (345 * begun) / (total || 1);
         begun += took;
         return (
           <g class={`stage-${row}`}>
-            <text x="100" y={row * ROW + 18} text-anchor="end">{label}</text>
-            <rect x={x} y={row * ROW + 5} width={Math.max(1, (380 * took) / (total || 1))} height="16" rx="2" />
+            <text x="130" y={row * ROW + 18} text-anchor="end">{label}</text>
+            <rect x={x} y={row * ROW + 5} width={Math.max(1, (345 * took) / (total || 1))} height="16" rx="2" />
             <text x="596" y={row * ROW + 18} text-anchor="end">{`${took.toFixed(2)} ms`}</text>
           </g>
         );
