@@ -27,14 +27,17 @@ function One({ item, asked, place }: { item: Slot; asked: Asked | undefined; pla
       {asked?.input.text && (spans.length > 0 || (empty && !picture)) && <Spans text={asked.input.text} entities={spans} />}
       {picture && <Boxes picture={picture} name={asked?.name ?? ""} boxes={boxes} polygons={polygons} />}
       {loose.length > 0 && (
-        <div class="scroll" tabIndex={0} role="group" aria-label="Entities">
-          <table class="entities">
-            <thead><tr><th scope="col">label</th><th scope="col">text</th><th scope="col" class="number">score</th></tr></thead>
-            <tbody>{loose.map((entity) => <tr><th scope="row">{entity.label}</th><td class="wrap">{entity.text}</td><td class="number">{entity.score.toFixed(4)}</td></tr>)}</tbody>
-          </table>
-        </div>
+        <>
+          <h3>Entities</h3>
+          <div class="scroll" tabIndex={0} role="group" aria-label="Entities">
+            <table class="entities">
+              <thead><tr><th scope="col">label</th><th scope="col">text</th><th scope="col" class="number">score</th></tr></thead>
+              <tbody>{loose.map((entity) => <tr><th scope="row">{entity.label}</th><td class="wrap">{entity.text}</td><td class="number">{entity.score.toFixed(4)}</td></tr>)}</tbody>
+            </table>
+          </div>
+        </>
       )}
-      {classifications.length > 0 && <Bars label="Classes" least={0} rows={classifications.map(({ label, score }) => ({ name: label, value: score }))} />}
+      {classifications.length > 0 && <><h3>Classes</h3><Bars label="Classes" least={0} rows={classifications.map(({ label, score }) => ({ name: label, value: score }))} /></>}
       {relations.length > 0 && <Relations relations={relations} />}
       {Object.keys(data).length > 0 && <><h3>Data</h3><ul class="tree"><Tree name="data" value={data} open /></ul></>}
     </div>
@@ -151,7 +154,7 @@ function Tree({ name, value, open = false }: { name: string; value: unknown; ope
     return <li><span class="dim">{`${name}: `}</span><span class="leaf">{typeof value === "string" ? value : JSON.stringify(value)}</span></li>;
   }
   const entries = Object.entries(value);
-  const count = Array.isArray(value) ? `${entries.length} elements` : `${entries.length} fields`;
+  const count = `${entries.length} ${Array.isArray(value) ? "element" : "field"}${entries.length === 1 ? "" : "s"}`;
   return (
     <li>
       <Branch open={open} title={<>{name} <small class="dim">{count}</small></>}>

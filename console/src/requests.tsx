@@ -148,7 +148,7 @@ function Row({ request, isOpen, onOpen }: { request: Slow; isOpen: boolean; onOp
             {request.timing ? <Waterfall timing={request.timing} parts={request.chunks} /> : <p class="dim">It did not run.</p>}
             <p class="dim">{[request.lane && `lane ${request.lane}`, request.priority, request.tokens && `${request.tokens} tokens`, request.trace_id && `trace ${request.trace_id}`].filter(Boolean).join(", ")}</p>
             {request.chunks?.map((chunk) => (
-              <p class="dim">{`${chunk.worker}: a batch of ${chunk.batch.items ?? 0} inputs and ${chunk.batch.tokens ?? 0} tokens, of ${chunk.batch.chunks ?? 0} messages`}</p>
+              <p class="dim">{`${chunk.worker}: a batch of ${chunk.batch.items ?? 0} inputs and ${chunk.batch.tokens ?? 0} tokens, of ${chunk.batch.chunks ?? 0} message${chunk.batch.chunks === 1 ? "" : "s"}`}</p>
             ))}
             <Log id={request.id} />
           </td>

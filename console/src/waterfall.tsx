@@ -39,7 +39,7 @@ export function Waterfall({ timing, parts }: { timing: Record<string, number>; p
           <g class={`stage-${row}`}>
             <text x="130" y={row * ROW + 18} text-anchor="end">{label}</text>
             <rect x={x} y={row * ROW + 5} width={Math.max(1, (345 * took) / (total || 1))} height="16" rx="2" />
-            <text x="596" y={row * ROW + 18} text-anchor="end">{`${took.toFixed(2)} ms`}</text>
+            <text x="596" y={row * ROW + 18} text-anchor="end">{`${took.toFixed(took < 100 ? 2 : 1)} ms`}</text>
           </g>
         );
       })}

@@ -10,17 +10,20 @@ import io
 import json
 import random
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import local_models
 import numpy as np
 import oracle
+import pyarrow as pa
 import pytest
 from cluster import MODEL, Cluster, running
 from job_client import JobClient, Rows, jsonl, parquet_file
 from local_models import LocalModels
 from parity.toys import image, png
+from pyarrow import parquet
 
 KINDS = ("cross", "zero-shot", "clip", "m3")
 TEXTS = [
@@ -352,3 +355,27 @@ def test_one_broken_file_of_a_hundred_is_named_and_the_others_are_answered(jobs:
     assert [row["id"] for row in jobs.rows(done["id"])] == answered
     manifest = jobs.manifest(done["id"])
     assert len(manifest["broken"]) == 3, manifest["broken"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_a_hundred_thousand_texts_have_the_vectors_of_direct_calls(jobs: JobClient, folder: Path) -> None:
+    """All of them, ragged, each compared with what a request of 32 texts is answered."""
+    count = 100_000
+    texts = [f"{text} {number}" for number, text in enumerate(oracle.ragged_texts(count, seed=11, longest=24))]
+    url = written(folder / "many", {"rows.parquet": parquet_file([{"text": text} for text in texts])})
+    job = jobs.done(jobs.submit(MODEL, {"url": f"{url}rows.parquet", "text": "{text}"})["id"], timeout_s=700)
+    assert (job["counts"]["done"], job["counts"]["failed"]) == (count, 0)
+    tables = [parquet.read_table(io.BytesIO(part), columns=["dense"]) for part in jobs.parts(job["id"])]
+    dense = pa.concat_tables(tables).column("dense").combine_chunks()
+    vectors = dense.flatten().to_numpy().reshape(count, -1)
+
+    def worst(start: int) -> float:
+        answers = direct(jobs, texts[start : start + 32])
+        expected = np.array([answer["dense"]["values"] for answer in answers])
+        return float(np.abs(vectors[start : start + 32] - expected).max())
+
+    with ThreadPoolExecutor(4) as threads:
+        found = max(threads.map(worst, range(0, count, 32)))
+    print(f"{count} texts in {job['ended_at'] - job['started_at']:.0f} s, worst difference {found:.2e}")
+    assert found < TOLERANCE
