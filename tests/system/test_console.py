@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import axe
 import httpx
@@ -124,6 +126,47 @@ def test_the_console_shows_workers_models_and_queues_and_follows_them(cluster: C
     assert page.evaluate("window.harmed ?? null") is None
 
     assert all(asked.startswith(own) for asked in page.asked), page.asked
+    assert page.complaints == []
+
+
+def requested(model: str, **inference_ms: float) -> dict[str, Any]:
+    """A slow request with a part of 100 tokens on each worker."""
+    chunks = [
+        {
+            "worker": worker,
+            "chunk": number,
+            "batch": {"id": worker, "items": 1, "tokens": 100, "chunks": 1},
+            "stages": {"worker_ms": ms + 5, "inference_ms": ms},
+        }
+        for number, (worker, ms) in enumerate(inference_ms.items())
+    ]
+    told = {
+        "at": time.time(),
+        "endpoint": "encode",
+        "status": 200,
+        "code": "",
+        "total_ms": 1000.0,
+        "items": len(chunks),
+    }
+    return {**told, "id": secrets.token_hex(16), "model": model, "trace_id": "", "chunks": chunks}
+
+
+REQUESTS = """(() => { const real = window.fetch; window.fetch = async (...given) =>
+  String(given[0]).includes('/v1/requests?') ? new Response(JSON.stringify(FORGED)) : real(...given); })()"""
+
+
+def test_a_slow_worker_is_told_from_a_slow_model(cluster: Cluster, page: Page) -> None:
+    """As a cluster of several workers has them: a model that is slow on its one worker says nothing of that worker."""
+    told = [requested("a/small", w0=10, w1=10, w2=40), requested("a/small", w0=10, w2=40), requested("a/large", w0=900)]
+    code = REQUESTS.replace("FORGED", json.dumps({"requests": told}))
+    page.call("Page.addScriptToEvaluateOnNewDocument", source=code)
+    page.open(f"http://{HOST}:{cluster.port}/#cluster")
+    rows = page.wait(ROWS.format("by-worker"), bool)
+    assert rows == [
+        ["a/small", "w2", "2", "45", "400", "4.0, slow"],
+        ["", "w1", "1", "15", "100", "0.4"],
+        ["", "w0", "2", "15", "100", "0.3"],
+    ]
     assert page.complaints == []
 
 
