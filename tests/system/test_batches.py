@@ -125,7 +125,8 @@ def asked_directly(cluster: Cluster, path: str, body: Mapping[str, Any]) -> http
 
 def check_batch_of(cluster: Cluster, client: openai.OpenAI, count: int, timeout_s: float) -> None:
     """1. Upload, submit, poll, download. 2. Each answer is where its request was, as a direct call has it."""
-    made = submitted(client, embeddings(count), metadata={"run": "nightly"})
+    expiry = {"anchor": "created_at", "seconds": 86_400}
+    made = submitted(client, embeddings(count), metadata={"run": "nightly"}, output_expires_after=expiry)
     assert (made.object, made.status, made.endpoint, made.completion_window) == (
         "batch",
         "validating",
@@ -158,6 +159,9 @@ def check_batch_of(cluster: Cluster, client: openai.OpenAI, count: int, timeout_
         assert body["usage"]["total_tokens"] > 0
     file = client.files.retrieve(str(last.output_file_id))
     assert (file.purpose, file.filename) == ("batch_output", f"{last.id}_output.jsonl")
+    assert file.expires_at == file.created_at + 86_400
+    assert last.usage is not None
+    assert last.usage.total_tokens == sum(row["response"]["body"]["usage"]["total_tokens"] for row in rows)
 
 
 @pytest.mark.timeout(300)

@@ -73,8 +73,17 @@ class FileDeleted(Struct, kw_only=True):
     deleted: bool = True
 
 
+class ExpiresAfter(Struct, kw_only=True, frozen=True):
+    """A file expires `seconds` after it was made."""
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Meta(ge=1, le=2_592_000)]
+
+
 class BatchRequest(Struct, kw_only=True, frozen=True):
-    """A batch: each line of the file is one request to `endpoint`, with its `custom_id` and `body`."""
+    """A batch: each line of the file is one request to `endpoint`, with its `custom_id` and `body`. Its output files
+    are kept unless `output_expires_after` is given.
+    """
 
     EXAMPLE: ClassVar[Any] = {
         "input_file_id": FileObject.EXAMPLE["id"],
@@ -86,7 +95,7 @@ class BatchRequest(Struct, kw_only=True, frozen=True):
     endpoint: str
     completion_window: Annotated[str, Meta(pattern=r"^[1-9]\d{0,5}[smhd]$")] = "24h"
     metadata: Metadata | None = None
-    output_expires_after: dict[str, Any] | UnsetType = UNSET
+    output_expires_after: ExpiresAfter | None = None
 
 
 class BatchError(Struct, kw_only=True, frozen=True):
@@ -113,6 +122,28 @@ class BatchCounts(Struct, kw_only=True, frozen=True):
     failed: int
 
 
+class CachedTokens(Struct, kw_only=True, frozen=True):
+    """Of OpenAI's models; none here."""
+
+    cached_tokens: int = 0
+
+
+class ReasoningTokens(Struct, kw_only=True, frozen=True):
+    """Of OpenAI's models; none here."""
+
+    reasoning_tokens: int = 0
+
+
+class BatchUsage(Struct, kw_only=True, frozen=True):
+    """Tokens of the requests that were answered so far."""
+
+    input_tokens: int
+    input_tokens_details: CachedTokens = CachedTokens()
+    output_tokens: int = 0
+    output_tokens_details: ReasoningTokens = ReasoningTokens()
+    total_tokens: int
+
+
 class BatchObject(Struct, kw_only=True, frozen=True):
     """A batch. Times are whole seconds since 1970."""
 
@@ -128,6 +159,13 @@ class BatchObject(Struct, kw_only=True, frozen=True):
         "error_file_id": None,
         "created_at": 1790000000,
         "request_counts": {"total": 100, "completed": 20, "failed": 0},
+        "usage": {
+            "input_tokens": 240,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": 0,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": 240,
+        },
         "metadata": None,
     }
 
@@ -150,6 +188,7 @@ class BatchObject(Struct, kw_only=True, frozen=True):
     cancelling_at: int | None = None
     cancelled_at: int | None = None
     request_counts: BatchCounts
+    usage: BatchUsage
     metadata: dict[str, str] | None = None
 
 

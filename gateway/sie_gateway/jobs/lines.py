@@ -154,7 +154,15 @@ class Lines:
         rest = uuid.uuid5(uuid.NAMESPACE_OID, f"{self._job.id} {kind}").hex[12:]
         file_id = f"file-{int(job.finalizing_s * 1000):012x}{rest}"
         name = f"{self._job.id}_{kind}.jsonl"
-        record = await self._place.files.create(self._job.owner, name, "batch_output", data, file=file_id)
+        kept = self._batch.output_expires_after
+        record = await self._place.files.create(
+            self._job.owner,
+            name,
+            "batch_output",
+            data,
+            expires_after_s=0.0 if kept is None else kept.seconds,
+            file=file_id,
+        )
         return record.id
 
     async def _line(self, shard: int, number: int, line: bytes) -> None:

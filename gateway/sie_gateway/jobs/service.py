@@ -248,6 +248,7 @@ class Jobs:
             request_counts=batches_api.BatchCounts(
                 total=job.rows or 0, completed=job.done - job.failed, failed=job.failed
             ),
+            usage=batches_api.BatchUsage(input_tokens=job.tokens, total_tokens=job.tokens),
             metadata=job.batch.metadata,
         )
 
