@@ -9,11 +9,13 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import axe
 import fuzz
 import job_stack
 import local_models
 import pytest
 import shared
+from browser import browsing
 from cluster import MODEL, Cluster, running
 from groups import group
 from job_client import JobClient
@@ -161,3 +163,16 @@ def job_folder(job_cluster: Stack, request: pytest.FixtureRequest) -> Path:
     made = job_cluster.folder / "data" / request.node.name
     made.mkdir(parents=True)
     return made
+
+
+@pytest.fixture(scope="module")
+def devtools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A browser, by the address of its DevTools."""
+    with browsing(tmp_path_factory.mktemp("chromium")) as devtools:
+        yield devtools
+
+
+@pytest.fixture(scope="module")
+def rules(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The rules of axe-core."""
+    return axe.source(tmp_path_factory.mktemp("axe"))

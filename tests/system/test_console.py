@@ -17,7 +17,7 @@ import axe
 import httpx
 import local_models
 import pytest
-from browser import HOST, Page, browsing, click, tab, typed
+from browser import HOST, Page, click, tab, typed
 from cluster import Cluster, running, until
 
 from sie_broker.nats import connect
@@ -39,12 +39,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         tmp_path_factory.mktemp("console"), *models.arguments, "--no-spare", "--allowed-hosts", HOST
     ) as cluster:
         yield cluster
-
-
-@pytest.fixture(scope="module")
-def devtools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with browsing(tmp_path_factory.mktemp("chromium")) as devtools:
-        yield devtools
 
 
 @pytest.fixture
@@ -405,11 +399,6 @@ def test_markup_in_any_reply_is_text(cluster: Cluster, page: Page, view: str, pr
         page.wait("Boolean(document.querySelector('#dead-letters'))", bool)
     assert page.evaluate("document.querySelectorAll('img[src=x], #harm').length") == 0
     assert page.evaluate("window.harmed ?? null") is None
-
-
-@pytest.fixture(scope="module")
-def rules(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return axe.source(tmp_path_factory.mktemp("axe"))
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

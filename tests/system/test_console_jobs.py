@@ -15,7 +15,7 @@ import axe
 import httpx
 import local_models
 import pytest
-from browser import HOST, Page, browsing, click, tab, typed
+from browser import HOST, Page, click, tab, typed
 from click.testing import CliRunner
 from cluster import Cluster, running, until
 from playground import CELLS, COPIED, copied, files
@@ -39,12 +39,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     models.build(ENCODER.partition("/")[2])
     with running(tmp_path_factory.mktemp("jobs"), *models.arguments, "--no-spare", "--allowed-hosts", HOST) as cluster:
         yield cluster
-
-
-@pytest.fixture(scope="module")
-def devtools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with browsing(tmp_path_factory.mktemp("chromium")) as devtools:
-        yield devtools
 
 
 @pytest.fixture
@@ -388,11 +382,6 @@ def test_a_key_needs_the_scope_infer_and_is_in_no_address(
             click(page, ".parts .link")
             until(lambda: list(folder.glob("part-*.parquet")), 20, "the download")
             assert not any(key in asked for asked in page.asked)
-
-
-@pytest.fixture(scope="module")
-def rules(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return axe.source(tmp_path_factory.mktemp("axe"))
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

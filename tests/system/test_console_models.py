@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import local_models
 import pytest
-from browser import HOST, Page, browsing, tab, typed
+from browser import HOST, Page, tab, typed
 from cluster import Cluster, running, until
 from playground import CELLS
 
@@ -34,9 +34,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def page(tmp_path_factory: pytest.TempPathFactory, cluster: Cluster) -> Iterator[Page]:
-    """The models, which complained of nothing when the test is over."""
-    with browsing(tmp_path_factory.mktemp("chromium")) as devtools, tab(devtools) as page:
+def page(devtools: str) -> Iterator[Page]:
+    """A tab that complained of nothing when the test is over."""
+    with tab(devtools) as page:
         yield page
         assert page.complaints == []
 

@@ -17,7 +17,7 @@ import local_models
 import numpy as np
 import pytest
 import typescript_package
-from browser import HOST, Page, browsing, tab, typed
+from browser import HOST, Page, tab, typed
 from cluster import Cluster, running
 from image_files import encoded, picture, turned
 from parity import detector_checkpoints, qwen_checkpoints, reader_checkpoints
@@ -58,12 +58,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         tmp_path_factory.mktemp("playground"), *models.arguments, "--no-spare", "--allowed-hosts", HOST
     ) as cluster:
         yield cluster
-
-
-@pytest.fixture(scope="module")
-def devtools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with browsing(tmp_path_factory.mktemp("chromium")) as devtools:
-        yield devtools
 
 
 @pytest.fixture

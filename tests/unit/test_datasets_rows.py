@@ -147,8 +147,15 @@ async def test_images_come_from_columns(tmp_path: Path, place: Place) -> None:
     parquet.write_table(pa.table({"i": [[IMAGE, IMAGE], []]}), tmp_path / "d.parquet")
     found = await rows_of(place, JobInput(url="u", image="i"))
     assert [row.images for row in found] == [
-        *[(IMAGE,)] * 2, (), (), (IMAGE,), (), (IMAGE,), (IMAGE, IMAGE), (),
-    ]  # fmt: skip
+        *[(IMAGE,)] * 2,
+        (),
+        (),
+        (IMAGE,),
+        (),
+        (IMAGE,),
+        (IMAGE, IMAGE),
+        (),
+    ]
     assert [row.fault.param for row in found if not row.images and row.fault] == ["input.image"] * 4
 
 

@@ -384,9 +384,14 @@ async def test_the_scaler_is_told_of_a_deadline(place: Place) -> None:
     assert known.lane == str(LANE)
     assert known.request is not None
     late = replace(
-        known, id="job-late", request=replace(known.request, deadline=time.time() + 100), rows=1000, rows_per_s=2.0,
-        state="paused", wanted="pause",
-    )  # fmt: skip
+        known,
+        id="job-late",
+        request=replace(known.request, deadline=time.time() + 100),
+        rows=1000,
+        rows_per_s=2.0,
+        state="paused",
+        wanted="pause",
+    )
     await bucket.write([Write("job.job-late", records.encode(late))])
 
     async def wanted() -> bool:

@@ -70,11 +70,42 @@ def info(**told: Any) -> JobInfo:
 
 def test_a_file_goes_up_and_the_id_alone_is_printed(server: JobServer, docs: Path) -> None:
     found = sie(
-        server, "submit", "org/m", docs, "--text", r"{title}\n{body}", "--id", "id", "--keep", "title, year", "--keep",
-        "lang", "--format", "npy", "--param", "dimensions=128", "--param", "output_dtype=int8", "--param",
-        'labels=["a","b"]', "--window", "22:00-06:00", "--tokens-per-s", 5000, "--name", "docs", "--cache",
-        "--deadline", "2100-01-31T06:00+01:00", "--metadata", "team=search", "--sink", "main", "--collection", "docs",
-    )  # fmt: skip
+        server,
+        "submit",
+        "org/m",
+        docs,
+        "--text",
+        r"{title}\n{body}",
+        "--id",
+        "id",
+        "--keep",
+        "title, year",
+        "--keep",
+        "lang",
+        "--format",
+        "npy",
+        "--param",
+        "dimensions=128",
+        "--param",
+        "output_dtype=int8",
+        "--param",
+        'labels=["a","b"]',
+        "--window",
+        "22:00-06:00",
+        "--tokens-per-s",
+        5000,
+        "--name",
+        "docs",
+        "--cache",
+        "--deadline",
+        "2100-01-31T06:00+01:00",
+        "--metadata",
+        "team=search",
+        "--sink",
+        "main",
+        "--collection",
+        "docs",
+    )
     assert (found.exit_code, found.stdout) == (0, f"{JOB}0\n"), found.output
     assert server.files[f"{FILE}0"].filename == "docs.jsonl"
     assert server.bodies[f"{JOB}0"] == JobRequest(
@@ -246,9 +277,12 @@ def test_a_terminal_gets_a_bar_in_place_and_ctrl_c_leaves_the_job_running(server
     leader, follower = pty.openpty()
     watching = subprocess.Popen(
         [SIE, "jobs", "watch", f"{JOB}0", "--url", server.url],
-        stdin=follower, stdout=follower, stderr=follower, start_new_session=True,
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+        start_new_session=True,
         env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
-    )  # fmt: skip
+    )
     os.close(follower)
     shown, seen = bytearray(), threading.Event()
 
