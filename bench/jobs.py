@@ -3,7 +3,8 @@
 1. Texts a second: the engine alone on ready token ids (all its lanes, batches within the token budget); 8 clients with
    32 texts a request; a job, from the moment in which it runs to its end, its output included. Medians, and ratios.
 2. Beside the job: one interactive request a second, its latency with and without the job; the job's rate with and
-   without it.
+   without it. The latency has the bound of docs/queue.md: twice the p99 without the job, and the batches at the
+   adapter, SIE_RUST_PIPELINE_DEPTH of the largest size.
 
     python bench/jobs.py [--texts 4000 --rounds 3]
 """
@@ -31,6 +32,7 @@ from overhead import MODEL, SHORT, Alone, Cluster, percentile, texts_of
 from report import Report, add_options, machine
 
 GOALS = "goals: a job at least 0.95 of the engine alone on the mix and 1.3 of 8 x 32; 0.80 of itself beside requests"
+DEPTH = 2  # SIE_RUST_PIPELINE_DEPTH
 
 
 class Jobs:
@@ -126,6 +128,10 @@ def measure(alone: Alone, cluster: Cluster, texts: list[str], options: argparse.
         say(f"| {name} | {rate:.0f} | {rate / found['engine']:.2f} |")
     say(f"\nJob to 8 x 32: {found['job'] / found['clients']:.2f}. ")
     say(f"Job beside one request a second to itself: {found['job beside requests'] / found['job']:.2f}. ")
+    tokens = sum(len(batch.ids) // 4 for batch in batches) / len(texts)
+    batch_ms = 1000 * alone.budget / (found["job"] * tokens / len(alone.engine.lanes))
+    bound_ms = 2 * percentile(quiet_ms, 0.99) + DEPTH * batch_ms
+    say(f"Bound of the p99 of a request beside a job: {bound_ms:.0f} ms; a full batch takes {batch_ms:.0f} ms.\n")
     say("\n| one short text, ms | p50 | p99 | requests |")
     say("|---|--:|--:|--:|")
     for name, each in (("nothing beside it", quiet_ms), ("a job beside it", beside_ms)):

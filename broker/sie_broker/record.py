@@ -31,10 +31,12 @@ from typing import Generic, TypeVar
 
 from sie_broker import BrokerError, Entry, KeyValue, PayloadTooBig, Store, Subscription, Write, WrongRevision
 from sie_contracts import messages
+from sie_contracts.topology import LEASES_BUCKET
 
 MAX_ATTEMPTS = 16  # of one change, while other writers are first
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.002, 0.1  # upper bounds of the random pause before the next attempt
 LEASE_S = 30.0  # three rounds of a leader that renews every ten seconds
+RELEASED_AGE_S = 60.0
 T = TypeVar("T")
 R = TypeVar("R")
 _logger = logging.getLogger("sie.broker")
@@ -266,6 +268,11 @@ class Record(Generic[T]):
 async def _read_all(bucket: KeyValue) -> tuple[Sequence[Entry], int]:
     entries = await bucket.entries()
     return entries, max((entry.revision for entry in entries), default=0)
+
+
+def leases_of(broker: Store, *, storage: str, replicas: int) -> Bucket:
+    """The bucket of all leases. Nobody follows it, so what was released is soon forgotten: each job has a lease."""
+    return Bucket(broker, LEASES_BUCKET, storage=storage, replicas=replicas, removed_age_s=RELEASED_AGE_S)
 
 
 class LeaderLease:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from sie_broker import Administration, Broker, BrokerError, ConsumerState, Subscription
 from sie_broker.independent import independently
-from sie_broker.record import Bucket, LeaderLease
+from sie_broker.record import LeaderLease, leases_of
 from sie_contracts import topology
 from sie_contracts.errors import PoolNotFound
 from sie_contracts.settings import Settings
@@ -251,9 +251,7 @@ class Consumers:
         self._clock = clock
         self._streams: dict[str, StreamConsumers] = {}  # one for each pool
         self._following = asyncio.Lock()  # one begins at a time
-        leases = Bucket(
-            broker, topology.LEASES_BUCKET, storage=settings.stream_storage, replicas=settings.stream_replicas
-        )
+        leases = leases_of(broker, storage=settings.stream_storage, replicas=settings.stream_replicas)
         self._lease = LeaderLease(leases, "consumers")
         self._swept_s = -SWEEP_S
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from sie_broker import Broker, BrokerError, Write
 from sie_broker.independent import independently
-from sie_broker.record import Bucket, LeaderLease
+from sie_broker.record import Bucket, LeaderLease, leases_of
 from sie_contracts import topology
 from sie_contracts.settings import Settings
 from sie_gateway import assignments, pool_rules
@@ -61,7 +61,7 @@ class PoolKeeper:
         self._metrics = metrics
         self._on_gone = on_gone
         storage, replicas = settings.stream_storage, settings.stream_replicas
-        leases = Bucket(broker, topology.LEASES_BUCKET, storage=storage, replicas=replicas)
+        leases = leases_of(broker, storage=storage, replicas=replicas)
         self._lease = LeaderLease(leases, "pools", lease_s=LEASE_S)
         self._tables = Bucket(broker, topology.PLACEMENT_BUCKET, storage=storage, replicas=replicas)
         self._is_leader = False

@@ -4,6 +4,7 @@ cache, the list.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import time
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import shared
 from cluster import until
-from job_client import Job, JobClient, jsonl, parquet_file
+from job_client import ENDED, Job, JobClient, jsonl, parquet_file
 from job_stack import (
     CACHE_BYTES,
     MODEL,
@@ -152,11 +153,23 @@ def test_the_cache_answers_what_did_not_change_and_equal_rows_are_computed_once(
         until(lambda: fingerprint(jobs, "toy/cached") not in ("", before), 30, "the model is another one")
         other = jobs.done(jobs.submit("toy/cached", source, cache=True, shard_rows=5000)["id"])
         assert other["counts"]["reused"] == 990
-    for number in range(4):
-        (job_folder / "rows.parquet").write_bytes(parquet_file(rows_of(5000, word=f"run {number}")))
-        jobs.done(jobs.submit(MODEL, source, cache=True, shard_rows=5000)["id"])
-    kept = sum(path.stat().st_size for path in (job_cluster.folder / "payloads" / "cache").rglob("*") if path.is_file())
-    assert CACHE_BYTES / 2 < kept <= CACHE_BYTES
+    (job_folder / "rows.parquet").write_bytes(parquet_file(rows_of(40_000, word="more than is kept")))
+    cache = job_cluster.folder / "payloads" / "cache"
+    job, sizes = jobs.submit(MODEL, source, cache=True, shard_rows=1000)["id"], [0]
+    while jobs.show(job)["state"] not in ENDED:
+        sizes.append(kept_bytes(cache))
+    assert jobs.done(job)["counts"]["done"] == 40_000
+    assert max(sizes) < 1.5 * CACHE_BYTES, "older answers are removed while it runs"
+    assert CACHE_BYTES / 2 < kept_bytes(cache) <= CACHE_BYTES
+
+
+def kept_bytes(folder: Path) -> int:
+    """Of the files below a folder, from which some may be removed meanwhile."""
+    found = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            found += path.stat().st_size if path.is_file() else 0
+    return found
 
 
 async def test_a_thousand_jobs_are_listed_at_once(job_cluster: Stack, jobs: JobClient) -> None:

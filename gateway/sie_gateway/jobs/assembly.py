@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from sie_broker import Broker
-from sie_broker.record import Bucket, LeaderLease
-from sie_contracts import topology
+from sie_broker.record import LeaderLease, leases_of
 from sie_contracts.jobs import JobRecord
 from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
@@ -62,7 +61,7 @@ def assembled(
     url, replicas = settings.payload_store_url, settings.stream_replicas
     bucket = JobsBucket(broker, replicas)
     ledger = Ledger(bucket, broker, replicas)
-    leases = Bucket(broker, topology.LEASES_BUCKET, storage=settings.stream_storage, replicas=replicas)
+    leases = leases_of(broker, storage=settings.stream_storage, replicas=replicas)
     files = FileStore(bucket, open_files(url), LeaderLease(leases, "files"))
     store = None if url is None else object_stores.opened(url, "SIE_PAYLOAD_STORE_URL")
 

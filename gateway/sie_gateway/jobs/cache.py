@@ -164,16 +164,18 @@ class Cache:
         self._read.move_to_end(number)
         return self._read[number]
 
-    async def keep(self, name: str, values: Mapping[bytes, Answer]) -> None:
-        """Keep values under a name that no other shard has. Raises StoreError."""
+    async def keep(self, name: str, values: Mapping[bytes, Answer]) -> int:
+        """Keep values under a name that no other shard has. Returns how many bytes they take. Raises StoreError."""
         import obstore
 
         if not values:
-            return
+            return 0
+        data = segment(values)
         try:
-            await within(LONG_S, obstore.put_async(self._store, self._folder + name, segment(values), mode="create"))
+            await within(LONG_S, obstore.put_async(self._store, self._folder + name, data, mode="create"))
         except WrittenMeanwhile:
-            return  # by a leader before this one, of the same shard
+            return 0  # by a leader before this one, of the same shard
+        return len(data)
 
 
 async def trim(store: ObjectStore, max_bytes: int) -> int:

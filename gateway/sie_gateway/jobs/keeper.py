@@ -13,8 +13,7 @@ import time
 from collections.abc import Callable
 
 from sie_broker import BrokerError, Store
-from sie_broker.record import Bucket, LeaderLease
-from sie_contracts import topology
+from sie_broker.record import LeaderLease, leases_of
 from sie_contracts.jobs import JobRecord
 from sie_gateway.jobs.ledger import Ledger
 from sie_gateway.jobs.run import JobRun, Progress, Work, expires_s
@@ -65,7 +64,7 @@ class Keeper:
     ) -> None:
         """`storage` and `replicas`: of the bucket of leases, which other duties use too."""
         self._ledger = ledger
-        self._leases = Bucket(broker, topology.LEASES_BUCKET, storage=storage, replicas=replicas)
+        self._leases = leases_of(broker, storage=storage, replicas=replicas)
         self._name = name
         self._work = work
         self._at_once = at_once

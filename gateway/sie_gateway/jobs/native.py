@@ -36,6 +36,7 @@ from sie_store.sinks.sink import (
     SinkUnsuitable,
 )
 
+UNTRIMMED = 0.1  # of what all answers may take: what one job keeps before it removes older ones
 REFUSALS = (CollectionMismatch, CollectionRefused, RowsRefused, SinkUnsuitable)
 
 
@@ -78,6 +79,7 @@ class Native:
         self._places = places
         self._cache_bytes = cache_bytes if job.request.cache else 0
         self._cache: Cache | None = None
+        self._kept_bytes = 0  # for later jobs, since the last trim
         self._opening = asyncio.Lock()
         self._count = 0  # of parts
         self._again: tuple[Again, ...] = ()
@@ -211,7 +213,9 @@ class Native:
         self._computed[number] = len(computed)
         if cache is not None:
             good = {once.digests[place]: answer for place, answer in computed.items() if answer.error is None}
-            await cache.keep(f"{self._job.id}-{number:06}", good)
+            self._kept_bytes += await cache.keep(f"{self._job.id}-{number:06}", good)
+            if self._kept_bytes > self._cache_bytes * UNTRIMMED:
+                await self._trim()
         every = {**kept, **computed}
         return [every[place] for place in range(len(once.inputs))]
 
@@ -266,8 +270,12 @@ class Native:
         plan = await self._workplace.plan()
         await manifests.write(self._places.output, manifest(job, state, shards, plan.unread if plan else ()))
         if self._cache_bytes:
-            await caches.trim(self._workplace.store, self._cache_bytes)
+            await self._trim()
         return fields
+
+    async def _trim(self) -> None:
+        self._kept_bytes = 0
+        await caches.trim(self._workplace.store, self._cache_bytes)
 
 
 def manifest(job: JobRecord, state: str, shards: dict[int, ShardRecord], unread: Sequence[Unread]) -> api.JobManifest:
