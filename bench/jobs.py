@@ -131,7 +131,7 @@ def measure(alone: Alone, cluster: Cluster, texts: list[str], options: argparse.
     tokens = sum(len(batch.ids) // 4 for batch in batches) / len(texts)
     batch_ms = 1000 * alone.budget / (found["job"] * tokens / len(alone.engine.lanes))
     bound_ms = 2 * percentile(quiet_ms, 0.99) + DEPTH * batch_ms
-    say(f"Bound of the p99 of a request beside a job: {bound_ms:.0f} ms; a full batch takes {batch_ms:.0f} ms.\n")
+    say(f"Bound of the p99 of a request beside a job: {bound_ms:.0f} ms; a full batch takes {batch_ms:.0f} ms.")
     say("\n| one short text, ms | p50 | p99 | requests |")
     say("|---|--:|--:|--:|")
     for name, each in (("nothing beside it", quiet_ms), ("a job beside it", beside_ms)):
