@@ -5,6 +5,8 @@
 2. Beside the job: one interactive request a second, its latency with and without the job; the job's rate with and
    without it. The latency has the bound of docs/queue.md: twice the p99 without the job, and the batches at the
    adapter, SIE_RUST_PIPELINE_DEPTH of the largest size.
+3. Short texts on a device that is as fast as a card, of the fixed-cost adapter: there the way to the device decides. A
+   device that 8 clients keep busy leaves a job little to gain.
 
     python bench/jobs.py [--texts 4000 --rounds 3]
 """
@@ -18,28 +20,35 @@ import os
 import platform
 import statistics
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
 
 import httpx
+import msgspec
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from client import closed_loop
-from overhead import MODEL, SHORT, Alone, Cluster, percentile, texts_of
+from client import closed_loop, percentile, request
+from overhead import MODEL, SHORT, Alone, Cluster, texts_of
 from report import Report, add_options, machine
+from stack import Device, Plan, Stack
 
 GOALS = "goals: a job at least 0.95 of the engine alone on the mix and 1.3 of 8 x 32; 0.80 of itself beside requests"
 DEPTH = 2  # SIE_RUST_PIPELINE_DEPTH
+FAST = Device(batch_ms=2.0, token_us=1.0)
+SHORT_TEXTS = 100_000  # of 14 tokens
+TOY = "toy/one"
 
 
 class Jobs:
-    """Jobs of a cluster over one uploaded file of texts."""
+    """Jobs of a gateway over one uploaded file of texts."""
 
-    def __init__(self, cluster: Cluster, texts: list[str]) -> None:
-        self._client = httpx.Client(base_url=f"http://127.0.0.1:{cluster.port}", timeout=60, trust_env=False)
+    def __init__(self, url: str, texts: list[str], model: str = MODEL) -> None:
+        self._client = httpx.Client(base_url=url, timeout=60, trust_env=False)
+        self._model = model
         rows = b"".join(json.dumps({"t": text}).encode() + b"\n" for text in texts)
         form = {"files": {"file": ("t.jsonl", rows)}, "data": {"purpose": "jobs"}}
         self._file = self._client.post("/v1/files", **form).raise_for_status().json()["id"]
@@ -47,7 +56,7 @@ class Jobs:
 
     def rate(self) -> float:
         """Texts a second of one job."""
-        body = {"model": MODEL, "input": {"file": self._file, "text": "{t}"}}
+        body = {"model": self._model, "input": {"file": self._file, "text": "{t}"}}
         job = self._client.post("/v1/jobs", json=body).raise_for_status().json()["id"]
         while True:
             told = self._client.get(f"/v1/jobs/{job}").json()
@@ -93,13 +102,15 @@ def main() -> None:
         finally:
             cluster.stop()
             alone.engine.stop(5)
+    measure_fast(options, say)
     say.save(options.out)
 
 
 def measure(alone: Alone, cluster: Cluster, texts: list[str], options: argparse.Namespace, say: Report) -> None:
     say(f"# Jobs\n\n`python bench/jobs.py`, {machine()}, Python {platform.python_version()}, MiniLM-L6 in ")
     say(f"{alone.precision}, {len(texts):,} texts of 87 tokens in the mean, {options.rounds} rounds; {GOALS}.\n")
-    jobs, batches, requests = Jobs(cluster, texts), alone.batches(texts), cluster.requests(texts, 32)
+    jobs = Jobs(f"http://127.0.0.1:{cluster.port}", texts)
+    batches, requests = alone.batches(texts), cluster.requests(texts, 32)
     rates: dict[str, list[float]] = {name: [] for name in ("engine", "clients", "job", "job beside requests")}
     quiet_ms: list[float] = []
     beside_ms: list[float] = []
@@ -136,6 +147,30 @@ def measure(alone: Alone, cluster: Cluster, texts: list[str], options: argparse.
     say("|---|--:|--:|--:|")
     for name, each in (("nothing beside it", quiet_ms), ("a job beside it", beside_ms)):
         say(f"| {name} | {statistics.median(each):.1f} | {percentile(each, 0.99):.1f} | {len(each)} |")
+
+
+def measure_fast(options: argparse.Namespace, say: Report) -> None:
+    """A job against 8 clients on the fixed-cost adapter."""
+    texts = [f"short {number}" for number in range(SHORT_TEXTS)]
+    bodies = [msgspec.msgpack.encode({"items": texts[start : start + 32]}) for start in range(0, len(texts), 32)]
+    requests = [request(f"/v1/encode/{TOY}", body) for body in bodies]
+    clients: list[float] = []
+    job: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        environ = {"SIE_PAYLOAD_STORE_URL": f"{folder}/payloads"}
+        (Path(folder) / "stack").mkdir()
+        with Stack(Path(folder) / "stack", Plan(workers=(FAST,), environ=environ)) as stack:
+            jobs = Jobs(stack.urls[0], texts, TOY)
+            jobs.rate()
+            port = int(stack.urls[0].rpartition(":")[2])
+            for _ in range(options.rounds):
+                load = closed_loop("127.0.0.1", port, requests, clients=8, seconds=options.seconds)
+                answered, seconds, _ = asyncio.run(load)
+                clients.append(32 * answered / seconds)
+                job.append(jobs.rate())
+    ours, theirs = statistics.median(job), statistics.median(clients)
+    say(f"\n{SHORT_TEXTS:,} texts of 14 tokens, on a device that takes {FAST.batch_ms} ms for a batch and ")
+    say(f"{FAST.token_us} us for a token: job {ours:.0f} texts/s, 8 x 32 {theirs:.0f} texts/s, {ours / theirs:.2f}.")
 
 
 if __name__ == "__main__":
