@@ -306,7 +306,7 @@ def test_a_batch_that_can_never_run_is_not_made(cluster: Cluster, client: openai
         with pytest.raises(openai.BadRequestError) as refused:
             submitted(client, lines, endpoint)
         assert refused.value.param == "endpoint"
-    for window in ("1 day", "0h", "31d", ""):
+    for window in ("1 day", "0h", "31d", "24h\n", ""):
         with pytest.raises(openai.BadRequestError) as refused:
             submitted(client, lines, completion_window=window)
         assert refused.value.param == "completion_window"

@@ -109,6 +109,13 @@ def test_what_is_wrong_with_a_line_is_named(change: dict[str, object], code: str
     assert caught.value.code == code
 
 
+def test_a_body_that_is_nested_too_deeply_is_no_request() -> None:
+    """It can be read, and not be written again."""
+    line = json.dumps({**GOOD, "body": {"input": None}}).replace("null", "[" * 300 + "]" * 300).encode()
+    with pytest.raises(BadLine, match="body: it is nested too deeply"):
+        read(line, 0, "/v1/embeddings", is_repeated=False)
+
+
 @pytest.mark.parametrize("line", [b"", b"{", b"[]", b"7", b"\xff", b"NaN"])
 def test_a_line_that_is_no_map_is_no_request(line: bytes) -> None:
     with pytest.raises(BadLine) as caught:

@@ -271,6 +271,25 @@ async def test_a_broken_page_is_found_when_its_rows_are_read(tmp_path: Path, pla
     assert [row.text for row in await read(place, last, TEXT)] == texts[1000:]
 
 
+@pytest.mark.parametrize("nested", [False, True])
+async def test_a_small_file_of_many_long_values_is_refused_before_they_are_decoded(
+    tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch, nested: bool
+) -> None:
+    """A dictionary of one value for all rows: 1,000 rows of 100 kB in some hundred bytes."""
+    monkeypatch.setattr(footers, "MAX_DECODED_BYTES", 10 << 20)
+    column: pa.Array = pa.DictionaryArray.from_arrays(pa.array([0] * 1000, pa.int32()), pa.array(["x" * 100_000]))
+    if nested:
+        column = pa.ListArray.from_arrays(pa.array(range(1001), pa.int32()), column.cast(pa.string()))
+    parquet.write_table(pa.table({"t": column}), tmp_path / "a.parquet", compression="zstd")
+    assert (tmp_path / "a.parquet").stat().st_size < 10_000
+    (span,) = await spans_of(place, TEXT, 1000)
+    with pytest.raises(InvalidInput) as caught:
+        await read(place, span, TEXT)
+    assert (caught.value.reason, caught.value.param) == ("too_large", "shard_rows")
+    few, *_ = await spans_of(place, TEXT, 50)
+    assert len(await read(place, few, TEXT)) == 50
+
+
 async def test_nothing_to_read_is_refused(tmp_path: Path, place: Place) -> None:
     (tmp_path / "README.md").write_text("x")
     for source in (TEXT, JobInput(url="u/", format="images")):

@@ -35,6 +35,12 @@ def test_nothing_but_names_of_columns_is_a_template(template: str) -> None:
     assert caught.value.param == "input.query"
 
 
+def test_a_template_does_not_repeat_a_column_until_its_texts_fill_the_memory() -> None:
+    assert Template.parsed("{a}" * 4, "input.text").text(ROW) == "xxxx"
+    with pytest.raises(InvalidInput, match="'a' is named 5 times, at most 4"):
+        Template.parsed("{a}" * 5, "input.text")
+
+
 @pytest.mark.parametrize("value", [None, [1], {"x": 1}, b"x", float("nan")])
 def test_a_value_that_is_no_text_is_a_fault_that_names_the_column_alone(value: Any) -> None:
     template = Template.parsed("{c}", "input.text")

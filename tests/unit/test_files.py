@@ -22,7 +22,7 @@ from sie_broker.record import Bucket, LeaderLease
 from sie_contracts import topology
 from sie_contracts.errors import NotFound, PayloadTooLarge, QueueUnavailable, ResourceExhausted
 from sie_contracts.jobs import FileRecord
-from sie_gateway.jobs.files import ABANDONED_S, FileStore, new_id
+from sie_gateway.jobs.files import ABANDONED_S, About, FileStore, new_id
 from sie_gateway.jobs.records import JobsBucket
 from sie_store.files import open_files
 from sie_store.object_stores import ObjectMissing
@@ -104,6 +104,8 @@ async def test_fields_may_stand_before_the_file_and_behind_it(gateway: GatewayPr
 
 FILE = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nabc\r\n'
 PURPOSE = b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+ANCHOR = PURPOSE.replace(b"purpose", b"expires_after[anchor]").replace(b"batch", b"created_at")
+SECONDS = PURPOSE.replace(b"purpose", b"expires_after[seconds]").replace(b"batch", b"100")
 END = b"--x--\r\n"
 
 
@@ -121,6 +123,7 @@ END = b"--x--\r\n"
         (FILE.replace(b'; filename="a"', b"") + PURPOSE + END, "file"),
         (FILE + PURPOSE + PURPOSE.replace(b"purpose", b"wrong") + END, "wrong"),
         (FILE + PURPOSE + PURPOSE.replace(b"purpose", b"expires_after[seconds]") + END, "expires_after[anchor]"),
+        (FILE + PURPOSE + ANCHOR + SECONDS.replace(b"100", b"0" * 8 + b"1" * 200) + END, "expires_after[seconds]"),
         (FILE + PURPOSE.replace(b"batch", b"b" * 5000) + END, "purpose"),
         (FILE.replace(b'"a"', b'"' + b"a" * 300 + b'"') + PURPOSE + END, "file"),
         (FILE.replace(b'"a"', b'"\xff"') + PURPOSE + END, "body"),
@@ -425,6 +428,8 @@ async def test_a_writer_that_is_repeated_makes_a_file_once(cluster: InProcess, t
 
     first = await store.create("one", "out.jsonl", "batch_output", data(), file=name)
     assert await store.create("one", "out.jsonl", "batch_output", data(), file=name) == first
+    # a writer that looked before the first one was done
+    assert await store.receive("one", data(), lambda: About("out.jsonl", "batch_output"), file=name) == first
     assert reads == 1
     assert await store.range(first, 2, 5) == b"234"
     assert b"".join([piece async for piece in await store.open(first)]) == b"0123456789"

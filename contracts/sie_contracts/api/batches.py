@@ -93,7 +93,7 @@ class BatchRequest(Struct, kw_only=True, frozen=True):
 
     input_file_id: str
     endpoint: str
-    completion_window: Annotated[str, Meta(pattern=r"^[1-9]\d{0,5}[smhd]$")] = "24h"
+    completion_window: Annotated[str, Meta(pattern=r"^[1-9][0-9]{0,5}[smhd](?!\n)$")] = "24h"
     metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
 

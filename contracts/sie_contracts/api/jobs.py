@@ -64,7 +64,7 @@ class JobOutput(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_un
     url: Annotated[str, Meta(max_length=1024)] = ""
     format: OutputFormat = "parquet"
     sink: Annotated[str, Meta(max_length=64)] = ""
-    collection: Annotated[str, Meta(max_length=128, pattern=r"^[A-Za-z0-9_-]*$")] = ""
+    collection: Annotated[str, Meta(max_length=128, pattern=r"^[A-Za-z0-9_-]*(?!\n)$")] = ""
 
 
 class JobRequest(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True):

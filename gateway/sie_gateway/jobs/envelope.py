@@ -138,7 +138,10 @@ def read(line: bytes, number: int, endpoint: str, *, is_repeated: bool) -> Reque
         if not isinstance(model, str) or not model:
             raise BadLine("missing_required_parameter", f"{where}: body.model: expected the name of a model")
         url = f"{url}/{model}"
-    return Request(custom_id, url, orjson.dumps(body))
+    try:
+        return Request(custom_id, url, orjson.dumps(body))
+    except orjson.JSONEncodeError:
+        raise BadLine("invalid_json_line", f"{where}: body: it is nested too deeply") from None
 
 
 def answer(custom_id: str, request_id: str, status: int, body: bytes, tokens: int = 0) -> Row:

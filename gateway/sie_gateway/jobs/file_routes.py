@@ -60,7 +60,9 @@ def _expires_after_s(form: Form) -> int:
         return 0
     if anchor != "created_at":
         raise InvalidInput(f"{_ANCHOR}: expected created_at", reason="schema", param=_ANCHOR)
-    if seconds is None or not (seconds.isascii() and seconds.isdigit() and 1 <= int(seconds[:9]) <= MAX_EXPIRES_S):
+    if seconds is None or not (
+        seconds.isascii() and seconds.isdigit() and len(seconds) <= 9 and 1 <= int(seconds) <= MAX_EXPIRES_S
+    ):
         raise InvalidInput(
             f"{_SECONDS}: expected a whole number from 1 to {MAX_EXPIRES_S}", reason="schema", param=_SECONDS
         )

@@ -169,7 +169,7 @@ class FileStore:
         """Store a file of which all is known when `data` has ended: then `about` is called.
 
         Raises InvalidInput for an empty file, PayloadTooLarge, ResourceExhausted for a full store, and what `data` and
-        `about` raise; then nothing of it is left.
+        `about` raise; then nothing of it is left. What a task leaves that is cancelled is removed by `clean`.
         """
         objects = self._required()
         if self._writes >= WRITES_AT_ONCE:
@@ -182,7 +182,11 @@ class FileStore:
         draft = FileRecord(file or new_id(), owner, "", "", 0, "", self._wall_clock(), state="writing")
         try:
             with _unavailable():
-                await self._records.change(draft.id, lambda _: draft)
+                stands = await self._records.change(
+                    draft.id, lambda now: now if now is not None and now.state == "ready" else draft
+                )
+            if stands is not None and stands.state == "ready":  # by another writer of the same file
+                return stands
             try:
                 with _unavailable():
                     return await self._write(objects, draft, data, about)

@@ -15,12 +15,13 @@ from sie_store.datasets.places import Place
 from sie_store.datasets.scan import Cut
 
 if TYPE_CHECKING:
-    from pyarrow import RecordBatch
+    from pyarrow import Array, RecordBatch
     from pyarrow.parquet import ParquetFile
 
 BUFFER_BYTES = 8 << 20  # of each column chunk that is being read
 BATCH_ROWS = 1024
 MAX_FOOTER_BYTES = 64 << 20
+MAX_DECODED_BYTES = 256 << 20  # of the rows of a span: a file of some bytes may name one long value for many rows
 
 
 class Group(NamedTuple):
@@ -39,8 +40,10 @@ def malformed(source: str) -> InvalidInput:
     return InvalidInput(f"{source}: the object is no valid Parquet file", reason="malformed", param="input.url")
 
 
-def _opened(place: Place, what: Found) -> ParquetFile:
-    """Raises InvalidInput, StoreError."""
+def _opened(place: Place, what: Found, compact: Collection[str] = ()) -> ParquetFile:
+    """A file whose values of the columns `compact` stay in their dictionaries where it has such. Raises InvalidInput,
+    StoreError.
+    """
     import pyarrow as pa
     from pyarrow.parquet import ParquetFile
 
@@ -51,7 +54,21 @@ def _opened(place: Place, what: Found) -> ParquetFile:
         raise malformed(what.source)
     file.seek(0)
     try:
-        return ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True)
+        opened = ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True)
+        leaves = [opened.schema.column(at) for at in range(len(opened.schema))] if compact else []
+        paths = [
+            leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY" and leaf.path.split(".")[0] in compact
+        ]
+        if not paths:
+            return opened
+        return ParquetFile(
+            file,
+            metadata=opened.metadata,
+            read_dictionary=paths,
+            buffer_size=BUFFER_BYTES,
+            pre_buffer=False,
+            page_checksum_verification=True,
+        )
     except (pa.ArrowException, OSError) as error:
         raise malformed(what.source) from error
 
@@ -106,11 +123,12 @@ def read(place: Place, what: Found, cut: Cut, names: Sequence[str]) -> list[dict
     """The columns `names` of the rows of a span. For a thread. Raises InvalidInput, StoreError."""
     import pyarrow as pa
 
-    with _opened(place, what) as file:
+    with _opened(place, what, names) as file:
         known = [name for name in names if name in file.schema_arrow.names]
         begin = sum(file.metadata.row_group(number).num_rows for number in range(cut.start))
         skip = cut.first - begin
         rows: list[dict[str, Any]] = []
+        size = 0
         try:
             batches = file.iter_batches(
                 BATCH_ROWS, row_groups=range(cut.start, cut.end), columns=known, use_threads=False
@@ -118,6 +136,14 @@ def read(place: Place, what: Found, cut: Cut, names: Sequence[str]) -> list[dict
             for batch in batches:
                 part = batch.slice(skip, cut.rows - len(rows))
                 skip = max(0, skip - batch.num_rows)
+                size += sum(map(_decoded_bytes, part.columns))
+                if size > MAX_DECODED_BYTES:
+                    raise InvalidInput(
+                        f"{what.source}: {cut.rows} rows from {cut.first} on have more than {MAX_DECODED_BYTES} bytes: "
+                        "submit the job with fewer shard_rows",
+                        reason="too_large",
+                        param="shard_rows",
+                    )
                 rows += _micros(part).to_pylist() if known else [{}] * len(part)
                 if len(rows) == cut.rows:
                     break
@@ -126,6 +152,29 @@ def read(place: Place, what: Found, cut: Cut, names: Sequence[str]) -> list[dict
     if len(rows) != cut.rows:
         raise malformed(what.source)
     return rows
+
+
+def _decoded_bytes(array: Array) -> int:
+    """What the values of an array take once each stands for itself."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if isinstance(array, pa.DictionaryArray):
+        lengths = pc.binary_length(array.dictionary.cast(pa.large_binary())).cast(pa.int64())
+        return int(pc.sum(lengths.take(array.indices)).as_py() or 0)
+    if pa.types.is_nested(array.type):
+        return int(array.nbytes) + sum(map(_decoded_bytes, _children(array)))
+    return int(array.nbytes)
+
+
+def _children(array: Array) -> list[Array]:
+    import pyarrow as pa
+
+    if isinstance(array, pa.StructArray):
+        return list(array.flatten())
+    if isinstance(array, pa.MapArray):
+        return [array.keys, array.items]
+    return [array.flatten()]
 
 
 def _micros(batch: RecordBatch) -> RecordBatch:

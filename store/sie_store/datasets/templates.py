@@ -10,6 +10,7 @@ import datetime
 import decimal
 import math
 import string
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,9 @@ ANSWER_COLUMNS = frozenset(
     | {"multivector", "multivector_scale", "multivector_offset", "score"}
     | {"entities", "relations", "classifications", "objects", "data"}
 )
+
+
+MAX_REPEATS = 4  # of a column in a template: some bytes of a template must not make gigabytes of a row
 
 
 class ColumnFault(ValueError):
@@ -49,6 +53,10 @@ class Template:
                 raise InvalidInput(
                     f"{param}: expected only the names of columns in braces, such as {{title}}", param=param
                 )
+        named = Counter(name for _, name, _, _ in parts if name is not None)
+        for name, times in named.items():
+            if times > MAX_REPEATS:
+                raise InvalidInput(f"{param}: {name!r} is named {times} times, at most {MAX_REPEATS}", param=param)
         return cls(tuple((literal, name) for literal, name, _, _ in parts))
 
     @property
