@@ -72,6 +72,13 @@ def test_a_part_is_bounded_in_lines_and_in_bytes() -> None:
     assert planned(large * 5, [7]).rows == (2, 2, 1)
 
 
+def test_a_part_is_bounded_in_inputs_of_its_requests() -> None:
+    line = json.dumps({**GOOD, "body": {"model": "m", "input": ["a"] * 2048}}).encode() + b"\n"
+    cut = Cut("file")
+    cut.feed(line * 7)
+    assert [span.rows for span in cut.plan().spans] == [2, 2, 2, 1]
+
+
 def test_as_many_lines_as_openai_takes_and_no_more() -> None:
     cut = Cut("f")
     cut.feed(b"{}\n\n" * MAX_LINES)

@@ -14,7 +14,8 @@ from sie_contracts.jobs import Plan, Span
 from sie_runtime.http import uuid7
 
 SHARD_LINES = 250
-SHARD_BYTES = 4 << 20  # from which on a part has no further line: three of them and their answers are in memory
+# from which on a part has no further line: three of them and their answers are in memory
+SHARD_BYTES, SHARD_INPUTS = 4 << 20, 4096
 MAX_LINES = 50_000  # OpenAI's own limit
 MAX_LINE_BYTES = 64 << 20
 _NATIVE = ("/v1/encode", "/v1/score", "/v1/extract")  # whose model is in the path
@@ -56,6 +57,7 @@ class Cut:
         self._rest = b""  # of a line that is not complete
         self._lines = self._first = 0
         self._requests = self._rows = 0  # in the file, and in the span
+        self._inputs = 0  # of the requests of the span
         self._start = self._end = 0  # bytes: of the span, and of the last complete line
         self._seen: set[str] = set()
         self._repeated: list[int] = []
@@ -75,7 +77,7 @@ class Cut:
         self._end += len(line) + newline
         if line.strip():
             self._request(line)
-        if self._rows == SHARD_LINES or self._end - self._start >= SHARD_BYTES:
+        if self._rows == SHARD_LINES or self._end - self._start >= SHARD_BYTES or self._inputs >= SHARD_INPUTS:
             self._cut()
 
     def _request(self, line: bytes) -> None:
@@ -86,7 +88,9 @@ class Cut:
                 f"input_file_id: more than {MAX_LINES} lines, which a batch may have; POST /v1/jobs takes any number"
             )
             raise InvalidInput(message, reason="too_many_items", param="input_file_id")
-        custom_id = custom_id_of(line)
+        asked = _map_of(line)
+        self._inputs += _inputs_of(asked)
+        custom_id = _custom_id_of(asked)
         if custom_id is not None and custom_id in self._seen:
             self._repeated.append(self._lines - 1)
         elif custom_id is not None:
@@ -95,7 +99,7 @@ class Cut:
     def _cut(self) -> None:
         if self._rows:
             self._spans.append(Span(self._file, "jsonl", self._first, self._rows, self._start, self._end))
-        self._first, self._start, self._rows = self._lines, self._end, 0
+        self._first, self._start, self._rows, self._inputs = self._lines, self._end, 0, 0
 
     def plan(self) -> Plan:
         """Raises InvalidInput for a file without requests."""
@@ -165,12 +169,28 @@ def written(text: bytes) -> list[Row]:
 
 def custom_id_of(line: bytes) -> str | None:
     """The custom_id of a line, None where it has none."""
+    return _custom_id_of(_map_of(line))
+
+
+def _map_of(line: bytes) -> dict[str, Any]:
+    """What a line says, empty where it is no request."""
     try:
         asked = orjson.loads(line)
     except orjson.JSONDecodeError:
-        return None
-    found = asked.get("custom_id") if isinstance(asked, dict) else None
+        return {}
+    return asked if isinstance(asked, dict) else {}
+
+
+def _custom_id_of(asked: dict[str, Any]) -> str | None:
+    found = asked.get("custom_id")
     return found if isinstance(found, str) else None
+
+
+def _inputs_of(asked: dict[str, Any]) -> int:
+    """How many answers a request may have, whatever its endpoint calls them."""
+    body = asked.get("body")
+    lists = [len(value) for value in body.values() if isinstance(value, list)] if isinstance(body, dict) else []
+    return max([1, *lists])
 
 
 def _new_id() -> str:
