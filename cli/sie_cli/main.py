@@ -190,8 +190,9 @@ def config(host: str, port: int, lame_duck_s: float, **values: Any) -> None:
     type=click.Path(path_type=Path, dir_okay=False),
     help="Append what runs to a trace for `sie bench replay`.",
 )
+@click.option("--drain-s", default=None, type=click.FloatRange(0), help=f"{DRAIN}  [default: 9]")
 @settings_options("sidecar")
-def sidecar(host: str, record_trace: Path | None, **values: Any) -> None:
+def sidecar(host: str, record_trace: Path | None, drain_s: float | None, **values: Any) -> None:
     """The worker's scheduler: pulls, tokenises, batches, settles."""
     from sie_sidecar import recording
     from sie_sidecar.process import run
@@ -203,7 +204,7 @@ def sidecar(host: str, record_trace: Path | None, **values: Any) -> None:
         except OSError as error:
             refuse(error)
     try:
-        _run(settings.log_json, lambda stop: run(settings, stop, host=host))
+        _run(settings.log_json, lambda stop: run(settings, stop, host=host, drain_s=drain_s))
     finally:
         recording.end()
 

@@ -43,6 +43,7 @@ BROKER_POLL_S = 2.0
 ROOM_BYTES = 8 << 20
 EXAMPLE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 _DRAIN_S, _GATEWAY_GRACE_S, _WORKER_GRACE_S, _LAST_GRACE_S = 8.0, 9.5, 3.0, 1.5  # the last three together below 15 s
+_WORKER_DRAIN_S = 1.5  # gateways have ended before, so nobody waits for what is left: the work of jobs, which goes on
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,8 @@ class LocalCluster:
         for number, (path, port) in enumerate(zip(sockets, worker_ports, strict=True)):
             own = {"SIE_IPC_SOCKET_PATH": path, "SIE_WORKER_METRICS_PORT": str(port), **self._worker_id(number)}
             name = _numbered("sidecar", number, plan.workers)
-            sidecars.append(self._child(name, "sidecar", ["--host", plan.host], own, _WORKER_GRACE_S))
+            extra = ["--host", plan.host, "--drain-s", str(_WORKER_DRAIN_S)]
+            sidecars.append(self._child(name, "sidecar", extra, own, _WORKER_GRACE_S))
             self._await_answer(name, port)
         return broker, config, gateways, sidecars, adapters
 

@@ -60,7 +60,14 @@ def connections_of(settings: Settings, lanes: int) -> int:
 
 
 async def serve(
-    settings: Settings, broker: Broker, source: ConfigSource | None, stop: Stop, *, host: str, mode: Mode = "queue"
+    settings: Settings,
+    broker: Broker,
+    source: ConfigSource | None,
+    stop: Stop,
+    *,
+    host: str,
+    mode: Mode = "queue",
+    drain_s: float | None = None,
 ) -> int:
     """Serve the lane until `stop`, then drain. Returns the exit status. Raises SettingError."""
     worker_id = settings.worker_id or default_worker_id()
@@ -168,7 +175,7 @@ async def serve(
             if following is not None:
                 following.cancel()
                 await asyncio.gather(following, return_exceptions=True)
-            await worker.drain(DRAIN_S)
+            await worker.drain(DRAIN_S if drain_s is None else drain_s)
             with contextlib.suppress(BrokerError):  # gone as well: what it did not hear it delivers again
                 await broker.flush()
     finally:
@@ -299,10 +306,12 @@ async def _upkeep(worker: Worker, stop: Stop) -> None:
             _logger.warning("the consumers could not be listed: %s", error)
 
 
-async def run(settings: Settings, stop: Stop, *, host: str) -> int:
-    """The sidecar against NATS. Raises SettingError."""
+async def run(settings: Settings, stop: Stop, *, host: str, drain_s: float | None = None) -> int:
+    """The sidecar against NATS. `drain_s`: longest wait for what is in flight at the end, by default DRAIN_S. Raises
+    SettingError.
+    """
     async with connected(settings.nats_url, "sie-sidecar", stop, password=settings.nats_password) as broker:
         if broker is None:
             return 0
         source = config_source(settings.config_service_url, settings.config_read_token)
-        return await serve(settings, broker, source, stop, host=host)
+        return await serve(settings, broker, source, stop, host=host, drain_s=drain_s)
