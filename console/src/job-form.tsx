@@ -27,8 +27,9 @@ const listed = (text: string): string[] => text.split(",").map((each) => each.tr
 /** The request of what was filled in; fields that are empty are left to the gateway. */
 function requestOf(given: Given): JobRequest {
   const { operation, image } = given;
-  const templates = image.trim() ? { image: image.trim() }
-    : operation === "score" ? { query: given.query, document: given.document } : { text: given.text };
+  // as `sie jobs submit` reads a template, so that the same words are the same job
+  const [text, query, document] = [given.text, given.query, given.document].map((each) => each.replaceAll("\\n", "\n")) as [string, string, string];
+  const templates = image.trim() ? { image: image.trim() } : operation === "score" ? { query, document } : { text };
   const [keep, windows] = [listed(given.keep), listed(given.windows)];
   const [sink, collection] = [given.sink.trim(), given.collection.trim()];
   const params = parsed(given.params);
@@ -142,7 +143,7 @@ export function JobForm({ models, onDone }: { models: Model[]; onDone: (id: stri
           {fitting.map((model) => <option value={model.id}>{model.id}</option>)}
         </select>
       </label>
-      {!isImage && given.operation !== "score" && template("text", "Template of the text: columns in braces")}
+      {!isImage && given.operation !== "score" && template("text", "Template of the text: columns in braces, \\n is a line break")}
       {!isImage && given.operation === "score" && <>{template("query", "Template of the query: columns in braces")}{template("document", "Template of the document")}</>}
       {given.operation !== "score" && field("image", "Column of images, in place of the text")}
       {field("id", "Column of ids", "by default the number of the row")}

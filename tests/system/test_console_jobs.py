@@ -249,7 +249,7 @@ def test_what_is_copied_submits_the_same_job(page: Page, api: httpx.Client, tmp_
     data = lines({"id": "it's 1", "text": "words"}, {"id": "2", "text": "further words"})
     fields = {
         "name": 'it\'s "copied"',
-        "text": "a {text}\nb",
+        "text": "a {text}\\nb",
         "id": "id",
         "params": '{"normalize": false}',
         "windows": "00:00-12:00, 12:00-00:00",
@@ -283,6 +283,7 @@ def test_what_is_copied_submits_the_same_job(page: Page, api: httpx.Client, tmp_
         assert request == wanted["request"], kind
         assert request["name"] == fields["name"]
         assert request["params"] == {"normalize": False}
+        assert request["input"]["text"] == "a {text}\nb"
         assert request["windows"] == ["00:00-12:00", "12:00-00:00"]
         assert (request["tokens_per_s"], request["shard_rows"]) == (100_000, 50)
 

@@ -80,7 +80,7 @@ def jobs() -> None:
 @click.option(
     "--param", "params", metavar="KEY=JSON", multiple=True, help="Of the requests: dimensions=256, output_dtype=int8."
 )
-@click.option("--cache", is_flag=True, help="Take answers of earlier jobs where model and input are the same.")
+@click.option("--cache", is_flag=True, help="Keep the answers, and take those of earlier jobs with --cache.")
 @click.option("--deadline", metavar="TIME", help="When it should be done: 12h, 2030-01-31T06:00+01:00.")
 @click.option("--expires", is_flag=True, help="What has not run by the deadline is not run any more.")
 @click.option(
@@ -120,13 +120,18 @@ def submit(
     place = Place.of(output)
     asked = options(given, place)
     with gateway_client(cluster, SCOPE, is_patient=True) as client:
-        with display.transfers() as bars:
-            asked["on_upload"] = sending(bars, Path(source).name)
-            job = client.jobs.submit(model, source, **asked)
+        try:
+            with display.transfers() as bars:
+                asked["on_upload"] = sending(bars, Path(source).name)
+                job = client.jobs.submit(model, source, **asked)
+        except BaseException:
+            place.unmade()
+            raise
         if not as_json:
             click.echo(job.id)
         if wait or place.folder is not None:
             follow(job, err=True)
+            told.hint(job.info)
         if place.folder is not None and job.state == "completed":
             fetch(job, place.folder)
     if as_json:
@@ -143,13 +148,16 @@ def submit(
 def list_command(cluster: Cluster, state: str | None, limit: int, as_json: bool) -> None:
     """Jobs, the newest first."""
     with gateway_client(cluster, SCOPE) as client:
-        found = [job.info for job in itertools.islice(client.jobs.list(state, min(limit, 100)), limit)]
+        found = [job.info for job in itertools.islice(client.jobs.list(state, min(limit + 1, 100)), limit + 1)]
+    has_more, found = len(found) > limit, found[:limit]
     if as_json:
         click.echo(display.document(found))
     elif not found:
         click.echo("no jobs" if state is None else f"no jobs are {state}")
     else:
         display.table(told.table(found))
+    if has_more and not as_json:
+        click.echo(f"these are the newest {limit}; --limit shows more", err=True)
 
 
 @jobs.command()
@@ -194,6 +202,7 @@ def watch(cluster: Cluster, name: str, as_json: bool) -> None:
     with gateway_client(cluster, SCOPE, is_patient=True) as client:
         job = client.jobs.get(name)
         follow(job, err=False, as_json=as_json)
+        told.hint(job.info)
     sys.exit(told.status(job.info))
 
 

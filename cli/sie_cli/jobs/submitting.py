@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +21,12 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Place:
     """Where the output goes: an address, or a folder of this machine that is filled once the job has ended. Neither: it
-    is kept with the job.
+    is kept with the job. `is_made`: the folder was not there before.
     """
 
     url: str = ""
     folder: Path | None = None
+    is_made: bool = False
 
     @classmethod
     def of(cls, given: str | None, *, is_new: bool = True) -> Place:
@@ -36,11 +38,18 @@ class Place:
         folder = Path(given).expanduser()
         if is_new and (folder / "manifest.json").exists():
             raise Refused(f"{folder} has the files of another job: name another folder")
+        is_made = not folder.exists()
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise Refused(f"{folder}: {error.strerror}") from error
-        return cls(folder=folder)
+        return cls(folder=folder, is_made=is_made)
+
+    def unmade(self) -> None:
+        """Remove a folder that was made for a job which there is not. One that has files stays."""
+        if self.folder is not None and self.is_made:
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()
 
 
 def params(given: Iterable[str]) -> dict[str, Any]:

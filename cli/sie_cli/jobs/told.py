@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from sie_cli.display import counted, printable
 from sie_cli.moments import local, moment, span
 
@@ -161,3 +163,9 @@ def failures(found: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
         text = f"{error.get('code', '')}: {error.get('message', '')}" if isinstance(error, Mapping) else str(error)
         lines.append((printable(str(row.get("id", "?"))), printable(text)))
     return lines
+
+
+def hint(job: JobInfo) -> None:
+    """Say how to learn why rows have an error."""
+    if job.counts.failed:
+        click.echo(f"`sie jobs show {job.id} --failed` says why rows have an error", err=True)
