@@ -145,9 +145,10 @@ function Row({ request, isOpen, onOpen }: { request: Slow; isOpen: boolean; onOp
       {isOpen && (
         <tr class="opened">
           <td colSpan={9}>
+            {request.message && <p class="bad">{request.message}</p>}
             {request.timing ? <Waterfall timing={request.timing} parts={request.chunks} /> : <p class="dim">It did not run.</p>}
             <p class="dim">{[request.lane && `lane ${request.lane}`, request.priority, request.tokens && `${request.tokens} tokens`, request.trace_id && `trace ${request.trace_id}`].filter(Boolean).join(", ")}</p>
-            {request.chunks?.map((chunk) => (
+            {request.chunks?.filter((chunk) => chunk.batch.items).map((chunk) => (
               <p class="dim">{`${chunk.worker}: a batch of ${chunk.batch.items ?? 0} inputs and ${chunk.batch.tokens ?? 0} tokens, of ${chunk.batch.chunks ?? 0} message${chunk.batch.chunks === 1 ? "" : "s"}`}</p>
             ))}
             <Log id={request.id} />

@@ -209,7 +209,7 @@ def error_response(error: Exception, call: Call) -> Response:
     if not isinstance(error, SIEError):
         _logger.error("request %s failed", call.id, exc_info=error, extra={"request_id": call.id})
         error = InternalFailure("the server failed; its log has the details under this request id")
-    call.code = error.code
+    call.code, call.message = error.code, error.message
     headers |= {"X-SIE-Error-Code": error.code, "x-should-retry": "true" if error.retryable else "false"}
     if error.retryable:
         headers["Retry-After"] = str(max(1, error.retry_after_s))

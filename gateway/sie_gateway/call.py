@@ -65,6 +65,7 @@ class Call:
     attempt: int = 0  # how often it began anew because the model's entry changed
     finished: Finished | None = None  # what ran last
     code: str = ""  # of the error that it was answered with
+    message: str = ""  # of that error
     context: Context = NONE  # of its trace, which its work carries on: our span's, or else its client's
     span: Span | None = None  # where this gateway traces
 

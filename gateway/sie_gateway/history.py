@@ -32,6 +32,7 @@ STEP_S = 10
 STEPS = 360
 MINUTE_S = 60
 SLOWEST, FAILED = 5, 5  # requests of each minute that are kept whole
+MAX_TEXT = 300  # characters of a message, and of a name that no model has
 MAX_CHUNKS = 32  # of a request, that are told
 STAGES_TOLD = (*STAGES, "total_time")
 # upper bounds in ms: each is a fifth above the one before, so a quantile is at most that far from the truth
@@ -183,11 +184,13 @@ def _told(call: Call, endpoint: str, status: int, total_ms: float, now_s: float)
         "endpoint": endpoint,
         "status": status,
         "code": call.code,
-        "model": call.labels.get("model") or (call.resolved.canonical if call.resolved is not None else ""),
+        "model": call.labels.get("model") or _model_of(call),
         "total_ms": round(total_ms, 3),
         "items": len(asked.items) if asked is not None else 0,
         "trace_id": call.span.trace_id if call.span is not None else "",
     }
+    if call.message:
+        told["message"] = call.message[:MAX_TEXT]
     if finished is not None:
         told["lane"], told["priority"] = str(finished.request.lane), finished.request.priority
         told["tokens"] = finished.usage["total_tokens"]
@@ -202,3 +205,8 @@ def _told(call: Call, endpoint: str, status: int, total_ms: float, now_s: float)
             for result in finished.worker_results[:MAX_CHUNKS]
         ]
     return told
+
+
+def _model_of(call: Call) -> str:
+    """What its client asked for, also where there is no such model."""
+    return call.resolved.canonical if call.resolved is not None else (call.model or "")[:MAX_TEXT]

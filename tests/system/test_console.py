@@ -106,6 +106,9 @@ def test_the_console_shows_workers_models_and_queues_and_follows_them(cluster: C
     found = f"rows.filter(row => row[1] === '{failed.headers['x-sie-request-id']}').length"
     shown = f"{found} && rows.every(row => row[4] > '4')"
     page.wait(f"(rows => {shown})({ROWS.format('requests')}.filter(row => row.length > 1))", bool, timeout_s=30)
+    click(page, "#requests button")
+    why = page.wait("document.querySelector('#requests .bad')?.innerText", bool)
+    assert why == failed.json()["error"]["message"]
     click(page, "#failed")
 
     typed(page, "#filter", "no such")

@@ -121,7 +121,8 @@ async def test_a_gateway_tells_of_its_requests_and_never_of_their_inputs(tmp_pat
 
         ran = await client.post(f"{gateway.url}/v1/encode/toy/one", json={"items": ["canary-41", "two words"]})
         assert ran.status_code == 200
-        assert (await client.post(f"{gateway.url}/v1/encode/toy/none", json={"items": ["x"]})).status_code == 404
+        refused = await client.post(f"{gateway.url}/v1/encode/toy/none", json={"items": ["canary-42"]})
+        assert refused.status_code == 404
         told = await get("/v1/history?step_s=60")
         assert told["stages"] == list(STAGES_TOLD)
         assert sum(step["requests"] for step in told["steps"]) == 2
@@ -130,7 +131,11 @@ async def test_a_gateway_tells_of_its_requests_and_never_of_their_inputs(tmp_pat
         total_ms = float(ran.headers["x-total-time"])
         assert 0.9 * total_ms <= timed["p99_ms"][-1] <= 1.3 * total_ms + 0.1
         kept = await get("/v1/requests")
+        (failed,) = (each for each in kept["requests"] if each["status"] == 404)
+        assert (failed["model"], failed["code"]) == ("toy/none", "MODEL_NOT_FOUND")
+        assert failed["message"] == refused.json()["error"]["message"]
         (slow,) = (each for each in kept["requests"] if each["status"] == 200)
+        assert "message" not in slow
         assert slow["id"] == ran.headers["x-sie-request-id"]
         assert (slow["model"], slow["items"], slow["endpoint"]) == ("toy/one", 2, "encode")
         assert sum(slow["timing"][name] for name in STAGES_TOLD[:-1]) == pytest.approx(

@@ -160,6 +160,14 @@ def test_what_cannot_be_submitted_is_refused(server: JobServer, arguments: list[
     assert (found.exit_code in (1, 2), why in found.output, server.jobs) == (True, True, {}), found.output
 
 
+def test_a_job_that_is_refused_leaves_no_folder_and_takes_none(server: JobServer, docs: Path, tmp_path: Path) -> None:
+    server.refuses["POST /v1/jobs"] = 400, "INVALID_INPUT", "no column titel"
+    (tmp_path / "there").mkdir()
+    for name in ("new", "there"):
+        assert sie(server, "submit", "org/m", docs, "--text", "{titel}", "-o", tmp_path / name).exit_code == 1
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["there"]
+
+
 def test_the_words_of_the_server_are_shown_and_obeyed_by_no_terminal(server: JobServer, docs: Path) -> None:
     server.refuses["POST /v1/jobs"] = 400, "INVALID_INPUT", "no column titel\x1b[2J; did you mean title?"
     found = sie(server, "submit", "org/m", docs, "--text", "{titel}")
@@ -184,6 +192,7 @@ def test_jobs_are_listed(server: JobServer) -> None:
     assert lines[2].split()[3:] == ["running", "1,000,000", "12", "%", "3", "org/m", "night?"]
     found = json.loads(sie(server, "list", "--json", "--state", "running", "--limit", 1).output)
     assert [each["id"] for each in found] == [f"{JOB}0"]
+    assert sie(server, "list", "--limit", 1).output.splitlines()[-1] == "these are the newest 1; --limit shows more"
     assert sie(server, "list", "--state", "paused").output == "no jobs are paused\n"
 
 
@@ -241,6 +250,7 @@ def test_the_status_of_watch_is_the_outcome(server: JobServer, told_of_it: dict[
     found = sie(server, "watch", f"{JOB}0")
     assert found.exit_code == status, found.output
     assert str(told_of_it["state"]) in found.output
+    assert ("--failed` says why" in found.output) is (status == 3 and "broken" not in told_of_it)
     if "error" in told_of_it:
         assert "MODEL_LOAD_FAILED: no weights" in found.output
 

@@ -169,7 +169,9 @@ class RequestChunk(Struct, kw_only=True):
 
 
 class SlowRequest(Struct, kw_only=True):
-    """A request without its inputs. What only a request that ran has is missing from others."""
+    """A request without its inputs. What only a request that ran has is missing from others, `message` from those
+    without an error.
+    """
 
     EXAMPLE: ClassVar[Any] = {
         "id": "0192f0c1-7d3e-7000-8000-000000000000",
@@ -197,6 +199,7 @@ class SlowRequest(Struct, kw_only=True):
     total_ms: float
     items: int
     trace_id: str
+    message: Text = UNSET
     lane: Text = UNSET
     priority: Text = UNSET
     tokens: Whole = UNSET
