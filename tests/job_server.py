@@ -123,17 +123,20 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_POST = do_DELETE = answer
 
     def upload(self) -> FileObject:
-        """What was sent must be a form of two fields, of exactly the length that was announced."""
+        """What was sent must be a form whose last field is the file, of exactly the length that was announced."""
         boundary = re.search("boundary=(.+)", self.headers["content-type"])
         assert boundary is not None
         left = int(self.headers["content-length"])
         head = b""
-        while head.count(b"\r\n\r\n") < 2:
+        while not re.search(rb"filename=[^\0]*\r\n\r\n", head):
             head += self.rfile.read(1)
         left -= len(head)
         tail = f"\r\n--{boundary[1]}--\r\n".encode()
         purpose = re.search(rb'name="purpose"\r\n\r\n(\w+)\r\n', head)
         name = re.search(rb'name="file"; filename="([^"\r\n]*)"\r\n', head)
+        seconds = re.search(
+            rb'"expires_after\[anchor\]"\r\n\r\ncreated_at\r\n.*seconds\]"\r\n\r\n(\d+)\r\n', head, re.S
+        )
         assert purpose, head
         assert name, head
         digest, size = hashlib.sha256(), left - len(tail)
@@ -152,6 +155,7 @@ class Handler(BaseHTTPRequestHandler):
                 created_at=1790000000,
                 filename=name[1].decode(),
                 purpose=purpose[1].decode(),
+                expires_at=1790000000 + int(seconds[1]) if seconds else None,
             )
             server.files[found.id], server.digests[found.id] = found, digest.hexdigest()
         return found

@@ -14,6 +14,7 @@ type OutputFormat = NonNullable<NonNullable<JobRequest["output"]>["format"]>;
 const OPERATIONS: Operation[] = ["encode", "score", "extract"];
 const INPUTS: InputFormat[] = ["jsonl", "csv", "parquet", "images"];
 const OUTPUTS: OutputFormat[] = ["parquet", "jsonl", "npy"];
+const FILE_LIFE_S = 30 * 86_400; // the longest that the server takes; no job lasts as long
 const EMPTY = {
   url: "", model: "", operation: "encode" as Operation, text: "{text}", query: "{query}", document: "{document}", image: "",
   id: "", keep: "", input: "" as InputFormat | "", output: "parquet" as OutputFormat, place: "", params: "", name: "", deadline: "", cache: false,
@@ -65,7 +66,7 @@ function requestOf(given: Given): JobRequest {
 async function submitted(request: JobRequest, file: File | undefined): Promise<string> {
   const { files, jobs } = client();
   if (!file) return (await jobs.submit(request)).id;
-  const sent = await files.upload(file, file.name);
+  const sent = await files.upload(file, file.name, "jobs", { expiresAfterS: FILE_LIFE_S });
   try {
     return (await jobs.submit({ ...request, input: { ...request.input, file: sent.id } })).id;
   } catch (error) {

@@ -125,9 +125,10 @@ class AsyncFiles:
         path: str | os.PathLike[str],
         purpose: str = files.PURPOSE,
         on_progress: Callable[[Progress], None] | None = None,
+        expires_after_s: int | None = None,
     ) -> FileObject:
         """As SIEClient.files.upload."""
-        return await self._driver.run(files.uploaded(path, purpose, on_progress, self._session))
+        return await self._driver.run(files.uploaded(path, purpose, on_progress, self._session, expires_after_s))
 
     async def get(self, file: str) -> FileObject:
         return await self._driver.run(files.get(file, self._session))

@@ -128,9 +128,12 @@ class Files:
         path: str | os.PathLike[str],
         purpose: str = files.PURPOSE,
         on_progress: Callable[[Progress], None] | None = None,
+        expires_after_s: int | None = None,
     ) -> FileObject:
-        """Send a file, read from the disk as it goes. `on_progress` gets its bytes."""
-        return self._driver.run(files.uploaded(path, purpose, on_progress, self._session))
+        """Send a file, read from the disk as it goes. `on_progress` gets its bytes. It is removed after
+        `expires_after_s`, and kept without that.
+        """
+        return self._driver.run(files.uploaded(path, purpose, on_progress, self._session, expires_after_s))
 
     def get(self, file: str) -> FileObject:
         return self._driver.run(files.get(file, self._session))

@@ -47,7 +47,11 @@ def on_disk(path: Path) -> Iterator[None]:
 
 
 def uploaded(
-    path: str | os.PathLike[str], purpose: str, on_progress: Callable[[Progress], None] | None, session: Session
+    path: str | os.PathLike[str],
+    purpose: str,
+    on_progress: Callable[[Progress], None] | None,
+    session: Session,
+    expires_after_s: int | None = None,
 ) -> Plan[FileObject]:
     """`POST /v1/files`. A file that changes meanwhile is refused."""
     found = Path(path)
@@ -55,9 +59,15 @@ def uploaded(
     boundary = secrets.token_hex(16)
     # as browsers write a name: what would end the header is escaped, the rest is UTF-8
     name = found.name.replace('"', "%22").replace("\r", "%0D").replace("\n", "%0A")
+    fields = {"purpose": purpose}
+    if expires_after_s is not None:
+        fields |= {"expires_after[anchor]": "created_at", "expires_after[seconds]": str(expires_after_s)}
+    given = "".join(
+        f'--{boundary}\r\nContent-Disposition: form-data; name="{field}"\r\n\r\n{value}\r\n'
+        for field, value in fields.items()
+    )
     head = (
-        f'--{boundary}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\n{purpose}\r\n'
-        f'--{boundary}\r\nContent-Disposition: form-data; name="file"; filename="{name}"\r\n'
+        f'{given}--{boundary}\r\nContent-Disposition: form-data; name="file"; filename="{name}"\r\n'
         "Content-Type: application/octet-stream\r\n\r\n"
     ).encode("utf-8", "surrogateescape")
     tail = f"\r\n--{boundary}--\r\n".encode()

@@ -34,6 +34,7 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 5.0  # between looks at a job that is waited f
 PAGE = 100  # jobs
 PARTS = 4  # that are fetched at a time
 MANIFEST = "manifest.json"
+INPUT_LIFE_S = 30 * 86_400  # of a file that was sent for a job: the longest that the server takes
 _FILE_ID = re.compile(r"file-[0-9a-f]{32}")
 _PART_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 _COLUMNS = ("text", "query", "document", "image", "id", "keep")
@@ -110,7 +111,7 @@ def submitted(model: str, source: Any, options: Mapping[str, Any], session: Sess
     place = _place(source)
     is_sent = isinstance(place, Path)
     if isinstance(place, Path):
-        sent = yield from files.uploaded(place, files.PURPOSE, given.get("on_upload"), session)
+        sent = yield from files.uploaded(place, files.PURPOSE, given.get("on_upload"), session, INPUT_LIFE_S)
         place = {"file": sent.id}
     try:
         body = _body(model, place, given)

@@ -97,6 +97,7 @@ def test_a_local_file_is_sent_and_then_the_job(server: JobServer, using: Callabl
     job = using(submit)
     (file,) = server.files.values()
     assert (file.bytes, file.filename, file.purpose) == (rows.stat().st_size, "docs %221%22.jsonl", "jobs")
+    assert file.expires_at == file.created_at + 30 * 86_400
     assert server.digests[file.id] == hashlib.sha256(rows.read_bytes()).hexdigest()
     assert [each.done for each in told] == sorted(each.done for each in told)
     assert told[-1] == sie_sdk.Progress(file.bytes, file.bytes)
