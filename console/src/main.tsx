@@ -132,7 +132,7 @@ function SignIn({ refusal, onKey, onBack }: { refusal?: SIEError; onKey: (value:
           <button type="submit">Sign in</button>
           {onBack && <button type="button" onClick={onBack}>Go on without</button>}
         </span>
-        <p class="dim">The key needs the scope read; the playground and jobs also infer, changes of models config, dead letters and the doctor admin. It is kept in this tab until it is closed, and nowhere else.</p>
+        <p class="dim">The key needs the scope read; the playground and jobs also infer, changes of models config, dead letters, load, unload and the doctor admin. It is kept in this tab until it is closed, and nowhere else. The administrator's token of a <code>sie serve</code> on this machine is in <code>access.json</code> of its data directory.</p>
       </form>
     </main>
   );

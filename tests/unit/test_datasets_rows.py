@@ -253,6 +253,19 @@ async def test_broken_objects_do_not_stop_the_others(tmp_path: Path, place: Plac
     assert schema.error.message == "input.text: schema.csv has no column 't'; it has title, body"
 
 
+async def test_a_column_that_no_object_of_json_has_is_named_and_one_that_some_have_is_not(
+    tmp_path: Path, place: Place
+) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"title": "a"}, 7, {"title": "b", "t": "c"}])
+    wrong = JobInput(url="u", text="{titel}", id="key", keep=("year",))
+    (broken,) = [each async for each in plan(place, wrong, 4)]
+    assert isinstance(broken, Broken)
+    assert broken.error.param == "input.text"
+    assert broken.error.message == "input.text: a.jsonl has no column 'titel'; it has title, t"
+    kept = JobInput(url="u", text="{t}", keep=("year",))
+    assert [row.text for row in await rows_of(place, kept)] == [None, None, "c"]
+
+
 async def test_a_broken_page_is_found_when_its_rows_are_read(tmp_path: Path, place: Place) -> None:
     """A page header that is no longer one; a page whose bytes are not those of its checksum."""
     texts = [f"text {number}" for number in range(1500)]

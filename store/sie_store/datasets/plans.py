@@ -11,10 +11,13 @@ does.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import heapq
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
+
+import msgspec
 
 from sie_contracts.api.jobs import InputFormat, JobInput
 from sie_contracts.errors import ErrorInfo, InvalidInput
@@ -32,6 +35,7 @@ MAX_OBJECTS = 1_000_000  # whose names are in memory while they are sorted
 MAX_HEADER_BYTES = 64 << 10
 MAX_SPAN_BYTES = 64 << 20  # of one span in memory, unless one row has more
 MAX_COLUMNS_SHOWN = 50
+SAMPLE_ROWS, SAMPLE_BYTES = 1000, 1 << 20
 LISTED_AT_ONCE = 1000
 _PATIENCE = Patience()
 
@@ -184,6 +188,8 @@ async def _scanned(
     if kind == "csv":
         header, begin = await _header(place, what, begin, patience)
         _check_columns(what.source, names, fields(header.encode()) or ())
+    else:
+        await _check_sample(place, what, names, begin, patience)
     spans: list[Span] = []
     scanner = Scanner(is_quoted=kind == "csv", at=begin)
     cutter = Cutter(shard_rows, MAX_SPAN_BYTES)
@@ -196,6 +202,24 @@ async def _scanned(
         await asyncio.to_thread(feed, piece)
     last = (*cutter.feed(*scanner.end()), *cutter.end(what.size))
     return [*spans, *(_span(what, kind, cut, header) for cut in last)]
+
+
+async def _check_sample(place: Place, what: Found, names: dict[str, str], begin: int, patience: Patience) -> None:
+    """Objects of JSON have no common columns. A column of the job that none of the first ones has is named wrong:
+    a job of which every row fails is no answer. Raises InvalidInput.
+    """
+    data = await whole(place, what, patience, begin, min(what.size, begin + SAMPLE_BYTES))
+    lines = data.split(b"\n")
+    if begin + len(data) < what.size:
+        lines.pop()  # it goes on
+    seen: dict[str, None] = {}
+    for line in lines[:SAMPLE_ROWS]:
+        with contextlib.suppress(ValueError, RecursionError):  # a fault of its own row
+            value = msgspec.json.decode(line)
+            if isinstance(value, dict):
+                seen |= dict.fromkeys(value)
+    if seen:
+        _check_columns(what.source, {name: param for name, param in names.items() if param != "input.keep"}, seen)
 
 
 async def _header(place: Place, what: Found, begin: int, patience: Patience) -> tuple[str, int]:
