@@ -38,6 +38,7 @@ BLOCKS = {
     "documents.md": {"": 1},
     "image-search.md": {"": 4},
     "sounds.md": {"": 2},
+    "files.md": {"": 1},
     "jobs.md": {"": 4},
     "kubernetes.md": {"kubernetes": 3},
     "lora.md": {"": 2},
