@@ -12,17 +12,21 @@ import pytest
 from inprocess import until, until_told
 
 from sie_broker.memory import MemoryBroker, MemoryServer
+from sie_broker.record import LeaderLease, leases_of
 from sie_contracts.api.batches import BatchRequest
 from sie_contracts.api.jobs import JobInput, JobRequest
-from sie_contracts.errors import ErrorInfo, InvalidInput, ModelNotFound
+from sie_contracts.errors import ErrorInfo, InvalidInput, ModelNotFound, NotReady, QueueUnavailable, SIEError
 from sie_contracts.jobs import JobRecord, Plan, ShardRecord, Span
 from sie_gateway.jobs import keeper as keepers
 from sie_gateway.jobs import run as runs
+from sie_gateway.jobs import sweeping
 from sie_gateway.jobs.asking import Halted
 from sie_gateway.jobs.keeper import Keeper
 from sie_gateway.jobs.ledger import Ledger
 from sie_gateway.jobs.records import JobsBucket
 from sie_gateway.jobs.run import Progress, ShardBroken
+from sie_gateway.jobs.service import Jobs
+from sie_gateway.jobs.sweeping import Sweeper
 from sie_runtime.process import Stop
 from sie_store.object_stores import StoreError
 
@@ -97,6 +101,7 @@ class World:
         self.output = Output()
         self.brokers: dict[str, MemoryBroker] = {}
         self.stops: dict[str, tuple[Stop, asyncio.Future[Any], Keeper]] = {}
+        self.removed: list[str] = []  # jobs whose objects a sweeper tried to remove
 
     def gateway(self, name: str, at_once: int = 2) -> Ledger:
         broker = self.brokers[name] = self.server.connect(name)
@@ -389,3 +394,53 @@ async def test_only_so_many_jobs_run_at_once_and_the_oldest_are_first(world: Wor
     world.output.held.set()
     ends = [(await state(world, ledger, "completed", f"job-{number}")).ended_s for number in (1, 2, 3)]
     assert ends == sorted(ends)
+
+
+def sweeper(world: World, ledger: Ledger, refused: dict[str, SIEError], *, has_store: bool = True) -> Sweeper:
+    """Of jobs whose objects cannot be removed, for these reasons."""
+
+    async def forget(job: JobRecord) -> None:
+        world.removed.append(job.id)
+        if job.id in refused:
+            raise refused[job.id]
+
+    async def check(call: object, job: JobRecord) -> JobRecord:
+        return job
+
+    jobs = Jobs(ledger, check, lambda job: 0, forget, lambda file: None)
+    lease = LeaderLease(leases_of(world.brokers["g1"], storage="memory", replicas=1), "jobs")
+    return Sweeper(jobs, lease, 60.0, has_store=has_store)
+
+
+async def test_a_job_that_cannot_be_removed_does_not_hold_the_others(world: World) -> None:
+    ledger = world.gateway("g1", at_once=0)
+    for number in range(3):
+        await ledger.create(runs.replace(JOB, id=f"job-{number}", state="completed", ended_s=1.0))
+    await until(lambda: ledger.is_read, "it knows all jobs")
+    with pytest.raises(QueueUnavailable):
+        await sweeper(world, ledger, {"job-1": QueueUnavailable("the store is away")}).sweep()
+    assert [job.id for job in ledger] == ["job-1"]
+
+
+async def test_without_a_store_no_job_is_forgotten(world: World) -> None:
+    ledger = world.gateway("g1", at_once=0)
+    await ledger.create(runs.replace(JOB, state="completed", ended_s=1.0))
+    await until(lambda: ledger.is_read, "it knows all jobs")
+    refused: dict[str, SIEError] = {JOB.id: NotReady("jobs and files need a payload store")}
+    assert await sweeper(world, ledger, refused, has_store=False).sweep() == 0
+    assert len(ledger) == 1
+
+
+async def test_whatever_a_removal_is_refused_for_the_sweeper_goes_on(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweeping, "EVERY_S", 0.02)
+    refused: dict[str, SIEError] = {JOB.id: NotReady("the records are not read yet")}
+    ledger, stop = world.gateway("g1", at_once=0), Stop()
+    await ledger.create(runs.replace(JOB, state="completed", ended_s=1.0))
+    running = asyncio.create_task(sweeper(world, ledger, refused).run(stop))
+    await until(lambda: len(world.removed) > 1, "it is refused, and tries again")
+    refused.clear()
+    await until(lambda: not len(ledger), "it is forgotten")
+    stop.request()
+    await asyncio.wait_for(running, 5)

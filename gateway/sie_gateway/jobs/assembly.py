@@ -83,7 +83,7 @@ def assembled(
         storage=settings.stream_storage,
         replicas=replicas,
     )
-    sweeper = Sweeper(jobs, LeaderLease(leases, "jobs"), settings.jobs_keep_s)
+    sweeper = Sweeper(jobs, LeaderLease(leases, "jobs"), settings.jobs_keep_s, has_store=url is not None)
     return JobParts(files, jobs, Results(ledger, engine), bucket, keeper, sweeper)
 
 
