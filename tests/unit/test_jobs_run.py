@@ -24,7 +24,7 @@ from sie_gateway.jobs.asking import Halted
 from sie_gateway.jobs.keeper import Keeper
 from sie_gateway.jobs.ledger import Ledger
 from sie_gateway.jobs.records import JobsBucket
-from sie_gateway.jobs.run import Progress, ShardBroken
+from sie_gateway.jobs.run import JobRun, Progress, ShardBroken
 from sie_gateway.jobs.service import Jobs
 from sie_gateway.jobs.sweeping import Sweeper
 from sie_runtime.process import Stop
@@ -48,6 +48,8 @@ class Output:
     made: int = 0
     fingerprints: set[str] = field(default_factory=set)
     closed: int = 0
+    unwinding: asyncio.Event | None = None  # a shard that is cancelled waits for it
+    unwinds: int = 0
 
     def work(self, leader: str) -> Callable[[JobRecord, Progress], Writing]:
         def made(job: JobRecord, progress: Progress) -> Writing:
@@ -80,7 +82,13 @@ class Writing:
     async def shard(self, number: int, span: Span) -> ShardRecord:
         self.output.before(number)
         self.output.computed.append(number)
-        await self.output.held.wait()
+        try:
+            await self.output.held.wait()
+        except asyncio.CancelledError:
+            self.output.unwinds += 1
+            if self.output.unwinding is not None:
+                await self.output.unwinding.wait()
+            raise
         self.progress.rows(number, span.rows, 1)
         self.refuse("shard")
         self.output.parts.setdefault(f"part-{number}", self.leader)
@@ -222,6 +230,75 @@ async def test_the_owner_is_heard_in_the_middle(world: World, says: str) -> None
     assert world.output.parts == {}
     await ledger.change(JOB.id, lambda job: job and runs.replace(job, wanted="run", state="queued"))
     assert (await state(world, ledger, "completed")).done == 60
+
+
+@pytest.mark.parametrize(("says", "then"), [("cancel", "cancelled"), ("run", "completed")])
+async def test_what_the_owner_says_while_the_leader_pauses_counts(world: World, says: str, then: str) -> None:
+    world.output.unwinding = asyncio.Event()
+    ledger = world.gateway("g1")
+    await ledger.create(JOB)
+    await until(lambda: len(world.output.computed) == runs.SHARDS_AT_ONCE, "it computes")
+    await ledger.change(JOB.id, lambda job: job and runs.replace(job, wanted="pause"))
+    await until(lambda: world.output.unwinds, "it stops")
+    await ledger.change(JOB.id, lambda job: job and runs.replace(job, wanted=says))
+    world.output.held.set()
+    world.output.unwinding.set()
+    assert (await state(world, ledger, then)).wanted == says
+
+
+async def test_a_cancel_counts_while_the_leader_pauses_for_what_only_people_can_change(world: World) -> None:
+    world.output.unwinding = asyncio.Event()
+
+    def before(number: int) -> None:
+        if number == 2:
+            raise Halted(ErrorInfo("PERMISSION_DENIED", "the key has ended"))
+
+    world.output.before = before
+    ledger = world.gateway("g1")
+    await ledger.create(JOB)
+    await until(lambda: world.output.unwinds, "it stops")
+    await ledger.change(JOB.id, lambda job: job and runs.replace(job, wanted="cancel"))
+    world.output.unwinding.set()
+    assert (await state(world, ledger, "cancelled")).wanted == "cancel"
+
+
+@pytest.mark.parametrize(
+    "stands",
+    [
+        runs.replace(JOB, state="cancelled", wanted="cancel", ended_s=5.0, done=7),
+        runs.replace(JOB, state="paused", wanted="pause", error=ErrorInfo("MODEL_NOT_FOUND", "it is gone")),
+    ],
+)
+async def test_a_gateway_whose_copy_of_a_record_is_old_leaves_it_as_it_is(world: World, stands: JobRecord) -> None:
+    world.output.held.set()
+    ledger = world.gateway("g1")
+    await ledger.create(stands)
+    await until(lambda: ledger.is_read, "it knows all jobs")
+    ledger._jobs._values[JOB.id] = runs.replace(JOB, state="running", is_planned=True)
+    ledger.woken.set()
+    await until(lambda: ledger.find(JOB.id) == stands, "it has read the record again")
+    await until(lambda: not [each for each in asyncio.all_tasks() if each.get_name() == f"job {JOB.id}"], "it left it")
+    assert await world.job(ledger) == stands
+    assert world.output.made == 0
+
+
+@pytest.mark.parametrize(
+    "stands",
+    [
+        runs.replace(JOB, state="completed", ended_s=5.0, done=60),
+        runs.replace(JOB, state="running", leader="another", done=50),
+    ],
+)
+async def test_a_leader_that_was_replaced_stops_and_writes_nothing_more(world: World, stands: JobRecord) -> None:
+    ledger = world.gateway("g1", at_once=0)
+    await ledger.create(JOB)
+    await until(lambda: ledger.is_read, "it knows all jobs")
+    running = asyncio.create_task(JobRun(ledger, JOB, "g1", world.output.work("g1")).run())
+    await until(lambda: len(world.output.computed) == runs.SHARDS_AT_ONCE, "it computes")
+    await ledger.change(JOB.id, lambda job: stands)
+    await asyncio.wait_for(running, 5)
+    assert await world.job(ledger) == stands
+    assert world.output.finished == []
 
 
 REFUSED = ErrorInfo("STORE_UNAVAILABLE", "the store did not do it: no space left on device")

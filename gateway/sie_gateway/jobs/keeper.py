@@ -16,7 +16,7 @@ from sie_broker import BrokerError, Store
 from sie_broker.record import LeaderLease, leases_of
 from sie_contracts.jobs import JobRecord
 from sie_gateway.jobs.ledger import Ledger
-from sie_gateway.jobs.run import JobRun, Progress, Work, expires_s
+from sie_gateway.jobs.run import JobRun, Progress, Work, is_due
 from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 1.0
@@ -130,8 +130,3 @@ class Keeper:
         for each in running.values():
             with contextlib.suppress(BrokerError):  # then the lease lapses
                 await each.lease.release()
-
-
-def is_due(job: JobRecord, now_s: float) -> bool:
-    """Whether a leader has something to do for it. One that is paused expires too."""
-    return not job.ended and (job.state != "paused" or job.wanted != "pause" or expires_s(job) <= now_s)

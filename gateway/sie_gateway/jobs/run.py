@@ -46,6 +46,10 @@ class ShardBroken(Exception):
         self.info = info
 
 
+class Replaced(Exception):
+    """This gateway does not lead the job any more, or nothing of it is left to do."""
+
+
 class Progress(Protocol):
     """What the work of a job tells its run."""
 
@@ -103,15 +107,18 @@ class JobRun:
     async def run(self) -> None:
         """Until the job has ended, is paused, or this task is cancelled: then another leader goes on."""
         self._ledger.listen(self._id, lambda job: self._changed.set())
-        flushing = asyncio.create_task(self._flush(), name=f"progress of {self._id}")
         try:
-            await self._until_end()
-        except (BrokerError, NotFound) as error:  # not found: it was forgotten meanwhile
+            await self._claim()
+            flushing = asyncio.create_task(self._flush(), name=f"progress of {self._id}")
+            try:
+                await self._until_end()
+            finally:
+                flushing.cancel()
+                await asyncio.gather(flushing, return_exceptions=True)
+        except (BrokerError, NotFound, Replaced) as error:  # not found: it was forgotten meanwhile
             self._left(error)
         finally:
             self._ledger.listen(self._id, None)
-            flushing.cancel()
-            await asyncio.gather(flushing, return_exceptions=True)
 
     async def _until_end(self) -> None:
         try:
@@ -123,7 +130,7 @@ class JobRun:
                 self._left(error)
             else:
                 await self._end("failed", error=error.info())
-        except BrokerError:
+        except (BrokerError, Replaced):
             raise
         except Exception:  # the root of a job: its owner must hear of it
             _logger.exception("job %s failed", self._id)
@@ -149,9 +156,8 @@ class JobRun:
     # the steps
 
     async def _steps(self) -> None:
-        self._job = self._ledger.find(self._id)
         if self._job.wanted == "pause" and not self._is_late:
-            await self._pause(self._job.error)
+            await self._pause(self._job.error, is_asked=True)
             return
         done = await self._patiently(lambda: self._ledger.shards(self._id))
         # the leader before may have died before it noted the first one
@@ -177,9 +183,7 @@ class JobRun:
             return
         first: JobState = self._state if self._job.is_planned else "planning"
         started_s = self._job.started_s or self._now_s()
-        await self._note(
-            state=first, started_s=started_s, leader=self._leader, error=None, fingerprint=self._job.fingerprint
-        )
+        await self._note(state=first, started_s=started_s, error=None, fingerprint=self._job.fingerprint)
         try:
             ended = await self._until_told(self._whole(work))
         except (Halted, SIEError) as error:
@@ -193,7 +197,7 @@ class JobRun:
             return
         if ended == "pause":
             self._live.clear()
-            await self._pause(None)
+            await self._pause(None, is_asked=True)
         elif ended:
             await self._finish(work, ENDS[ended])
 
@@ -279,6 +283,7 @@ class JobRun:
                 await asyncio.wait({doing, changed}, timeout=wait_s, return_when="FIRST_COMPLETED")
                 changed.cancel()
                 self._job = self._ledger.find(self._id)
+                self._require_lead(self._job)
             await doing
             return ""
         finally:
@@ -321,6 +326,9 @@ class JobRun:
                 except BrokerError as error:  # the next note tells more
                     _logger.info("the progress of job %s could not be noted: %s", self._id, error)
                     continue
+                except (Replaced, NotFound) as error:  # the watch tells `_until_told` too
+                    _logger.info("the progress of job %s is not noted any more: %s", self._id, error)
+                    return
                 before = seen
 
     def _told(self) -> dict[str, Any]:
@@ -348,19 +356,54 @@ class JobRun:
             "fingerprint": next((shard.fingerprint for shard in shards if shard.fingerprint), self._job.fingerprint),
         }
 
+    async def _claim(self) -> None:
+        """Be the leader that the record names. Raises Replaced where nothing is to do: what this gateway has of the
+        record may be old, and then it took the lease of a job that has ended. Raises BrokerError, NotFound.
+        """
+
+        def claimed(job: JobRecord | None) -> JobRecord:
+            assert job is not None
+            return replace(job, leader=self._leader) if is_due(job, self._now_s()) else job
+
+        self._job = await self._ledger.change(self._id, claimed)
+        self._require_lead(self._job)
+
+    def _require_lead(self, job: JobRecord) -> None:
+        """Raises Replaced."""
+        if job.ended:
+            raise Replaced(f"it is {job.state}")
+        if job.leader != self._leader:
+            raise Replaced(f"another gateway leads it: {job.leader}" if job.leader else "nobody leads it now")
+
     async def _note(self, **fields: Any) -> None:
-        """Change the record. Raises BrokerError, NotFound."""
+        """Change the record. Raises Replaced, BrokerError, NotFound."""
+        await self._change(lambda job: fields)
+
+    async def _change(self, fields: Callable[[JobRecord], dict[str, Any]]) -> None:
+        """Change the record to these fields of it, and to what is told of progress. Raises as `_note`."""
         told = self._told()
 
         def noted(job: JobRecord | None) -> JobRecord:
             assert job is not None
-            return replace(job, **{**told, "trouble": self._trouble, "updated_s": self._now_s(), **fields})
+            self._require_lead(job)
+            return replace(job, **{**told, "trouble": self._trouble, "updated_s": self._now_s(), **fields(job)})
 
         self._job = await self._ledger.change(self._id, noted)
 
-    async def _pause(self, error: ErrorInfo | None) -> None:
+    async def _pause(self, error: ErrorInfo | None, *, is_asked: bool = False) -> None:
+        """Leave the job to whoever resumes it. `is_asked`: by its owner.
+
+        The owner may have said something else while the work was stopped: then that counts, and the next leader does
+        it.
+        """
         self._trouble = None
-        await self._note(state="paused", wanted="pause", leader="", error=error)
+
+        def paused(job: JobRecord) -> dict[str, Any]:
+            if job.wanted == "cancel" or (is_asked and job.wanted == "run"):
+                return {"leader": ""}
+            return {"state": "paused", "wanted": "pause", "leader": "", "error": error}
+
+        await self._change(paused)
 
     async def _finish(self, work: Work, state: str, error: ErrorInfo | None = None) -> None:
         """Complete the output of what was answered, then end. A job that is complete waits for its store; one that is
@@ -410,6 +453,11 @@ def expires_s(job: JobRecord) -> float:
         return job.created_s + window_s(job.batch.completion_window)
     request = job.request
     return request.deadline if request is not None and request.expires and request.deadline else float("inf")
+
+
+def is_due(job: JobRecord, now_s: float) -> bool:
+    """Whether a leader has something to do for it. One that is paused expires too."""
+    return not job.ended and (job.state != "paused" or job.wanted != "pause" or expires_s(job) <= now_s)
 
 
 def window_s(text: str) -> float:
