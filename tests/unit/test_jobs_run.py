@@ -521,3 +521,20 @@ async def test_whatever_a_removal_is_refused_for_the_sweeper_goes_on(
     await until(lambda: not len(ledger), "it is forgotten")
     stop.request()
     await asyncio.wait_for(running, 5)
+
+
+async def test_a_gateway_finds_a_job_behind_many_that_others_lead(world: World) -> None:
+    """Jobs that others lead fill more than one look."""
+    others = keepers.LOOKS + 2
+    first, second = world.gateway("g1", at_once=others), world.gateway("g2", at_once=0)
+    for number in range(others):
+        await first.create(runs.replace(JOB, id=f"job-{number:02}", created_s=float(number)))
+    await until(lambda: sum(job.state == "running" for job in second) == others, "one gateway leads them")
+    third = world.gateway("g3", at_once=1)
+    await third.create(runs.replace(JOB, id="job-last", created_s=100.0))
+    assert (await state(world, third, "running", "job-last")).leader == "g3"
+    await world.kill("g1")
+    world.output.held.set()
+    for number in range(others):
+        await state(world, third, "completed", f"job-{number:02}")
+    assert world.stops["g3"][2]._observed == {}

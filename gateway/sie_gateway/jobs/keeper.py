@@ -68,7 +68,9 @@ class Keeper:
         self._name = name
         self._work = work
         self._at_once = at_once
-        self._observed: dict[str, LeaderLease] = {}  # of jobs that others may run: a lease is observed over time
+        # Of jobs that others run, the one first that was not looked at for longest: a lease is observed over time. It
+        # has at most as many as all other gateways run at once.
+        self._observed: dict[str, LeaderLease] = {}
         self._running: dict[str, _Running] = {}
 
     async def run(self, stop: Stop) -> None:
@@ -107,18 +109,28 @@ class Keeper:
     async def _take(self) -> None:
         now_s = time.time()
         due = sorted((job for job in self._ledger if is_due(job, now_s)), key=lambda job: (job.created_s, job.id))
-        self._observed = {job.id: self._observed[job.id] for job in due if job.id in self._observed}
+        waiting = {job.id: job for job in due if job.id not in self._running}
+        self._observed = {job_id: lease for job_id, lease in self._observed.items() if job_id in waiting}
         free = self._at_once - len(self._running)
-        for job in [job for job in due if job.id not in self._running][: LOOKS if free > 0 else 0]:
+        for job in self._looked_at(waiting) if free > 0 else ():
             if free <= 0:
                 break
-            lease = self._observed.setdefault(job.id, LeaderLease(self._leases, f"job.{job.id}", lease_s=LEASE_S))
+            lease = self._observed.pop(job.id, None)
+            lease = self._observed[job.id] = lease or LeaderLease(self._leases, f"job.{job.id}", lease_s=LEASE_S)
             if await lease.acquire():
                 run = JobRun(self._ledger, job, self._name, self._work)
                 task = asyncio.create_task(run.run(), name=f"job {job.id}")
                 task.add_done_callback(lambda _: self._ledger.woken.set())
                 self._running[job.id] = _Running(job.id, task, self._observed.pop(job.id))
                 free -= 1
+
+    def _looked_at(self, waiting: dict[str, JobRecord]) -> list[JobRecord]:
+        """Of jobs by age, those whose lease is asked for in one look: half of them were seen to have another leader,
+        which may have died; the rest, the oldest first, nobody may lead. So neither keeps the other from its turn.
+        """
+        fresh = [job for job_id, job in waiting.items() if job_id not in self._observed]
+        led = [waiting[job_id] for job_id in self._observed]
+        return (led[: max(LOOKS // 2, LOOKS - len(fresh))] + fresh)[:LOOKS]
 
     async def _leave(self) -> None:
         """Stop all, and leave their leases to others at once."""
