@@ -118,7 +118,7 @@ def test_a_job_says_when_it_will_be_done(jobs: JobClient) -> None:
     assert isinstance(forecast, dict)
     assert 60 < forecast["rows_per_s"] < 120
     assert forecast["workers"] == 1
-    assert forecast["workers_needed"] >= 2, "it comes too late for its deadline"
+    assert forecast["workers_needed"] is None, "more workers do not help a job that is held to a rate"
     done = jobs.done(job["id"])
     print("forecast", forecast, "ended", done["ended_at"])
     assert abs(forecast["done_at"] - done["ended_at"]) < 3 * max(2.0, forecast["plus_minus_s"])

@@ -19,6 +19,7 @@ from inprocess import GatewayProcess, InProcess, until_told
 from msgspec.structs import replace
 
 from sie_broker import Write
+from sie_broker.record import LeaderLease, leases_of
 from sie_contracts import jobs as records
 from sie_contracts import topology
 from sie_contracts.errors import ErrorInfo
@@ -372,6 +373,7 @@ async def test_a_job_outside_of_its_window_waits_and_says_so(place: Place) -> No
 
 
 async def test_the_scaler_is_told_of_a_deadline(place: Place) -> None:
+    """Of a job that another gateway leads."""
     place.adapter.hold_batches = True
     job = (await place.submit({"file": await place.upload(texts(200)), "text": "{t}"}, shard_rows=10))["id"]
     await place.job(job, "running")
@@ -387,11 +389,12 @@ async def test_the_scaler_is_told_of_a_deadline(place: Place) -> None:
         known,
         id="job-late",
         request=replace(known.request, deadline=time.time() + 100),
-        rows=1000,
+        rows=3000,
+        done=0,
         rows_per_s=2.0,
-        state="paused",
-        wanted="pause",
     )
+    other = leases_of(jobs, storage="memory", replicas=1)  # of a gateway that leads the late one
+    assert await LeaderLease(other, "job.job-late").acquire()
     await bucket.write([Write("job.job-late", records.encode(late))])
 
     async def wanted() -> bool:

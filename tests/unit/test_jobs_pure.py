@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from sie_gateway.body import Item
 from sie_gateway.jobs import cache as caches
 from sie_gateway.jobs.asking import MAX_ROOM, Room, Throttle
 from sie_gateway.jobs.cache import Cache, Segment, segment, space_of
-from sie_gateway.jobs.pace import STEP_S, Pace, forecast
+from sie_gateway.jobs.pace import MIN_LEFT_S, STEP_S, Pace, forecast, workers_needed
 from sie_gateway.jobs.run import window_s
 from sie_gateway.jobs.values import GROUP_BYTES, GROUP_ITEMS, Input, grouped, pack, unique, unpack
 from sie_gateway.jobs.windows import opens_in_s
@@ -58,8 +59,8 @@ def test_windows_of_completion() -> None:
     assert [window_s(text) for text in ("90s", "5m", "24h", "7d")] == [90, 300, 86_400, 604_800]
 
 
-def job(**fields: object) -> JobRecord:
-    request = JobRequest(model="m", input=JobInput(file="f"), deadline=float(fields.pop("deadline", 0.0)))  # type: ignore[arg-type]
+def job(deadline: float = 0.0, tokens_per_s: float = 0.0, **fields: object) -> JobRecord:
+    request = JobRequest(model="m", input=JobInput(file="f"), deadline=deadline, tokens_per_s=tokens_per_s)
     return JobRecord("job-1", "", "", 0.0, request=request, **fields)  # type: ignore[arg-type]
 
 
@@ -75,6 +76,17 @@ def test_a_forecast_follows_from_the_rate_and_says_how_sure_it_is() -> None:
     assert told.workers_needed == 4  # half of the time is left that two workers need
     assert forecast(job(state="running", rows=None, rows_per_s=1.0), 1, 0.0) is None
     assert forecast(job(state="paused", rows=1, rows_per_s=1.0), 1, 0.0) is None
+
+
+def test_workers_are_asked_for_where_they_help() -> None:
+    fields = {"state": "running", "rows": 10_000, "done": 1_000, "rows_per_s": 10.0}
+    assert workers_needed(job(**fields, deadline=1450.0), 2, now_s=1000.0) == 4
+    late = workers_needed(job(**fields, deadline=1000.0), 2, now_s=9000.0)
+    assert late == math.ceil(2 * 9_000 / MIN_LEFT_S / 10)
+    assert workers_needed(job(**fields), 2, now_s=1000.0) is None
+    assert workers_needed(job(**fields, deadline=1450.0, tokens_per_s=100.0), 2, now_s=1000.0) is None
+    for state in ("queued", "planning", "paused", "finalizing", "completed"):
+        assert workers_needed(job(**{**fields, "state": state}, deadline=1450.0), 2, now_s=1000.0) is None, state
 
 
 def test_a_rest_is_no_part_of_the_rate() -> None:

@@ -13,6 +13,7 @@ STEP_S = 5.0
 STEPS = 60  # of which the rate is known: five minutes
 MIN_S = 2 * STEP_S  # before a rate counts
 MIN_SPREAD = 0.02
+MIN_LEFT_S = 300.0  # in which the rest of a late job is to be done: less would ask for workers that come too late
 
 
 class Pace:
@@ -69,9 +70,13 @@ def forecast(job: JobRecord, workers: int, now_s: float) -> Forecast | None:
 
 
 def workers_needed(job: JobRecord, workers: int, now_s: float) -> int | None:
-    """Workers that would have the job done by its deadline; None where it has none, or no rate is known."""
-    deadline_s = job.request.deadline if job.request is not None else 0.0
-    if not deadline_s or job.ended or job.rows is None or job.rows_per_s <= 0:
+    """Workers that would have the job done by its deadline, or soon where it is late. None where it has no deadline, no
+    rate is known, or more workers would not help: it does not run, or it is held to a rate of tokens.
+    """
+    request = job.request
+    if request is None or not request.deadline or request.tokens_per_s:
         return None
-    wanted = (job.rows - job.done) / max(1.0, deadline_s - now_s)
+    if job.state != "running" or job.rows is None or job.rows_per_s <= 0:
+        return None
+    wanted = (job.rows - job.done) / max(MIN_LEFT_S, request.deadline - now_s)
     return max(1, math.ceil(wanted / job.rows_per_s * max(1, workers) - 0.01))
