@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow.parquet as parquet
 import pytest
 from fake_adapter import FakeAdapter, ids_of, toy_entry, vector_of
-from inprocess import GatewayProcess, InProcess, until_told
+from inprocess import GatewayProcess, InProcess, until, until_told
 from msgspec.structs import replace
 
 from sie_broker import Write
@@ -24,7 +24,7 @@ from sie_contracts import jobs as records
 from sie_contracts import topology
 from sie_contracts.errors import ErrorInfo
 from sie_contracts.topology import Lane
-from sie_gateway.jobs import asking, keeper, run, sweeping
+from sie_gateway.jobs import asking, keeper, run, sweeping, values, windows
 
 MODEL = "toy/one"
 LANE = Lane("_default", "_default", "default")
@@ -370,6 +370,36 @@ async def test_a_job_outside_of_its_window_waits_and_says_so(place: Place) -> No
     await until_told(waits, "it waits")
     assert (await place.gateway.client.post(f"/v1/jobs/{job}/cancel")).status_code == 200
     assert (await place.job(job, "cancelled"))["counts"]["done"] == 0
+
+
+async def test_a_window_that_closes_lets_no_request_begin_that_was_in_line(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. One group is computed; nine of its shard wait for room. 2. The window closes; the group is answered. 3. It
+    opens again.
+    """
+    opens_in_s = 0.0
+    monkeypatch.setattr(windows, "opens_in_s", lambda *_: opens_in_s)
+    monkeypatch.setattr(run, "MAX_PAUSE_S", 0.05)
+    monkeypatch.setattr(values, "GROUP_ITEMS", 20)
+    monkeypatch.setattr(asking, "FIRST_ROOM", 20)
+    monkeypatch.setattr(asking, "MAX_ROOM", 20)
+    place.adapter.hold_batches = True
+    source = {"file": await place.upload(texts(200)), "text": "{t}"}
+    job = (await place.submit(source, cache=False, windows=["00:00-00:00"]))["id"]
+    await until(lambda: place.adapter.batches, "a group is computed")
+    opens_in_s = 3600.0
+    place.adapter.let_go()
+
+    async def waits() -> bool:
+        told = (await place.get(job)).json()
+        return bool(told["trouble"] and told["trouble"]["code"] == "OUTSIDE_WINDOW" and told["counts"]["done"])
+
+    await until_told(waits, "it waits")
+    assert place.asked() == 20
+    opens_in_s = 0.0
+    told = await place.job(job)
+    assert (told["counts"]["done"], told["trouble"], place.asked()) == (200, None, 200)
 
 
 async def test_the_scaler_is_told_of_a_deadline(place: Place) -> None:

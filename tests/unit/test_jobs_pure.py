@@ -255,6 +255,31 @@ async def test_a_throttle_returns_what_a_request_that_failed_did_not_use() -> No
     await asyncio.wait_for(throttle.enter(1), 5)
 
 
+async def test_requests_that_waited_for_a_window_start_one_after_the_other() -> None:
+    """Also those that would have been paid for in the meantime."""
+    loop = asyncio.get_running_loop()
+    is_open, waits = asyncio.Event(), asyncio.Event()
+
+    async def until_open() -> None:
+        waits.set()
+        await is_open.wait()
+
+    throttle = Throttle(1000.0, clock=loop.time, until_open=until_open)
+    entered_s: list[float] = []
+
+    async def ask() -> None:
+        expected = await throttle.enter(1)
+        entered_s.append(loop.time())
+        throttle.settle(expected, 1, 100)
+
+    asking = [asyncio.create_task(ask()) for _ in range(3)]
+    await asyncio.wait_for(waits.wait(), 5)
+    assert entered_s == []
+    is_open.set()
+    await asyncio.wait_for(asyncio.gather(*asking), 5)
+    assert entered_s[2] - entered_s[0] >= 0.15
+
+
 async def test_a_throttle_without_a_rate_never_waits() -> None:
     throttle = Throttle(0.0)
     for _ in range(3):

@@ -120,12 +120,19 @@ class Room:
 
 class Throttle:
     """At most `tokens_per_s` over time; 0: no limit. A request starts when those before it are paid for: by what inputs
-    of the job had so far until their tokens are known, by these from then on.
+    of the job had so far until their tokens are known, by these from then on. `until_open`: returns when a request may
+    start. The turns wait for it too, so that those which were paid for meanwhile do not all start when it opens.
     """
 
-    def __init__(self, tokens_per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        tokens_per_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        until_open: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         self._rate = tokens_per_s
         self._clock = clock
+        self._until_open = until_open
         self._turn = asyncio.Lock()
         self._free_s = 0.0  # when what was started is paid for
         self._mean: float | None = None  # tokens of an input
@@ -137,6 +144,8 @@ class Throttle:
         async with self._turn:
             if (wait_s := self._free_s - self._clock()) > 0:
                 await asyncio.sleep(wait_s)
+            if self._until_open is not None:
+                await self._until_open()
             expected = self._rate if self._mean is None else count * self._mean
             self._free_s = max(self._free_s, self._clock()) + expected / self._rate
             return expected
@@ -151,7 +160,9 @@ class Throttle:
 
 
 class Asking:
-    """The requests of one job. `on_trouble` is called with the error that it waits for, None when that has passed."""
+    """The requests of one job. `on_trouble` is called with the error that it waits for, None when that has passed.
+    `until_open` returns when the job may work: each request waits for it, however long it was in line before.
+    """
 
     def __init__(
         self,
@@ -159,11 +170,13 @@ class Asking:
         identity: Identity,
         headers: Mapping[str, str],
         on_trouble: Callable[[SIEError | None], None],
+        until_open: Callable[[], Awaitable[None]],
         tokens_per_s: float = 0.0,
     ) -> None:
         self.inference = inference
         self.room = Room()
-        self._throttle = Throttle(tokens_per_s)
+        self._throttle = Throttle(tokens_per_s, until_open=until_open)
+        self._until_open = until_open
         self._identity = identity
         self._headers = {"x-sie-priority": "bulk", **headers}
         self._on_trouble = on_trouble
@@ -181,6 +194,7 @@ class Asking:
         """
         tries, exhausted, pause_s = 0, 0, 0.0
         while True:
+            await self._until_open()
             try:
                 found = await attempt()
             except EntryChanged:  # gateway and worker read the catalogue at different moments

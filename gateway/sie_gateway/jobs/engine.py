@@ -147,6 +147,7 @@ class Engine:
             identity,
             headers_of(request) if request is not None else {},
             trouble,
+            progress.until_open,
             request.tokens_per_s if request is not None else 0.0,
         )
         if request is None:

@@ -33,6 +33,7 @@ from sie_store.object_stores import AccessRefused, BucketMissing, StoreError
 SHARDS_AT_ONCE = 3  # one is read and one is written while another one is computed
 FLUSH_S = 1.0  # between two notes of progress
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # of what is asked again
+OUTSIDE_WINDOW = "OUTSIDE_WINDOW"
 ENDS = {"cancel": "cancelled", "expired": "expired"}  # by what ended the work
 _T = TypeVar("_T")
 _logger = logging.getLogger("sie.gateway.jobs")
@@ -58,6 +59,9 @@ class Progress(Protocol):
 
     def trouble(self, error: ErrorInfo | None) -> None:
         """The job waits for this; None: it goes on."""
+
+    async def until_open(self) -> None:
+        """Return when the job may work: see `windows`."""
 
 
 class Work(Protocol):
@@ -153,6 +157,20 @@ class JobRun:
         """See Progress."""
         self._trouble = error
 
+    async def until_open(self) -> None:
+        """See Progress. A time in which it may not work is told as its trouble, and no part of its pace."""
+        request = self._job.request
+        while request is not None and (wait_s := windows.opens_in_s(request.windows, request.time_zone, self._now_s())):
+            message = f"it works from {' and '.join(request.windows)} {request.time_zone}"
+            self.trouble(ErrorInfo(OUTSIDE_WINDOW, message))
+            await asyncio.sleep(min(wait_s, MAX_PAUSE_S))
+        if self._is_outside:
+            self.trouble(None)
+
+    @property
+    def _is_outside(self) -> bool:
+        return self._trouble is not None and self._trouble.code == OUTSIDE_WINDOW
+
     # the steps
 
     async def _steps(self) -> None:
@@ -239,7 +257,6 @@ class JobRun:
 
     async def _answer(self, work: Work, plan: Plan, waiting: Iterator[int], done: dict[int, ShardRecord]) -> None:
         for number in waiting:
-            await self._until_open()
             span = plan.spans[number]
             try:
                 shard = await self._patiently(lambda: self._attempted(work, number, span))  # noqa: B023  awaited at once
@@ -253,17 +270,6 @@ class JobRun:
     async def _attempted(self, work: Work, number: int, span: Span) -> ShardRecord:
         self._live.pop(number, None)  # what an attempt before this one told
         return await work.shard(number, span)
-
-    async def _until_open(self) -> None:
-        """Wait for the next window of time in which the job may work."""
-        request = self._job.request
-        while request is not None and (wait_s := windows.opens_in_s(request.windows, request.time_zone, self._now_s())):
-            self._pace.rest()
-            message = f"it works from {' and '.join(request.windows)} {request.time_zone}"
-            self.trouble(ErrorInfo("OUTSIDE_WINDOW", message))
-            await asyncio.sleep(min(wait_s, MAX_PAUSE_S))
-        if self._trouble is not None and self._trouble.code == "OUTSIDE_WINDOW":
-            self.trouble(None)
 
     async def _until_told(self, work: Awaitable[None]) -> str:
         """Do the work until it is done (empty), or the owner or the deadline says otherwise: `pause`, `cancel`,
@@ -318,7 +324,9 @@ class JobRun:
         while True:
             await asyncio.sleep(FLUSH_S)
             told = self._told()
-            if told:
+            if self._is_outside:
+                self._pace.rest()
+            elif told:
                 self._pace.note(self._now_s(), told["done"])
             if (seen := (told, self._trouble)) != before:
                 try:
