@@ -105,6 +105,7 @@ class JobRun:
         self._live: dict[int, tuple[int, int]] = {}  # rows and failures of shards that are being answered
         self._unread: tuple[Unread, ...] = ()
         self._trouble: ErrorInfo | None = None
+        self._is_ending = False  # this run writes the end of the job
         self._pace = Pace()
         self._changed = asyncio.Event()
 
@@ -289,7 +290,8 @@ class JobRun:
                 await asyncio.wait({doing, changed}, timeout=wait_s, return_when="FIRST_COMPLETED")
                 changed.cancel()
                 self._job = self._ledger.find(self._id)
-                self._require_lead(self._job)
+                if not self._is_ending:
+                    self._require_lead(self._job)
             await doing
             return ""
         finally:
@@ -444,6 +446,7 @@ class JobRun:
 
     async def _end(self, state: str, **fields: Any) -> None:
         self._trouble = None
+        self._is_ending = True
         await self._note(state=state, leader="", ended_s=self._now_s(), **fields)
         _logger.info("job %s %s", self._id, state)
 
