@@ -6,6 +6,7 @@ import asyncio
 import math
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -13,11 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sie_contracts.api.jobs import JobInput, JobRequest
-from sie_contracts.errors import InvalidInput
+from sie_contracts.errors import InvalidInput, ResourceExhausted, SIEError
 from sie_contracts.jobs import JobRecord
 from sie_gateway.body import Item
+from sie_gateway.call import FailedRequest
+from sie_gateway.inference import Inference
+from sie_gateway.jobs import asking as askings
 from sie_gateway.jobs import cache as caches
-from sie_gateway.jobs.asking import MAX_ROOM, Room, Throttle
+from sie_gateway.jobs.asking import MAX_ROOM, Asking, Identity, Room, Throttle
 from sie_gateway.jobs.cache import Cache, Segment, segment, space_of
 from sie_gateway.jobs.pace import MIN_LEFT_S, STEP_S, Pace, forecast, workers_needed
 from sie_gateway.jobs.run import window_s
@@ -284,3 +288,19 @@ async def test_a_throttle_without_a_rate_never_waits() -> None:
     throttle = Throttle(0.0)
     for _ in range(3):
         throttle.settle(await throttle.enter(1000), 1000, 1 << 40)
+
+
+async def test_what_was_waited_for_in_vain_is_no_trouble_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(askings, "MAX_PAUSE_S", 0.01)
+    told: list[SIEError | None] = []
+
+    async def at_once() -> None:
+        pass
+
+    async def attempt() -> None:
+        raise FailedRequest(ResourceExhausted("the device has no memory left"), [])
+
+    asking = Asking(cast("Inference", None), cast("Identity", None), {}, told.append, at_once)
+    with pytest.raises(FailedRequest):
+        await asyncio.wait_for(asking.patiently(attempt), 5)
+    assert [each and each.code for each in told] == ["RESOURCE_EXHAUSTED", "RESOURCE_EXHAUSTED", None]

@@ -45,6 +45,7 @@ class Output:
     held: asyncio.Event = field(default_factory=asyncio.Event)  # a shard waits for it
     before: Callable[[int], None] = lambda number: None
     refuses: str = ""  # the step that the store refuses: plan, shard, finish
+    refusals: int = 1 << 30  # so often
     made: int = 0
     fingerprints: set[str] = field(default_factory=set)
     closed: int = 0
@@ -69,7 +70,8 @@ class Writing:
     progress: Progress
 
     def refuse(self, step: str) -> None:
-        if self.output.refuses == step:
+        if self.output.refuses == step and self.output.refusals:
+            self.output.refusals -= 1
             raise StoreError("no space left on device")
 
     async def plan(self) -> Plan:
@@ -148,6 +150,7 @@ async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     monkeypatch.setattr(runs, "FLUSH_S", 0.05)
     monkeypatch.setattr(runs, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(runs, "MAX_PAUSE_S", 0.05)
+    monkeypatch.setattr(runs, "LAST_TRIES_S", 0.3)
     world = World()
     yield world
     for name in list(world.stops):
@@ -334,6 +337,29 @@ async def test_a_store_that_refuses_the_end_does_not_hold_its_owner(world: World
     job = await state(world, ledger, ends)
     assert (job.done, job.error) == (60, REFUSED if says == "cancel" else None)
     assert world.output.finished == []
+
+
+async def test_the_output_of_a_job_that_ends_early_outlasts_a_store_that_fails_for_a_moment(world: World) -> None:
+    world.output.refuses, world.output.refusals = "finish", 2
+    ledger = world.gateway("g1")
+    await ledger.create(JOB)
+    await until(lambda: world.output.computed, "it computes")
+    await ledger.change(JOB.id, lambda job: job and runs.replace(job, wanted="cancel"))
+    job = await state(world, ledger, "cancelled")
+    assert (job.output_file, job.error, job.trouble) == ("there", None, None)
+
+
+async def test_a_run_that_is_cancelled_leaves_no_task_behind(world: World) -> None:
+    ledger = world.gateway("g1", at_once=0)
+    await ledger.create(JOB)
+    await until(lambda: ledger.is_read, "it knows all jobs")
+    before = asyncio.all_tasks()
+    running = asyncio.create_task(JobRun(ledger, JOB, "g1", world.output.work("g1")).run())
+    await until(lambda: world.output.computed, "it computes")
+    running.cancel()
+    await asyncio.wait([running], timeout=5)
+    await asyncio.sleep(0)  # a task that is cancelled ends in the next turn of the loop
+    assert asyncio.all_tasks() == before
 
 
 async def test_a_leader_knows_the_fingerprint_of_a_shard_that_the_one_before_did_not_note(world: World) -> None:

@@ -192,31 +192,31 @@ class Asking:
         """The result of `attempt`, which is made again while it raises an error that may pass: ATTEMPTS times where the
         memory of a worker did not suffice for its input. Raises SIEError, FailedRequest.
         """
-        tries, exhausted, pause_s = 0, 0, 0.0
-        while True:
-            await self._until_open()
-            try:
-                found = await attempt()
-            except EntryChanged:  # gateway and worker read the catalogue at different moments
-                pause_s = 1.0
-            except FailedRequest as error:
-                exhausted += _is_exhausted(error)
-                if not error.error.retryable or exhausted == ATTEMPTS:
-                    raise
-                pause_s = error.error.retry_after_s
-                self._on_trouble(error.error)
-            except SIEError as error:
-                if not error.retryable:
-                    raise
-                pause_s = error.retry_after_s
-                self._on_trouble(error)
-            else:
-                if tries:
-                    self._on_trouble(None)
-                return found
-            tries += 1
-            pause_s = min(MAX_PAUSE_S, max(0.2, pause_s, 0.2 * 2 ** min(tries, 8)))
-            await asyncio.sleep(pause_s * random.uniform(0.75, 1.25))  # noqa: S311  spreads groups
+        tries, exhausted, pause_s, is_told = 0, 0, 0.0, False
+        try:
+            while True:
+                await self._until_open()
+                try:
+                    return await attempt()
+                except EntryChanged:  # gateway and worker read the catalogue at different moments
+                    pause_s = 1.0
+                except FailedRequest as error:
+                    exhausted += _is_exhausted(error)
+                    if not error.error.retryable or exhausted == ATTEMPTS:
+                        raise
+                    pause_s, is_told = error.error.retry_after_s, True
+                    self._on_trouble(error.error)
+                except SIEError as error:
+                    if not error.retryable:
+                        raise
+                    pause_s, is_told = error.retry_after_s, True
+                    self._on_trouble(error)
+                tries += 1
+                pause_s = min(MAX_PAUSE_S, max(0.2, pause_s, 0.2 * 2 ** min(tries, 8)))
+                await asyncio.sleep(pause_s * random.uniform(0.75, 1.25))  # noqa: S311  spreads groups
+        finally:
+            if is_told:
+                self._on_trouble(None)
 
     def understood(
         self,

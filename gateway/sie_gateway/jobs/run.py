@@ -33,6 +33,7 @@ from sie_store.object_stores import AccessRefused, BucketMissing, StoreError
 SHARDS_AT_ONCE = 3  # one is read and one is written while another one is computed
 FLUSH_S = 1.0  # between two notes of progress
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # of what is asked again
+LAST_TRIES_S = 60.0  # for the output of a job that ends early, whose owner waits for its end
 OUTSIDE_WINDOW = "OUTSIDE_WINDOW"
 ENDS = {"cancel": "cancelled", "expired": "expired"}  # by what ended the work
 _T = TypeVar("_T")
@@ -287,8 +288,10 @@ class JobRun:
                 self._changed.clear()
                 changed = asyncio.ensure_future(self._changed.wait())
                 wait_s = min(left_s, 3600.0) if left_s > 0 else 3600.0
-                await asyncio.wait({doing, changed}, timeout=wait_s, return_when="FIRST_COMPLETED")
-                changed.cancel()
+                try:
+                    await asyncio.wait({doing, changed}, timeout=wait_s, return_when="FIRST_COMPLETED")
+                finally:
+                    changed.cancel()
                 self._job = self._ledger.find(self._id)
                 if not self._is_ending:
                     self._require_lead(self._job)
@@ -299,14 +302,19 @@ class JobRun:
                 doing.cancel()
             await asyncio.gather(doing, return_exceptions=True)
 
-    async def _patiently(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
-        """The result of `attempt`, made again for as long as the store or the broker refuses."""
+    async def _patiently(self, attempt: Callable[[], Awaitable[_T]], for_s: float = float("inf")) -> _T:
+        """The result of `attempt`, made again for as long as the store or the broker refuses. Where the next one would
+        begin later than `for_s` from now, raises what the last one raised.
+        """
         pause_s, met = FIRST_PAUSE_S, False
+        last_s = time.monotonic() + for_s
         while True:
             try:
                 found = await attempt()
             except (StoreError, BrokerError, SIEError) as error:
                 if isinstance(error, SIEError) and not error.retryable:
+                    raise
+                if time.monotonic() + pause_s > last_s:
                     raise
                 if not met:
                     _logger.warning("job %s waits: %s", self._id, error)
@@ -417,7 +425,7 @@ class JobRun:
 
     async def _finish(self, work: Work, state: str, error: ErrorInfo | None = None) -> None:
         """Complete the output of what was answered, then end. A job that is complete waits for its store; one that is
-        to end early does not.
+        to end early does so for LAST_TRIES_S.
         """
         done: dict[int, ShardRecord] = {}
         if self._job.is_planned:
@@ -432,7 +440,7 @@ class JobRun:
             fields = await self._patiently(lambda: self._completed(work, state, done))
         else:
             try:
-                fields = await self._completed(work, state, done)
+                fields = await self._patiently(lambda: self._completed(work, state, done), LAST_TRIES_S)
             except (StoreError, SIEError) as refused:
                 error = error or _told(refused)
         self._live.clear()
