@@ -45,6 +45,7 @@ class Output:
     held: asyncio.Event = field(default_factory=asyncio.Event)  # a shard waits for it
     before: Callable[[int], None] = lambda number: None
     refuses: str = ""  # the step that the store refuses: plan, shard, finish
+    breaks: str = ""  # the step that has a bug
     refusals: int = 1 << 30  # so often
     made: int = 0
     fingerprints: set[str] = field(default_factory=set)
@@ -70,6 +71,8 @@ class Writing:
     progress: Progress
 
     def refuse(self, step: str) -> None:
+        if self.output.breaks == step:
+            raise ZeroDivisionError("a bug")
         if self.output.refuses == step and self.output.refusals:
             self.output.refusals -= 1
             raise StoreError("no space left on device")
@@ -419,7 +422,7 @@ async def test_what_only_people_can_change_ends_or_pauses_it(
     [
         (Halted(ErrorInfo("PERMISSION_DENIED", "not valid any more")), "PERMISSION_DENIED", ["failed"]),
         (ModelNotFound("there is no such model"), "MODEL_NOT_FOUND", ["failed"]),
-        (ZeroDivisionError("a bug"), "INTERNAL_ERROR", []),
+        (ZeroDivisionError("a bug"), "INTERNAL_ERROR", ["failed"]),
     ],
 )
 async def test_a_batch_which_nobody_can_resume_ends(
@@ -440,6 +443,16 @@ async def test_a_batch_which_nobody_can_resume_ends(
     )
     job = await state(world, ledger, "failed")
     assert (job.error and job.error.code, job.leader, world.output.finished) == (code, "", finished)
+
+
+async def test_a_batch_ends_where_its_end_cannot_be_written_by_a_bug(world: World) -> None:
+    world.output.held.set()
+    world.output.breaks = "finish"
+    ledger = world.gateway("g1")
+    batch = BatchRequest(input_file_id="f", endpoint="/v1/embeddings")
+    await ledger.create(runs.replace(JOB, created_s=time.time(), request=None, batch=batch))
+    job = await state(world, ledger, "failed")
+    assert (job.error and job.error.code, job.leader, job.done) == ("INTERNAL_ERROR", "", 60)
 
 
 async def test_a_deadline_that_ends_a_job_completes_what_there_is(world: World) -> None:

@@ -36,6 +36,7 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # of what is asked again
 LAST_TRIES_S = 60.0  # for the output of a job that ends early, whose owner waits for its end
 OUTSIDE_WINDOW = "OUTSIDE_WINDOW"
 ENDS = {"cancel": "cancelled", "expired": "expired"}  # by what ended the work
+_INTERNAL = ErrorInfo("INTERNAL_ERROR", "the gateway failed; its log has the details under the id of this job")
 _T = TypeVar("_T")
 _logger = logging.getLogger("sie.gateway.jobs")
 
@@ -140,9 +141,7 @@ class JobRun:
             raise
         except Exception:  # the root of a job: its owner must hear of it
             _logger.exception("job %s failed", self._id)
-            message = "the gateway failed; its log has the details under the id of this job"
-            info = ErrorInfo("INTERNAL_ERROR", message)
-            await (self._pause(info) if self._job.batch is None else self._end("failed", error=info))
+            await (self._pause(_INTERNAL) if self._job.batch is None else self._end("failed", error=_INTERNAL))
 
     def _left(self, error: Exception) -> None:
         """Its next leader, which may be this gateway, goes on."""
@@ -214,6 +213,14 @@ class JobRun:
             if self._job.batch is None:
                 raise Halted(info) from error
             await self._finish(work, "failed", info)
+            return
+        except (BrokerError, Replaced):
+            raise
+        except Exception:
+            if not self._job.is_planned or self._job.batch is None:
+                raise
+            _logger.exception("job %s failed", self._id)
+            await self._finish(work, "failed", _INTERNAL)
             return
         if ended == "pause":
             self._live.clear()
