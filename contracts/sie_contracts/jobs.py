@@ -4,7 +4,9 @@
                  file.{file} ─► FileRecord   what is known of an uploaded file, whose bytes lie in the payload store
     sie_shards   {job}.{number} ─► ShardRecord   a part of the input that was answered, or that cannot be read
 
-A shard has a record exactly when its output is stored, whole. The rules of evolution are those of `messages`.
+The output of a shard is stored whole, and then its record is written. A leader that dies between the two leaves an
+output without a record, which the next leader finds. A part that cannot be read has a record and no output. The rules
+of evolution are those of `messages`.
 """
 
 from __future__ import annotations
@@ -114,7 +116,8 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
     """A job. `request` of a job of ours, `batch` of one of OpenAI's.
 
     `owner`: the key of the credential whose turn, quota and permissions it has; `owner_name` as metrics name it.
-    `wanted`: run, pause or cancel, as its owner said last. `leader`: the gateway that runs it.
+    `wanted`: run, pause or cancel, as its owner said last. `leader`: the gateway that runs it; it alone
+    writes progress and end. Empty: nobody runs it, or it has ended.
 
     `done`, `failed`, `reused`, `tokens`, `codes` are sums over shards with a record, and over what the leader has
     answered of others, which a new leader answers again. `is_planned`: rows and shards are known.

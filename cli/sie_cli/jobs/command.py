@@ -237,7 +237,9 @@ def _changed(cluster: Cluster, name: str, change: Callable[[Job], Job], as_json:
 @_json
 @_options
 def pause(cluster: Cluster, name: str, as_json: bool) -> None:
-    """Stop a job for a while: what runs is finished, nothing more begins."""
+    """Stop a job for a while. Parts that are being answered are stopped, and answered again after `resume`; parts that
+    are written stay.
+    """
     _changed(cluster, name, lambda job: job.pause(), as_json)
 
 

@@ -116,7 +116,8 @@ class JobCounts(Struct, kw_only=True, frozen=True, omit_defaults=False):
 
 class Forecast(Struct, kw_only=True, frozen=True):
     """When a job will be done: at `done_at` give or take `plus_minus_s`, by `rows_per_s` of the last minutes.
-    `workers` serve its lane now; `workers_needed` of them would keep its deadline, None without one.
+    `workers` serve its lane now; `workers_needed` of them would keep its deadline; None without one, and
+    where more workers would not help.
     """
 
     done_at: float
