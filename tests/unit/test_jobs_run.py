@@ -52,6 +52,7 @@ class Output:
     closed: int = 0
     unwinding: asyncio.Event | None = None  # a shard that is cancelled waits for it
     unwinds: int = 0
+    closing: asyncio.Event | None = None  # work that is closed waits for it
 
     def work(self, leader: str) -> Callable[[JobRecord, Progress], Writing]:
         def made(job: JobRecord, progress: Progress) -> Writing:
@@ -106,6 +107,8 @@ class Writing:
 
     async def close(self) -> None:
         self.output.closed += 1
+        if self.output.closing is not None:
+            await self.output.closing.wait()
 
 
 class World:
@@ -254,7 +257,8 @@ async def test_what_the_owner_says_while_the_leader_pauses_counts(world: World, 
 
 
 async def test_a_cancel_counts_while_the_leader_pauses_for_what_only_people_can_change(world: World) -> None:
-    world.output.unwinding = asyncio.Event()
+    world.output.held.set()
+    world.output.closing = asyncio.Event()
 
     def before(number: int) -> None:
         if number == 2:
@@ -263,9 +267,9 @@ async def test_a_cancel_counts_while_the_leader_pauses_for_what_only_people_can_
     world.output.before = before
     ledger = world.gateway("g1")
     await ledger.create(JOB)
-    await until(lambda: world.output.unwinds, "it stops")
+    await until(lambda: world.output.closed, "it stops")
     await ledger.change(JOB.id, lambda job: job and runs.replace(job, wanted="cancel"))
-    world.output.unwinding.set()
+    world.output.closing.set()
     assert (await state(world, ledger, "cancelled")).wanted == "cancel"
 
 
