@@ -22,9 +22,10 @@ from sie_broker import Write
 from sie_broker.record import LeaderLease, leases_of
 from sie_contracts import jobs as records
 from sie_contracts import topology
-from sie_contracts.errors import ErrorInfo
+from sie_contracts.errors import ErrorInfo, ModelLoadFailed
 from sie_contracts.topology import Lane
 from sie_gateway.jobs import asking, keeper, run, sweeping, values, windows
+from sie_sidecar import models
 
 MODEL = "toy/one"
 LANE = Lane("_default", "_default", "default")
@@ -101,6 +102,29 @@ async def place(cluster: InProcess) -> Place:
 
 def texts(count: int) -> list[dict[str, Any]]:
     return [{"id": f"r{number}", "t": f"text {number}", "n": number} for number in range(count)]
+
+
+@pytest.mark.parametrize(("error_class", "passes"), [("NETWORK", True), ("GATED", False)])
+async def test_a_model_that_cannot_be_loaded_is_no_error_of_rows(
+    place: Place, monkeypatch: pytest.MonkeyPatch, error_class: str, passes: bool
+) -> None:
+    """1. A job waits where the load is tried again, and is paused where only people can help. 2. Then it goes on."""
+    monkeypatch.setattr(models, "OTHER_COOL_DOWN_S", 0.1)
+    place.adapter.refusals[MODEL] = ModelLoadFailed("no weights", extras={"error_class": error_class})
+    job = (await place.submit({"file": await place.upload(texts(30)), "text": "{t}"}))["id"]
+    if passes:
+
+        async def waits() -> Any:
+            return ((await place.get(job)).json()["trouble"] or {}).get("code") == "MODEL_LOAD_FAILED"
+
+        await until_told(waits, "the job waits for its model")
+        del place.adapter.refusals[MODEL]
+    else:
+        told = await place.job(job, "paused")
+        assert (told["error"]["code"], told["counts"]["failed"]) == ("MODEL_LOAD_FAILED", 0)
+        await place.gateway.client.post(f"/v1/jobs/{job}/cancel")
+        return
+    assert (await place.job(job))["counts"]["failed"] == 0
 
 
 async def test_every_row_has_its_vector_in_its_place(place: Place) -> None:

@@ -21,6 +21,7 @@ from sie_contracts.errors import (
     ErrorInfo,
     InternalFailure,
     InvalidInput,
+    ModelLoadFailed,
     PayloadTooLarge,
     PermissionDenied,
     ResourceExhausted,
@@ -202,12 +203,12 @@ class Asking:
                     pause_s = 1.0
                 except FailedRequest as error:
                     exhausted += _is_exhausted(error)
-                    if not error.error.retryable or exhausted == ATTEMPTS:
+                    if not _passes(error.error) or exhausted == ATTEMPTS:
                         raise
                     pause_s, is_told = error.error.retry_after_s, True
                     self._on_trouble(error.error)
                 except SIEError as error:
-                    if not error.retryable:
+                    if not _passes(error):
                         raise
                     pause_s, is_told = error.retry_after_s, True
                     self._on_trouble(error)
@@ -259,7 +260,11 @@ class Asking:
         async def attempt() -> list[Placed]:
             call, understood = self.understood(spec, operation, params, items, query)
             try:
-                return (await self.inference.execute(call, understood)).outcomes
+                outcomes = (await self.inference.execute(call, understood)).outcomes
+                for _, outcome in outcomes:
+                    if isinstance(outcome, Failed) and outcome.error.code == ModelLoadFailed.code:
+                        raise SIEError.from_info(outcome.error)  # no fault of an input
+                return outcomes
             except (InvalidInput, PayloadTooLarge) as error:
                 raise ItemsRefused(error) from error
             finally:
@@ -283,6 +288,11 @@ class Asking:
         half = len(items) // 2
         first = await self._whole(spec, operation, params, items[:half], query)
         return first + await self._whole(spec, operation, params, items[half:], query)
+
+
+def _passes(error: SIEError) -> bool:
+    """Whether asking again may help. A worker tries a load again that failed by what may pass, such as its network."""
+    return error.retryable or (isinstance(error, ModelLoadFailed) and error.extras.get("permanent") is False)
 
 
 def _is_exhausted(error: FailedRequest) -> bool:
