@@ -235,6 +235,38 @@ async def test_two_jobs_never_share_a_folder(place: Place) -> None:
     assert json.loads(part.read_text())["id"] == "a.jsonl#1"
 
 
+async def test_a_key_of_idempotency_that_comes_again_takes_nothing_of_a_forgotten_job_for_its_own(place: Place) -> None:
+    """Its id is that of the forgotten job, whose parts are still in the folder."""
+    output, headers = {"url": f"{place.folder}/out", "format": "jsonl"}, {"idempotency-key": "nightly"}
+    source = {"url": f"{place.folder}/in.jsonl", "text": "{t}", "keep": ["t"]}
+    (place.folder / "in.jsonl").write_text('{"t": "old"}\n')
+    job = (await place.submit(source, output=output, headers=headers))["id"]
+    await place.job(job)
+    owner = (place.folder / "out/.sie-job").read_text()
+    for claimed in (owner, job):  # as this version writes it, and as earlier ones did
+        assert (await place.gateway.client.delete(f"/v1/jobs/{job}")).status_code == 200
+        (place.folder / "out/.sie-job").write_text(claimed)
+        (place.folder / "in.jsonl").write_text('{"t": "new"}\n')
+        assert (await place.submit(source, output=output, headers=headers))["id"] == job
+        told = await place.job(job, "failed")
+        assert (told["error"]["param"], told["counts"]["done"]) == ("output.url", 0)
+        assert "another job" in told["error"]["message"]
+
+
+async def test_a_part_that_is_there_with_other_rows_is_not_taken_over(place: Place) -> None:
+    """1. The job is planned and has no part yet. 2. Somebody puts a part of another run into its folder."""
+    place.adapter.hold_batches = True
+    source = {"file": await place.upload(texts(5)), "text": "{t}"}
+    job = (await place.submit(source, output={"url": f"{place.folder}/out", "format": "jsonl"}))["id"]
+    await place.adapter.until(lambda adapter: adapter.running, "the shard is computed")
+    row = {"id": "a", "tokens": 1, "truncated": False, "fingerprint": "f", "dense": [1.0]}
+    (place.folder / "out/part-00000.jsonl").write_text(json.dumps(row) + "\n")
+    place.adapter.let_go()
+    told = await place.job(job, "paused")
+    assert told["error"]["param"] == "output.url"
+    assert "1 rows, where this job has 5" in told["error"]["message"]
+
+
 async def test_columns_that_there_are_not_are_named_with_those_that_there_are(place: Place) -> None:
     file = await place.upload([b"id,t", b"a,b"], "a.csv")
     job = (await place.submit({"file": file, "text": "{body}", "id": "id"}))["id"]

@@ -6,6 +6,7 @@ span ──rows──► inputs ──equal ones once──► cache ──► V
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -82,6 +83,7 @@ class Native:
         self._kept_bytes = 0  # for later jobs, since the last trim
         self._opening = asyncio.Lock()
         self._count = 0  # of parts
+        self._planned_rows: tuple[int, ...] = ()  # of each part
         self._again: tuple[Again, ...] = ()
         self._is_prepared = False  # the collection of the database
         self._computed: dict[int, int] = {}  # inputs of a shard that a model answered
@@ -94,9 +96,10 @@ class Native:
         """See Work."""
         made = await self._workplace.plan()
         if made is None:
-            await shards.claim(self._places.output, self._job.id)
+            former = self._job.id if _is_unique(self._job.id) else ""
+            await shards.claim(self._places.output, _owner(self._job), former=former)
             made = await self._workplace.keep_plan(await (self._retried() if self._job.retry_of else self._planned()))
-        self._count, self._again = len(made.spans), made.again
+        self._count, self._again, self._planned_rows = len(made.spans), made.again, made.rows
         return made
 
     async def _planned(self) -> Plan:
@@ -147,6 +150,10 @@ class Native:
             self._values.check(record.fingerprint)
         if record is None or self._places.sink is not None:
             record = await self._made(number, name, span)
+        if record.rows != self._planned_rows[number]:
+            raise shards.in_use(
+                f"{name} is there with {record.rows} rows, where this job has {self._planned_rows[number]}"
+            )
         return msgspec.structs.replace(record, source=_named(span))
 
     async def _made(self, number: int, name: str, span: Span) -> ShardRecord:
@@ -276,6 +283,18 @@ class Native:
     async def _trim(self) -> None:
         self._kept_bytes = 0
         await caches.trim(self._workplace.store, self._cache_bytes)
+
+
+def _owner(job: JobRecord) -> str:
+    """What the folder of a job's output says. The id does not suffice: one that follows from an Idempotency-Key comes
+    again when the key is sent again after the job was forgotten.
+    """
+    return f"{job.id} {job.created_s!r}"
+
+
+def _is_unique(job_id: str) -> bool:
+    """Whether no other job ever has the id: it follows from the time and chance, and from nothing that a client sent."""
+    return uuid.UUID(job_id.rpartition("-")[2]).version == 7
 
 
 def manifest(job: JobRecord, state: str, shards: dict[int, ShardRecord], unread: Sequence[Unread]) -> api.JobManifest:

@@ -27,19 +27,21 @@ _PATIENCE = Patience()
 
 
 class PartDamaged(StoreError):
-    """There is an object in the place of a part, and it is none. Another attempt does not help."""
+    """There is an object in the place of a part, and it is none. Another attempt helps once somebody has moved it."""
 
 
-async def claim(place: Place, owner: str, patience: Patience = _PATIENCE) -> None:
-    """Have a folder for one job alone: parts of another one would be taken for its own. Raises InvalidInput (reason
-    output_in_use) where it has another owner, or parts of nobody known; StoreError.
+async def claim(place: Place, owner: str, patience: Patience = _PATIENCE, *, former: str = "") -> None:
+    """Have a folder for one job alone: parts of another one would be taken for its own. `owner`: what all leaders of
+    the job know, and no other job. `former`: as an earlier version named the same job; empty where that name may be
+    another one's. Raises InvalidInput (reason output_in_use) where it has another owner, or parts of nobody known;
+    StoreError.
     """
     import obstore
 
     key = place.folder + OWNER
     await place.check(key)
     try:
-        if (await bytes_of(place, OWNER, patience)) == owner.encode():
+        if (await bytes_of(place, OWNER, patience)).decode(errors="replace") in {owner, former or owner}:
             return
     except ObjectMissing:
         if not await _has_parts(place, patience):
@@ -49,10 +51,14 @@ async def claim(place: Place, owner: str, patience: Patience = _PATIENCE) -> Non
             try:
                 await patience.repeated(lambda: within(PUT_S, put()))
             except WrittenMeanwhile:  # by a leader before this one, or by another job
-                await claim(place, owner, patience)
+                await claim(place, owner, patience, former=former)
             return
-    message = "output.url: this folder holds the output of another job; name another folder"
-    raise InvalidInput(message, reason="output_in_use", param="output.url")
+    raise in_use("this folder holds the output of another job")
+
+
+def in_use(why: str) -> InvalidInput:
+    """The refusal of a folder that is not the job's."""
+    return InvalidInput(f"output.url: {why}; name another folder", reason="output_in_use", param="output.url")
 
 
 async def _has_parts(place: Place, patience: Patience) -> bool:
