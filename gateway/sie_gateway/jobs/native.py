@@ -6,8 +6,9 @@ span ──rows──► inputs ──equal ones once──► cache ──► V
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -27,8 +28,10 @@ from sie_store.datasets import manifests, parts, plans, shards
 from sie_store.datasets.answers import About, Answer, shard_of
 from sie_store.datasets.places import Place
 from sie_store.datasets.rows import Row, read
+from sie_store.object_stores import AccessRefused, StoreError
 from sie_store.sinks.sink import (
     CollectionMismatch,
+    CollectionMissing,
     CollectionRefused,
     Kind,
     RowsRefused,
@@ -38,7 +41,15 @@ from sie_store.sinks.sink import (
 )
 
 UNTRIMMED = 0.1  # of what all answers may take: what one job keeps before it removes older ones
-REFUSALS = (CollectionMismatch, CollectionRefused, RowsRefused, SinkUnsuitable)
+REFUSALS = (AccessRefused, CollectionMismatch, CollectionMissing, CollectionRefused, RowsRefused, SinkUnsuitable)
+_logger = logging.getLogger("sie.gateway.jobs")
+
+
+class Made(NamedTuple):
+    """A shard that is answered, until it is written. `data`: its part. `unsent`: what the database has to get yet."""
+
+    data: bytes
+    unsent: SinkRows | None
 
 
 class Before(NamedTuple):
@@ -87,7 +98,8 @@ class Native:
         self._again: tuple[Again, ...] = ()
         self._is_prepared = False  # the collection of the database
         self._computed: dict[int, int] = {}  # inputs of a shard that a model answered
-        self._unwritten: dict[int, bytes] = {}  # parts that are made, and that the store did not take yet
+        self._preparing = asyncio.Lock()
+        self._unwritten: dict[int, Made] = {}  # what the database or the store did not take yet
         self._values = Values(asking, job.model, job.request.operation, job.request.params, job.fingerprint)
 
     # the plan
@@ -157,18 +169,21 @@ class Native:
         return msgspec.structs.replace(record, source=_named(span))
 
     async def _made(self, number: int, name: str, span: Span) -> ShardRecord:
-        data = self._unwritten.get(number)
-        if data is None:
-            data = self._unwritten[number] = await self._answered(number, span)
+        """Answer a shard, then send it to the database and write it. Another attempt goes on with what is left."""
+        made = self._unwritten.get(number)
+        if made is None:
+            made = self._unwritten[number] = await self._answered(number, span)
         else:
-            about = await asyncio.to_thread(parts.inspect, data, self._request.output.format)
+            about = await asyncio.to_thread(parts.inspect, made.data, self._request.output.format)
             self._progress.rows(number, about.rows, about.failed)
-        record = await shards.put_once(self._places.output, name, data, self._request.output.format)
+        if made.unsent is not None:
+            await self._sent(made.unsent)
+            self._unwritten[number] = made._replace(unsent=None)
+        record = await shards.put_once(self._places.output, name, made.data, self._request.output.format)
         del self._unwritten[number]
         return record
 
-    async def _answered(self, number: int, span: Span) -> bytes:
-        """The part with all answers; the database has them too."""
+    async def _answered(self, number: int, span: Span) -> Made:
         try:
             rows = await self._rows(number, span)
         except InvalidInput as error:
@@ -177,9 +192,7 @@ class Native:
         about = About(self._job.id, number, self._job.model, self._values.fingerprint, reused=reused)
         shard = await asyncio.to_thread(shard_of, about, rows, answers, self._request.input.keep)
         data = await asyncio.to_thread(parts.encode, shard, self._request.output.format)
-        if self._places.sink is not None:
-            await self._sent(rows, answers)
-        return data
+        return Made(data, None if self._places.sink is None else await asyncio.to_thread(_for_sink, rows, answers))
 
     async def _answers(self, number: int, rows: Sequence[Row]) -> tuple[list[Answer], int]:
         """The answer of each row, and how many were taken from an equal row or from the cache."""
@@ -220,11 +233,18 @@ class Native:
         self._computed[number] = len(computed)
         if cache is not None:
             good = {once.digests[place]: answer for place, answer in computed.items() if answer.error is None}
-            self._kept_bytes += await cache.keep(f"{self._job.id}-{number:06}", good)
-            if self._kept_bytes > self._cache_bytes * UNTRIMMED:
-                await self._trim()
+            await self._keep(cache, number, good)
         every = {**kept, **computed}
         return [every[place] for place in range(len(once.inputs))]
+
+    async def _keep(self, cache: Cache, number: int, good: dict[bytes, Answer]) -> None:
+        """Keep answers for later jobs. What is not kept is computed again then: this job goes on without."""
+        try:
+            self._kept_bytes += await cache.keep(f"{self._job.id}-{number:06}", good)
+        except StoreError as error:
+            _logger.warning("job %s: answers of shard %s are not kept for later jobs: %s", self._job.id, number, error)
+        if self._kept_bytes > self._cache_bytes * UNTRIMMED:
+            await self._trim()
 
     async def _opened(self, once: Unique) -> Cache | None:
         """The answers of other jobs. They are found by the fingerprint of the model as it is now, which an answer
@@ -245,22 +265,29 @@ class Native:
                 self._cache = cache
         return self._cache
 
-    async def _sent(self, rows: Sequence[Row], answers: Sequence[Answer]) -> None:
-        """Write the vectors into the database. Raises Halted for what the database refuses, StoreError."""
-        sink, output = self._places.sink, self._request.output
-        good = [place for place, answer in enumerate(answers) if answer.error is None]
-        if sink is None or not good:
-            return
-        vectors = np.stack([answers[place].arrays["dense"] for place in good]).astype(np.float32, copy=False)
-        kept = [rows[place].kept for place in good]
+    async def _sent(self, rows: SinkRows) -> None:
+        """Write the vectors into the database. A collection that is not there any more is made once more. Raises Halted
+        for what the database refuses, StoreError.
+        """
         try:
-            async with self._opening:
-                if not self._is_prepared:
-                    await sink.prepare(output.collection, vectors.shape[1], _kinds(kept))
-                    self._is_prepared = True
-            await sink.upsert(SinkRows([rows[place].id for place in good], vectors, kept))
+            try:
+                await self._upserted(rows)
+            except CollectionMissing as error:
+                _logger.warning("job %s: %s", self._job.id, error)
+                self._is_prepared = False
+                await self._upserted(rows)
         except REFUSALS as error:
-            raise Halted(ErrorInfo("SINK_REFUSED", f"{output.sink}: {error}", param="output.sink")) from error
+            message = f"{self._request.output.sink}: {error}"
+            raise Halted(ErrorInfo("SINK_REFUSED", message, param="output.sink")) from error
+
+    async def _upserted(self, rows: SinkRows) -> None:
+        sink = self._places.sink
+        assert sink is not None
+        async with self._preparing:
+            if not self._is_prepared:
+                await sink.prepare(self._request.output.collection, rows.vectors.shape[1], _kinds(rows.payloads))
+                self._is_prepared = True
+        await sink.upsert(rows)
 
     async def close(self) -> None:
         """See Work."""
@@ -281,8 +308,12 @@ class Native:
         return fields
 
     async def _trim(self) -> None:
+        """Remove older answers. What a store does not remove now goes by a later trim."""
         self._kept_bytes = 0
-        await caches.trim(self._workplace.store, self._cache_bytes)
+        try:
+            await caches.trim(self._workplace.store, self._cache_bytes)
+        except StoreError as error:
+            _logger.warning("job %s: older answers are not removed: %s", self._job.id, error)
 
 
 def _owner(job: JobRecord) -> str:
@@ -293,7 +324,7 @@ def _owner(job: JobRecord) -> str:
 
 
 def _is_unique(job_id: str) -> bool:
-    """Whether no other job ever has the id: it follows from the time and chance, and from nothing that a client sent."""
+    """Whether no other job ever has the id: it was made of the time and chance, and of nothing that a client sent."""
     return uuid.UUID(job_id.rpartition("-")[2]).version == 7
 
 
@@ -325,7 +356,16 @@ def manifest(job: JobRecord, state: str, shards: dict[int, ShardRecord], unread:
     )
 
 
-def _kinds(kept: Sequence[dict[str, Any]]) -> dict[str, Kind]:
+def _for_sink(rows: Sequence[Row], answers: Sequence[Answer]) -> SinkRows | None:
+    """The rows that have a vector; None where there is none."""
+    good = [place for place, answer in enumerate(answers) if answer.error is None]
+    if not good:
+        return None
+    vectors = np.stack([answers[place].arrays["dense"] for place in good]).astype(np.float32, copy=False)
+    return SinkRows([rows[place].id for place in good], vectors, [rows[place].kept for place in good])
+
+
+def _kinds(kept: Sequence[Mapping[str, Any]]) -> dict[str, Kind]:
     """The columns that searches may filter by: those whose values have one plain type."""
     kinds: dict[type, Kind] = {str: "keyword", bool: "bool", int: "integer", float: "float"}
     found = {name: {type(row.get(name)) for row in kept} - {type(None)} for name in kept[0]}

@@ -1,0 +1,188 @@
+"""Jobs and databases: what a database refuses pauses a job, what passes is sent again, and no row is asked twice."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import obstore
+import pyarrow.parquet as parquet
+import pytest
+from fake_adapter import FakeAdapter, toy_entry
+from inprocess import GatewayProcess, InProcess, until_told
+
+from sie_contracts.settings import SettingError
+from sie_gateway.jobs import keeper, run
+from sie_store.object_stores import AccessRefused, StoreError
+from sie_store.sinks import opening
+from sie_store.sinks.sink import CollectionMissing, Kind, Sink, SinkRows
+
+MODEL = "toy/one"
+OUTPUT = {"sink": "main", "collection": "c"}
+
+
+class Database:
+    """A database in memory. `errors`: what its next calls of `upsert` raise."""
+
+    def __init__(self) -> None:
+        self.prepared: list[tuple[str, int]] = []
+        self.errors: list[Exception] = []
+        self.upserts = 0
+        self.rows: dict[str, Mapping[str, Any]] = {}
+
+    async def prepare(self, collection: str, dims: int, kinds: Mapping[str, Kind]) -> None:
+        self.prepared.append((collection, dims))
+
+    async def upsert(self, rows: SinkRows) -> None:
+        self.upserts += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        self.rows |= dict(zip(rows.ids, rows.payloads, strict=True))
+
+    async def close(self) -> None:
+        """There is nothing to release."""
+
+
+@pytest.fixture
+def database(monkeypatch: pytest.MonkeyPatch) -> Database:
+    database = Database()
+
+    def opened(url: str, setting: str) -> Sink:
+        if not url.startswith("qdrant:"):
+            raise SettingError(setting, "no such database")
+        return database
+
+    monkeypatch.setattr(opening, "opened", opened)
+    return database
+
+
+class Place:
+    """A cluster whose gateway runs jobs."""
+
+    def __init__(self, gateway: GatewayProcess, adapter: FakeAdapter) -> None:
+        self._client, self._adapter = gateway.client, adapter
+
+    async def submit(self, rows: int, status: int = 201, *, keep: tuple[str, ...] = (), **more: Any) -> Any:
+        """A job over so many rows: the job, or the error that it is refused by."""
+        data = b"".join(
+            json.dumps({"id": f"r{number}", "t": f"text {number}", "_id": number}).encode() + b"\n"
+            for number in range(rows)
+        )
+        sent = await self._client.post("/v1/files", files={"file": ("a.jsonl", data)}, data={"purpose": "jobs"})
+        source = {"file": sent.json()["id"], "text": "{t}", "id": "id", "keep": keep}
+        answer = await self._client.post("/v1/jobs", json={"model": MODEL, "input": source, **more})
+        assert answer.status_code == status, answer.text
+        return answer.json() if status == 201 else answer.json()["error"]
+
+    async def until(self, job: str, *states: str) -> Any:
+        """The job, in one of these states. One that waits is in the state `waits`."""
+
+        async def reached() -> Any:
+            told = (await self._client.get(f"/v1/jobs/{job}")).json()
+            return told if told["state"] in states or ("waits" in states and told["trouble"]) else None
+
+        return await until_told(reached, f"the job is {' or '.join(states)}")
+
+    async def rows(self, job: str) -> int:
+        """Rows of its only part."""
+        data = (await self._client.get(f"/v1/jobs/{job}/part?name=part-00000.parquet")).content
+        return int(parquet.read_table(io.BytesIO(data)).num_rows)
+
+    def asked(self) -> int:
+        """Inputs that the adapter ran."""
+        return sum(len(batch.lengths) // 4 for batch in self._adapter.batches)
+
+
+@pytest.fixture
+async def place(tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Place]:
+    monkeypatch.setattr(keeper, "EVERY_S", 0.05)
+    monkeypatch.setattr(run, "FLUSH_S", 0.05)
+    monkeypatch.setattr(run, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(run, "MAX_PAUSE_S", 0.05)
+    async with InProcess(tmp_path, toy_entry(MODEL)) as cluster:
+        adapter = await cluster.adapter()
+        gateway = await cluster.gateway(
+            SIE_PAYLOAD_STORE_URL=str(cluster.folder / "payloads"),
+            SIE_JOBS_SINKS="main=qdrant://127.0.0.1:1,other=postgresql://127.0.0.1:1/db",
+        )
+        await cluster.sidecar(adapter)
+        yield Place(gateway, adapter)
+
+
+async def test_a_database_that_is_away_gets_its_rows_later_and_no_model_is_asked_again(
+    place: Place, database: Database
+) -> None:
+    database.errors = [StoreError("away")] * 3
+    job = (await place.submit(20, output=OUTPUT))["id"]
+    told = await place.until(job, "completed")
+    assert (told["counts"]["done"], place.asked(), database.upserts) == (20, 20, 4)
+    assert database.rows.keys() == {f"r{number}" for number in range(20)}
+    assert await place.rows(job) == 20
+
+
+async def test_a_store_that_is_away_after_the_database_has_its_rows_does_not_send_them_again(
+    place: Place, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_async, refused = obstore.put_async, 0
+
+    async def put(store: Any, path: str, *arguments: Any, **options: Any) -> Any:
+        nonlocal refused
+        if "/part-" in path and not refused:
+            refused += 1
+            raise PermissionError("status code: 403")
+        return await put_async(store, path, *arguments, **options)
+
+    monkeypatch.setattr(obstore, "put_async", put)
+    job = (await place.submit(5, output=OUTPUT))["id"]
+    await place.until(job, "completed")
+    assert (refused, database.upserts, place.asked()) == (1, 1, 5)
+
+
+@pytest.mark.parametrize(
+    ("error", "upserts"),
+    [(AccessRefused("Qdrant refuses the API key"), 1), (CollectionMissing("Qdrant has no such collection"), 2)],
+)
+async def test_what_only_people_can_change_at_a_database_pauses_the_job(
+    place: Place, database: Database, error: Exception, upserts: int
+) -> None:
+    database.errors = [error] * 10
+    job = (await place.submit(5, output=OUTPUT))["id"]
+    told = await place.until(job, "paused", "waits")
+    assert told["error"] == {"code": "SINK_REFUSED", "message": f"main: {error}", "param": "output.sink"}
+    assert (database.upserts, place.asked()) == (upserts, 5)
+
+
+async def test_a_collection_that_was_removed_is_made_again(place: Place, database: Database) -> None:
+    database.errors = [CollectionMissing("Qdrant has no such collection")]
+    job = (await place.submit(20, output=OUTPUT))["id"]
+    await place.until(job, "completed")
+    assert database.prepared == [("c", 8), ("c", 8)]
+    assert (len(database.rows), place.asked()) == (20, 20)
+
+
+@pytest.mark.parametrize("refused", ["put", "list"])
+async def test_answers_that_are_not_kept_for_later_jobs_hold_no_job(
+    place: Place, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    """Keeping fails, or listing what is older."""
+    put_async, listed = obstore.put_async, obstore.list
+
+    async def put(store: Any, path: str, *arguments: Any, **options: Any) -> Any:
+        if refused == "put" and path.startswith("cache/"):
+            raise PermissionError("status code: 403")
+        return await put_async(store, path, *arguments, **options)
+
+    def list_(store: Any, *arguments: Any, **options: Any) -> Any:
+        if refused == "list" and options.get("prefix") == "cache/":
+            raise PermissionError("status code: 403")
+        return listed(store, *arguments, **options)
+
+    monkeypatch.setattr(obstore, "put_async", put)
+    monkeypatch.setattr(obstore, "list", list_)
+    job = (await place.submit(5, cache=True))["id"]
+
+    told = await place.until(job, "completed", "waits")
+    assert (told["state"], told["trouble"], place.asked()) == ("completed", None, 6)  # one tells the state of the model
