@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import cast
 
 import numpy as np
+import obstore
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -196,6 +198,40 @@ async def test_a_cache_is_bounded_and_a_removed_segment_is_a_miss(
     smaller = Cache(store, "space")
     await smaller.open()
     assert len(smaller) == 0
+
+
+async def test_a_large_cache_does_not_hold_the_event_loop(tmp_path: Path) -> None:
+    """The leases of jobs are renewed while it is opened and read."""
+    store, count = opened(str(tmp_path), "TEST"), 500_000
+    random = np.random.default_rng(1)
+    digests = [random.bytes(16) for _ in range(count)]
+    values = [pack(value(number)) for number in range(5)]
+    packed = [values[digest[0] % 5] for digest in digests]  # in no order, as those of many segments are together
+    ends = np.cumsum([0, *map(len, packed)]).astype("<u8")
+    obstore.put(store, "cache/space/s", b"".join([count.to_bytes(8, "little"), *digests, ends.tobytes(), *packed]))
+    twin = digests[7][:8] + bytes(8)  # the first half does not tell them apart
+    await Cache(store, "space").keep("twin", {twin: value(3)})
+    cache, longest_s = Cache(store, "space"), 0.0
+    done = asyncio.Event()
+
+    async def tick() -> None:
+        nonlocal longest_s
+        before_s = time.perf_counter()
+        while not done.is_set():
+            await asyncio.sleep(0.001)
+            now_s = time.perf_counter()
+            longest_s, before_s = max(longest_s, now_s - before_s), now_s
+
+    ticking = asyncio.create_task(tick())
+    await cache.open()
+    found = await cache.find([*digests[:20_000], twin])
+    done.set()
+    await ticking
+    assert len(cache) == count + 1
+    assert len(found) == 20_001
+    assert all(same(found[place], value(digests[place][0] % 5)) for place in range(20))
+    assert same(found[20_000], value(3))
+    assert longest_s < 0.2
 
 
 async def test_there_is_room_for_one_group_at_least_and_more_where_it_is_fast() -> None:

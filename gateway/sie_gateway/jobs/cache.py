@@ -9,16 +9,18 @@ A segment is only ever created whole:
 
 Numbers are little-endian. A job reads the digests of all segments of its space when it begins, the newest first, at
 most MAX_ITEMS; values are read by whole segments, of which the last few stay in memory: rows of a corpus that changed
-little come in the order in which they were kept.
+little come in the order in which they were kept. What takes a processor for long is done in a thread: the event loop
+renews the leases of jobs meanwhile.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -37,7 +39,6 @@ SEGMENTS_KEPT = 4
 SHORT_S, LONG_S = 10.0, 120.0
 DIGEST_BYTES, COUNT_BYTES = 16, 8
 PREFIX = "cache/"
-_DIGEST = np.dtype([("high", ">u8"), ("low", ">u8")])  # as bytes compare
 _logger = logging.getLogger("sie.gateway.jobs")
 
 
@@ -70,6 +71,57 @@ def segment(values: Mapping[bytes, Answer]) -> bytes:
     return b"".join([len(digests).to_bytes(COUNT_BYTES, "little"), *digests, offsets.tobytes(), *packed])
 
 
+class _Known(NamedTuple):
+    """The digests of all segments, sorted, in two halves whose order is that of bytes: numbers of the machine's own
+    byte order are sorted and searched many times faster than records. `segments` and `rows`: where the value of each
+    digest is.
+    """
+
+    high: NDArray[np.uint64]
+    low: NDArray[np.uint64]
+    segments: NDArray[np.uint32]
+    rows: NDArray[np.uint32]
+
+    @classmethod
+    def of(cls, digests: Sequence[bytes]) -> _Known:
+        """`digests`: of each segment, one behind the other."""
+        counts = [len(each) // DIGEST_BYTES for each in digests]
+        high, low = _halves(b"".join(digests))
+        segments = np.repeat(np.arange(len(counts), dtype=np.uint32), counts)
+        rows = np.concatenate([np.empty(0, np.uint32), *(np.arange(count, dtype=np.uint32) for count in counts)])
+        order = np.lexsort((low, high))  # of equal ones the first is that of the newest segment
+        return cls(high[order], low[order], segments[order], rows[order])
+
+    def places(self, digests: Sequence[bytes]) -> dict[int, list[tuple[int, int]]]:
+        """By the number of a segment, of each digest that is there: its place, and the row of its value."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        highs, lows = _halves(b"".join(digests))
+        at = np.searchsorted(self.high, highs)
+        for place, (spot, high, low) in enumerate(zip(at.tolist(), highs.tolist(), lows.tolist(), strict=True)):
+            while spot < len(self.high) and self.high[spot] == high:
+                if self.low[spot] == low:
+                    found.setdefault(int(self.segments[spot]), []).append((place, int(self.rows[spot])))
+                    break
+                spot += 1
+        return found
+
+
+def _halves(digests: bytes) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    numbers = np.frombuffer(digests, ">u8").reshape(-1, 2)
+    return numbers[:, 0].astype(np.uint64), numbers[:, 1].astype(np.uint64)
+
+
+def _values(kept: Segment, rows: Sequence[tuple[int, int]], name: str) -> dict[int, Answer]:
+    """Values of a segment by their places."""
+    found: dict[int, Answer] = {}
+    for place, row in rows:
+        try:
+            found[place] = kept.value(row)
+        except ValueError as error:
+            _logger.warning("a value of %s cannot be read, so it is computed: %s", name, error)
+    return found
+
+
 class Cache:
     """Of one job. `open` reads what there is."""
 
@@ -77,8 +129,7 @@ class Cache:
         self._store = store
         self._folder = f"{PREFIX}{space}/"
         self._names: list[str] = []
-        self._digests = np.empty(0, _DIGEST)  # sorted
-        self._places = np.empty((0, 2), np.uint32)  # segment and row of each
+        self._known = _Known.of([])
         self._read: OrderedDict[int, Segment] = OrderedDict()
 
     async def open(self) -> None:
@@ -92,25 +143,18 @@ class Cache:
                 found.extend(page)
 
         await within(LONG_S, listed())
-        digests: list[NDArray[Any]] = []
-        places: list[NDArray[np.uint32]] = []
+        digests: list[bytes] = []
         total = 0
         for entry in sorted(found, key=lambda entry: entry["last_modified"], reverse=True):
             rows = await self._rows(entry["path"])
-            if total + len(rows) > MAX_ITEMS:
+            if total + len(rows) // DIGEST_BYTES > MAX_ITEMS:
                 break
-            total += len(rows)
-            place = np.empty((len(rows), 2), np.uint32)
-            place[:, 0], place[:, 1] = len(self._names), np.arange(len(rows))
+            total += len(rows) // DIGEST_BYTES
             self._names.append(entry["path"])
             digests.append(rows)
-            places.append(place)
-        if digests:
-            joined = np.concatenate(digests)
-            order = np.argsort(joined, order=("high", "low"), kind="stable")
-            self._digests, self._places = joined[order], np.concatenate(places)[order]
+        self._known = await asyncio.to_thread(_Known.of, digests)
 
-    async def _rows(self, name: str) -> NDArray[Any]:
+    async def _rows(self, name: str) -> bytes:
         """The digests of a segment; none of one that was removed meanwhile."""
         import obstore
 
@@ -118,36 +162,22 @@ class Cache:
             head = await within(SHORT_S, obstore.get_range_async(self._store, name, start=0, length=COUNT_BYTES))
             count = int.from_bytes(bytes(head), "little")
             asked = obstore.get_range_async(self._store, name, start=COUNT_BYTES, length=DIGEST_BYTES * count)
-            return np.frombuffer(bytes(await within(LONG_S, asked)), _DIGEST)
+            return bytes(await within(LONG_S, asked))
         except ObjectMissing:
-            return np.empty(0, _DIGEST)
+            return b""
 
     def __len__(self) -> int:
-        return len(self._digests)
+        return len(self._known.high)
 
     async def find(self, digests: Sequence[bytes]) -> dict[int, Answer]:
         """Values by the place of their digest. What cannot be read is missing. Raises StoreError."""
-        if not len(self._digests) or not digests:
+        if not len(self) or not digests:
             return {}
-        asked = np.frombuffer(b"".join(digests), _DIGEST)
-        at = np.searchsorted(self._digests["high"], asked["high"])
-        wanted: dict[int, list[tuple[int, int]]] = {}
-        for place, (start, digest) in enumerate(zip(at.tolist(), asked, strict=True)):
-            spot = start
-            while spot < len(self._digests) and self._digests[spot]["high"] == digest["high"]:
-                if self._digests[spot]["low"] == digest["low"]:
-                    number, row = self._places[spot].tolist()
-                    wanted.setdefault(number, []).append((place, row))
-                    break
-                spot += 1
         found: dict[int, Answer] = {}
-        for number, rows in wanted.items():
+        for number, rows in (await asyncio.to_thread(self._known.places, digests)).items():
             kept = await self._segment(number)
-            for place, row in rows if kept is not None else ():
-                try:
-                    found[place] = kept.value(row)  # type: ignore[union-attr]  # mypy sees no link to the loop's condition
-                except ValueError as error:
-                    _logger.warning("a value of %s cannot be read, so it is computed: %s", self._names[number], error)
+            if kept is not None:
+                found |= await asyncio.to_thread(_values, kept, rows, self._names[number])
         return found
 
     async def _segment(self, number: int) -> Segment | None:
@@ -170,7 +200,7 @@ class Cache:
 
         if not values:
             return 0
-        data = segment(values)
+        data = await asyncio.to_thread(segment, values)
         try:
             await within(LONG_S, obstore.put_async(self._store, self._folder + name, data, mode="create"))
         except WrittenMeanwhile:

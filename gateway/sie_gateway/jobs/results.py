@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from sie_contracts.api import jobs as api
 from sie_contracts.errors import NotFound, QueueUnavailable
 from sie_contracts.jobs import JobRecord
@@ -64,7 +66,7 @@ class Results:
         wanted = [shard for _, shard in sorted(every.items()) if shard.name and (shard.failed or not only_failed)]
         for shard in wanted[:SAMPLED]:
             data = await self._bytes(job, shard.name)
-            for outcome in parts.outcomes(data, job.request.output.format):
+            for outcome in await asyncio.to_thread(parts.outcomes, data, job.request.output.format):
                 if outcome.error is not None or not only_failed:
                     error = None if outcome.error is None else api.JobError(**outcome.error)
                     found.append(api.JobRow(id=outcome.id, tokens=outcome.tokens, error=error))
