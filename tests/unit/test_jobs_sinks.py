@@ -72,7 +72,8 @@ class Place:
             for number in range(rows)
         )
         sent = await self._client.post("/v1/files", files={"file": ("a.jsonl", data)}, data={"purpose": "jobs"})
-        source = {"file": sent.json()["id"], "text": "{t}", "id": "id", "keep": keep}
+        texts = {"query": "q", "document": "{t}"} if more.get("operation") == "score" else {"text": "{t}"}
+        source = {"file": sent.json()["id"], "id": "id", "keep": keep, **texts}
         answer = await self._client.post("/v1/jobs", json={"model": MODEL, "input": source, **more})
         assert answer.status_code == status, answer.text
         return answer.json() if status == 201 else answer.json()["error"]
@@ -102,7 +103,7 @@ async def place(tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(run, "FLUSH_S", 0.05)
     monkeypatch.setattr(run, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(run, "MAX_PAUSE_S", 0.05)
-    async with InProcess(tmp_path, toy_entry(MODEL)) as cluster:
+    async with InProcess(tmp_path, toy_entry(MODEL, outputs={"dense": 8, "sparse": 100, "multivector": 8})) as cluster:
         adapter = await cluster.adapter()
         gateway = await cluster.gateway(
             SIE_PAYLOAD_STORE_URL=str(cluster.folder / "payloads"),
@@ -186,3 +187,36 @@ async def test_answers_that_are_not_kept_for_later_jobs_hold_no_job(
 
     told = await place.until(job, "completed", "waits")
     assert (told["state"], told["trouble"], place.asked()) == ("completed", None, 6)  # one tells the state of the model
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"output": {"sink": "nobody", "collection": "c"}}, "output.sink"),
+        ({"output": {"sink": "main"}}, "output.collection"),
+        ({"output": {"sink": "main", "collection": "-c"}}, "output.collection"),
+        ({"output": {"sink": "main", "collection": "c" * 64}}, "output.collection"),
+        ({"params": {"output_types": ["sparse"]}}, "params.output_types"),
+        ({"params": {"output_types": ["sparse", "multivector"]}}, "params.output_types"),
+        ({"params": {"output_dtype": "int8"}}, "params.output_dtype"),
+        ({"params": {"output_dtype": "binary"}}, "params.output_dtype"),
+        ({"params": {"dimensions": 7}}, "params.dimensions"),
+        ({"keep": ("_id",)}, "input.keep"),
+        ({"operation": "score"}, "operation"),
+    ],
+)
+async def test_what_a_database_cannot_have_is_refused_before_it_is_computed(
+    place: Place, more: dict[str, Any], param: str
+) -> None:
+    assert (await place.submit(1, 400, **{"output": OUTPUT, **more}))["param"] == param
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"params": {"output_types": ["dense", "sparse"], "output_dtype": "float16"}},
+        {"keep": ("_id",), "output": {**OUTPUT, "sink": "other"}},
+    ],
+)
+async def test_what_a_database_can_have_is_taken(place: Place, more: dict[str, Any]) -> None:
+    await place.submit(3, **{"output": OUTPUT, **more})

@@ -31,6 +31,7 @@ from sie_gateway.jobs.workplace import Workplace
 from sie_store.datasets import templates
 from sie_store.datasets.places import Place
 from sie_store.sinks import opening
+from sie_store.sinks.sink import CollectionRefused, checked_name
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from sie_gateway.route_kinds import InferenceRoute
 
 STORE = "SIE_PAYLOAD_STORE_URL"
+SINK_DTYPES = ("float32", "float16")  # numbers of others mean something only with a scale, or are packed bits
 
 
 class Credentials(NamedTuple):
@@ -83,12 +85,6 @@ class Engine:
         templates.check(request.input, request.operation)
         windows.zone(request.time_zone)
         windows.check(request.windows)
-        if request.output.sink and request.output.sink not in self._sinks:
-            known = ", ".join(self._sinks) or "none"
-            message = f"output.sink: expected a name of SIE_JOBS_SINKS, which has {known}"
-            raise InvalidInput(message, reason="schema", param="output.sink")
-        if request.output.sink and not request.output.collection:
-            raise InvalidInput("output.collection: expected a name", reason="schema", param="output.collection")
         if request.output.url:
             Place.opened(request.output.url, self._urls, is_output=True)
         if request.input.url:
@@ -96,6 +92,8 @@ class Engine:
         else:
             await self._files.find(request.input.file, call.grant.key, sees_all="admin" in call.grant.scopes)
         understood = self._pinned(call, request)
+        if request.output.sink:
+            self._check_sink(request, understood)
         return replace(job, model=understood.resolved.canonical, lane=str(understood.lane))
 
     def _pinned(self, call: Call, request: JobRequest) -> Understood:
@@ -116,6 +114,36 @@ class Engine:
             raise InvalidInput(message, reason="schema", param="input.text")
         probe = Call(call.id, call.received_s, headers_of(request), grant=call.grant)
         return self._inference.understand(probe, asked)
+
+    def _check_sink(self, request: JobRequest, understood: Understood) -> None:
+        """Whether the database can have what the job writes. Raises InvalidInput: a job would find out after it has
+        computed a shard.
+        """
+        output, run = request.output, understood.options.run
+
+        def refused(param: str, why: str) -> InvalidInput:
+            return InvalidInput(f"{param}: {why}", reason="schema", param=param)
+
+        url = self._sinks.get(output.sink)
+        if url is None:
+            known = ", ".join(self._sinks) or "none"
+            raise refused("output.sink", f"expected a name of SIE_JOBS_SINKS, which has {known}")
+        if not output.collection:
+            raise refused("output.collection", "expected a name")
+        try:
+            checked_name(output.collection)
+        except CollectionRefused as error:
+            raise refused("output.collection", str(error)) from error
+        if request.operation != "encode":
+            raise refused("operation", f"a database gets vectors, which encode gives and {request.operation} does not")
+        if "dense" not in run.outputs:
+            found = ", ".join(run.outputs)
+            raise refused("params.output_types", f"a database gets dense vectors, and this job would have {found}")
+        if run.dtype not in SINK_DTYPES:
+            expected = " or ".join(SINK_DTYPES)
+            raise refused("params.output_dtype", f"a database gets {expected}, and this job would have {run.dtype}")
+        if taken := opening.reserved(url.reveal()).intersection(request.input.keep):
+            raise refused("input.keep", f"{min(taken)!r} is the field in which the database has the ids of rows")
 
     def require_store(self) -> ObjectStore:
         """Raises NotReady without a payload store."""

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from sie_contracts.settings import SettingError
 from sie_store.object_stores import Patience
-from sie_store.sinks.sink import PATIENCE, Sink
+from sie_store.sinks.sink import PATIENCE, ROW_ID, Sink
 
 QDRANT_PORT = 6333
 
@@ -40,3 +40,8 @@ def opened(url: str, setting: str, patience: Patience = PATIENCE) -> Sink:
             raise SettingError(setting, "PostgreSQL needs asyncpg: pip install 'sie-cluster[pgvector]'") from None
         return PgvectorSink(url, patience)
     raise SettingError(setting, "a database is qdrant://, qdrants:// or postgresql://")
+
+
+def reserved(url: str) -> frozenset[str]:
+    """Fields of payloads that the database at `url` needs for itself."""
+    return frozenset({ROW_ID} if url.partition("://")[0] in ("qdrant", "qdrants") else ())

@@ -22,6 +22,7 @@ import msgspec
 
 from sie_store.object_stores import AccessRefused, Patience, StoreError
 from sie_store.sinks.sink import (
+    ROW_ID,
     CollectionMismatch,
     CollectionMissing,
     CollectionRefused,
@@ -34,7 +35,6 @@ from sie_store.sinks.sink import (
 )
 
 DISTANCE = "Cosine"
-ROW_ID = "_id"  # of a payload
 MAX_DIMS = 65_536
 BODY_BYTES = 8 << 20  # Qdrant takes 32 MiB, unless its operator changed that
 
