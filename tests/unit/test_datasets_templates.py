@@ -71,6 +71,7 @@ BAD = [
     ("score", JobInput(file="f", query="{a}", document="same"), "input.document"),
     ("score", JobInput(file="f", query="{a}", document="{a}", image="i"), "input.image"),
     ("encode", JobInput(file="f", text="{a}", keep=("dense",)), "input.keep"),
+    ("encode", JobInput(file="f", text="{a}", keep=("fingerprint",)), "input.keep"),
     ("encode", JobInput(file="f", text="{a}", keep=("a", "a")), "input.keep"),
     ("encode", JobInput(url="u", format="images", text="{a}"), "input.text"),
     ("encode", JobInput(url="u/", id="a"), "input.id"),

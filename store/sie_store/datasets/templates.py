@@ -20,7 +20,8 @@ from sie_contracts.errors import InvalidInput
 
 TEXTS = ("text", "query", "document")
 ANSWER_COLUMNS = frozenset(
-    {"id", "error", "tokens", "truncated", "dense", "dense_scale", "dense_offset", "sparse_indices", "sparse_values"}
+    {"id", "error", "tokens", "truncated", "fingerprint"}
+    | {"dense", "dense_scale", "dense_offset", "sparse_indices", "sparse_values"}
     | {"multivector", "multivector_scale", "multivector_offset", "score"}
     | {"entities", "relations", "classifications", "objects", "data"}
 )
