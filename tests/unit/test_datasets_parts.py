@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import json
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pyarrow as pa
 import pytest
-from pyarrow import parquet
+from pyarrow import dataset, parquet
 
 from sie_contracts.api.jobs import OutputFormat
 from sie_contracts.errors import ErrorInfo
@@ -204,7 +205,7 @@ def test_what_is_no_part_is_refused(kind: OutputFormat) -> None:
         ([1, 2.5], pa.float64()),
         (["a", None], pa.string()),
         ([1, "a"], pa.string()),
-        ([None, None], pa.string()),
+        ([None, None], pa.null()),
         ([{}, {"a": 1}], pa.string()),
         ([[1], [2, 3]], pa.list_(pa.int64())),
         ([[{}]], pa.string()),
@@ -220,6 +221,27 @@ def test_any_value_of_a_column_can_be_kept(values: list[Any], kind: pa.DataType,
     if format == "parquet":
         table = table_of(data)
         assert table.schema.field("c").type in (kind, pa.list_(pa.field("element", pa.int64())))
+
+
+@pytest.mark.parametrize("values", [[1, 2], [1.5, 2.5], ["a", "b"], [True, False], [[1], [2]], [{"a": 1}, {}]])
+@pytest.mark.parametrize("null_first", [True, False])
+def test_a_column_that_is_null_in_a_whole_part_does_not_keep_the_parts_from_being_read_together(
+    tmp_path: Path, values: list[Any], null_first: bool
+) -> None:
+    columns: list[list[Any]] = [[None, None], values] if null_first else [values, [None, None]]
+    for number, column in enumerate(columns):
+        own = [Row(f"{number}-{at}", kept={"c": value}) for at, value in enumerate(column)]
+        data = encode(shard_of(ABOUT, own, dense("float32")[2:4], ("c",)), "parquet")
+        (tmp_path / f"part-0000{number}.parquet").write_bytes(data)
+    found = dataset.dataset(tmp_path)
+    schema = pa.unify_schemas([part.physical_schema for part in found.get_fragments()])
+    table = dataset.dataset(tmp_path, schema=schema).to_table()
+    kept = [msgspec.json.encode(value).decode() if isinstance(value, dict) else value for value in values]
+    assert table["c"].to_pylist() in ([None, None, *kept], [*kept, None, None])
+    tables = [parquet.read_table(path) for path in sorted(tmp_path.iterdir())]
+    assert pa.concat_tables(tables, promote_options="default").equals(table)
+    if not null_first:
+        assert found.to_table().equals(table)
 
 
 def test_vectors_that_do_not_fit_together_are_refused() -> None:

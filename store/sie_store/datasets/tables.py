@@ -75,15 +75,15 @@ def outcomes(data: bytes) -> list[tuple[str, int, dict[str, str] | None]]:
 
 
 def _inferred(values: list[Any]) -> pa.Array:
-    """Of the type that the values have; text where there are none; JSON where they have several."""
+    """Of the type that the values have; JSON where they have several. Where there are none, of the type null, which
+    schemas of other parts are unified with: their values may have any type.
+    """
     import pyarrow as pa
 
     try:
         made = pa.array(values, from_pandas=True)
     except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
         return _as_json(values)
-    if pa.types.is_null(made.type):
-        return pa.nulls(len(values), pa.string())
     return _as_json(values) if _has_map(made.type) else made
 
 
