@@ -24,7 +24,7 @@ from sie_contracts import jobs as records
 from sie_contracts import topology
 from sie_contracts.errors import ErrorInfo, ModelLoadFailed
 from sie_contracts.topology import Lane
-from sie_gateway.jobs import asking, keeper, run, sweeping, values, windows
+from sie_gateway.jobs import asking, keeper, run, service, sweeping, values, windows
 from sie_sidecar import models
 
 MODEL = "toy/one"
@@ -558,6 +558,25 @@ async def test_the_same_key_of_idempotency_gives_the_same_job(place: Place) -> N
         refused = await place.submit(differs, 422, headers={"idempotency-key": "k"})
         assert refused["code"] == "IDEMPOTENCY_MISMATCH"
     await place.job(one["id"])
+
+
+async def test_a_key_of_idempotency_gives_its_job_where_a_new_one_would_be_refused(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, headers = await place.upload(texts(1)), {"idempotency-key": "k"}
+    place.adapter.failures = {"text 0": ErrorInfo("INVALID_INPUT", "why")}
+    job = (await place.submit({"file": file, "text": "{t}"}, headers=headers))["id"]
+    batch = {"input_file_id": file, "endpoint": "/v1/embeddings", "completion_window": "24h"}
+    made = (await place.gateway.client.post("/v1/batches", json=batch, headers=headers)).json()["id"]
+    await place.job(job)
+    assert (await place.gateway.client.delete(f"/v1/files/{file}")).status_code == 200
+    monkeypatch.setattr(service, "MAX_JOBS", 0)
+    assert (await place.submit({"file": file, "text": "{t}"}, headers=headers))["id"] == job
+    assert (await place.gateway.client.post("/v1/batches", json=batch, headers=headers)).json()["id"] == made
+    refused = await place.submit({"file": file, "text": "{t}!"}, 422, headers=headers)
+    assert refused["code"] == "IDEMPOTENCY_MISMATCH"
+    answer = await place.gateway.client.post(f"/v1/jobs/{job}/retry", headers=headers)
+    assert answer.status_code == 422, "a retry is another job"
 
 
 async def test_without_a_payload_store_the_setting_is_named(cluster: InProcess) -> None:

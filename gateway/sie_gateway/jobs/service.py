@@ -70,9 +70,10 @@ class Jobs:
     async def submit(self, call: Call, request: api.JobRequest, *, retry_of: str = "") -> api.JobInfo:
         """Keep a job. The same Idempotency-Key gives the same job, also if its file was sent again. Raises SIEError."""
         job_id = self._new_id(call, "job-")
-        job = await self._new(call, job_id, request=request, retry_of=retry_of)
-        stands = await self._create(job)
-        if stands.request is None or not self._is_same(stands.request, request):
+        stands = self._known(call, job_id)
+        if stands is None:
+            stands = await self._create(await self._new(call, job_id, request=request, retry_of=retry_of))
+        if stands.request is None or stands.retry_of != retry_of or not self._is_same(stands.request, request):
             raise IdempotencyMismatch("Idempotency-Key: it was used for another job", param="Idempotency-Key")
         return self.told(stands)
 
@@ -180,7 +181,8 @@ class Jobs:
             raise InvalidInput(f"endpoint: expected one of {known}", reason="schema", param="endpoint")
         if window_s(request.completion_window) > MAX_WINDOW_S:
             raise InvalidInput("completion_window: expected at most 30d", reason="schema", param="completion_window")
-        job = await self._create(await self._new(call, self._new_id(call, "batch_"), batch=request))
+        job_id = self._new_id(call, "batch_")
+        job = self._known(call, job_id) or await self._create(await self._new(call, job_id, batch=request))
         if job.batch != request:
             raise IdempotencyMismatch("Idempotency-Key: it was used for another batch", param="Idempotency-Key")
         return self.batch_told(job)
@@ -260,6 +262,15 @@ class Jobs:
             return prefix + uuid7().replace("-", "")
         named = hashlib.sha256(f"{call.grant.key} {asked}".encode()).hexdigest()
         return prefix + uuid.uuid5(uuid.NAMESPACE_OID, named).hex
+
+    def _known(self, call: Call, job_id: str) -> JobRecord | None:
+        """The job that an Idempotency-Key made before: it stands, also where a new one would be refused now, such as by
+        a file that has expired. Raises NotReady.
+        """
+        if not call.headers.get("idempotency-key"):
+            return None
+        self.ledger.require()
+        return next((job for job in self.ledger if job.id == job_id), None)
 
     async def _new(self, call: Call, job_id: str, **asked: object) -> JobRecord:
         now_s = self._now_s()
