@@ -66,7 +66,7 @@ class Job(SeenJob):
         return self._driver.run(jobs.manifest(self.id, self._session))
 
     def rows(self, limit: int = 20, failed: bool | None = None) -> list[dict[str, Any]]:
-        """A sample of the rows that were answered, without vectors. `failed`: only those with an error, or without."""
+        """A sample of the rows that were answered, without vectors. `failed`: only those with an error."""
         return self._driver.run(jobs.rows(self.id, limit, failed, self._session))
 
     def download(

@@ -101,7 +101,7 @@ class JobRequest(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_u
 
 class JobCounts(Struct, kw_only=True, frozen=True, omit_defaults=False):
     """Rows: in all (None until they are counted), answered, and answered with an error. `reused`: answers that were
-    taken from the cache or from an equal row. `tokens`: that were computed. Shards: parts of the input.
+    taken from the cache or from an equal row. `tokens`: of all answers, also of those. Shards: parts of the input.
     """
 
     rows: int | None = None
