@@ -381,6 +381,20 @@ async def test_a_large_row_has_a_span_of_its_own_and_is_a_fault_if_it_is_too_lar
     assert [span.rows for span in await spans_of(place, TEXT)] == [1, 1, 1]
 
 
+@pytest.mark.parametrize("objects", [1, 3])
+async def test_a_job_has_a_bounded_number_of_spans(
+    tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch, objects: int
+) -> None:
+    """Of one object, and of all objects together."""
+    monkeypatch.setattr(plans, "MAX_SPANS", 10)
+    for number in range(objects):
+        write_jsonl(tmp_path / f"{number}.jsonl", [{"t": "a"}] * (42 // objects))
+    with pytest.raises(InvalidInput, match="more than 10 shards of at most 4 rows") as caught:
+        await spans_of(place, TEXT)
+    assert (caught.value.param, caught.value.reason) == ("shard_rows", "too_many_items")
+    assert sum(span.rows for span in await spans_of(place, TEXT, 5)) == 42
+
+
 async def test_a_stream_that_is_cut_short_goes_on_where_it_ended(
     tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from sie_contracts.api.jobs import InputFormat, JobInput
+from sie_contracts.api.jobs import MAX_SHARD_ROWS, InputFormat, JobInput
 from sie_contracts.errors import ErrorInfo, InvalidInput
 from sie_contracts.jobs import Span
 from sie_store.datasets import footers
@@ -32,6 +32,8 @@ from sie_store.datasets.templates import columns, reads_images
 from sie_store.object_stores import Patience, within
 
 MAX_OBJECTS = 1_000_000  # whose names are in memory while they are sorted
+MAX_SPANS = 100_000  # of a job: each is a record, and all are in memory
+TOO_MANY = "too_many_items"  # a reason
 MAX_HEADER_BYTES = 64 << 10
 MAX_SPAN_BYTES = 64 << 20  # of one span in memory, unless one row has more
 MAX_COLUMNS_SHOWN = 50
@@ -55,9 +57,28 @@ async def plan(
     place: Place, source: JobInput, shard_rows: int, patience: Patience = _PATIENCE
 ) -> AsyncIterator[Planned]:
     """The spans of each object in the order of their names, as soon as they are known. A job whose objects are all
-    broken has nothing to do; the first error is why. Raises InvalidInput where there is nothing to read at all, and
-    StoreError.
+    broken has nothing to do; the first error is why. Raises InvalidInput where there is nothing to read at all or
+    where there are more than MAX_SPANS, and StoreError.
     """
+    count = 0
+    async for planned in _each(place, source, shard_rows, patience):
+        if isinstance(planned, list):
+            count += len(planned)
+            _check_count(count, shard_rows)
+        yield planned
+
+
+def _check_count(spans: int, shard_rows: int) -> None:
+    if spans > MAX_SPANS:
+        raise InvalidInput(
+            f"shard_rows: the input makes more than {MAX_SPANS} shards of at most {shard_rows} rows. Ask for up to "
+            f"{MAX_SHARD_ROWS} rows in a shard, for fewer and larger objects, or for several jobs",
+            reason=TOO_MANY,
+            param="shard_rows",
+        )
+
+
+async def _each(place: Place, source: JobInput, shard_rows: int, patience: Patience) -> AsyncIterator[Planned]:
     names = columns(source)
     if not place.is_folder:
         yield await _planned(place, place.label or place.name, source, names, shard_rows, patience)
@@ -124,7 +145,7 @@ async def _listed_once(
             if name > after and not is_hidden(name) and is_wanted(name):
                 kept.append(Found(name, entry["size"], tag_of(entry)))
         if most is None and len(kept) > limit:
-            raise InvalidInput(f"input.url: more than {limit} objects", reason="too_many_items", param="input.url")
+            raise InvalidInput(f"input.url: more than {limit} objects", reason=TOO_MANY, param="input.url")
         if most is not None and len(kept) >= limit + LISTED_AT_ONCE:
             # buckets answer in the order of names, folders of the disk in any
             kept = heapq.nsmallest(limit, kept, key=_name)
@@ -162,6 +183,8 @@ async def _planned(
             return [_span(what, kind, cut) for cut in cuts]
         return await _scanned(place, what, kind, names, shard_rows, patience)
     except InvalidInput as error:
+        if error.reason == TOO_MANY:  # of the job, and no fault of the object
+            raise
         return Broken(name, error.info())
 
 
@@ -196,7 +219,9 @@ async def _scanned(
 
     def feed(piece: bytes) -> None:
         for starts, ends in scanner.feed(piece):
-            spans.extend(_span(what, kind, cut, header) for cut in cutter.feed(starts, ends))
+            for cut in cutter.feed(starts, ends):
+                spans.append(_span(what, kind, cut, header))
+                _check_count(len(spans), shard_rows)
 
     async for piece in pieces(place, what, begin, what.size, patience):
         await asyncio.to_thread(feed, piece)
