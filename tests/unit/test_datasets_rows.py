@@ -381,6 +381,17 @@ async def test_a_large_row_has_a_span_of_its_own_and_is_a_fault_if_it_is_too_lar
     assert [span.rows for span in await spans_of(place, TEXT)] == [1, 1, 1]
 
 
+async def test_a_span_is_bounded_by_its_text_too(tmp_path: Path, place: Place) -> None:
+    """In each format: answers may take much more memory than rows."""
+    write_jsonl(tmp_path / "a.jsonl", [{"t": "a" * 90}] * 20)
+    parquet.write_table(pa.table({"t": [f"{number:090}" for number in range(20)]}), tmp_path / "b.parquet")
+    planned = [each async for each in plan(place, TEXT, 1000, text_bytes=520)]
+    for spans in planned:
+        assert isinstance(spans, list)
+        assert sum(span.rows for span in spans) == 20
+        assert all(span.rows <= 6 for span in spans)
+
+
 @pytest.mark.parametrize("objects", [1, 3])
 async def test_a_job_has_a_bounded_number_of_spans(
     tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch, objects: int

@@ -163,6 +163,16 @@ async def test_every_row_has_its_vector_in_its_place(place: Place) -> None:
     ]
 
 
+async def test_a_shard_has_no_more_rows_than_memory_has_room_for_their_answers(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A vector of the toy model has 8 numbers of 4 bytes."""
+    monkeypatch.setattr(values, "SHARD_BYTES", 10 * 8 * 4)
+    job = (await place.submit({"file": await place.upload(texts(25)), "text": "{t}", "id": "id"}))["id"]
+    assert (await place.job(job))["counts"]["shards"] == 3
+    assert [row["id"] for row in await place.table(job)] == [f"r{number}" for number in range(25)]
+
+
 async def test_a_job_reads_and_writes_below_the_named_places_alone(place: Place) -> None:
     """SIE_JOBS_URLS."""
     (place.folder / "in").mkdir()

@@ -12,14 +12,22 @@ from typing import cast
 import numpy as np
 import obstore
 import pytest
+from fake_adapter import toy_entry
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sie_contracts.api.jobs import JobInput, JobRequest
+from sie_contracts.catalogue import Resolved
+from sie_contracts.entries import LoadOptions, RunDefaults
 from sie_contracts.errors import InvalidInput, ResourceExhausted, SIEError
 from sie_contracts.jobs import JobRecord
+from sie_contracts.messages import RunOptions
+from sie_contracts.muvera import Muvera
+from sie_contracts.options import RequestOptions
+from sie_contracts.topology import Lane
 from sie_gateway.body import Item
 from sie_gateway.call import FailedRequest
+from sie_gateway.finished import Understood
 from sie_gateway.inference import Inference
 from sie_gateway.jobs import asking as askings
 from sie_gateway.jobs import cache as caches
@@ -27,7 +35,18 @@ from sie_gateway.jobs.asking import MAX_ROOM, Asking, Identity, Room, Throttle
 from sie_gateway.jobs.cache import Cache, Segment, segment, space_of
 from sie_gateway.jobs.pace import MIN_LEFT_S, STEP_S, Pace, forecast, workers_needed
 from sie_gateway.jobs.run import window_s
-from sie_gateway.jobs.values import GROUP_BYTES, GROUP_ITEMS, Input, grouped, pack, unique, unpack
+from sie_gateway.jobs.values import (
+    GROUP_BYTES,
+    GROUP_ITEMS,
+    SHARD_BYTES,
+    TOKEN_BYTES,
+    Input,
+    bounds,
+    grouped,
+    pack,
+    unique,
+    unpack,
+)
 from sie_gateway.jobs.windows import opens_in_s
 from sie_store.datasets.answers import Answer
 from sie_store.object_stores import opened
@@ -124,6 +143,31 @@ def test_groups_have_texts_of_similar_length_and_bounds() -> None:
     assert [len(group) for group in groups] == [1, GROUP_ITEMS, GROUP_ITEMS]
     lengths = [every[place].item.size for group in groups for place in group]
     assert lengths == sorted(lengths, reverse=True)
+
+
+MANY = {"dense": 1024, "multivector": 128}
+
+
+@pytest.mark.parametrize(
+    ("outputs", "run", "has_images", "bytes_of_row", "text_tokens"),
+    [
+        (MANY, RunOptions(("dense",)), False, 4096, None),
+        (MANY, RunOptions(("dense",), dimensions=256, dtype="float16"), False, 512, None),
+        (MANY, RunOptions(("dense",), muvera=Muvera()), False, 4 * 10240, None),
+        (MANY, RunOptions(("multivector",)), False, 512 * 512, 512),
+        (MANY, RunOptions(("multivector",), dtype="int8"), False, 512 * 128, 128),
+        (MANY, RunOptions(("dense", "multivector")), True, 4096 + 1024 * 512, None),
+        ({"sparse": 30_000}, RunOptions(("sparse",)), False, 8 * 512, None),
+    ],
+)
+def test_a_shard_has_rows_whose_answers_fit_into_memory(
+    outputs: dict[str, int], run: RunOptions, has_images: bool, bytes_of_row: int, text_tokens: int | None
+) -> None:
+    resolved = Resolved(toy_entry(max_tokens=8192, outputs=outputs), "default", RunDefaults(), LoadOptions(), "", "")
+    lane = Lane("_default", "_default", "default")
+    found = bounds(Understood("encode", resolved, RequestOptions(run), (), None, lane, "bulk"), has_images=has_images)
+    assert found.rows == SHARD_BYTES // bytes_of_row
+    assert found.text_bytes == (SHARD_BYTES // text_tokens * TOKEN_BYTES if text_tokens else None)
 
 
 def test_equal_inputs_are_computed_once() -> None:

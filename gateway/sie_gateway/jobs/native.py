@@ -22,9 +22,9 @@ from sie_gateway.jobs import cache as caches
 from sie_gateway.jobs.asking import Asking, Halted
 from sie_gateway.jobs.cache import Cache
 from sie_gateway.jobs.run import Progress, ShardBroken, broken_parts
-from sie_gateway.jobs.values import Input, Unique, Values, unique
+from sie_gateway.jobs.values import Bounds, Input, Unique, Values, bounds, unique
 from sie_gateway.jobs.workplace import Workplace
-from sie_store.datasets import manifests, parts, plans, shards
+from sie_store.datasets import manifests, parts, plans, shards, templates
 from sie_store.datasets.answers import About, Answer, shard_of
 from sie_store.datasets.places import Place
 from sie_store.datasets.rows import Row, read
@@ -87,6 +87,7 @@ class Native:
         self._workplace = workplace
         self._job = job
         self._request = job.request
+        self._asking = asking
         self._progress = progress
         self._places = places
         self._cache_bytes = cache_bytes if job.request.cache else 0
@@ -118,12 +119,24 @@ class Native:
         spans: list[Span] = []
         unread: list[Unread] = []
         request = self._request
-        async for planned in plans.plan(self._places.source, request.input, request.shard_rows):
+        rows, text_bytes = self._bounds()
+        async for planned in plans.plan(self._places.source, request.input, rows, text_bytes=text_bytes):
             if isinstance(planned, plans.Broken):
                 unread.append(Unread(planned.source, planned.error))
             else:
                 spans.extend(planned)
         return Plan(tuple(spans), tuple(unread))
+
+    def _bounds(self) -> Bounds:
+        """Of a shard. Raises SIEError, Halted."""
+        request = self._request
+        if request.operation != "encode":  # a score or an extraction takes no more than its text
+            return Bounds(request.shard_rows, None)
+        reads_images = templates.reads_images(request.input)
+        item = Item(None, modalities=("image",), images=(b"",)) if reads_images else Item("")
+        _, understood = self._asking.understood(self._job.model, request.operation, request.params, [item])
+        fit = bounds(understood, has_images=reads_images or bool(request.input.image))
+        return fit._replace(rows=min(fit.rows, request.shard_rows))
 
     async def _retried(self) -> Plan:
         """The spans of another job in which rows failed."""

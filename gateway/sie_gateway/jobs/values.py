@@ -17,6 +17,7 @@ import numpy as np
 from sie_contracts.errors import ErrorInfo, SIEError
 from sie_contracts.messages import Failed, Ok, Operation
 from sie_gateway.body import Item
+from sie_gateway.finished import Understood
 from sie_gateway.jobs.asking import Asking, Halted
 from sie_gateway.reply import Placed, array_of
 from sie_store.datasets.answers import Answer
@@ -25,6 +26,10 @@ MODEL_CHANGED = "MODEL_CHANGED"
 GROUP_ITEMS = 256  # of a request
 GROUP_BYTES = 256 << 10  # of texts; four bytes are a token, roughly
 GROUP_FILES = 16  # of items with files
+SHARD_BYTES = 256 << 20  # of the answers of a shard, as they are expected
+TEXT_TOKENS, IMAGE_TOKENS = 512, 1024  # of an input, as they are expected
+TOKEN_BYTES = 4  # of a text, roughly
+_SIZES = {"float32": 4, "float16": 2}
 
 
 class Input(NamedTuple):
@@ -45,6 +50,36 @@ class Input(NamedTuple):
             found.update(b"%d " % len(file))
             found.update(file)
         return found.digest()
+
+
+class Bounds(NamedTuple):
+    """Of a shard: rows, and bytes of text, None without a bound of their own."""
+
+    rows: int
+    text_bytes: int | None
+
+
+def bounds(understood: Understood, *, has_images: bool) -> Bounds:
+    """How large a shard may be so that its answers take about SHARD_BYTES: all are in memory until it is written, and
+    the vectors of its tokens take a hundred times as much as a text. Texts with many tokens are bounded by their bytes.
+    """
+    run, outputs = understood.options.run, understood.resolved.entry.outputs
+    tokens = IMAGE_TOKENS if has_images else min(TEXT_TOKENS, understood.resolved.entry.max_tokens)
+    size = _SIZES.get(run.dtype, 1)
+    of_token = of_row = 0
+    for output in run.outputs:
+        width = outputs.get(output, 0)
+        if output == "multivector":
+            of_token += width * size
+        elif output == "sparse":  # an index and a weight
+            of_row += 8 * tokens
+        elif run.muvera is not None:
+            of_row += run.muvera.width(outputs.get("multivector", 0)) * size
+        else:
+            of_row += (run.dimensions or width) * size
+    rows = SHARD_BYTES // max(1, of_row + of_token * tokens)
+    text_bytes = SHARD_BYTES // of_token * TOKEN_BYTES if of_token and not has_images else None
+    return Bounds(max(1, rows), text_bytes)
 
 
 class Values:

@@ -14,8 +14,10 @@ import asyncio
 import contextlib
 import hashlib
 import heapq
+import itertools
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -54,18 +56,32 @@ Planned = list[Span] | Broken
 
 
 async def plan(
-    place: Place, source: JobInput, shard_rows: int, patience: Patience = _PATIENCE
+    place: Place,
+    source: JobInput,
+    shard_rows: int,
+    patience: Patience = _PATIENCE,
+    *,
+    text_bytes: int | None = None,
 ) -> AsyncIterator[Planned]:
-    """The spans of each object in the order of their names, as soon as they are known. A job whose objects are all
+    """The spans of each object in the order of their names, as soon as they are known: of at most `shard_rows` rows and
+    `text_bytes` bytes, unless one row has more. A job whose objects are all
     broken has nothing to do; the first error is why. Raises InvalidInput where there is nothing to read at all or
     where there are more than MAX_SPANS, and StoreError.
     """
     count = 0
-    async for planned in _each(place, source, shard_rows, patience):
+    most = _Most(shard_rows, min(MAX_SPAN_BYTES, text_bytes or MAX_SPAN_BYTES))
+    async for planned in _each(place, source, most, patience):
         if isinstance(planned, list):
             count += len(planned)
             _check_count(count, shard_rows)
         yield planned
+
+
+class _Most(NamedTuple):
+    """Of a span: rows, and bytes of text."""
+
+    rows: int
+    bytes: int
 
 
 def _check_count(spans: int, shard_rows: int) -> None:
@@ -78,20 +94,20 @@ def _check_count(spans: int, shard_rows: int) -> None:
         )
 
 
-async def _each(place: Place, source: JobInput, shard_rows: int, patience: Patience) -> AsyncIterator[Planned]:
+async def _each(place: Place, source: JobInput, most: _Most, patience: Patience) -> AsyncIterator[Planned]:
     names = columns(source)
     if not place.is_folder:
-        yield await _planned(place, place.label or place.name, source, names, shard_rows, patience)
+        yield await _planned(place, place.label or place.name, source, names, most, patience)
         return
     is_empty = True
     if reads_images(source):
-        for run in _runs(await images(place, patience), shard_rows):
+        for run in _runs(await images(place, patience), most.rows):
             is_empty = False
             yield [run]
     else:
         for each in await inputs(place, source, patience):
             is_empty = False
-            yield await _planned(place, each.source, source, names, shard_rows, patience)
+            yield await _planned(place, each.source, source, names, most, patience)
     if is_empty:
         raise InvalidInput("input.url: there is nothing to read", reason="input_missing", param="input.url")
 
@@ -159,7 +175,7 @@ def _name(what: Found) -> str:
 
 
 async def _planned(
-    place: Place, name: str, source: JobInput, names: dict[str, str], shard_rows: int, patience: Patience
+    place: Place, name: str, source: JobInput, names: dict[str, str], most: _Most, patience: Patience
 ) -> Planned:
     try:
         what = await found(place, name, patience)
@@ -173,15 +189,15 @@ async def _planned(
         if kind == "images":
             if not reads_images(source):
                 raise InvalidInput(f"{name}: an image has no columns", param="input.format")
-            return list(_runs([what], shard_rows))
+            return list(_runs([what], most.rows))
         if reads_images(source):
             raise InvalidInput(f"{name}: its rows need a template", param="input.text")
         if kind == "parquet":
             footer = await asyncio.to_thread(footers.footer, place, what, names)
             _check_columns(name, names, footer.columns)
-            cuts = footers.cuts(footer.groups, shard_rows, MAX_SPAN_BYTES)
+            cuts = itertools.islice(footers.cuts(footer.groups, most.rows, most.bytes), MAX_SPANS + 1)
             return [_span(what, kind, cut) for cut in cuts]
-        return await _scanned(place, what, kind, names, shard_rows, patience)
+        return await _scanned(place, what, kind, names, most, patience)
     except InvalidInput as error:
         if error.reason == TOO_MANY:  # of the job, and no fault of the object
             raise
@@ -203,7 +219,7 @@ def _check_columns(source: str, wanted: dict[str, str], there: Iterable[str]) ->
 
 
 async def _scanned(
-    place: Place, what: Found, kind: str, names: dict[str, str], shard_rows: int, patience: Patience
+    place: Place, what: Found, kind: str, names: dict[str, str], most: _Most, patience: Patience
 ) -> list[Span]:
     has_mark = await whole(place, what, patience, 0, min(len(BOM), what.size)) == BOM
     begin = len(BOM) if has_mark else 0
@@ -215,13 +231,13 @@ async def _scanned(
         await _check_sample(place, what, names, begin, patience)
     spans: list[Span] = []
     scanner = Scanner(is_quoted=kind == "csv", at=begin)
-    cutter = Cutter(shard_rows, MAX_SPAN_BYTES)
+    cutter = Cutter(most.rows, most.bytes)
 
     def feed(piece: bytes) -> None:
         for starts, ends in scanner.feed(piece):
             for cut in cutter.feed(starts, ends):
                 spans.append(_span(what, kind, cut, header))
-                _check_count(len(spans), shard_rows)
+                _check_count(len(spans), most.rows)
 
     async for piece in pieces(place, what, begin, what.size, patience):
         await asyncio.to_thread(feed, piece)
