@@ -301,6 +301,7 @@ def test_what_can_never_run_is_refused_at_once(jobs: JobClient, folder: Path, tm
     assert jobs.refusal(MODEL, source, operation="score")["param"] in ("operation", "input.text")
     assert jobs.refusal(MODEL, {**source, "text": "{a.__class__}"})["param"] == "input.text"
     assert jobs.refusal(MODEL, source, params={"dimensions": 7})["param"] == "params.dimensions"
+    assert jobs.refusal(MODEL, source, params={"dimension": 7})["param"] == "params.dimension"
     assert jobs.refusal(MODEL, source, output={"sink": "none", "collection": "a"})["param"] == "output.sink"
     assert jobs.refusal(MODEL, source, windows=["25:00-26:00"])["code"] == "INVALID_INPUT"
     assert jobs.refusal(MODEL, source, windows=["22:00-06:00"], time_zone="Mars/Base")["param"] == "time_zone"

@@ -138,7 +138,7 @@ def test_models_that_agree_too_little_change_nothing(cluster: Cluster, corpus: P
         (migration(OLD, NEW, corpus), "is a model: clients have to ask for an alias"),
         (migration("strict", NEW, corpus, "--sink", "none", "--collection", "c"), "output.sink"),
         (migration("strict", NEW, corpus.with_name("none")), "there is no such file"),
-        (["migrate", "strict", NEW, "--corpus", corpus, "--text", "{titel}"], "column 'titel' is missing"),
+        (["migrate", "strict", NEW, "--corpus", corpus, "--text", "{titel}"], "has no column 'titel'"),
         (["migrate", "strict", "--step", "back"], "there is nothing to go back to"),
     ):
         refused = sie(cluster, *arguments, status=1)

@@ -112,7 +112,9 @@ class Engine:
         if templates.reads_images(request.input) and "image" not in resolved.entry.inputs:
             message = f"input.text: expected a template, such as {{text}}; {resolved.entry.id} reads no images"
             raise InvalidInput(message, reason="schema", param="input.text")
-        probe = Call(call.id, call.received_s, headers_of(request), grant=call.grant)
+        # an option that no model has would be ignored in every row
+        headers = {**headers_of(request), "x-sie-strict": "true"}
+        probe = Call(call.id, call.received_s, headers, grant=call.grant)
         return self._inference.understand(probe, asked)
 
     def _check_sink(self, request: JobRequest, understood: Understood) -> None:
