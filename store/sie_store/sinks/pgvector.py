@@ -31,6 +31,7 @@ from sie_store.sinks.sink import (
     encoded,
 )
 
+RACES = ("23505", "42P07", "42710")  # what a writer gets that creates a table, or its type, beside another one
 MAX_DIMS = 16_000
 COPY_ROWS = 500
 CONNECT_S = 10.0
@@ -194,11 +195,12 @@ def _failure(error: asyncpg.PostgresError) -> StoreError:
         return AccessRefused(f"PostgreSQL refuses this user ({what})")
     if state == "3D000":
         return SinkUnsuitable("PostgreSQL has no such database")
+    if state in RACES:
+        return StoreError(f"PostgreSQL: another writer was quicker ({what})")
     if state in ("42P01", "3F000"):
         return CollectionMissing(f"PostgreSQL has no such table ({what})")
     if state[:2] == "42":
         return CollectionMismatch(f"the table is another one now ({what})")
-    # 23505: another writer created the same table or extension at the same moment
-    if state[:2] in ("22", "23", "54") and state != "23505":
+    if state[:2] in ("22", "23", "54"):
         return RowsRefused(f"PostgreSQL refuses the rows ({what})")
     return StoreError(f"PostgreSQL answers with an error ({what})")
