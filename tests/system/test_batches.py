@@ -20,6 +20,7 @@ import pytest
 from click.testing import CliRunner
 from cluster import MODEL, Cluster, running, until
 from openai.types import Batch
+from openai_client import client_of
 
 from sie_cli.main import main
 from sie_gateway.jobs.envelope import MAX_LINES, SHARD_LINES
@@ -52,19 +53,15 @@ def frail(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
-def client_of(cluster: Cluster, token: str = ONE, gateway: int = 0) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{cluster.urls[gateway]}/v1", api_key=token, timeout=60, max_retries=0)
-
-
 @pytest.fixture
 def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
-    with client_of(cluster) as client:
+    with client_of(cluster, ONE) as client:
         yield client
 
 
 @pytest.fixture
 def frail_client(frail: Cluster) -> Iterator[openai.OpenAI]:
-    with client_of(frail) as client:
+    with client_of(frail, ONE) as client:
         yield client
 
 

@@ -20,6 +20,7 @@ import openai
 import psutil
 import pytest
 from cluster import Cluster, running, until
+from openai_client import client_of
 
 from sie_broker.nats import connect
 from sie_broker.record import Bucket, LeaderLease
@@ -44,13 +45,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
-def client_of(cluster: Cluster, token: str = ONE, gateway: int = 0) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{cluster.urls[gateway]}/v1", api_key=token, timeout=60, max_retries=0)
-
-
 @pytest.fixture
 def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
-    with client_of(cluster) as client:
+    with client_of(cluster, ONE) as client:
         yield client
 
 
@@ -70,7 +67,7 @@ def test_what_was_uploaded_comes_back_at_every_gateway(cluster: Cluster, client:
     assert (made.object, made.bytes, made.purpose, made.status) == ("file", size, "batch", "processed")
     assert made.filename in ('requêtes 東京 "1".jsonl', "requêtes 東京 %221%22.jsonl"), "as httpx escapes a quote"
     assert abs(made.created_at - time.time()) < 30
-    with client_of(cluster, gateway=1) as other:
+    with client_of(cluster, ONE, gateway=1) as other:
         assert other.files.retrieve(made.id) == made
         assert other.files.content(made.id).read() == data
         assert made.id in {each.id for each in until(lambda: list(other.files.list()), 10, "a list")}
@@ -93,7 +90,7 @@ def test_an_empty_file_and_an_unknown_purpose_are_refused(cluster: Cluster, clie
 
 
 def test_the_client_walks_through_all_pages_of_its_own_files(cluster: Cluster) -> None:
-    with client_of(cluster, OTHER) as other, client_of(cluster) as one, client_of(cluster, ADMIN) as admin:
+    with client_of(cluster, OTHER) as other, client_of(cluster, ONE) as one, client_of(cluster, ADMIN) as admin:
         made = [other.files.create(file=(str(number), b"a"), purpose="user_data").id for number in range(5)]
         assert [each.id for each in other.files.list(limit=2)] == made[::-1]
         assert [each.id for each in other.files.list(limit=2, order="asc", purpose="user_data")] == made
@@ -246,7 +243,7 @@ def test_a_gateway_that_is_killed_in_the_middle_of_an_upload_leaves_nothing_afte
     assert cleaned(cluster, ABANDONED_S + 1) == 1
     assert objects(cluster) == set()
     until(lambda: is_ready(cluster.url), 60, "the gateway is back", cluster.log)
-    with client_of(cluster) as client:
+    with client_of(cluster, ONE) as client:
         made = client.files.create(file=("a", b"abc"), purpose="batch")
         assert client.files.content(made.id).read() == b"abc"
         client.files.delete(made.id)

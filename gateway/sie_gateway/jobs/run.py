@@ -139,9 +139,18 @@ class JobRun:
                 await self._end("failed", error=error.info())
         except (BrokerError, Replaced):
             raise
-        except Exception:  # the root of a job: its owner must hear of it
-            _logger.exception("job %s failed", self._id)
-            await (self._pause(_INTERNAL) if self._job.batch is None else self._end("failed", error=_INTERNAL))
+        except Exception as error:  # noqa: BLE001  the root of a job: its owner must hear of it
+            info = self._cause(error)
+            await (self._pause(info) if self._job.batch is None else self._end("failed", error=info))
+
+    def _cause(self, error: Exception) -> ErrorInfo:
+        """What the owner hears of an error. The log has a fault of the gateway, which only its operators can mend."""
+        if isinstance(error, Halted):
+            return error.info
+        if isinstance(error, SIEError):
+            return error.info()
+        _logger.error("job %s failed", self._id, exc_info=error)
+        return _INTERNAL
 
     def _left(self, error: Exception) -> None:
         """Its next leader, which may be this gateway, goes on."""
@@ -205,22 +214,15 @@ class JobRun:
         await self._note(state=first, started_s=started_s, error=None, fingerprint=self._job.fingerprint)
         try:
             ended = await self._until_told(self._whole(work))
-        except (Halted, SIEError) as error:
+        except (BrokerError, Replaced):
+            raise
+        except Exception as error:
             # what was answered is kept: a job may be resumed, such as when its model is back; nobody resumes a batch
             if not self._job.is_planned or (isinstance(error, SIEError) and error.retryable):
                 raise
-            info = error.info if isinstance(error, Halted) else error.info()
             if self._job.batch is None:
-                raise Halted(info) from error
-            await self._finish(work, "failed", info)
-            return
-        except (BrokerError, Replaced):
-            raise
-        except Exception:
-            if not self._job.is_planned or self._job.batch is None:
-                raise
-            _logger.exception("job %s failed", self._id)
-            await self._finish(work, "failed", _INTERNAL)
+                raise Halted(self._cause(error)) from error
+            await self._finish(work, "failed", self._cause(error))
             return
         if ended == "pause":
             self._live.clear()
