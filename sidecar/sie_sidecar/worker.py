@@ -231,9 +231,7 @@ class Worker:
             async with asyncio.timeout(max(0.0, end_s - self._clock())):
                 await self.leases.empty.wait()
         except TimeoutError:
-            _logger.warning(
-                "draining took longer than %.0f s: %d work items are handed back", grace_s, len(self.leases)
-            )
+            _logger.warning("draining took longer than %g s: %d work items are handed back", grace_s, len(self.leases))
         await self._work.cancel()
         for flight in self.inventory:
             if flight.span is not None:

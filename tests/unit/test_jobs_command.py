@@ -160,12 +160,20 @@ def test_what_cannot_be_submitted_is_refused(server: JobServer, arguments: list[
     assert (found.exit_code in (1, 2), why in found.output, server.jobs) == (True, True, {}), found.output
 
 
-def test_a_job_that_is_refused_leaves_no_folder_and_takes_none(server: JobServer, docs: Path, tmp_path: Path) -> None:
+def test_a_job_that_is_refused_or_fails_leaves_no_folder_and_takes_none(
+    server: JobServer, docs: Path, tmp_path: Path
+) -> None:
     server.refuses["POST /v1/jobs"] = 400, "INVALID_INPUT", "no column titel"
     (tmp_path / "there").mkdir()
     for name in ("new", "there"):
         assert sie(server, "submit", "org/m", docs, "--text", "{titel}", "-o", tmp_path / name).exit_code == 1
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["there"]
+    del server.refuses["POST /v1/jobs"]
+    why = {"code": "INVALID_INPUT", "message": "input.text: no column titel", "param": "input.text"}
+    server.script = [{"state": "failed", "error": why}]
+    found = sie(server, "submit", "org/m", docs, "--text", "{titel}", "-o", tmp_path / "new")
+    assert (found.exit_code, found.output.count("input.text")) == (1, 1), found.output
+    assert not (tmp_path / "new").exists()
 
 
 def test_the_words_of_the_server_are_shown_and_obeyed_by_no_terminal(server: JobServer, docs: Path) -> None:

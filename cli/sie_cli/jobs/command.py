@@ -134,6 +134,8 @@ def submit(
             told.hint(job.info)
         if place.folder is not None and job.state == "completed":
             fetch(job, place.folder)
+        elif job.has_ended:
+            place.unmade()
     if as_json:
         click.echo(display.document(job.info))
     if wait or place.folder is not None:

@@ -65,7 +65,10 @@ def errors(info: JobInfo) -> str:
 
 def problem(found: JobError) -> str:
     """Its code, message and field."""
-    return printable(f"{found.code}: {found.message}" + (f" ({found.param})" if found.param else ""))
+    return printable(
+        f"{found.code}: {found.message}"
+        + (f" ({found.param})" if found.param and found.param not in found.message else "")
+    )
 
 
 def progress(info: JobInfo, now_s: float) -> list[str]:
