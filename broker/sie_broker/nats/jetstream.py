@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -23,11 +24,17 @@ from sie_broker.nats.api import (
 from sie_broker.nats.bus import NatsBus
 from sie_broker.nats.pulls import PULL_EXPIRES_S, NatsDelivery, NatsPulls
 
+# Of buckets, each with the bytes of a pull on the way: together far from what a server holds for one connection.
+_READS_AT_ONCE = 2
 _T = TypeVar("_T")
 
 
 class JetStream(NatsBus):
     """What queue, administration and store ask of JetStream alike."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.reading = asyncio.Semaphore(_READS_AT_ONCE)
 
     async def api(self, verb: str, body: object, kind: type[_T]) -> _T:
         """One request to the JetStream API. Raises BrokerUnavailable, or the BrokerError of the error code."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from sie_broker import BrokerError, BrokerUnavailable, Entry, KeyValue, Subscription, Write, WrongRevision
 from sie_broker.limits import API_TIMEOUT_S, STOP_TIMEOUT_S
@@ -85,20 +85,30 @@ class NatsKeyValue:
             if not complete.done():
                 complete.set_result(False)
 
-        reader, pending = await self.open_reader(first, within)
-        pulls = self._jetstream.open_pulls(self._stream, arrived, broken)
-        try:
-            if pending:
-                pulls.want(reader, pending)
-                async with asyncio.timeout(API_TIMEOUT_S):
-                    if not await complete:
-                        raise BrokerUnavailable(f"{self._stream}: the connection was lost while its keys were read")
-        except TimeoutError:
-            raise BrokerUnavailable(f"{self._stream}: its keys were not read within {API_TIMEOUT_S} s") from None
-        finally:
-            await pulls.stop()
-            await self.close_reader(reader)
+        async with self._jetstream.reading:
+            reader, pending = await self.open_reader(first, within)
+            pulls = self._jetstream.open_pulls(self._stream, arrived, broken)
+            try:
+                if pending:
+                    pulls.want(reader, pending)
+                    await self._progress(complete, found)
+            finally:
+                await pulls.stop()
+                await self.close_reader(reader)
         return list(found.values())
+
+    async def _progress(self, complete: asyncio.Future[bool], found: Mapping[str, Entry]) -> None:
+        """Wait until a read is complete. However large the bucket is: what ends it is that nothing comes."""
+        before = -1
+        while not complete.done():
+            if len(found) == before:
+                raise BrokerUnavailable(f"{self._stream}: {before} keys were read, then none for {API_TIMEOUT_S} s")
+            before = len(found)
+            await asyncio.wait({complete}, timeout=API_TIMEOUT_S)
+        if not complete.result():
+            raise BrokerUnavailable(
+                f"{self._stream}: the connection was lost while its keys were read, after {len(found)} of them"
+            )
 
     async def write(self, writes: list[Write]) -> int:
         if not writes or len({write.key for write in writes}) != len(writes):

@@ -27,6 +27,10 @@ WORK_EXPIRES_S = 1.0
 # Pulls expire at whole ticks, so that those of many consumers are renewed in one turn of the loop: 200 that each woke
 # it cost 1.5 % of a core, together 0.1 % (nats-server 2.15, 2 cores).
 _TICK_S = 1.0
+# A server ends a connection that has 64 MiB unsent (its `max_pending`), so a pull for several deliveries is bounded by
+# bytes too. It must not be below the largest message with its subjects, which the server counts as well.
+PULL_BYTES = 4 << 20
+_SUBJECT_BYTES = 64 << 10
 _PULL_LATE_S = 1.0  # the broker answers an expired pull within milliseconds: a silent one is lost
 _LOG_EVERY_S = 10.0  # between log lines about consumers that a restarted broker does not have yet
 _SWEEP_S = 0.25  # between searches for late pulls: timers must not grow with the message rate
@@ -93,7 +97,7 @@ class _Credit:
     assigned to one of them; the sums are exact.
     """
 
-    __slots__ = ("consumer", "index", "issued", "retry", "retry_s", "settled", "wanted", "written_off")
+    __slots__ = ("consumer", "index", "issued", "retry", "retry_s", "settled", "single", "wanted", "written_off")
 
     def __init__(self, consumer: str, index: int) -> None:
         self.consumer = consumer
@@ -101,6 +105,9 @@ class _Credit:
         self.wanted = 0
         self.issued = 0
         self.settled = 0
+        self.single = (
+            False  # the next message is above the bytes of a pull, but a pull for one message has no such bound
+        )
         self.written_off = 0  # statuses of pulls issued up to here are ignored: they were written off
         self.retry: asyncio.TimerHandle | None = None
         self.retry_s = 0.0
@@ -272,10 +279,15 @@ class NatsPulls:
                 continue
             if self._stopping or self._subscription is not subscription:
                 return  # retired meanwhile: everything is asked for again on the next inbox
+            if entry.single:
+                missing, entry.single = 1, False
             entry.issued += missing
             expires_s = _expiry(now_s, PULL_EXPIRES_S if missing == 1 else self._expires_s)
             self._expect(expires_s + _PULL_LATE_S, entry)
-            body = b'{"batch":%d,"expires":%d}' % (missing, (expires_s - now_s) * 1e9)
+            body = b'{"batch":%d,"expires":%d' % (missing, (expires_s - now_s) * 1e9)
+            if missing > 1:
+                body += b',"max_bytes":%d' % (max(PULL_BYTES, self._bus.max_payload) + _SUBJECT_BYTES)
+            body += b"}"
             reply = f"{self._inbox}{entry.index}_{entry.issued}_{missing}"
             try:
                 await self._bus.post(f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{entry.consumer}", body, reply)
@@ -333,8 +345,8 @@ class NatsPulls:
             log.exception("pulls on %s: the handler failed", self._stream)
 
     def _ended(self, token: str, headers: dict[str, str]) -> None:
-        """A pull ended: 408 expired, 404 no messages, 409 the consumer is gone or moves, 503 nobody serves it. 100 is a
-        heartbeat.
+        """A pull ended: 408 expired, 404 no messages, 409 the consumer is gone or moves, or the pull's bytes are used
+        up, 503 nobody serves it. 100 is a heartbeat.
         """
         parts = token.split("_")
         status = headers.get("Status", "")
@@ -345,6 +357,8 @@ class NatsPulls:
         if entry is None or issued <= entry.written_off:
             return
         reason = headers.get("Description", "").strip()
+        if reason == "Batch Completed":  # said of a pull with a bound in bytes only
+            return
         left = headers.get("Nats-Pending-Messages")
         if left is not None:
             entry.settle(int(left))
@@ -353,7 +367,10 @@ class NatsPulls:
             entry.write_off(issued)
         else:
             entry.settle(asked)
-        if status in ("404", "408") or "Leadership" in reason:
+        if "Exceeds MaxBytes" in reason:
+            entry.single = left is not None and int(left) == asked
+            self._consider(entry)
+        elif status in ("404", "408") or "Leadership" in reason:
             entry.retry_s = 0.0
             self._renew(entry)
         else:

@@ -23,6 +23,16 @@ from sie_broker.nats.api import ConsumerInfo, consumer_config, version_of
 from sie_broker.nats.pulls import WORK_EXPIRES_S
 
 
+async def connections(harness: NatsHarness) -> int:
+    """How many connections the server ever had."""
+
+    def read() -> int:
+        with urllib.request.urlopen(f"{harness.server.monitor_url}/varz", timeout=5) as answer:
+            return int(msgspec.json.decode(answer.read())["total_connections"])
+
+    return await asyncio.to_thread(read)
+
+
 async def test_a_reachable_broker_is_required_to_connect(caplog: pytest.LogCaptureFixture) -> None:
     """S2: refused within the time-out, and the credentials of the URL are in no log and no error."""
     with caplog.at_level(logging.DEBUG), pytest.raises(BrokerUnavailable) as refusal:
@@ -68,20 +78,15 @@ async def test_a_limit_of_the_broker_is_read_and_the_connection_kept(
     does not change.
     """
     harness = await nats(max_payload=65536)
-
-    def connections() -> int:
-        with urllib.request.urlopen(f"{harness.server.monitor_url}/varz", timeout=5) as answer:
-            return int(msgspec.json.decode(answer.read())["total_connections"])
-
     broker = await harness.connect()
     assert broker.max_payload == 65536
     await broker.ensure_stream(STREAM, owner=True)
-    before = await asyncio.to_thread(connections)
+    before = await connections(harness)
     for size in (65536, 65530):
         with pytest.raises(PayloadTooBig):
             await broker.publish(subject_of("a"), bytes(size), "id")
     await broker.publish(subject_of("a"), bytes(65400), "id")
-    assert await asyncio.to_thread(connections) == before
+    assert await connections(harness) == before
 
 
 async def test_a_broker_in_memory_storage_is_noticed_to_be_new(nats: Callable[..., Awaitable[NatsHarness]]) -> None:
@@ -251,3 +256,63 @@ async def test_a_holder_that_stopped_takes_work_until_its_pulls_expire_and_none_
         await asyncio.gather(*done)
         await pulls.stop()
         await stopped.close()
+
+
+@pytest.mark.parametrize("max_payload", [1 << 20, 8 << 20], ids=["1MiB", "8MiB"])
+async def test_no_reader_asks_for_more_than_a_connection_may_hold(
+    nats: Callable[..., Awaitable[NatsHarness]], max_payload: int
+) -> None:
+    """A bucket and a queue of 300 MiB, three buckets' readers and a watch at once over one connection: a server ends a
+    connection that has 64 MiB unsent, and this one stays.
+    """
+    harness = await nats(max_payload=max_payload)
+    writer, reader = await harness.connect("writer"), await harness.connect("reader")
+    value = bytes(max_payload - 4096)
+    names = [f"k{number}" for number in range((300 << 20) // max_payload)]
+    bucket = await writer.key_value("large")
+    for name in names:
+        await bucket.write([Write(name, value)])
+    spec = consumer_of("a")
+    await writer.ensure_stream(STREAM, owner=True)
+    await writer.ensure_consumer(spec)
+    for name in names:
+        await writer.publish(subject_of("a"), value, name)
+    before = await connections(harness)
+
+    opened = await reader.key_value("large")
+    seen: Box[str] = Box()
+
+    async def see(entry: Entry) -> None:
+        seen.put(entry.key)
+
+    watch = await opened.watch(see)
+    reads = await asyncio.gather(*(opened.entries() for _ in range(3)), opened.since(0))
+    assert [len(entries) for entries in reads] == [len(names)] * 4
+    assert await seen.fill(len(names), 30.0) == names
+    await watch.stop()
+    box: Box[int] = Box()
+    pulls = reader.pulls(STREAM.name, lambda delivery: box.put(delivery.sequence))
+    pulls.want(spec.name, len(names))
+    assert await box.fill(len(names), 30.0) == list(range(1, len(names) + 1))
+    await pulls.stop()
+    assert await connections(harness) == before, [line for line in harness.server.log if "Slow Consumer" in line]
+
+
+async def test_messages_above_the_bytes_of_a_pull_come_one_by_one(
+    nats: Callable[..., Awaitable[NatsHarness]],
+) -> None:
+    """A limit of the broker that was lowered below what is stored makes nothing unreadable."""
+    harness = await nats(max_payload=8 << 20)
+    broker = await harness.connect()
+    bucket = await broker.key_value("large")
+    for name, size in (("a", 10), ("b", 8_000_000), ("c", 8_000_000), ("d", 10)):
+        await bucket.write([Write(name, bytes(size))])
+    harness.server.set_max_payload(1 << 20)
+    await harness.crash()
+    await harness.restore()
+    bucket = await broker.key_value("large")
+    assert [entry.key for entry in await bucket.entries()] == ["a", "b", "c", "d"]
+    seen: Box[Entry] = Box()
+    watch = await bucket.watch(seen.take)
+    assert [entry.key for entry in await seen.fill(4)] == ["a", "b", "c", "d"]
+    await watch.stop()
