@@ -232,6 +232,7 @@ class Connection(Protocol):
 
     name: str
     max_payload: int
+    troubles: dict[str, str]  # why a bucket or stream cannot be used at present, by its name: for readiness
 
     @property
     def connected(self) -> bool: ...

@@ -26,7 +26,7 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from sie_broker import BrokerError, Entry, KeyValue, PayloadTooBig, Store, Subscription, Write, WrongRevision
@@ -92,14 +92,29 @@ class Bucket:
 
     async def open(self) -> KeyValue:
         """Open the bucket, also if it is open already: it may have been lost. Raises BrokerError."""
-        self._opened = await self.broker.key_value(
-            self.name,
-            storage=self._storage,
-            replicas=self._replicas,
-            max_age_s=self._max_age_s,
-            removed_age_s=self._removed_age_s,
-        )
+        with self.reporting():
+            self._opened = await self.broker.key_value(
+                self.name,
+                storage=self._storage,
+                replicas=self._replicas,
+                max_age_s=self._max_age_s,
+                removed_age_s=self._removed_age_s,
+            )
         return self._opened
+
+    @contextlib.contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Note in `Connection.troubles` why the bucket cannot be used; the next operation then opens it again."""
+        try:
+            yield
+        except (WrongRevision, PayloadTooBig):
+            raise
+        except BrokerError as error:
+            self._opened = None
+            if self.name not in self.broker.troubles:
+                _logger.info("bucket %s cannot be used: %s", self.name, error)
+            self.broker.troubles[self.name] = str(error)
+            raise
 
     async def get(self, key: str) -> Entry | None:
         """As `KeyValue.get`."""
@@ -112,13 +127,10 @@ class Bucket:
     async def use(self, operation: Callable[[KeyValue], Awaitable[R]]) -> R:
         """The result of an operation on the open bucket. Raises BrokerError."""
         bucket = self._opened or await self.open()
-        try:
-            return await operation(bucket)
-        except (WrongRevision, PayloadTooBig):
-            raise
-        except BrokerError:
-            self._opened = None
-            raise
+        with self.reporting():
+            result = await operation(bucket)
+        self.broker.troubles.pop(self.name, None)
+        return result
 
 
 class Record(Generic[T]):
@@ -170,6 +182,12 @@ class Record(Generic[T]):
         Returns whether they were read: not if `close` was called meanwhile. Raises BrokerError; then the values before
         stay.
         """
+        with self.bucket.reporting():
+            is_read = await self._follow()
+        self.bucket.broker.troubles.pop(self.bucket.name, None)
+        return is_read
+
+    async def _follow(self) -> bool:
         reconnects, closings = self._reconnects, self._closings
         bucket = await self.bucket.open()
         created, _, revision = (await bucket.epoch()).rpartition(":")

@@ -9,6 +9,13 @@ from datetime import UTC, datetime
 import msgspec
 
 
+def _matters(line: str) -> bool:
+    """Whether a line of nats-server is for people. Its banner would bury what is; why it ends a connection is at the
+    level of the banner. The passwords that it warns of are random ones of this start, in no file of the server.
+    """
+    return "Slow Consumer" in line or not ("[INF]" in line or "Plaintext passwords" in line)
+
+
 class Output:
     """Lines of all processes on one stream: prefixed, or with --log-json each a JSON object."""
 
@@ -16,8 +23,7 @@ class Output:
         self._json = json
 
     def __call__(self, name: str, line: str) -> None:
-        if name == "nats-server" and ("[INF]" in line or "Plaintext passwords" in line):
-            # its banner would bury what matters; the passwords are random ones of this start, in no file of the server
+        if name == "nats-server" and not _matters(line):
             return
         try:
             print(self._shown(name, line), file=sys.stderr, flush=True)  # noqa: T201  this is the program's output

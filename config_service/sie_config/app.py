@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 import sie_contracts
-from sie_broker import BrokerError
+from sie_broker import Broker, BrokerError
 from sie_config.access import Gate
 from sie_config.handlers import json_response
 from sie_config.metrics import Metrics
@@ -34,6 +34,7 @@ from sie_contracts.errors import (
 )
 from sie_contracts.settings import Settings
 from sie_contracts.trust import Trust
+from sie_runtime.connection import because
 from sie_runtime.http import App, Receive, Scope, Send, common_headers, headers_of, probes, uuid7
 from sie_runtime.metrics_table import OTHER
 from sie_runtime.tracing import begin_request, end_request
@@ -54,6 +55,7 @@ class ConfigService:
 
     def __init__(self, settings: Settings) -> None:
         self.leaving = False  # no new connections are wanted; what comes is answered
+        self.broker: Broker | None = None
         self.store: CatalogueStore | None = None
         self.writer: Writer | None = None
         self.trust: Trust | None = None
@@ -78,7 +80,10 @@ class ConfigService:
     def not_ready(self) -> str | None:
         if self.leaving:
             return "draining"
-        return None if self.store is not None else "the catalogue is not built"
+        if self.store is not None:
+            return None
+        reason = "the catalogue is not built"
+        return because(reason, self.broker) if self.broker is not None else reason
 
     def require(self) -> CatalogueStore:
         if self.store is None:

@@ -128,6 +128,7 @@ async def run(
     served = Stop()  # what runs beside requests is cancelled after the last one
     try:
         async with connected(settings.nats_url, "sie-config", stop, password=settings.nats_password) as broker:
+            service.broker = broker
             if broker is not None:
                 await service.workers.follow(broker, stop)
                 if settings.auth_mode == "token":

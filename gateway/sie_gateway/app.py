@@ -52,6 +52,7 @@ from sie_gateway.routes import PROBES, TABLE, openapi_document
 from sie_gateway.scaling import Scaling
 from sie_gateway.status import Status
 from sie_runtime import config_routes
+from sie_runtime.connection import because
 from sie_runtime.feed import CatalogueFeed
 from sie_runtime.http import App, Receive, Scope, Send, common_headers, headers_of, probes, reply, uuid7
 from sie_runtime.keys import Keys
@@ -88,8 +89,8 @@ class Readiness:
         if not self._broker.connected:
             return "no connection to the broker"
         if self._keys is not None and not self._keys.loaded:
-            return "the keys are not read"
-        return None if self.started else "starting"
+            return because("the keys are not read", self._broker)
+        return None if self.started else because("starting", self._broker)
 
 
 class Services(NamedTuple):

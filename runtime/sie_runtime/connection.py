@@ -6,11 +6,17 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 
-from sie_broker import Broker, BrokerError
+from sie_broker import Broker, BrokerError, Connection
 from sie_contracts.settings import Secret, SettingError
 from sie_runtime.process import Stop, retry
 
 _logger = logging.getLogger("sie.broker")
+
+
+def because(text: str, broker: Connection) -> str:
+    """A reason of unreadiness, and what at the broker is its cause."""
+    causes = "; ".join(f"{name} cannot be used: {why}" for name, why in sorted(broker.troubles.items()))
+    return f"{text}: {causes}" if causes else text
 
 
 @contextlib.asynccontextmanager

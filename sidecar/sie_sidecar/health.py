@@ -17,6 +17,7 @@ from sie_contracts.errors import SIEError
 from sie_contracts.heartbeats import Heartbeat
 from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
+from sie_runtime.connection import because
 from sie_runtime.feed import CatalogueFeed
 from sie_sidecar.link import AdapterGone, AdapterLink
 from sie_sidecar.metrics import Remedies, Towers
@@ -60,9 +61,9 @@ class Health:
         if not self.feed.loaded:
             return "the catalogue is not loaded"
         if self.worker is None:
-            return "starting"
+            return because("starting", self._bus)
         if self.worker.source.pool is None:
-            return "no pool is open to this worker"
+            return because("no pool is open to this worker", self._bus)
         return f"preloading {self.preloading}" if self.preloading else None
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nats.aio.client import Client
-from nats.errors import BadSubjectError, SlowConsumerError
+from nats.errors import BadSubjectError, SlowConsumerError, UnexpectedEOF
 from nats.errors import Error as NatsError
 
 from sie_broker import BrokerError, BrokerUnavailable, PayloadTooBig
@@ -78,6 +78,7 @@ class NatsConnection:
     def __init__(self, name: str) -> None:
         self.name = name
         self.max_payload = 0
+        self.troubles: dict[str, str] = {}
         self._client: Any = Client()
         self._transport = Transport()
         self._client._transport = self._transport
@@ -246,7 +247,9 @@ class NatsConnection:
                 dropper(error.subject)
             return
         if self.live:
-            log.warning("%s: %r", self.name, error)
+            is_eof = isinstance(error, UnexpectedEOF)
+            told = "the broker closed the connection; its own log says why" if is_eof else repr(error)
+            log.warning("%s: %s", self.name, told)
             return
         self._failed_attempts += 1
         self._client.options["reconnect_time_wait"] = min(1.0, FIRST_RETRY_S * 1.2 ** min(self._failed_attempts, 20))

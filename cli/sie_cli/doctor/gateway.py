@@ -15,6 +15,10 @@ from sie_cli.doctor.look import Absent, Blind, Look, Told
 from sie_contracts.settings import public_url
 
 FORBIDDEN = (401, 403)
+READY_FIX = (
+    "mend what it names: the findings of broker, gateway and sockets say how; its log says since when, that of "
+    "nats-server why it ended a connection"
+)
 
 
 async def gateway(look: Look) -> Found:
@@ -41,6 +45,8 @@ async def gateway(look: Look) -> Found:
             findings.append(
                 Finding(f"{told.url}/health answers {told.status}", "read the gateway's log: this route always answers")
             )
+        elif look.cluster.local() is None:  # else the check of ports looks
+            findings += _not_ready(told, await look.get(told.url, "/readyz"))
     health = await look.health()
     findings += _workers(health)
     cluster = health.get("cluster", {})
@@ -51,6 +57,12 @@ async def gateway(look: Look) -> Found:
         ),
         findings,
     )
+
+
+def _not_ready(told: Told, ready: Told) -> list[Finding]:
+    if ready.status != 503:
+        return []
+    return [Finding(f"the gateway at {told.url} is {ready.body.decode(errors='replace')[:300]}", READY_FIX)]
 
 
 def _refused(told: Told, at_broker: str) -> Finding:

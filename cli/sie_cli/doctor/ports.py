@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from sie_cli.doctor.finding import Finding, Found
+from sie_cli.doctor.gateway import READY_FIX
 from sie_cli.doctor.look import Absent, Look
 from sie_contracts.settings import BY_NAME
 
@@ -41,8 +42,8 @@ async def ports(look: Look) -> Found:
         elif b"\nsie_" not in metrics.body and not metrics.body.startswith(b"sie_"):
             findings.append(_taken(name, port, look.serve))
         elif ready.status != 200:
-            reason = ready.body.decode(errors="replace").strip()[:200]
-            findings.append(Finding(f"port {port}{f' ({name})' if name else ''}: {reason or 'not ready'}", _READY_FIX))
+            reason = ready.body.decode(errors="replace").strip()[:300]
+            findings.append(Finding(f"port {port}{f' ({name})' if name else ''}: {reason or 'not ready'}", READY_FIX))
         else:
             seen.append(f"{port} is ready")
     if not seen and not findings:
@@ -51,9 +52,6 @@ async def ports(look: Look) -> Found:
             "down"
         )
     return ", ".join(seen), findings
-
-
-_READY_FIX = "mend what it names: the findings of broker, gateway and sockets say how; its log says since when"
 
 
 def _taken(name: str, port: int, serve: str) -> Finding:
