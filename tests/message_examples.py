@@ -273,6 +273,9 @@ EXAMPLES: dict[str, Any] = {
     "reservations-1-last": Reservations(
         {"team": Reservation(PoolSpec("team", {"l4": 2}), 1_700_000_000.5, 1_700_000_060.5, True)}
     ),
+    "reservations-1-owner": Reservations(
+        {"team": Reservation(PoolSpec("team", {"l4": 2}), 1_700_000_000.5, 1_700_000_060.5, owner="k1")}
+    ),
     "assigned-1": Assigned({"w1": "team"}),
     "placement-1": Placement(1_700_000_000.5, {"org/model": ("w1", "w2")}, {"org/model": 1_700_000_000.25}),
     "placement-1-parts": Placement(1_700_000_000.5, {"org/model": ("w1",)}, {}, (1, 18_446_744_073_709_551_615)),

@@ -54,13 +54,14 @@ class PoolSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Reservation(msgspec.Struct, frozen=True, omit_defaults=True):
     """A reservation with its lease. Times are the broker's. `takes_last`: it may take the last worker of a bundle from
-    the default pool.
+    the default pool. `owner`: the key of the credential that made it.
     """
 
     spec: PoolSpec
     created_s: float
     renewed_s: float
     takes_last: bool = False
+    owner: str = ""
 
     @property
     def expires_s(self) -> float:

@@ -307,7 +307,7 @@ class Edge:
             if is_socket:
                 watched = self._gate.watched(path, headers.get("authorization", ""), tagged)
                 await self._gateway.status.show(
-                    path, scope["query_string"].decode("latin-1"), call.key, scope, receive, watched
+                    path, scope["query_string"].decode("latin-1"), call.grant, scope, receive, watched
                 )
             else:
                 assert route is not None, "a path without a route is not let in"
@@ -370,6 +370,7 @@ class Edge:
 
     def _admit(self, call: Call, method: str, path: str) -> None:
         call.grant = self._gate.check(method, path, call.headers.get("authorization", ""))
+        self._gateway.status.log.admitted(call.id, call.key)
         call.charge = self._gateway.quotas.charge(call.key, call.grant.limits)
         if self._readiness.draining and method == "POST":
             raise ShuttingDown("this gateway is shutting down; another one takes the request")

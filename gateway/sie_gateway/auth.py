@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from sie_contracts.errors import NotFound, NotReady, PermissionDenied, SIEError, Unauthenticated
 from sie_contracts.settings import Secret, SettingError, Settings
 from sie_gateway.admission import key_of
-from sie_gateway.grant import ANYBODY, Grant
+from sie_gateway.grant import ANYBODY, WORKERS_NAME, Grant
 from sie_gateway.routes import TABLE
 from sie_runtime.http import Send
 from sie_runtime.keys import Key, Keys
@@ -73,7 +73,8 @@ class Gate:
             if self._guarded or scope in GUARDED:
                 grant = self._granted(scope, authorization, reads_config=row is not None and row.reader)
             elif scope in ("pools", ANY) and authorization:  # needs none, but an administrator may do more
-                grant = self._static_grant(bearer(authorization)) or ANYBODY
+                # whoever calls, what is made has one owner
+                grant = replace(self._static_grant(bearer(authorization)) or ANYBODY, key=ANYBODY.key)
             if scope == ANY:
                 grant = replace(grant, scopes=self._usable(grant.scopes))
         if row is None or not row.served:
@@ -122,7 +123,7 @@ class Gate:
         token = bearer(authorization)
         grant = self._static_grant(token)
         if reads_config and self._reader is not None and self._reader.matches(token):
-            return _static(self._reader, frozenset({scope}), "config-read")
+            return _static(self._reader, frozenset({scope}), WORKERS_NAME)
         if grant is None and token and self._keys is not None:
             grant = self._of_key(self._keys, token)
         if grant is not None and (scope == ANY or scope in grant.scopes):

@@ -6,19 +6,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
+
+import msgspec
 
 from sie_contracts.api.operations import ClusterInfo, ModelSummary, WorkerInfo
 from sie_contracts.heartbeats import Heartbeat
 from sie_contracts.records import Placement
+from sie_contracts.status import QueueInfo
 from sie_contracts.topology import Lane
 from sie_gateway.lag import Labels
 from sie_gateway.planner import Waiting
+from sie_gateway.pool_rules import HIDDEN
 
 COST_SHARE = 0.002  # of a core, for one kind of look by all open pages; past it they see older figures
 MAX_SHOWN = 50  # workers and models of the page, so that a large cluster costs a page no more than a small one
 T = TypeVar("T")
+Pooled = TypeVar("Pooled", WorkerInfo, QueueInfo)
 
 
 class Shared(Generic[T]):
@@ -47,8 +52,8 @@ class Glance:
     failures: Mapping[str, str]
     in_flight: int
 
-    def shown(self, wanted: str, dead_letters: int) -> dict[str, Any]:
-        """The first workers, and the first models with `wanted` in their name."""
+    def shown(self, wanted: str, dead_letters: int, visible: Callable[[str], bool]) -> dict[str, Any]:
+        """The first workers, and the first models with `wanted` in their name. `visible`: names of pools."""
         found = [each for each in self.models if wanted in each.name.lower()] if wanted else self.models
         models = found[:MAX_SHOWN]
         return {
@@ -59,10 +64,15 @@ class Glance:
                 "in_flight": self.in_flight,
                 "dead_letters": dead_letters,
             },
-            "workers": self.workers[:MAX_SHOWN],
+            "workers": [of_pool(each, visible) for each in self.workers[:MAX_SHOWN]],
             "models": models,
             "failures": {model.name: self.failures[model.name] for model in models if model.name in self.failures},
         }
+
+
+def of_pool(info: Pooled, visible: Callable[[str], bool]) -> Pooled:
+    """A worker or a queue without the name of its pool, if that is not visible."""
+    return info if visible(info.pool) else msgspec.structs.replace(info, pool=HIDDEN)
 
 
 class Waitings:
@@ -82,7 +92,7 @@ class Waitings:
 class PlacedLane:
     """The placement table of a lane. `rows`: of its models, those with work first."""
 
-    lane: str
+    lane: Lane
     age_s: float
     workers: int
     rows: Sequence[Mapping[str, Any]]
@@ -110,13 +120,13 @@ class PlacedLane:
                 }
             )
         rows.sort(key=lambda row: (-row["waiting"], -row["tokens_per_s"], row["model"]))
-        return cls(str(lane), round(max(0.0, now_s - table.at_s), 1), len(beats), rows)
+        return cls(lane, round(max(0.0, now_s - table.at_s), 1), len(beats), rows)
 
-    def shown(self, wanted: str) -> dict[str, Any]:
-        """The first models with `wanted` in their name."""
+    def shown(self, wanted: str, visible: Callable[[str], bool]) -> dict[str, Any]:
+        """The first models with `wanted` in their name. `visible`: names of pools."""
         rows = [row for row in self.rows if wanted in row["model"].lower()] if wanted else self.rows
         return {
-            "lane": self.lane,
+            "lane": str(self.lane if visible(self.lane.pool) else replace(self.lane, pool=HIDDEN)),
             "age_s": self.age_s,
             "workers": self.workers,
             "models": len(rows),

@@ -20,6 +20,7 @@ from sie_contracts.errors import PayloadTooLarge, RateLimited
 from sie_runtime.keys import NO_LIMITS, Limits
 
 MINUTE_S = 60.0
+WORKERS_NAME = "config-read"  # of the token that workers hold
 _MAX_IDLE = 4096  # buckets that are kept; a full one says nothing that a new one does not say
 
 
@@ -34,6 +35,10 @@ class Grant:
     scopes: frozenset[str] = frozenset()
     limits: Limits = NO_LIMITS
     name: str = "anonymous"
+
+    def owns(self, owner: str) -> bool:
+        """Whether this credential may see and change what `owner`, the key of a credential, made."""
+        return owner == self.key or "admin" in self.scopes
 
 
 ANYBODY = Grant()

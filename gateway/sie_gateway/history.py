@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from sie_gateway.finished import STAGES
+from sie_gateway.grant import Grant
 from sie_gateway.telemetry import REFUSED
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class Note(NamedTuple):
     total_ms: float
     number: int  # of two equally slow ones the earlier is the lesser; no more of a note is ever compared
     told: dict[str, Any]
+    owner: str  # the key of its credential
 
 
 @dataclass
@@ -102,7 +104,7 @@ class History:
         is_slow = len(minute.slowest) < SLOWEST or total_ms > minute.slowest[0].total_ms
         if not (is_slow or code):
             return
-        note = Note(total_ms, next(self._numbers), _told(call, endpoint, status, total_ms, now_s))
+        note = Note(total_ms, next(self._numbers), _told(call, endpoint, status, total_ms, now_s), call.key)
         if code:
             minute.failed.append(note)
         if is_slow:
@@ -135,21 +137,20 @@ class History:
             "steps": [{**told, "at": told["at"] * step_s} for told in joined],
         }
 
-    def requests(self, most: int) -> list[dict[str, Any]]:
-        """The requests of the last hour that are kept, the slowest first."""
-        found = {note.number: note for note in self._notes()}
+    def requests(self, most: int, grant: Grant) -> list[dict[str, Any]]:
+        """The requests of the last hour that are kept and that a credential may see, the slowest first."""
+        found = {note.number: note for note in self._notes(grant)}
         return [note.told for note in sorted(found.values(), reverse=True, key=lambda note: note[:2])[:most]]
 
-    def find(self, request_id: str) -> dict[str, Any] | None:
-        """A request that is kept, by its X-SIE-Request-ID."""
-        return next((note.told for note in self._notes() if note.told["id"] == request_id), None)
+    def find(self, request_id: str, grant: Grant) -> dict[str, Any] | None:
+        """A request that is kept and that a credential may see, by its X-SIE-Request-ID."""
+        return next((note.told for note in self._notes(grant) if note.told["id"] == request_id), None)
 
-    def _notes(self) -> Iterator[Note]:
+    def _notes(self, grant: Grant) -> Iterator[Note]:
         oldest_s = self._clock() - STEPS * STEP_S
         for minute in self._minutes:
             if minute.at + MINUTE_S > oldest_s:
-                yield from minute.slowest
-                yield from minute.failed
+                yield from (note for note in (*minute.slowest, *minute.failed) if grant.owns(note.owner))
 
 
 def quantile(counts: array[int], share: float) -> float:

@@ -51,11 +51,38 @@ _HEADERS = (
     (b"accept-encoding", b"identity"),
     (b"user-agent", f"sie/{sie_contracts.__version__}".encode()),
 )
-# public by their numbers, and yet of the inside: protocol assignments (metadata of Oracle's cloud among them), and the
-# host of a virtual machine of Azure
-_INSIDE = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "168.63.129.16/32")))
-_UNICAST = ipaddress.IPv6Network("2000::/3")
-_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+# All of IANA's registries of special purposes, reachable from everywhere or not: none of them has pictures. Python's
+# own table differs from version to version.
+_INSIDE_V4 = tuple(
+    map(
+        ipaddress.IPv4Network,
+        (
+            "0.0.0.0/8",
+            "10.0.0.0/8",
+            "100.64.0.0/10",
+            "127.0.0.0/8",
+            "168.63.129.16/32",  # the host of a virtual machine of Azure
+            "169.254.0.0/16",
+            "172.16.0.0/12",
+            "192.0.0.0/24",  # metadata of Oracle's cloud among them
+            "192.0.2.0/24",
+            "192.31.196.0/24",
+            "192.52.193.0/24",
+            "192.88.99.0/24",
+            "192.168.0.0/16",
+            "192.175.48.0/24",
+            "198.18.0.0/15",
+            "198.51.100.0/24",
+            "203.0.113.0/24",
+            "224.0.0.0/3",  # multicast, reserved, broadcast
+        ),
+    )
+)
+_UNICAST = ipaddress.IPv6Network("2000::/3")  # of IPv6 nothing else is public
+_INSIDE_V6 = tuple(
+    map(ipaddress.IPv6Network, ("2001::/23", "2001:db8::/32", "2002::/16", "2620:4f:8000::/48", "3fff::/20"))
+)
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")  # what a network without IPv4 reaches public IPv4 addresses by
 
 
 class _Unfetched(Exception):
@@ -313,22 +340,19 @@ class _Public(httpcore.AsyncNetworkBackend):
 
 
 def is_public(address: str) -> bool:
-    """Whether anybody may reach this address, as far as its number says. An IPv6 address that carries an IPv4 address
-    is what it carries.
+    """Whether anybody may reach this address, as far as its number says. One that is translated or mapped is what it
+    carries.
     """
     try:
         found = ipaddress.ip_address(address)
     except ValueError:
         return False
     if isinstance(found, ipaddress.IPv6Address):
-        inner = found.ipv4_mapped or found.sixtofour
-        if found in _NAT64:
-            inner = ipaddress.IPv4Address(int(found) & 0xFFFF_FFFF)
-        if inner is not None:
-            found = inner
-        elif found not in _UNICAST:
-            return False
-    return found.is_global and not found.is_multicast and not any(found in each for each in _INSIDE)
+        inner = ipaddress.IPv4Address(int(found) & 0xFFFF_FFFF) if found in _NAT64 else found.ipv4_mapped
+        if inner is None:
+            return found in _UNICAST and not any(found in each for each in _INSIDE_V6)
+        found = inner
+    return not any(found in each for each in _INSIDE_V4)
 
 
 def links(items: Sequence[Item], query: Item | None) -> Sequence[Link]:

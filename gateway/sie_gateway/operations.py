@@ -86,14 +86,15 @@ async def model(gateway: Gateway, request: Request) -> Response:
     return json_response(info if alias is None else alias_info(info, alias, gateway.inference.shadows.figures))
 
 
-async def health(gateway: Gateway, _request: Request) -> Response:
+async def health(gateway: Gateway, request: Request) -> Response:
     """The catalogue in use, and the workers."""
-    return json_response(gateway.status.health())
+    return json_response(gateway.status.health(request.scope["sie.call"].grant))
 
 
 async def scaling(gateway: Gateway, request: Request) -> Response:
-    """What a lane has to do."""
-    return json_response(await gateway.scaling.answer(request.path_params["lane"]))
+    """What a lane has to do. Raises NotFound, also for a lane of somebody else's reservation."""
+    call = request.scope.get("sie.call")  # none at the port of autoscalers, which has no credentials
+    return json_response(await gateway.scaling.answer(request.path_params["lane"], call and call.grant))
 
 
 async def metrics(gateway: Gateway, request: Request) -> Response:

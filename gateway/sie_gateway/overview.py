@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from sie_contracts.api import views as api
 from sie_contracts.errors import InvalidInput, NotFound
+from sie_gateway.grant import Grant
 from sie_gateway.history import STEP_S
 from sie_gateway.operations import json_response, number
 from sie_gateway.pages import CONSOLE_FILES, CONSOLE_POLICY, console
@@ -19,6 +20,11 @@ from sie_runtime.routes import HTML, OPEN, Content, Parameter
 
 if TYPE_CHECKING:
     from sie_gateway.app import Gateway
+
+
+def _grant(request: Request) -> Grant:
+    grant: Grant = request.scope["sie.call"].grant
+    return grant
 
 
 async def page(_gateway: Gateway, request: Request) -> Response:
@@ -38,12 +44,12 @@ async def page(_gateway: Gateway, request: Request) -> Response:
 
 async def cluster(gateway: Gateway, request: Request) -> Response:
     """The state of the cluster in brief."""
-    return json_response(gateway.status.shown(request.query_params.get("filter", "")), to=request)
+    return json_response(gateway.status.shown(request.query_params.get("filter", ""), _grant(request)), to=request)
 
 
 async def placement(gateway: Gateway, request: Request) -> Response:
     """Which workers host which models."""
-    return json_response(gateway.status.placed(request.query_params.get("filter", "")), to=request)
+    return json_response(gateway.status.placed(request.query_params.get("filter", ""), _grant(request)), to=request)
 
 
 async def doctor(gateway: Gateway, _request: Request) -> Response:
@@ -62,25 +68,25 @@ async def history(gateway: Gateway, request: Request) -> Response:
 
 
 async def requests(gateway: Gateway, request: Request) -> Response:
-    """The requests of the last hour that are kept. Raises InvalidInput."""
+    """The requests of the last hour that are kept, of the caller. Raises InvalidInput."""
     most = int(number(request.query_params, "limit", 50, 1, 1000))
-    return json_response({"requests": gateway.status.history.requests(most)}, to=request)
+    return json_response({"requests": gateway.status.history.requests(most, _grant(request))}, to=request)
 
 
 async def request(gateway: Gateway, request: Request) -> Response:
     """One of them. Raises NotFound."""
-    found = gateway.status.history.find(request.path_params["request"])
+    found = gateway.status.history.find(request.path_params["request"], _grant(request))
     if found is None:
         raise NotFound(
-            "this gateway keeps no request with this id: it keeps the slowest and some failed ones of each minute, for "
-            "an hour; its log and the trace have all"
+            "this gateway keeps no request of yours with this id: it keeps the slowest and some failed ones of each "
+            "minute, for an hour; its log and the trace have all"
         )
     return json_response(found)
 
 
 async def request_log(gateway: Gateway, request: Request) -> Response:
     """What this gateway's log says of a request; empty where it says nothing, or nothing any more."""
-    return json_response({"lines": gateway.status.log.of(request.path_params["request"])}, to=request)
+    return json_response({"lines": gateway.status.log.of(request.path_params["request"], _grant(request))}, to=request)
 
 
 _FILTER = Parameter("filter", "query", str, "Only models with this in their name.")
@@ -124,7 +130,7 @@ OVERVIEW: tuple[GatewayRoute, ...] = (
     _row(
         "/v1/requests",
         requests,
-        "The slowest and some failed requests of the last hour at this gateway, the slowest first",
+        "Your slowest and some failed requests of the last hour at this gateway, the slowest first",
         api.SlowRequests,
         parameters=(Parameter("limit", "query", Annotated[int, Meta(ge=1, le=1000)], "How many at most."),),
     ),

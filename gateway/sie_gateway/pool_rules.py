@@ -15,15 +15,18 @@ from sie_contracts.api import operations as api
 from sie_contracts.errors import PoolConflict, PoolNotFound, PoolOperationForbidden, QueueUnavailable
 from sie_contracts.heartbeats import Heartbeat
 from sie_contracts.records import PoolSpec, Reservation, Reservations
+from sie_gateway.grant import Grant
 
 MAX_RESERVATIONS = 64
+MAX_RESERVATIONS_OF_A_KEY = 16
 HELD_BACK = "it would take the last worker of a bundle that serves everybody, for which the scope admin is needed"
 TOO_FEW = "not as many workers are free as it asks for"
+HIDDEN = "reserved"  # stands for the name of a reservation that the reader has no right to see
 ON_THEIR_WAY = "its workers do not serve it yet"
 
 
-class SpecDiffers(Exception):
-    """A reservation of this name exists with another spec."""
+class NameTaken(Exception):
+    """A reservation of this name exists with another spec, or is somebody else's."""
 
     def __init__(self, present: Reservation) -> None:
         super().__init__(present.spec.name)
@@ -48,6 +51,11 @@ def exists(name: str, pool: api.Pool) -> PoolConflict:
     )
 
 
+def exists_elsewhere(name: str) -> PoolConflict:
+    """The error for a reservation of somebody else, of which nothing is shown."""
+    return PoolConflict(f"name: {name!r} is taken by a reservation of another key", param="name")
+
+
 def exists_otherwise(name: str, pool: api.Pool) -> PoolConflict:
     """The error for a reservation with another spec. `pool`: its Pool object."""
     return PoolConflict(
@@ -60,33 +68,38 @@ def exists_otherwise(name: str, pool: api.Pool) -> PoolConflict:
 # ---- changes of the record
 
 
-def created(record: Reservations, spec: PoolSpec, now_s: float, *, takes_last: bool) -> Reservations:
+def created(record: Reservations, spec: PoolSpec, grant: Grant, now_s: float) -> Reservations:
     """With a reservation of this spec, new or renewed.
 
-    Raises SpecDiffers, QueueUnavailable while an earlier one of its name is being removed, PoolOperationForbidden over
-    the limit.
+    Raises NameTaken, QueueUnavailable while an earlier one of its name is being removed, PoolOperationForbidden over
+    a limit.
     """
     name = spec.name
     present = record.pools.get(name)
-    if present is not None and present.spec != spec:
-        raise SpecDiffers(present)
+    if present is not None and (present.spec != spec or not grant.owns(present.owner)):
+        raise NameTaken(present)
     if name in record.ended or (present is not None and now_s >= present.expires_s):
         raise QueueUnavailable(f"an earlier pool {name!r} is being removed")
     if present is None and len(record.pools) >= MAX_RESERVATIONS:
         raise PoolOperationForbidden(f"{MAX_RESERVATIONS} reservations exist, which is the limit")
-    wanted = Reservation(spec, now_s, now_s) if present is None else msgspec.structs.replace(present, renewed_s=now_s)
-    return _with(record, msgspec.structs.replace(wanted, takes_last=wanted.takes_last or takes_last))
+    own = sum(each.owner == grant.key for each in record.pools.values())
+    if present is None and grant.key and own >= MAX_RESERVATIONS_OF_A_KEY:
+        raise PoolOperationForbidden(f"this key has {own} reservations, the limit is {MAX_RESERVATIONS_OF_A_KEY}")
+    if present is None:
+        present = Reservation(spec, now_s, now_s, owner=grant.key)
+    takes_last = present.takes_last or "admin" in grant.scopes
+    return _with(record, msgspec.structs.replace(present, renewed_s=now_s, takes_last=takes_last))
 
 
-def renewed(record: Reservations, name: str, now_s: float) -> Reservations:
-    """With the lease of a reservation begun anew. Raises PoolNotFound."""
-    present = live(record, name, now_s)
+def renewed(record: Reservations, name: str, grant: Grant, now_s: float) -> Reservations:
+    """With the lease of a reservation begun anew. Raises PoolNotFound, also for one of somebody else."""
+    present = live(record, name, grant, now_s)
     return _with(record, msgspec.structs.replace(present, renewed_s=max(now_s, present.renewed_s)))
 
 
-def deleted(record: Reservations, name: str, now_s: float) -> Reservations:
-    """With a reservation ended. Raises PoolNotFound."""
-    live(record, name, now_s)
+def deleted(record: Reservations, name: str, grant: Grant, now_s: float) -> Reservations:
+    """With a reservation ended. Raises PoolNotFound, also for one of somebody else."""
+    live(record, name, grant, now_s)
     return without(record, name, now_s)
 
 
@@ -107,10 +120,10 @@ def removed(record: Reservations, name: str) -> Reservations:
     return Reservations(record.pools, {other: at_s for other, at_s in record.ended.items() if other != name})
 
 
-def live(record: Reservations, name: str, now_s: float) -> Reservation:
-    """A reservation whose lease has not ended. Raises PoolNotFound."""
+def live(record: Reservations, name: str, grant: Grant, now_s: float) -> Reservation:
+    """A reservation of this credential whose lease has not ended. Raises PoolNotFound."""
     present = record.pools.get(name)
-    if present is None or now_s >= present.expires_s:
+    if present is None or now_s >= present.expires_s or not grant.owns(present.owner):
         raise not_found(name)
     return present
 

@@ -26,8 +26,9 @@ from sie_contracts.settings import Settings
 from sie_gateway import assignments, pool_rules
 from sie_gateway.assignments import Candidate
 from sie_gateway.fleet import Fleet
+from sie_gateway.grant import Grant
 from sie_gateway.metrics import Metrics
-from sie_gateway.pool_rules import HELD_BACK, ON_THEIR_WAY, TOO_FEW, SpecDiffers, not_found
+from sie_gateway.pool_rules import HELD_BACK, ON_THEIR_WAY, TOO_FEW, NameTaken, not_found
 from sie_gateway.queue import WorkQueue
 from sie_runtime.clock import BrokerClock
 from sie_runtime.failpoints import failpoint
@@ -196,14 +197,15 @@ class Pools:
 
     # ---- what clients do
 
-    async def create(self, spec: PoolSpec, *, takes_last: bool = False) -> Reservation:
-        """Make a reservation and its stream, or renew one of the same spec. `takes_last` as in `Reservation`.
+    async def create(self, spec: PoolSpec, grant: Grant) -> Reservation:
+        """Make a reservation and its stream, or renew one of the same spec and owner.
 
-        Raises PoolConflict with the present pool, PoolOperationForbidden over the limit, QueueUnavailable, BrokerError.
+        Raises PoolConflict, with the present pool for who may see it, PoolOperationForbidden over a limit,
+        QueueUnavailable, BrokerError.
         """
         name = spec.name
         if name in self.record.own or name in self._physical():
-            raise pool_rules.exists(name, self.pool(name))
+            raise pool_rules.exists(name, self.pool(name, grant))
         await self.record.until_removed(name)
         now_s = self._clock.now_s()
         made = False
@@ -211,11 +213,13 @@ class Pools:
         def make(record: Reservations) -> Reservations:
             nonlocal made
             made = name not in record.pools
-            return pool_rules.created(record, spec, now_s, takes_last=takes_last)
+            return pool_rules.created(record, spec, grant, now_s)
 
         try:
             record = await self.record.change(make)
-        except SpecDiffers as error:
+        except NameTaken as error:
+            if not grant.owns(error.present.owner):
+                raise pool_rules.exists_elsewhere(name) from None
             raise pool_rules.exists_otherwise(name, self._pool_of(error.present)) from None
         self._count("created" if made else "renewed")
         failpoint("gateway.pool_recorded")
@@ -235,19 +239,19 @@ class Pools:
         with contextlib.suppress(BrokerError):
             await self.record.change(lambda record: pool_rules.without(record, name, ended_s))
 
-    async def renew(self, name: str) -> Reservation | None:
+    async def renew(self, name: str, grant: Grant) -> Reservation | None:
         """Begin its lease anew. None for a pool that needs none. Raises PoolNotFound, BrokerError."""
         if name in self.record.own:
             return None
-        record = await self.record.change(lambda record: pool_rules.renewed(record, name, self._clock.now_s()))
+        record = await self.record.change(lambda record: pool_rules.renewed(record, name, grant, self._clock.now_s()))
         self._count("renewed")
         return record.pools[name]
 
-    async def delete(self, name: str) -> None:
+    async def delete(self, name: str, grant: Grant) -> None:
         """End a reservation. Raises PoolNotFound, PoolOperationForbidden for a pool that is none, BrokerError."""
         if name in self.record.own:
             raise PoolOperationForbidden(f"the pool {pool_rules.shown(name)!r} is no reservation and cannot be deleted")
-        await self.record.change(lambda record: pool_rules.deleted(record, name, self._clock.now_s()))
+        await self.record.change(lambda record: pool_rules.deleted(record, name, grant, self._clock.now_s()))
         self._count("deleted")
         with contextlib.suppress(QueueUnavailable):  # it is gone for everybody, only its stream is not yet
             await self.record.until_removed(name)
@@ -277,10 +281,20 @@ class Pools:
         """Whether every count is met by healthy workers that serve it."""
         return assignments.is_met(reservation.spec, map(Candidate.of, self.serving(reservation.spec.name)))
 
-    def pool(self, name: str) -> api.Pool:
-        """The Pool object of a name. Raises PoolNotFound."""
+    def visible(self, grant: Grant) -> Callable[[str], bool]:
+        """Which names of pools a credential may read: those of the installation, and those that it reserved."""
+        if not grant.key or "admin" in grant.scopes:
+            return lambda name: True
+        own = self.record.own | self._physical() | {""}  # a worker that has not said where it belongs
+        own |= {name for name, each in self.record.reservations.pools.items() if grant.owns(each.owner)}
+        return own.__contains__
+
+    def pool(self, name: str, grant: Grant) -> api.Pool:
+        """The Pool object of a name. Raises PoolNotFound, also for a reservation of somebody else."""
         present = self.record.reservation(name)
         if present is not None:
+            if not grant.owns(present.owner):
+                raise not_found(name)
             return self._pool_of(present)
         if name not in self.record.own and name not in self._physical():
             raise not_found(name)
@@ -311,10 +325,14 @@ class Pools:
         """The pools that workers belong to."""
         return {beat.own_pool or beat.pool for beat, _ in self._fleet.workers()} - self.record.reservations.pools.keys()
 
-    def pools(self) -> list[api.Pool]:
-        """All Pool objects: the default pool, others that are no reservation, then reservations by name."""
-        own = self.record.own | self._physical()
-        return [self.pool(name) for name in (*sorted(own - self.record.live().keys()), *sorted(self.record.live()))]
+    def pools(self, grant: Grant) -> list[api.Pool]:
+        """The Pool objects that a credential may see: the default pool, others that are no reservation, then its
+        reservations by name.
+        """
+        live = self.record.live()
+        own = (self.record.own | self._physical()) - live.keys()
+        reserved = sorted(name for name, each in live.items() if grant.owns(each.owner))
+        return [self.pool(name, grant) for name in (*sorted(own), *reserved)]
 
     def reserved(self) -> Counter[tuple[str, str, str]]:
         """The workers that reservations ask for, by reservation, machine profile and bundle."""

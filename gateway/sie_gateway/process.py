@@ -152,7 +152,7 @@ async def serve(
     inference = Inference(settings, feed, fleet, record, metrics, admission, runner, urls)
     lag = Lag(broker, backlog, record, clock.now_s)
     scaling = Scaling(settings, feed, fleet, backlog, lag, admission.peers, demand, pools)
-    status = Status(settings, broker, feed, placer, admission.peers, record.own, lag, nats_monitor_url)
+    status = Status(settings, broker, feed, placer, admission.peers, record.own, lag, nats_monitor_url, pools.visible)
     keys = Keys(broker, settings.stream_replicas) if settings.auth_mode == "token" else None
     gate = Gate(settings, keys)
     letters = DeadLetters(broker, settings, metrics, record.own, placer.note)

@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from msgspec import UNSET
 
 from sie_broker import BrokerError
-from sie_contracts import plain, topology
+from sie_contracts import messages, plain, topology
 from sie_contracts.aliases import resolve_all
 from sie_contracts.api.operations import (
     MAX_GPUS,
@@ -26,10 +26,11 @@ from sie_contracts.api.operations import (
     Pools,
 )
 from sie_contracts.catalogue import Catalogue
-from sie_contracts.errors import InvalidInput, PayloadTooLarge, PoolOperationForbidden, QueueUnavailable
+from sie_contracts.errors import InvalidInput, PayloadTooLarge, PoolNotFound, PoolOperationForbidden, QueueUnavailable
 from sie_contracts.names import did_you_mean
 from sie_contracts.records import PoolSpec
 from sie_gateway import assignments
+from sie_gateway.grant import WORKERS_NAME, Grant
 from sie_gateway.operations import json_response
 from sie_gateway.pool_rules import not_found
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 MAX_PROFILES = 64
 MAX_BODY_BYTES = 64 << 10
+MAX_SPEC_BYTES = 8 << 10  # all reservations are one value, which must fit into a message of the broker
 _NO_NAMES = frozenset({"assignments"})
 _FIELDS = frozenset(PoolRequest.__struct_fields__)
 _IGNORED = frozenset({"queue_pool"})  # sent by clients of clusters whose pools share queues
@@ -93,7 +95,11 @@ def parse_spec(body: object, profiles: Collection[str], catalogue: Catalogue) ->
         message = f"pinned_models: expected a list of at most {MAX_PINNED} strings, got {_kind(pinned)}"
         raise InvalidInput(message, reason="schema", param="pinned_models")
     models = tuple(dict.fromkeys(each.residency for model in pinned for each in resolve_all(catalogue, model)))
-    return PoolSpec(name, gpus, bundle or "", minimum, ttl_s, caps, models)
+    spec = PoolSpec(name, gpus, bundle or "", minimum, ttl_s, caps, models)
+    if len(messages.encode(spec)) > MAX_SPEC_BYTES:
+        message = f"body: the reservation takes more than {MAX_SPEC_BYTES} bytes: name fewer machine profiles or models"
+        raise PayloadTooLarge(message, param="body", extras={"limit": MAX_SPEC_BYTES})
+    return spec
 
 
 def _name(given: object) -> str:
@@ -178,6 +184,11 @@ async def _written(work: Awaitable[T]) -> T:
         raise QueueUnavailable("the broker did not take the change of the pool") from error
 
 
+def _grant(request: Request) -> Grant:
+    grant: Grant = request.scope["sie.call"].grant
+    return grant
+
+
 def _named(request: Request) -> str:
     name = request.path_params["name"]
     try:
@@ -198,36 +209,38 @@ async def create(gateway: Gateway, request: Request) -> Response:
     """Reserve workers, or renew the same reservation."""
     catalogue = gateway.inference.catalogue
     spec = parse_spec(await _body(request), _profiles(gateway), catalogue)
-    takes_last = "admin" in request.scope["sie.call"].grant.scopes
-    await _written(gateway.pools.create(spec, takes_last=takes_last))
-    return json_response(gateway.pools.pool(spec.name), 201)
+    grant = _grant(request)
+    await _written(gateway.pools.create(spec, grant))
+    return json_response(gateway.pools.pool(spec.name, grant), 201)
 
 
-async def pools(gateway: Gateway, _request: Request) -> Response:
-    """All pools."""
-    return json_response(Pools(pools=gateway.pools.pools()))
+async def pools(gateway: Gateway, request: Request) -> Response:
+    """The pools of the installation, and the reservations of the caller."""
+    return json_response(Pools(pools=gateway.pools.pools(_grant(request))))
 
 
 async def assignment(gateway: Gateway, request: Request) -> Response:
-    """The pool that a worker is to serve."""
-    worker = request.query_params.get("worker", "")
+    """The pool that a worker is to serve. Raises PoolNotFound, also to a key where the pool is somebody else's."""
+    worker, grant = request.query_params.get("worker", ""), _grant(request)
     served = gateway.pools.assigned(worker)
+    if grant.name != WORKERS_NAME and not all(map(gateway.pools.visible(grant), served)):
+        raise PoolNotFound("this worker serves a reservation of another key", param="worker")
     pinned = gateway.pools.pinned(served)
     return json_response(Assignment(worker=worker, pools=list(served), pinned_models=pinned or UNSET))
 
 
 async def pool(gateway: Gateway, request: Request) -> Response:
     """One pool."""
-    return json_response(gateway.pools.pool(_named(request)))
+    return json_response(gateway.pools.pool(_named(request), _grant(request)))
 
 
 async def delete(gateway: Gateway, request: Request) -> Response:
     """End a reservation."""
-    await _written(gateway.pools.delete(_named(request)))
+    await _written(gateway.pools.delete(_named(request), _grant(request)))
     return json_response(PoolDeleted(message="Pool deleted"))
 
 
 async def renew(gateway: Gateway, request: Request) -> Response:
     """Renew the lease of a reservation."""
-    renewed = await _written(gateway.pools.renew(_named(request)))
+    renewed = await _written(gateway.pools.renew(_named(request), _grant(request)))
     return json_response(PoolRenewed(message="Pool renewed", expires_at=None if renewed is None else renewed.expires_s))

@@ -17,6 +17,7 @@ from sie_contracts.topology import Lane
 from sie_gateway.backlog import Backlog
 from sie_gateway.demand import DemandRecords
 from sie_gateway.fleet import Fleet, worker_rate
+from sie_gateway.grant import Grant
 from sie_gateway.lag import Lag
 from sie_gateway.peers import Peers, mean_cost
 from sie_gateway.pools import Pools
@@ -70,9 +71,9 @@ class Scaling:
             Callable[[Lane], int]
         ] = []  # workers that others want of a lane, such as jobs with deadlines
 
-    def find(self, name: str) -> Lane:
-        """The lane of this name, `pool.machine profile.bundle`, among those that work can be routed to. Raises
-        NotFound.
+    def find(self, name: str, grant: Grant | None = None) -> Lane:
+        """The lane of this name, `pool.machine profile.bundle`, among those that work can be routed to and that a
+        credential may see. Raises NotFound.
         """
         beats = [beat for beat, _ in self._fleet.workers()]
         profiles = {
@@ -82,16 +83,17 @@ class Scaling:
         profiles |= {beat.machine_profile for beat in beats}
         profiles |= {profile for each in self._pools.record.live().values() for profile in each.spec.gpus}
         bundles = {*self._feed.catalogue.bundles} | {beat.bundle for beat in beats}
-        for pool in self._pools.record:
+        visible = self._pools.visible(grant) if grant is not None else bool
+        for pool in filter(visible, self._pools.record):
             for profile in profiles:
                 rest = name.removeprefix(f"{pool}.{profile}.")
                 if rest != name and rest in bundles:
                     return Lane(pool, profile, rest)
         raise NotFound(f"no lane named {name[:200]!r}: expected pool.machine_profile.bundle")
 
-    async def answer(self, name: str) -> LaneFigures:
+    async def answer(self, name: str, grant: Grant | None = None) -> LaneFigures:
         """The figures of a lane. Raises NotFound, QueueUnavailable."""
-        lane = self.find(name)
+        lane = self.find(name, grant)
         try:
             await self._backlog.fresh(lane.pool, 0.0)
             counts = {priority: self._backlog.messages(lane, priority) or 0 for priority in PRIORITIES}

@@ -11,7 +11,7 @@ Nothing here decides where work goes: that is the fleet's, from heartbeats, in b
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs
@@ -27,7 +27,8 @@ from sie_contracts.heartbeats import Heartbeat
 from sie_contracts.settings import Settings, public_url
 from sie_contracts.status import QueueInfo
 from sie_gateway.fleet import STATES
-from sie_gateway.glance import MAX_SHOWN, Glance, PlacedLane, Shared, Waitings
+from sie_gateway.glance import MAX_SHOWN, Glance, PlacedLane, Shared, Waitings, of_pool
+from sie_gateway.grant import Grant
 from sie_gateway.history import History
 from sie_gateway.lag import Labels, Lag
 from sie_gateway.log_tail import LogTail
@@ -156,8 +157,11 @@ class Status:
         pools: Iterable[str],
         lag: Lag,
         nats_monitor_url: str | None,
+        visible: Callable[[Grant], Callable[[str], bool]] = lambda grant: lambda pool: True,
     ) -> None:
-        """Raises SettingError where Kubernetes is to be asked and this is no pod."""
+        """`visible`: which names of pools a credential may read. Raises SettingError where Kubernetes is to be asked
+        and this is no pod.
+        """
         self._settings = settings
         self._queue = queue
         self._feed = feed
@@ -167,14 +171,14 @@ class Status:
         self._pools = pools
         self._lag = lag
         self._nats_monitor_url = nats_monitor_url
+        self._visible = visible
         self.sockets = Workers(settings)
         self.history = History()
         self.log = LogTail()
         self.pulse = Pulse(queue)
         self.dead_letters = 0
         self.seats = Seats(MAX_SOCKETS, "gateway")
-        self._cluster_frames = Frames(self._cluster_frame, CLUSTER_EVERY_S)
-        self._worker_frames: dict[WorkerSocket, Frames] = {}
+        self._frames: dict[tuple[str, WorkerSocket | None], Frames] = {}  # by key and worker, None: of the cluster
         self._glance = Shared(self._look)
         self._placed = Shared(self._look_at_tables)
 
@@ -209,11 +213,12 @@ class Status:
         )
         return workers, cluster, summaries(sorted(self._feed.catalogue.entries), healthy)
 
-    def health(self) -> Health:
-        """The body of `/health`."""
+    def health(self, grant: Grant) -> Health:
+        """The body of `/health`, for a credential."""
         settings = self._settings
         workers, cluster, models = self.view()
-        infos = [seen.info for seen in workers]
+        visible = self._visible(grant)
+        infos = [of_pool(seen.info, visible) for seen in workers]
         healthy = [info for info in infos if info.healthy]
         return Health(
             status="healthy" if healthy else "degraded",
@@ -236,15 +241,19 @@ class Status:
             return None
         return _queues(_OF_LANE, self._lag.lanes()), _queues(("model", *_OF_LANE), self._lag.models())
 
-    def _cluster_frame(self) -> str:
+    def _cluster_frame(self, grant: Grant) -> str:
         workers, cluster, models = self.view()
-        queues, model_queues = self.queues() or (None, None)
+        visible = self._visible(grant)
+        queues, model_queues = (
+            [of_pool(each, visible) for each in found] if found is not None else None
+            for found in self.queues() or (None, None)
+        )
         return msgspec.json.encode(
             {
                 "timestamp": time.time(),
                 "version": sie_contracts.__version__,
                 "cluster": cluster,
-                "workers": [seen.info for seen in workers],
+                "workers": [of_pool(seen.info, visible) for seen in workers],
                 "models": models,
                 "queues": queues,
                 "model_queues": model_queues,
@@ -264,23 +273,25 @@ class Status:
         cluster = msgspec.structs.replace(cluster, worker_count=sum(info.healthy for info in infos))
         return Glance(cluster, infos, models, failures(workers), sum(info.queue_depth for info in infos))
 
-    def shown(self, wanted: str) -> dict[str, Any]:
-        """What the page at `/` shows: counts of everything; of the workers those that are not healthy first, then the
-        busiest; of the models whose name has `wanted` in it those that are in use first. At most MAX_SHOWN of each.
+    def shown(self, wanted: str, grant: Grant) -> dict[str, Any]:
+        """What the page at `/` shows to a credential: counts of everything; of the workers those that are not healthy
+        first, then the busiest; of the models whose name has `wanted` in it those that are in use first. At most
+        MAX_SHOWN of each.
         """
-        glance, queues = self._glance(), self.queues()
+        glance, queues, visible = self._glance(), self.queues(), self._visible(grant)
         self.pulse.look(info.name for info in glance.workers[:MAX_SHOWN] if self.fleet.listens(info.name))
         return {
             "version": sie_contracts.__version__,
-            **glance.shown(wanted.lower(), self.dead_letters),
-            "queues": queues[0] if queues else None,
+            **glance.shown(wanted.lower(), self.dead_letters, visible),
+            "queues": [of_pool(each, visible) for each in queues[0]] if queues else None,
         }
 
-    def placed(self, wanted: str) -> dict[str, Any]:
-        """The placement table of each lane: models whose name has `wanted` in it, those with work first, at most
-        MAX_SHOWN of a lane.
+    def placed(self, wanted: str, grant: Grant) -> dict[str, Any]:
+        """The placement table of each lane, for a credential: models whose name has `wanted` in it, those with work
+        first, at most MAX_SHOWN of a lane.
         """
-        return {"lanes": [lane.shown(wanted.lower()) for lane in self._placed()]}
+        visible = self._visible(grant)
+        return {"lanes": [lane.shown(wanted.lower(), visible) for lane in self._placed()]}
 
     def _look_at_tables(self) -> list[PlacedLane]:
         waiting = Waitings(self._lag.models())
@@ -290,30 +301,41 @@ class Status:
             for lane, table in sorted(self._placer.tables().items(), key=lambda item: str(item[0]))
         ]
 
-    async def show(self, path: str, query: str, key: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a websocket to its end; `key` names the credential it was let in with.
+    async def show(self, path: str, query: str, grant: Grant, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a websocket to its end; `grant`: of the credential that it was let in with.
 
         Raises NotFound, NotReady, ResourceExhausted before it is accepted.
         """
         if path not in (CLUSTER_PATH, WORKER_PATH):
             raise NotFound("no such path")
-        with self.seats.seat(scope, key):
+        with self.seats.seat(scope, grant.key):
             if path == CLUSTER_PATH:
-                await self._cluster_frames.show(scope, receive, send)
+                frames = Frames(lambda: self._cluster_frame(grant), CLUSTER_EVERY_S)
+                await self._show(self._frames.setdefault((grant.key, None), frames), scope, receive, send)
             else:
-                await self._show_worker(query, scope, receive, send)
+                await self._show_worker(query, grant, scope, receive, send)
 
-    async def _show_worker(self, query: str, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _show_worker(self, query: str, grant: Grant, scope: Scope, receive: Receive, send: Send) -> None:
         async with self.sockets.watched(self._asked_for(query)) as socket:
             if not await socket.told(FIRST_FRAME_S):
                 raise NotReady("the worker does not answer")
-            # those who look at the same worker share its frames
-            frames = self._worker_frames.setdefault(socket, Frames(lambda: socket.frame, WORKER_EVERY_S))
-            try:
-                await frames.show(scope, receive, send)
-            finally:
-                if not frames.looking:
-                    self._worker_frames.pop(socket, None)
+
+            def frame() -> str | None:
+                status = socket.status
+                return socket.frame if status is None or self._visible(grant)(status.pool_name) else None
+
+            if frame() is None and socket.frame is not None:
+                raise NotFound("this worker serves a reservation of another key")
+            frames = self._frames.setdefault((grant.key, socket), Frames(frame, WORKER_EVERY_S))
+            await self._show(frames, scope, receive, send)
+
+    async def _show(self, frames: Frames, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve frames, which all sockets of a key share."""
+        try:
+            await frames.show(scope, receive, send)
+        finally:
+            if not frames.looking:
+                self._frames = {key: each for key, each in self._frames.items() if each is not frames}
 
     def _asked_for(self, query: str) -> str:
         """The URL of the worker that a query names by its place, the first by default. Raises NotFound."""

@@ -12,6 +12,7 @@ import pytest
 from inprocess import InProcess
 
 from sie_gateway.call import Call
+from sie_gateway.grant import ANYBODY
 from sie_gateway.history import BOUNDS_MS, FAILED, MINUTE_S, SLOWEST, STAGES_TOLD, STEP_S, STEPS, History, quantile
 
 START_S = 1_790_000_000  # a whole minute is not needed, a whole step is
@@ -57,7 +58,7 @@ def test_steps_are_counted_with_their_errors_and_end_after_an_hour(history: Hist
     assert [step["at"] for step in history.since()["steps"]] == [START_S + STEP_S]
     clock.now_s += 3600
     assert history.since()["steps"] == []
-    assert history.requests(1000) == []
+    assert history.requests(1000, ANYBODY) == []
 
 
 def test_what_is_kept_is_bounded(history: History, clock: Clock) -> None:
@@ -69,7 +70,7 @@ def test_what_is_kept_is_bounded(history: History, clock: Clock) -> None:
             end(history, ms=numbers.expovariate(0.01), code=numbers.choice(["", "INFERENCE_ERROR"]), status=500)
         end(history, ms=1e6, code="QUEUE_FULL", status=503)
     assert len(history.since()["steps"]) <= STEPS
-    kept = history.requests(10_000)
+    kept = history.requests(10_000, ANYBODY)
     assert 60 * SLOWEST <= len(kept) <= 61 * (SLOWEST + FAILED)
     assert {each["code"] for each in kept} == {"", "INFERENCE_ERROR"}  # refusals are counted, and never crowd out
 
@@ -79,16 +80,16 @@ def test_the_slowest_of_each_minute_are_kept_in_order(history: History, clock: C
     random.Random(1).shuffle(took)
     for ms in took:
         end(history, f"r{ms:.0f}", ms)
-    assert [each["id"] for each in history.requests(1000)] == [f"r{100 - number}" for number in range(SLOWEST)]
-    assert history.requests(1)[0]["total_ms"] == 100.0
+    assert [each["id"] for each in history.requests(1000, ANYBODY)] == [f"r{100 - number}" for number in range(SLOWEST)]
+    assert history.requests(1, ANYBODY)[0]["total_ms"] == 100.0
     end(history, "bad", 0.1, "INFERENCE_ERROR", 500)
-    found = history.find("bad")
+    found = history.find("bad", ANYBODY)
     assert found is not None
     assert (found["code"], found["status"]) == ("INFERENCE_ERROR", 500)
-    assert history.find("r1") is None
+    assert history.find("r1", ANYBODY) is None
     clock.now_s += MINUTE_S
     end(history, "later", 2.0)
-    assert [each["id"] for each in history.requests(1000)][-2:] == ["later", "bad"]
+    assert [each["id"] for each in history.requests(1000, ANYBODY)][-2:] == ["later", "bad"]
 
 
 @pytest.mark.parametrize("share", [0.5, 0.99])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -125,19 +126,57 @@ async def test_only_hosts_and_ports_of_the_setting_are_asked(listed: str, url: s
     assert "secret" not in caught.value.message
 
 
-PRIVATE = [
-    *("127.0.0.1", "127.8.9.1", "0.0.0.0", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1"),
-    *("100.100.100.200", "192.0.0.192", "168.63.129.16", "198.18.0.1", "224.0.0.1", "255.255.255.255", "240.0.0.1"),
-    *("::1", "::", "fe80::1", "fe80::1%eth0", "fc00::1", "fd00:ec2::254", "fec0::1", "ff02::1", "2001:db8::1"),
-    *("::ffff:127.0.0.1", "::ffff:169.254.169.254", "64:ff9b::a00:1", "64:ff9b:1::1", "2002:7f00:1::", "::7f00:1"),
-    *("2001:0:53aa:64c:0:1234:f5ff:fffe", "localhost", "", "0x7f000001", "2130706433"),
-]
-OPEN = [PUBLIC, "1.1.1.1", "2606:2800:220:1::1", "64:ff9b::5db8:d822", "::ffff:93.184.216.34", "2002:5db8:d822::1"]
+# IANA's registries of special-purpose addresses, whole; behind them what else is inside
+SPECIAL_V4 = """
+    0.0.0.0/8 0.0.0.0/32 10.0.0.0/8 100.64.0.0/10 127.0.0.0/8 169.254.0.0/16 172.16.0.0/12 192.0.0.0/24 192.0.0.0/29
+    192.0.0.8/32 192.0.0.9/32 192.0.0.10/32 192.0.0.170/32 192.0.0.171/32 192.0.2.0/24 192.31.196.0/24 192.52.193.0/24
+    192.88.99.0/24 192.88.99.2/32 192.168.0.0/16 192.175.48.0/24 198.18.0.0/15 198.51.100.0/24 203.0.113.0/24
+    240.0.0.0/4 255.255.255.255/32
+    224.0.0.0/4 168.63.129.16/32 169.254.169.254/32 100.100.100.200/32 192.0.0.192/32
+"""
+SPECIAL_V6 = """
+    ::1/128 ::/128 64:ff9b:1::/48 100::/64 100:0:0:1::/64 2001::/23 2001::/32 2001:1::1/128 2001:1::2/128 2001:1::3/128
+    2001:2::/48 2001:3::/32 2001:4:112::/48 2001:10::/28 2001:20::/28 2001:30::/28 2001:db8::/32 2002::/16
+    2620:4f:8000::/48 3fff::/20 5f00::/16 fc00::/7 fe80::/10
+    ::/96 ::ffff:0:0:0/96 fec0::/10 ff00::/8 fd00:ec2::254/128
+"""
+PUBLIC_V4 = (PUBLIC, "1.1.1.1", "9.255.255.255", "11.0.0.0", "100.63.255.255", "100.128.0.0", "126.255.255.255")
+PUBLIC_V4 += ("172.15.255.255", "172.32.0.0", "192.0.1.0", "192.88.98.255", "192.88.100.0", "198.17.255.255")
+PUBLIC_V4 += ("198.20.0.0", "223.255.255.255")
 
 
-def test_which_addresses_are_public() -> None:
-    assert [address for address in PRIVATE if is_public(address)] == []
-    assert [address for address in OPEN if not is_public(address)] == []
+def carriers(address: str) -> list[str]:
+    """The forms of IPv6 that carry an IPv4 address and are what they carry."""
+    number = int(ipaddress.IPv4Address(address))
+    return [
+        str(ipaddress.IPv6Address(int(ipaddress.IPv6Address(prefix)) + number))
+        for prefix in ("::ffff:0:0", "64:ff9b::")
+    ]
+
+
+def ends(networks: str) -> list[str]:
+    """The first, a middle and the last address of each network."""
+    found = [ipaddress.ip_network(each) for each in networks.split()]
+    return [str(each[place]) for each in found for place in (0, each.num_addresses // 2, -1)]
+
+
+def test_every_special_range_is_inside_plain_mapped_and_translated() -> None:
+    v4, v6 = ends(SPECIAL_V4), ends(SPECIAL_V6)
+    tried = [*v4, *v6, *(form for address in v4 for form in carriers(address)), "fe80::1%eth0"]
+    tried += ["localhost", "", "0x7f000001", "2130706433", "127.1", "010.0.0.1"]
+    for address in (*v4, *PUBLIC_V4):  # in prefixes that are inside whatever they carry: 6to4, Teredo, local NAT64
+        number = int(ipaddress.IPv4Address(address))
+        tried += [str(ipaddress.IPv6Address(0x2002 << 112 | number << 80 | 1))]
+        tried += [str(ipaddress.IPv6Address(0x20010000 << 96 | number << 64 | number ^ 0xFFFFFFFF))]
+        tried += [str(ipaddress.IPv6Address(0x0064FF9B0001 << 80 | number))]
+    assert [address for address in tried if is_public(address)] == []
+
+
+def test_what_lies_beside_the_special_ranges_is_public() -> None:
+    tried = [*PUBLIC_V4, *(form for address in PUBLIC_V4 for form in carriers(address))]
+    tried += ["2606:2800:220:1::1", "2001:200::1", "2001:db7:ffff::1", "2001:db9::1", "2003::1", "2620:4f:8001::1"]
+    tried += ["3ffe:ffff::1", "2a00:1450:4001::8a"]
+    assert [address for address in tried if not is_public(address)] == []
 
 
 @pytest.mark.parametrize("addresses", [["127.0.0.1"], [PUBLIC, "10.0.0.1"], ["::1"]])

@@ -25,6 +25,7 @@ from sie_gateway.call import Call
 from sie_gateway.doctor import Doctor
 from sie_gateway.fleet import Fleet
 from sie_gateway.glance import COST_SHARE, MAX_SHOWN, Shared
+from sie_gateway.grant import ANYBODY
 from sie_gateway.history import STEP_S, STEPS, History
 from sie_gateway.log_tail import MAX_CHARS, MAX_LINES, LogTail
 from sie_gateway.status import Status
@@ -74,10 +75,10 @@ def test_a_page_reads_less_than_a_mebibyte_a_minute_of_a_large_cluster(large: St
                 now_s % 977 / 1000,
             )
         now_s += STEP_S
-    shown = large.shown("")
+    shown = large.shown("", ANYBODY)
     assert (len(shown["workers"]), len(shown["models"])) == (MAX_SHOWN, MAX_SHOWN)
     assert (shown["counts"]["workers"], shown["counts"]["models"]) == (WORKERS, MODELS)
-    each_second, each_ten = compressed(shown), compressed(history.since()) + compressed(history.requests(20))
+    each_second, each_ten = compressed(shown), compressed(history.since()) + compressed(history.requests(20, ANYBODY))
     assert 60 * each_second + 6 * each_ten < MINUTE_BYTES, (each_second, each_ten)
 
 
@@ -99,7 +100,7 @@ def test_what_is_dear_is_built_more_rarely() -> None:
 
 
 def test_a_filter_finds_models_that_are_not_among_the_first(large: Status) -> None:
-    found = large.shown("MODEL-0999")
+    found = large.shown("MODEL-0999", ANYBODY)
     assert [each.name for each in found["models"]][-1].startswith("org/model-0999")
     assert found["counts"]["models"] == 10
 
@@ -145,10 +146,10 @@ def test_the_tail_of_the_log_is_bounded() -> None:
             logger.info("%s", "x" * 10 * MAX_CHARS, extra={"request_id": f"r{number}"})
         logger.info("of no request")
     logger.info("not kept", extra={"request_id": "r9"})
-    assert tail.of("r6") == []
-    (line,) = tail.of("r7")
+    assert tail.of("r6", ANYBODY) == []
+    (line,) = tail.of("r7", ANYBODY)
     assert len(line["message"]) == MAX_CHARS
-    assert len(tail.of(f"r{MAX_LINES + 6}")) == 1
+    assert len(tail.of(f"r{MAX_LINES + 6}", ANYBODY)) == 1
 
 
 async def test_a_worker_that_ends_without_a_word_is_seen_while_somebody_looks(cluster: InProcess) -> None:

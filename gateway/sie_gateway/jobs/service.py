@@ -93,7 +93,7 @@ class Jobs:
     def find(self, call: Call, job_id: str) -> JobRecord:
         """A job of the caller. Raises NotFound."""
         job = self.ledger.find(job_id)
-        if not _may(call, job) or job.request is None:
+        if not call.grant.owns(job.owner) or job.request is None:
             raise NotFound("there is no such job", param="job")
         return job
 
@@ -197,7 +197,7 @@ class Jobs:
     def find_batch(self, call: Call, batch_id: str) -> JobRecord:
         """A batch of the caller. Raises NotFound."""
         job = self.ledger.find(batch_id)
-        if not _may(call, job) or job.batch is None:
+        if not call.grant.owns(job.owner) or job.batch is None:
             raise NotFound("there is no such batch", param="batch")
         return job
 
@@ -288,7 +288,7 @@ class Jobs:
     ) -> tuple[list[JobRecord], bool]:
         self.ledger.require()
         found = sorted(
-            (job for job in self.ledger if wanted(job) and _may(call, job)),
+            (job for job in self.ledger if wanted(job) and call.grant.owns(job.owner)),
             key=lambda job: (job.created_s, job.id),
             reverse=True,
         )
@@ -299,10 +299,6 @@ class Jobs:
                 raise NotFound("after: there is no such job", param="after")
             start = place + 1
         return found[start : start + limit], len(found) > start + limit
-
-
-def _may(call: Call, job: JobRecord) -> bool:
-    return job.owner == call.grant.key or "admin" in call.grant.scopes
 
 
 def _error(info: ErrorInfo | None) -> api.JobError | None:

@@ -1,0 +1,256 @@
+"""Tenants are apart: every route, by id, by list or by cross reference, as each credential, over what one key made.
+
+A new route without a row here fails.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from inprocess import GatewayProcess, InProcess, until_told
+from websockets.asyncio.client import connect
+
+from sie_broker import Write
+from sie_contracts import messages, topology
+from sie_contracts.heartbeats import Heartbeat
+from sie_gateway.pool_rules import HIDDEN, MAX_RESERVATIONS_OF_A_KEY
+from sie_gateway.routes import ROUTES
+from sie_runtime import keys
+from sie_runtime.routes import ANY, OPEN
+
+MARK = "of-tenant-a-9f3c"  # in every name that A gives
+MODEL, POOL, FILE, NAME = f"model-{MARK}", f"pool-{MARK}", f"file-{MARK}.jsonl", f"job-{MARK}"
+ADMIN, STATIC = "admin-token-of-a-test", "static-token-of-a-test"
+DEFAULT = ("infer", "read", "pools")
+
+# A route of something that A made: A and an administrator have it, for everybody else it is not there.
+OWNED = """
+    GET    /v1/pools/{name} /v1/requests/{request}
+    POST   /v1/pools/{name}/renew
+    DELETE /v1/pools/{name}
+    GET    /v1/files/{file} /v1/files/{file}/content
+    DELETE /v1/files/{file}
+    GET    /v1/jobs/{job} /v1/jobs/{job}/manifest /v1/jobs/{job}/part /v1/jobs/{job}/rows
+    POST   /v1/jobs/{job}/pause /v1/jobs/{job}/resume /v1/jobs/{job}/cancel /v1/jobs/{job}/retry
+    DELETE /v1/jobs/{job}
+    GET    /v1/batches/{batch}
+    POST   /v1/batches/{batch}/cancel
+"""
+# A route that gives to A what A made, and the same without it to everybody else.
+SHOWS = """
+    GET    /v1/pools /v1/requests /v1/requests/{request}/log /v1/files /v1/jobs /v1/batches
+    GET    /v1/cluster /health /v1/pools/assignments /v1/scaling/{lane} /ws/cluster-status
+"""
+# A route that has nothing of a tenant, or only what its own body brought.
+SILENT = """
+    POST   /v1/encode/{model:path} /v1/score/{model:path} /v1/extract/{model:path} /v1/embeddings /embeddings
+    POST   /v1/rerank /v2/rerank /rerank /v1/embed /v2/embed /v1/classify /classify
+    POST   / /embed /embed_all /embed_sparse /predict /similarity /tokenize /decode
+    POST   /tei/{model:path} /tei/{model:path}/embed /tei/{model:path}/embed_all /tei/{model:path}/embed_sparse
+    POST   /tei/{model:path}/predict /tei/{model:path}/similarity /tei/{model:path}/tokenize
+    POST   /tei/{model:path}/decode /tei/{model:path}/rerank
+    GET    /info /tei/{model:path}/info
+    GET    /v1/models /v1/models/{model:path} /models /models/{model:path}
+    POST   /v1/models/{model:path}/load /v1/models/{model:path}/unload
+    POST   /v1/pools /v1/files /v1/jobs /v1/batches
+    GET    /v1/configs/models /v1/configs/models/{id:path} /v1/configs/models/{id:path}/status
+    GET    /v1/configs/models/{id:path}/history /v1/configs/bundles /v1/configs/bundles/{id:path}
+    GET    /v1/configs/epoch /v1/configs/export
+    POST   /v1/configs/resolve /v1/configs/models /v1/configs/models/{id:path}/rollback
+    PUT    /v1/configs/models/{id:path}
+    PATCH  /v1/configs/models/{id:path}
+    DELETE /v1/configs/models/{id:path}
+    GET    /console/configs/{id:path}/history
+    POST   /console/configs /console/configs/{id:path}/rollback
+    PUT    /console/configs/{id:path}
+    PATCH  /console/configs/{id:path}
+    DELETE /console/configs/{id:path}
+    GET    /v1/placement /v1/doctor /v1/history /v1/whoami /ws/status
+    GET    / /console/{file} /docs /docs/static/{file} /openapi.json /metrics
+    GET    /v1/dead-letters /v1/dead-letters/{letter}
+    POST   /v1/dead-letters/replay /v1/dead-letters/{letter}/replay
+    DELETE /v1/dead-letters /v1/dead-letters/{letter}
+    GET    /healthz /livez /ping /readyz
+"""
+
+
+def rows(text: str) -> set[tuple[str, str]]:
+    return {(line.split()[0], path) for line in text.strip().splitlines() for path in line.split()[1:]}
+
+
+class Tenant:
+    """What A made, by the placeholder of a path."""
+
+    def __init__(self, gateway: GatewayProcess, tokens: dict[str, str]) -> None:
+        self.gateway, self.tokens = gateway, tokens
+        self.ids = {"{name}": POOL, "{lane}": f"{POOL}.l4.default", "{model:path}": f"{MODEL[:-1]}", "{id:path}": "x"}
+        # what others have in common with A
+        self.bodies: dict[str, dict[str, Any]] = {
+            "/v1/pools": {"json": {"name": POOL, "gpus": {"l4": 1}}},
+            "/v1/files": {"files": {"file": ("b.jsonl", b"{}")}, "data": {"purpose": "jobs"}},
+        }
+
+    async def send(self, who: str, method: str, path: str, **more: Any) -> httpx.Response:
+        token = self.tokens[who]
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        return await self.gateway.client.request(method, path, headers=headers, **more)
+
+    async def made(self, method: str, path: str, **more: Any) -> Any:
+        answer = await self.send("A", method, path, **more)
+        assert answer.status_code in (200, 201), answer.text
+        return answer.json()
+
+    async def call(self, who: str, method: str, row: str) -> httpx.Response:
+        path = row
+        for placeholder, value in self.ids.items():
+            path = path.replace(placeholder, value)
+        query = {"worker": self.ids["w0"]} if row == "/v1/pools/assignments" else {}
+        more: dict[str, Any] = self.bodies.get(row, {"json": {"model": MODEL[:-1], "inputs": "x", "items": ["x"]}})
+        return await self.send(who, method, path, params=query, **(more if method != "GET" else {}))
+
+    async def frame(self, who: str) -> str:
+        """The first frame of the cluster's websocket."""
+        url = f"{self.gateway.url.replace('http', 'ws')}/ws/cluster-status"
+        headers = {"authorization": f"Bearer {self.tokens[who]}"}
+        async with connect(url, additional_headers=headers, proxy=None) as socket:
+            return str(await socket.recv())
+
+
+def beat(worker: str, pool: str = "_default") -> bytes:
+    return messages.encode(Heartbeat(worker, pool, "l4", "default", ready=True, version="1", own_pool="_default"))
+
+
+@pytest.fixture
+async def tenant(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> AsyncIterator[Tenant]:
+    """A with a reservation that a worker serves, a file, a job, a batch, a request for a model that is not there."""
+    caplog.set_level(logging.INFO, "sie")
+    async with InProcess(tmp_path) as cluster:
+        tokens = {"": "", "static": STATIC, "admin": ADMIN}
+        bucket = await keys.open_bucket(cluster.server.connect("operator"), 1)
+        for who, scopes in (("A", DEFAULT), ("B", DEFAULT), ("R", ("read",))):
+            key, tokens[who] = keys.create(who, scopes, now_s=time.time())
+            await bucket.write([Write(key.id, keys.encode(key))])
+        gateway = await cluster.gateway(
+            SIE_AUTH_MODE="token",
+            SIE_AUTH_TOKEN=STATIC,
+            SIE_ADMIN_TOKEN=ADMIN,
+            SIE_PAYLOAD_STORE_URL=str(tmp_path / "payloads"),
+            SIE_JOBS_AT_ONCE="0",
+            SIE_GATEWAY_CONFIGURED_GPUS="l4",
+            SIE_HEARTBEAT_TIMEOUT_MS="600000",
+        )
+        tenant = Tenant(gateway, tokens)
+        for worker in ("w0", "w1"):
+            await cluster.send(f"{topology.HEALTH_SUBJECT}.{worker}", beat(worker))
+
+        async def heard() -> bool:
+            return len((await tenant.send("admin", "GET", "/health")).json()["workers"]) == 2
+
+        await until_told(heard, "the workers are heard")
+        await tenant.made("POST", "/v1/pools", **tenant.bodies["/v1/pools"])
+
+        async def assigned() -> bool:
+            answers = [
+                await tenant.send("A", "GET", "/v1/pools/assignments", params={"worker": worker})
+                for worker in ("w0", "w1")
+            ]
+            return [POOL] in [answer.json()["pools"] for answer in answers]
+
+        await until_told(assigned, "a worker is assigned")
+        first = await tenant.send("A", "GET", "/v1/pools/assignments", params={"worker": "w0"})
+        worker = "w0" if first.json()["pools"] == [POOL] else "w1"
+        tenant.ids["w0"] = worker
+        await cluster.send(f"{topology.HEALTH_SUBJECT}.{worker}", beat(worker, POOL))
+        line = (
+            b'{"custom_id": "1", "method": "POST", "url": "/v1/embeddings", "body": {"model": "toy/one", "input": "x"}}'
+        )
+        for field, purpose in (("{file}", "jobs"), ("input", "batch")):
+            form = {"files": {"file": (FILE, line)}, "data": {"purpose": purpose}}
+            tenant.ids[field] = (await tenant.made("POST", "/v1/files", **form))["id"]
+        job = {"model": "toy/one", "name": NAME, "input": {"file": tenant.ids["{file}"], "text": "{custom_id}"}}
+        tenant.ids["{job}"] = (await tenant.made("POST", "/v1/jobs", json=job))["id"]
+        batch = {"input_file_id": tenant.ids.pop("input"), "endpoint": "/v1/embeddings", "completion_window": "24h"}
+        tenant.ids["{batch}"] = (await tenant.made("POST", "/v1/batches", json=batch))["id"]
+        tenant.bodies |= {"/v1/jobs": {"json": job}, "/v1/batches": {"json": batch}}
+        answer = await tenant.send("A", "POST", f"/v1/encode/{MODEL}", json={"items": ["x"]})
+        assert answer.status_code == 404
+        tenant.ids["{request}"] = answer.headers["x-sie-request-id"]
+        yield tenant
+
+
+def test_every_route_has_one_row() -> None:
+    kinds = [rows(text) for text in (OWNED, SHOWS, SILENT)]
+    assert set().union(*kinds) == {(route.method, route.path) for route in ROUTES}
+    assert sum(map(len, kinds)) == len(ROUTES)
+
+
+async def test_nobody_but_its_owner_and_an_administrator_sees_or_changes_what_a_key_made(tenant: Tenant) -> None:
+    scopes = {"A": DEFAULT, "B": DEFAULT, "static": DEFAULT, "R": ("read",), "": ()}
+    others = ("B", "static", "R", "")
+    parts = ("{name}", "{file}", "{job}", "{batch}", "{request}")
+    secrets = [tenant.ids[part] for part in parts]
+    count = 0
+    for route in ROUTES:
+        row = (route.method, route.path)
+        if route.path.startswith("/ws/"):
+            continue
+        for who in others:
+            answer = await tenant.call(who, *row)
+            count += 1
+            if route.scope not in (OPEN, ANY) and route.scope not in scopes[who]:
+                assert answer.status_code == (403 if who else 401), (who, row, answer.text)
+            elif row in rows(OWNED):
+                assert answer.status_code == 404, (who, row, answer.text)
+            if row in rows(OWNED) or route.path in tenant.bodies:
+                # an error may repeat an id that the caller wrote
+                assert not any(name in answer.text for name in (MODEL, FILE, NAME)), (who, row, answer.text)
+            elif row not in rows(SHOWS) or answer.status_code < 400:
+                told = answer.text.replace(tenant.ids["{request}"], "") if "{request}" in route.path else answer.text
+                assert not any(secret in told for secret in (*secrets, MODEL, FILE, NAME)), (who, row, answer.text)
+    assert count > 300
+    for body in ("/v1/pools", "/v1/jobs", "/v1/batches"):  # by the name of A's pool, the id of A's file
+        answer = await tenant.call("B", "POST", body)
+        assert answer.status_code in (400, 404, 409), answer.text
+        assert "spec" not in answer.text
+    for who in ("A", "admin"):
+        for row in sorted(rows(SHOWS) | rows(OWNED)):
+            if row[0] == "GET" and not row[1].startswith("/ws/"):
+                answer = await tenant.call(who, *row)
+                found = 409 if row[1].startswith("/v1/jobs/{job}/") else 200  # the job has no output yet
+                assert answer.status_code in (200, found, 404 if "part" in row[1] else 200), (who, row, answer.text)
+                if row in rows(SHOWS) - {("GET", "/v1/pools/assignments")}:
+                    told = answer.text
+                    assert MARK in told or any(each in told for each in secrets) or "code=" in told, (who, row, told)
+    for who, is_seen in (("A", True), ("admin", True), ("B", False), ("R", False), ("static", False)):
+        frame = await tenant.frame(who)
+        assert (POOL in frame, HIDDEN in frame) == (is_seen, not is_seen), (who, frame)
+    for method, path in (("POST", "/v1/pools/{name}/renew"), ("DELETE", "/v1/pools/{name}")):
+        assert (await tenant.call("A", method, path)).status_code == 200
+
+
+async def test_an_administrator_ends_the_reservation_of_a_key_and_a_key_has_a_bound(tenant: Tenant) -> None:
+    assert (await tenant.call("admin", "DELETE", "/v1/pools/{name}")).status_code == 200
+    for number in range(MAX_RESERVATIONS_OF_A_KEY):
+        await tenant.made("POST", "/v1/pools", json={"name": f"p{number}", "gpus": {"l4": 1}})
+    answer = await tenant.send("A", "POST", "/v1/pools", json={"name": "more", "gpus": {"l4": 1}})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "POOL_OPERATION_FORBIDDEN")
+    assert f"the limit is {MAX_RESERVATIONS_OF_A_KEY}" in answer.json()["error"]["message"]
+    answer = await tenant.send("B", "POST", "/v1/pools", json={"name": "more", "gpus": {"l4": 1}})
+    assert answer.status_code == 201, answer.text
+
+
+async def test_without_authentication_there_is_one_owner(tmp_path: Path) -> None:
+    async with InProcess(tmp_path) as cluster:
+        gateway = await cluster.gateway(SIE_ADMIN_TOKEN=ADMIN, SIE_GATEWAY_CONFIGURED_GPUS="l4")
+        by = {"authorization": f"Bearer {ADMIN}"}
+        body = {"name": "team", "gpus": {"l4": 1}}
+        assert (await gateway.client.post("/v1/pools", json=body, headers=by)).status_code == 201
+        shown = (await gateway.client.get("/v1/pools")).json()["pools"]
+        assert "team" in [pool["name"] for pool in shown]
+        assert (await gateway.client.delete("/v1/pools/team")).status_code == 200
