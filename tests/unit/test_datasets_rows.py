@@ -7,6 +7,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,46 @@ async def test_an_uploaded_file_is_read_by_its_key_and_called_by_its_name(tmp_pa
     file = Place(place.store, "", "0192f0c1", label="rows.jsonl", root=place.root)
     (row,) = await rows_of(file, TEXT)
     assert (row.id, row.text) == ("rows.jsonl#0", "a")
+
+
+@pytest.mark.parametrize("keeps_times", [True, False])
+async def test_a_copy_of_a_folder_has_the_same_objects(tmp_path: Path, keeps_times: bool) -> None:
+    """1. A folder, and a file whose digest is known, are planned. 2. They are copied to another disk: other inodes.
+    3. With their times, all is read as planned; without, only what has a digest: nothing else tells that it is equal.
+    """
+    names = ("a.jsonl", "b.csv", "c.parquet")
+    first, second = tmp_path / "one", tmp_path / "two"
+    first.mkdir()
+    write_jsonl(first / "a.jsonl", [{"t": "a"}])
+    (first / "b.csv").write_text("t\na\n")
+    parquet.write_table(pa.table({"t": ["a"]}), first / "c.parquet")
+    source = JobInput(url="u", text="{t}")
+    whole = await spans_of(Place.opened(f"{first}/", (str(first),)), source)
+    store = obstore.store.LocalStore(str(tmp_path))
+    one = [await spans_of(Place(store, "one/", name, digest="d"), source) for name in names]
+    shutil.copytree(first, second, copy_function=shutil.copy2 if keeps_times else shutil.copyfile)
+    for name, (span,) in zip(names, one, strict=True):
+        assert [row.text for row in await read(Place(store, "two/", name, digest="d"), span, source)] == ["a"]
+    copy = Place.opened(f"{second}/", (str(second),))
+    for span in whole:
+        if keeps_times:
+            assert [row.text for row in await read(copy, span, source)] == ["a"]
+        else:
+            with pytest.raises(InvalidInput) as caught:
+                await read(copy, span, source)
+            assert caught.value.reason == "input_changed"
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet"])
+async def test_columns_of_one_name_are_refused_by_name(tmp_path: Path, place: Place, name: str) -> None:
+    if name == "a.csv":
+        (tmp_path / name).write_text('t,"x",t\n1,2,3\n')
+    else:
+        columns = [pa.array([each]) for each in "123"]
+        parquet.write_table(pa.Table.from_arrays(columns, ["t", "x", "t"]), tmp_path / name)
+    (broken,) = [each async for each in plan(place, TEXT, 4)]
+    assert isinstance(broken, Broken)
+    assert broken.error.message == f"{name}: 2 columns have the name 't': name each column differently"
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet"])

@@ -22,7 +22,7 @@ from sie_gateway.jobs import run as runs
 from sie_gateway.jobs import sweeping
 from sie_gateway.jobs.asking import Halted
 from sie_gateway.jobs.keeper import Keeper
-from sie_gateway.jobs.ledger import Ledger
+from sie_gateway.jobs.ledger import JobBound, JobBounds, JobUse, Ledger
 from sie_gateway.jobs.records import JobsBucket
 from sie_gateway.jobs.run import JobRun, Progress, ShardBroken
 from sie_gateway.jobs.service import Jobs
@@ -30,6 +30,8 @@ from sie_gateway.jobs.sweeping import Sweeper
 from sie_runtime.process import Stop
 from sie_store.object_stores import StoreError
 
+_ALL = JobBound(JobUse(1000, 1 << 20), ("SIE_MAX_JOBS", "SIE_MAX_JOBS_BYTES"))
+BOUNDS = JobBounds(_ALL, _ALL)
 JOB = JobRecord("job-1", "k", "key", 1.0, request=JobRequest(model="m", input=JobInput(file="f")))
 
 
@@ -122,7 +124,7 @@ class World:
     def gateway(self, name: str, at_once: int = 2) -> Ledger:
         broker = self.brokers[name] = self.server.connect(name)
         bucket, stop = JobsBucket(broker, 1), Stop()
-        ledger = Ledger(bucket, broker, 1)
+        ledger = Ledger(bucket, broker, 1, BOUNDS)
         keeper = Keeper(ledger, broker, name, self.output.work(name), at_once=at_once, storage="memory", replicas=1)
         self.stops[name] = stop, asyncio.gather(bucket.run(stop), keeper.run(stop)), keeper
         return ledger
@@ -185,7 +187,7 @@ async def test_a_job_runs_to_its_end_and_its_record_says_so(world: World, caplog
     assert len(await ledger.shards(JOB.id)) == 6
     await ledger.forget(JOB.id)
     assert await ledger.shards(JOB.id) == {}
-    await until(lambda: not len(ledger), "it is forgotten")
+    await until(lambda: not list(ledger), "it is forgotten")
 
 
 async def test_two_gateways_never_run_a_job_together_and_the_next_goes_on_where_it_was(world: World) -> None:
@@ -549,7 +551,7 @@ async def test_without_a_store_no_job_is_forgotten(world: World) -> None:
     await until(lambda: ledger.is_read, "it knows all jobs")
     refused: dict[str, SIEError] = {JOB.id: NotReady("jobs and files need a payload store")}
     assert await sweeper(world, ledger, refused, has_store=False).sweep() == 0
-    assert len(ledger) == 1
+    assert len(list(ledger)) == 1
 
 
 async def test_whatever_a_removal_is_refused_for_the_sweeper_goes_on(
@@ -562,7 +564,7 @@ async def test_whatever_a_removal_is_refused_for_the_sweeper_goes_on(
     running = asyncio.create_task(sweeper(world, ledger, refused).run(stop))
     await until(lambda: len(world.removed) > 1, "it is refused, and tries again")
     refused.clear()
-    await until(lambda: not len(ledger), "it is forgotten")
+    await until(lambda: not list(ledger), "it is forgotten")
     stop.request()
     await asyncio.wait_for(running, 5)
 

@@ -25,6 +25,7 @@ from sie_gateway.jobs.asking import Asking, Halted
 from sie_gateway.jobs.envelope import BadLine, Cut, Request, Row
 from sie_gateway.jobs.run import Progress, ShardBroken
 from sie_gateway.jobs.workplace import Workplace
+from sie_store.datasets.answers import most_frequent
 
 if TYPE_CHECKING:
     from sie_gateway.route_kinds import InferenceRoute
@@ -225,7 +226,7 @@ def _record(number: int, span: Span, data: bytes, rows: Sequence[Row]) -> ShardR
         len(data),
         hashlib.sha256(data).hexdigest(),
         failed=codes.total(),
-        codes=dict(codes),
+        codes=most_frequent(codes),
         tokens=sum(row.tokens for row in rows),
         source=_source(span),
     )
