@@ -71,7 +71,9 @@ class Places(NamedTuple):
 
 
 class Native:
-    """`cache_bytes`: what all answers that are kept for later jobs may take."""
+    """`cache_bytes`: what all answers that are kept for later jobs may take. `shares_cache`: jobs of all keys take
+    them.
+    """
 
     def __init__(
         self,
@@ -82,6 +84,7 @@ class Native:
         places: Places,
         *,
         cache_bytes: int,
+        shares_cache: bool,
     ) -> None:
         assert job.request is not None
         self._workplace = workplace
@@ -91,6 +94,7 @@ class Native:
         self._progress = progress
         self._places = places
         self._cache_bytes = cache_bytes if job.request.cache else 0
+        self._cache_owner = "" if shares_cache else job.owner
         self._cache: Cache | None = None
         self._kept_bytes = 0  # for later jobs, since the last trim
         self._opening = asyncio.Lock()
@@ -272,8 +276,8 @@ class Native:
                 if not self._values.fingerprint:  # that input failed
                     return None
                 request = self._request
-                space = caches.space_of(self._values.fingerprint, request.operation, request.params)
-                cache = Cache(self._workplace.store, space)
+                space = (self._cache_owner, self._values.fingerprint, request.operation, request.params)
+                cache = Cache(self._workplace.store, caches.space_of(*space))
                 await cache.open()
                 self._cache = cache
         return self._cache

@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -159,7 +160,7 @@ async def _listed_once(
         for entry in page:
             name = entry["path"].removeprefix(place.folder)
             if name > after and not is_hidden(name) and is_wanted(name):
-                kept.append(Found(name, entry["size"], tag_of(entry)))
+                kept.append(Found(name, entry["size"], tag_of(place, entry)))
         if most is None and len(kept) > limit:
             raise InvalidInput(f"input.url: more than {limit} objects", reason=TOO_MANY, param="input.url")
         if most is not None and len(kept) >= limit + LISTED_AT_ONCE:
@@ -210,6 +211,10 @@ def _span(what: Found, kind: str, cut: Cut, header: str = "") -> Span:
 
 def _check_columns(source: str, wanted: dict[str, str], there: Iterable[str]) -> None:
     there = list(there)
+    for column, times in Counter(there).items():
+        if times > 1:
+            message = f"{source}: {times} columns have the name {column[:64]!r}: name each column differently"
+            raise InvalidInput(message, reason="schema", param="input.url")
     for column, param in wanted.items():
         if column not in there:
             shown = ", ".join(name[:64] for name in there[:MAX_COLUMNS_SHOWN])
