@@ -126,11 +126,13 @@ class Ledger:
     async def shards(self, job_id: str) -> dict[int, ShardRecord]:
         """The shards of a job that are answered, by number. Raises BrokerError."""
         entries = await self._shards.use(lambda bucket: bucket.entries(job_id))
-        return {
-            int(entry.key.rpartition(".")[2]): records.decode_shard(entry.value)
-            for entry in entries
-            if entry.value is not None
-        }
+        return await asyncio.to_thread(
+            lambda: {
+                int(entry.key.rpartition(".")[2]): records.decode_shard(entry.value)
+                for entry in entries
+                if entry.value is not None
+            }
+        )
 
     async def keep_shard(self, job_id: str, number: int, shard: ShardRecord) -> bool:
         """Note that a shard is answered. False where it was before. Raises BrokerError."""

@@ -214,8 +214,9 @@ class Native:
     async def _answers(self, number: int, rows: Sequence[Row]) -> tuple[list[Answer], int]:
         """The answer of each row, and how many were taken from an equal row or from the cache."""
         asked = [place for place, row in enumerate(rows) if row.fault is None]
-        inputs = [_input(rows[place], self._request.operation) for place in asked]
-        once = await asyncio.to_thread(unique, inputs)
+        once = await asyncio.to_thread(
+            lambda: unique([_input(rows[place], self._request.operation) for place in asked])
+        )
         found = await self._unique(number, once)
         answers = [Answer(error=row.fault) for row in rows]
         for place, unique_place in zip(asked, once.places, strict=True):
