@@ -131,6 +131,9 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
 
     `done`, `failed`, `reused`, `tokens`, `codes` are sums over shards with a record, and over what the leader has
     answered of others, which a new leader answers again. `is_planned`: rows and shards are known.
+
+    `lost`: leaders that ended without leaving the job to others, one after the other, each with one of the shards
+    `suspects` in its hands. They are forgotten when all of these are answered.
     """
 
     id: str
@@ -145,6 +148,8 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
     lane: str = ""  # whose workers answer it
     fingerprint: str = ""
     leader: str = ""
+    lost: tuple[str, ...] = ()
+    suspects: tuple[int, ...] = ()
     is_planned: bool = False
     rows: int | None = None
     shards: int | None = None

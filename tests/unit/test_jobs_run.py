@@ -314,6 +314,128 @@ async def test_a_leader_that_was_replaced_stops_and_writes_nothing_more(world: W
     assert world.output.finished == []
 
 
+class Killing:
+    """Kills the gateway that leads the job whenever a shard of `deadly` begins; the next gateway starts then."""
+
+    def __init__(self, world: World, deadly: set[int], calms: Callable[[int], bool] = lambda deaths: False) -> None:
+        self.world, self.deadly, self.calms = world, deadly, calms
+        self.deaths: list[int] = []
+        self.killed = asyncio.Event()
+        world.output.before = self.before
+
+    def before(self, number: int) -> None:
+        if number in self.deadly and not self.killed.is_set():
+            self.deaths.append(number)
+            if self.calms(len(self.deaths)):
+                self.deadly.discard(number)
+            self.killed.set()
+            self.world.output.held.clear()
+
+    async def run(self) -> None:
+        """One gateway after the other, until the job stops."""
+        name = "g0"
+        ledger = self.world.gateway(name)
+        await ledger.create(JOB)
+        while True:
+            self.world.output.held.set()
+
+            async def stopped() -> bool:
+                return self.killed.is_set() or (await self.world.job(ledger)).ended  # noqa: B023  awaited at once
+
+            await until_told(stopped, "the gateway is to be killed, or the job has ended")
+            if not self.killed.is_set():
+                return
+            await self.world.kill(name)
+            self.killed.clear()
+            name = f"g{len(self.deaths)}"
+            ledger = self.world.gateway(name)
+
+
+async def test_a_job_that_its_leaders_die_of_is_failed_and_keeps_what_was_answered(world: World) -> None:
+    """1. Each gateway that begins the fifth shard dies. 2. After three of them the job is failed, with the reason and
+    the rows; what was answered before is in its output, and no fourth gateway begins that shard.
+    """
+    killing = Killing(world, {4})
+    await killing.run()
+    assert killing.deaths == [4] * runs.MAX_LOST
+    ledger = world.gateway("last")
+    job = await state(world, ledger, "failed")
+    assert job.error is not None
+    assert (job.error.code, job.error.reason, job.leader) == ("LEADERS_LOST", "poison", "")
+    assert "10 rows of a.jsonl from 40 on" in job.error.message
+    assert job.done == 10 * len(world.output.parts) > 0
+    assert world.output.finished == ["failed"]
+
+
+async def test_a_plan_that_leaders_die_of_fails_the_job(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, begun = asyncio.Event(), asyncio.Event()
+
+    async def planned(self: Writing) -> Plan:
+        begun.set()
+        await held.wait()
+        raise AssertionError
+
+    monkeypatch.setattr(Writing, "plan", planned)
+    for number in range(runs.MAX_LOST):
+        ledger = world.gateway(f"g{number}")
+        await ledger.create(JOB)
+        await asyncio.wait_for(begun.wait(), 10)
+        begun.clear()
+        await world.kill(f"g{number}")
+    job = await state(world, world.gateway("last"), "failed")
+    assert job.error is not None
+    assert job.error.code == "LEADERS_LOST"
+    assert "its plan" in job.error.message
+    assert not begun.is_set()
+
+
+async def test_leaders_that_die_with_other_shards_do_not_fail_a_job(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six gateways die one after the other; each shard is answered by the second leader that begins it."""
+    monkeypatch.setattr(runs, "SHARDS_AT_ONCE", 1)
+    killing = Killing(world, set(range(6)), calms=lambda deaths: True)
+    await killing.run()
+    assert killing.deaths == list(range(6))
+    assert (await world.job(world.gateway("last"))).state == "completed"
+
+
+async def test_leaders_that_leave_a_job_have_not_died(world: World) -> None:
+    """However often, and without any progress: by their end, and by losing their lease for a moment."""
+    for number in range(2 * runs.MAX_LOST):
+        ledger = world.gateway(f"g{number}")
+        await ledger.create(JOB)
+        begun = len(world.output.computed)
+        await until(lambda: len(world.output.computed) > begun, "it begins")  # noqa: B023  awaited at once
+        await world.leave(f"g{number}")
+    job = await world.job(ledger)
+    assert (job.leader, job.lost) == ("", ())
+    world.output.held.set()
+    assert (await state(world, world.gateway("last"), "completed")).done == 60
+
+
+async def test_a_leader_that_was_without_the_broker_says_that_it_lives(world: World) -> None:
+    """1. A leader loses the broker, and another gateway takes over: it counts as dead. 2. It is back: it does not."""
+    first = world.gateway("g1")
+    await first.create(JOB)
+    await until(lambda: world.output.computed, "it leads")
+    second = world.gateway("g2")
+    world.brokers["g1"].disconnect()
+
+    async def lost() -> bool:
+        return (await world.job(second)).lost == ("g1",)
+
+    await until_told(lost, "the other one leads")
+    world.brokers["g1"].reconnect()
+
+    async def found() -> bool:
+        return (await world.job(second)).lost == ()
+
+    await until_told(found, "the first one lives")
+    world.output.held.set()
+    await state(world, second, "completed")
+
+
 REFUSED = ErrorInfo("STORE_UNAVAILABLE", "the store did not do it: no space left on device")
 
 
