@@ -15,7 +15,7 @@ SIEError
 ├── PayloadTooLarge          413  PAYLOAD_TOO_LARGE
 ├── ValidationFailed         422  VALIDATION_ERROR
 ├── IdempotencyMismatch      422  IDEMPOTENCY_MISMATCH
-├── RateLimited              429  RATE_LIMITED             a key's quota, never the cluster's capacity; retryable
+├── RateLimited              429  RATE_LIMITED             a quota, never the capacity of workers; retryable
 ├── InferenceFailed          500  INFERENCE_ERROR
 ├── InternalFailure          500  INTERNAL_ERROR
 ├── AllItemsFailed           400, 500 or 503  ALL_ITEMS_FAILED
@@ -193,7 +193,9 @@ class IdempotencyMismatch(SIEError):
 
 
 class RateLimited(SIEError):
-    """The quota of tokens of the key is used up. The code is never used for missing capacity of the cluster."""
+    """A quota is used up: tokens of the key, or records that are kept, such as jobs. The code is never used for missing
+    capacity of workers.
+    """
 
     code, status, retryable, retry_after_s = "RATE_LIMITED", 429, True, 1
 

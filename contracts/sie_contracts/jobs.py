@@ -7,21 +7,31 @@
 The output of a shard is stored whole, and then its record is written. A leader that dies between the two leaves an
 output without a record, which the next leader finds. A part that cannot be read has a record and no output. The rules
 of evolution are those of `messages`.
+
+Every gateway has all records of `sie_jobs` in memory, and reads them before it is ready. So a record is at most
+MAX_RECORD_BYTES: what a client sends is bounded when it is submitted, and what grows while a job runs is cut by
+`bounded`.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
 from sie_contracts.api.batches import BatchRequest
-from sie_contracts.api.jobs import ENDED, JobRequest, JobState
-from sie_contracts.errors import ErrorInfo
+from sie_contracts.api.jobs import ENDED, MAX_REQUEST_BYTES, JobRequest, JobState
+from sie_contracts.errors import ErrorInfo, InvalidInput
 
 FileState = Literal["writing", "ready", "removing"]
 MAX_CODES = 20  # of errors that are counted apart; the rest is counted as OTHER
 MAX_BROKEN = 20  # parts of the input that are named
+MAX_RECORD_BYTES = 64 << 10
+MAX_MESSAGE_BYTES, MAX_BROKEN_BYTES = 2048, 512  # of an error, of the name of a broken part with its error
+MAX_WORD_BYTES = 128  # of a code, a reason, a fingerprint
+MAX_SOURCE_BYTES = 4096  # of the name of an object with its rows; S3 has at most 1024
+_CUT = "…".encode()
+T = TypeVar("T", bound="FileRecord | JobRecord | ShardRecord")
 
 
 class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="file/1"):
@@ -121,6 +131,9 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
 
     `done`, `failed`, `reused`, `tokens`, `codes` are sums over shards with a record, and over what the leader has
     answered of others, which a new leader answers again. `is_planned`: rows and shards are known.
+
+    `lost`: leaders that ended without leaving the job to others, one after the other, each with one of the shards
+    `suspects` in its hands. They are forgotten when all of these are answered.
     """
 
     id: str
@@ -135,6 +148,8 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
     lane: str = ""  # whose workers answer it
     fingerprint: str = ""
     leader: str = ""
+    lost: tuple[str, ...] = ()
+    suspects: tuple[int, ...] = ()
     is_planned: bool = False
     rows: int | None = None
     shards: int | None = None
@@ -177,3 +192,62 @@ decode_job = msgspec.msgpack.Decoder(JobRecord).decode
 decode_shard = msgspec.msgpack.Decoder(ShardRecord).decode
 decode_plan = msgspec.msgpack.Decoder(Plan).decode
 encode = msgspec.msgpack.encode
+
+
+def bounded(record: T) -> T:
+    """The record with its texts as long as they may be: those that a job meets while it runs. Raises ValueError where
+    it has more than MAX_RECORD_BYTES then.
+    """
+    cut = record
+    if isinstance(record, JobRecord):
+        cut = msgspec.structs.replace(
+            record,
+            owner_name=cut_text(record.owner_name, MAX_WORD_BYTES),
+            codes=_cut_codes(record.codes),
+            broken=tuple(cut_text(each, MAX_BROKEN_BYTES) for each in record.broken[:MAX_BROKEN]),
+            error=_cut_error(record.error),
+            trouble=_cut_error(record.trouble),
+            fingerprint=cut_text(record.fingerprint, MAX_WORD_BYTES),
+        )
+    elif isinstance(record, ShardRecord):
+        cut = msgspec.structs.replace(
+            record,
+            codes=_cut_codes(record.codes),
+            error=_cut_error(record.error),
+            fingerprint=cut_text(record.fingerprint, MAX_WORD_BYTES),
+            source=cut_text(record.source, MAX_SOURCE_BYTES),
+        )
+    if (size := len(encode(cut))) > MAX_RECORD_BYTES:
+        raise ValueError(f"a record of {size} bytes, expected at most {MAX_RECORD_BYTES}")
+    return cut
+
+
+def cut_text(text: str, most: int) -> str:
+    """A text of at most so many bytes of UTF-8."""
+    if len(text) * 4 <= most or len(data := text.encode()) <= most:
+        return text
+    return data[: most - len(_CUT)].decode(errors="ignore") + _CUT.decode()
+
+
+def _cut_error(info: ErrorInfo | None) -> ErrorInfo | None:
+    """An error without its extras, which no answer about a job has."""
+    if info is None:
+        return None
+    code, reason, param = (cut_text(each, MAX_WORD_BYTES) for each in (info.code, info.reason, info.param))
+    return ErrorInfo(code, cut_text(info.message, MAX_MESSAGE_BYTES), reason, param, info.retry_after_s)
+
+
+def _cut_codes(codes: dict[str, int]) -> dict[str, int]:
+    """At most MAX_CODES and one for the rest."""
+    return {cut_text(code, MAX_WORD_BYTES): count for code, count in list(codes.items())[: MAX_CODES + 1]}
+
+
+def check_request(request: JobRequest | BatchRequest) -> None:
+    """Raises InvalidInput for a request that is larger than its record may hold, which names its largest field."""
+    size = len(msgspec.msgpack.encode(request))
+    if size <= MAX_REQUEST_BYTES:
+        return
+    sizes = {name: len(msgspec.msgpack.encode(getattr(request, name))) for name in request.__struct_fields__}
+    param = max(sizes, key=sizes.__getitem__)
+    message = f"{param}: it has {sizes[param]} bytes of {size} in all; a job or batch has at most {MAX_REQUEST_BYTES}"
+    raise InvalidInput(message, reason="too_large", param=param)

@@ -7,6 +7,8 @@ from __future__ import annotations
 import base64
 import json
 import os
+import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from pyarrow import parquet
 from sie_contracts.api.jobs import JobInput
 from sie_contracts.errors import InvalidInput
 from sie_contracts.jobs import Span
-from sie_store.datasets import footers, plans, rows
+from sie_store.datasets import footers, plans, rows, sizes
 from sie_store.datasets.places import Place
 from sie_store.datasets.plans import Broken, plan
 from sie_store.datasets.rows import Row, read
@@ -197,6 +199,46 @@ async def test_an_uploaded_file_is_read_by_its_key_and_called_by_its_name(tmp_pa
     assert (row.id, row.text) == ("rows.jsonl#0", "a")
 
 
+@pytest.mark.parametrize("keeps_times", [True, False])
+async def test_a_copy_of_a_folder_has_the_same_objects(tmp_path: Path, keeps_times: bool) -> None:
+    """1. A folder, and a file whose digest is known, are planned. 2. They are copied to another disk: other inodes.
+    3. With their times, all is read as planned; without, only what has a digest: nothing else tells that it is equal.
+    """
+    names = ("a.jsonl", "b.csv", "c.parquet")
+    first, second = tmp_path / "one", tmp_path / "two"
+    first.mkdir()
+    write_jsonl(first / "a.jsonl", [{"t": "a"}])
+    (first / "b.csv").write_text("t\na\n")
+    parquet.write_table(pa.table({"t": ["a"]}), first / "c.parquet")
+    source = JobInput(url="u", text="{t}")
+    whole = await spans_of(Place.opened(f"{first}/", (str(first),)), source)
+    store = obstore.store.LocalStore(str(tmp_path))
+    one = [await spans_of(Place(store, "one/", name, digest="d"), source) for name in names]
+    shutil.copytree(first, second, copy_function=shutil.copy2 if keeps_times else shutil.copyfile)
+    for name, (span,) in zip(names, one, strict=True):
+        assert [row.text for row in await read(Place(store, "two/", name, digest="d"), span, source)] == ["a"]
+    copy = Place.opened(f"{second}/", (str(second),))
+    for span in whole:
+        if keeps_times:
+            assert [row.text for row in await read(copy, span, source)] == ["a"]
+        else:
+            with pytest.raises(InvalidInput) as caught:
+                await read(copy, span, source)
+            assert caught.value.reason == "input_changed"
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet"])
+async def test_columns_of_one_name_are_refused_by_name(tmp_path: Path, place: Place, name: str) -> None:
+    if name == "a.csv":
+        (tmp_path / name).write_text('t,"x",t\n1,2,3\n')
+    else:
+        columns = [pa.array([each]) for each in "123"]
+        parquet.write_table(pa.Table.from_arrays(columns, ["t", "x", "t"]), tmp_path / name)
+    (broken,) = [each async for each in plan(place, TEXT, 4)]
+    assert isinstance(broken, Broken)
+    assert broken.error.message == f"{name}: 2 columns have the name 't': name each column differently"
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet"])
 async def test_an_object_that_is_another_one_is_refused_and_so_is_one_that_is_gone(
     tmp_path: Path, place: Place, name: str
@@ -289,7 +331,7 @@ async def test_a_small_file_of_many_long_values_is_refused_before_they_are_decod
     tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch, nested: bool
 ) -> None:
     """A dictionary of one value for all rows: 1,000 rows of 100 kB in some hundred bytes."""
-    monkeypatch.setattr(footers, "MAX_DECODED_BYTES", 10 << 20)
+    monkeypatch.setattr(sizes, "MAX_DECODED_BYTES", 10 << 20)
     column: pa.Array = pa.DictionaryArray.from_arrays(pa.array([0] * 1000, pa.int32()), pa.array(["x" * 100_000]))
     if nested:
         column = pa.ListArray.from_arrays(pa.array(range(1001), pa.int32()), column.cast(pa.string()))
@@ -372,7 +414,7 @@ def test_row_groups_are_packed_and_split(groups: list[footers.Group], expected: 
 async def test_a_large_row_has_a_span_of_its_own_and_is_a_fault_if_it_is_too_large(
     tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plans, "MAX_SPAN_BYTES", 1000)
+    monkeypatch.setattr(plans, "SPAN_BYTES", 1000)
     monkeypatch.setattr(rows, "MAX_SPAN_BYTES", 1000)
     write_jsonl(tmp_path / "a.jsonl", [{"t": "a"}, {"t": "b" * 2000}, {"t": "c"}])
     found = await rows_of(place, TEXT)
@@ -429,3 +471,104 @@ async def test_a_stream_that_is_cut_short_goes_on_where_it_ended(
     assert isinstance(spans, list)
     found = [row.text for span in spans for row in await read(place, span, TEXT)]
     assert found == [f"{number}" for number in range(1000)]
+
+
+MAPS = b"[" + b",".join([b"{}"] * 300_000) + b"]"
+BOMBS = {
+    "a column that is not read": b'{"t":"a","x":%s}' % MAPS,
+    "a column that is kept": b'{"t":"a","k":%s}' % MAPS,
+    "a column of the text": b'{"t":%s}' % MAPS,
+    "names of columns": b"{%s}" % b",".join(b'"%d":1' % number for number in range(120_000)),
+    "no object": MAPS,
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+async def test_a_row_of_many_values_is_read_in_the_memory_of_its_text(tmp_path: Path, place: Place, bomb: str) -> None:
+    """1. Planning and reading take no more than some times the size of the text. 2. The rows beside it are read; the
+    one with too many values that would have to be made is a failed row, which says why.
+    """
+    data = b'{"t":"before"}\n%s\n{"t":"after"}\n' % BOMBS[bomb]
+    (tmp_path / "a.jsonl").write_bytes(data)
+    source = JobInput(url="u", text="{t}", keep=("k",))
+    (span,) = await spans_of(place, source)
+    tracemalloc.start()
+    try:
+        (span,) = await spans_of(place, source)
+        before, bad, after = await read(place, span, source)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (before.text, after.text) == ("before", "after")
+    assert peak < 12 * len(data)
+    if bomb == "a column that is not read":
+        assert bad.text == "a"
+    elif bomb == "no object":
+        assert bad.fault is not None
+        assert bad.fault.message == "the line is no JSON object"
+    else:
+        assert bad.fault is not None
+        assert bad.fault.reason == "too_large"
+        assert "100000" in bad.fault.message
+
+
+async def test_marks_in_texts_are_no_values(tmp_path: Path, place: Place) -> None:
+    """A long text with more commas, colons and braces than a row may have values is a text."""
+    text = ',:[{"\\' * 40_000
+    write_jsonl(tmp_path / "a.jsonl", [{"t": text, "k": [text, {"x": text}]}])
+    source = JobInput(url="u", text="{t}", keep=("k",))
+    (row,) = await rows_of(place, source)
+    assert (row.fault, row.text, row.kept["k"]) == (None, text, [text, {"x": text}])
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet"])
+async def test_a_span_has_as_many_rows_as_its_values_allow(
+    tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Many kept columns, and lists in them, make smaller spans, not failed ones."""
+    monkeypatch.setattr(sizes, "MAX_SPAN_VALUES", 2000)
+    monkeypatch.setattr(footers, "MAX_SPAN_VALUES", 2000)
+    kept = tuple(f"k{number}" for number in range(20))
+    own = [{"t": f"{number}", **dict.fromkeys(kept, "v")} for number in range(500)]
+    if name == "a.csv":
+        lines = [",".join(("t", *kept)), *(",".join(row.values()) for row in own)]
+        (tmp_path / name).write_text("\n".join(lines))
+    else:
+        own = [{**row, "k0": [1.0] * 30} for row in own]
+        if name == "a.jsonl":
+            write_jsonl(tmp_path / name, own)
+        else:
+            parquet.write_table(pa.Table.from_pylist(own), tmp_path / name)
+    source = JobInput(url="u", text="{t}", keep=kept)
+    found = await rows_of(place, source, 10_000)
+    assert [row.text for row in found] == [row["t"] for row in own]
+    assert all(span.rows < 100 for span in await spans_of(place, source, 10_000))
+
+
+async def test_a_span_of_more_values_than_its_sample_says_is_refused_with_the_remedy(
+    tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sizes, "MAX_SPAN_VALUES", 2000)
+    monkeypatch.setattr(plans, "SAMPLE_ROWS", 2)
+    write_jsonl(tmp_path / "a.jsonl", [{"t": "a", "k": [1] * (number // 10 * 100)} for number in range(40)])
+    source = JobInput(url="u", text="{t}", keep=("k",))
+    (span,) = await spans_of(place, source, 1000)
+    with pytest.raises(InvalidInput, match="more than 2000 values: submit the job with fewer shard_rows") as caught:
+        await read(place, span, source)
+    assert (caught.value.reason, caught.value.param) == ("too_large", "shard_rows")
+
+
+async def test_a_line_of_csv_with_many_fields_makes_no_more_than_the_header_has(tmp_path: Path, place: Place) -> None:
+    for line in (b"," * 1_000_000, b'"x"' + b',"x"' * 300_000):
+        (tmp_path / "a.csv").write_bytes(b"t,u\na,b\n%s\nc,d\n" % line)
+        (span,) = await spans_of(place, TEXT)
+        tracemalloc.start()
+        try:
+            before, bad, after = await read(place, span, TEXT)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert (before.text, after.text) == ("a", "c")
+        assert bad.fault is not None
+        assert bad.fault.message == "the row has more than the header, which has 2"
+        assert peak < 12 * len(line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import io
 import json
@@ -24,11 +25,12 @@ from sie_contracts import jobs as records
 from sie_contracts import topology
 from sie_contracts.errors import ErrorInfo, ModelLoadFailed
 from sie_contracts.topology import Lane
-from sie_gateway.jobs import asking, keeper, run, service, sweeping, values, windows
+from sie_gateway.jobs import asking, keeper, run, sweeping, values, windows
 from sie_sidecar import models
 
 MODEL = "toy/one"
 LANE = Lane("_default", "_default", "default")
+TOKENS = {"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKENS": "one-token-of-a-test,two-token-of-a-test"}
 
 
 @pytest.fixture
@@ -502,8 +504,7 @@ async def test_the_scaler_is_told_of_a_deadline(place: Place) -> None:
 
 
 async def test_jobs_belong_to_their_keys(cluster: InProcess) -> None:
-    tokens = {"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKENS": "one-token-of-a-test,two-token-of-a-test"}
-    place = await place_of(cluster, SIE_ADMIN_TOKEN="admin-token-of-a-test", **tokens)
+    place = await place_of(cluster, SIE_ADMIN_TOKEN="admin-token-of-a-test", **TOKENS)
     client = place.gateway.client
     client.headers["authorization"] = "Bearer one-token-of-a-test"
     job = (await place.submit({"file": await place.upload(texts(2)), "text": "{t}"}))["id"]
@@ -519,6 +520,89 @@ async def test_jobs_belong_to_their_keys(cluster: InProcess) -> None:
     assert [each["id"] for each in (await client.get("/v1/jobs")).json()["data"]] == [job]
     assert (await client.delete(f"/v1/jobs/{job}")).json() == {"id": job, "object": "job", "deleted": True}
     assert (await place.get(job)).status_code == 404
+
+
+@pytest.mark.parametrize("shared", [True, False])
+async def test_answers_of_another_key_are_taken_where_keys_share_them(cluster: InProcess, shared: bool) -> None:
+    """SIE_JOBS_CACHE_SHARED. 1. A key keeps an answer. 2. Another key sends the same input: unless answers are shared,
+    nothing tells it that somebody did before. 3. The first key has its answer again.
+    """
+    place = await place_of(cluster, SIE_JOBS_CACHE_SHARED=str(shared).lower(), **TOKENS)
+
+    async def reused(key: str) -> int:
+        place.gateway.client.headers["authorization"] = f"Bearer {key}-token-of-a-test"
+        source = {"file": await place.upload([{"t": "a secret"}]), "text": "{t}"}
+        return int((await place.job((await place.submit(source, cache=True))["id"]))["counts"]["reused"])
+
+    assert await reused("one") == 0
+    assert await reused("two") == int(shared)
+    assert await reused("one") == 1
+
+
+async def test_jobs_are_bounded_by_number_for_a_key_and_in_all(cluster: InProcess) -> None:
+    """SIE_JOBS_PER_KEY, SIE_MAX_JOBS. 1. Submissions at the same moment take no more than the bound of a key. 2. The
+    refusal names number, setting and
+    remedy; a batch counts too. 3. Another key has jobs until all have the bound of all. 4. What is deleted makes room.
+    """
+    bounds = {"SIE_JOBS_PER_KEY": "3", "SIE_MAX_JOBS": "5"}
+    place = await place_of(cluster, SIE_ADMIN_TOKEN="admin-token-of-a-test", **bounds, **TOKENS)
+    client = place.gateway.client
+
+    def use(key: str) -> None:
+        client.headers["authorization"] = f"Bearer {key}-token-of-a-test"
+
+    async def submitted(file: str, **more: Any) -> httpx.Response:
+        body = {"model": MODEL, "input": {"file": file, "text": "{t}"}, **more}
+        return await client.post("/v1/jobs", json=body)
+
+    use("one")
+    file = await place.upload(texts(1))
+    answers = await asyncio.gather(*(submitted(file) for _ in range(10)))
+    taken = [each.json()["id"] for each in answers if each.status_code == 201]
+    assert len(taken) == 3
+    refused = [each for each in answers if each.status_code != 201]
+    assert {each.status_code for each in refused} == {429}
+    assert all(int(each.headers["retry-after"]) >= 30 for each in refused)
+    message = refused[0].json()["error"]["message"]
+    assert message == "this key has 3 jobs and batches (SIE_JOBS_PER_KEY): delete some that have ended"
+    batch = {"input_file_id": file, "endpoint": "/v1/embeddings", "completion_window": "24h"}
+    assert (await client.post("/v1/batches", json=batch)).status_code == 429
+    use("two")
+    other = await place.upload([{"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {}}])
+    made = await client.post("/v1/batches", json={**batch, "input_file_id": other})
+    assert made.status_code == 200, made.text
+    large = await submitted(other, params={"labels": "x" * 40_000})
+    assert large.status_code == 400, "no model takes it"
+    wide = {"metadata": {f"k{number}": "x" * 512 for number in range(16)}}
+    assert (await submitted(other, **wide)).status_code == 201
+    assert (message := (await submitted(other)).json()["error"]["message"]).startswith("all keys together have 5 jobs")
+    assert "SIE_MAX_JOBS" in message
+
+    async def ended() -> bool:
+        told = (await client.get(f"/v1/batches/{made.json()['id']}")).json()
+        return told["status"] == "completed"
+
+    await until_told(ended, "the batch has ended")
+    assert (await client.delete(f"/v1/batches/{made.json()['id']}")).json()["deleted"] is True
+    assert (await submitted(other)).status_code == 201
+    use("one")
+    await place.job(taken[0])
+    assert (await client.delete(f"/v1/jobs/{taken[0]}")).status_code == 200
+    assert (await submitted(file)).status_code == 201
+
+
+@pytest.mark.parametrize("setting", ["SIE_JOBS_BYTES_PER_KEY", "SIE_MAX_JOBS_BYTES"])
+async def test_records_of_jobs_are_bounded_by_bytes(cluster: InProcess, setting: str) -> None:
+    """SIE_JOBS_BYTES_PER_KEY, SIE_MAX_JOBS_BYTES."""
+    place = await place_of(cluster, **{setting: "65536"})
+    file = await place.upload(texts(1))
+    wide = {"metadata": {f"k{number}": "x" * 512 for number in range(16)}}
+    source = {"file": file, "text": "{t}"}
+    for _ in range(7):  # of some 8.6 KiB
+        await place.submit(source, **wide)
+    refused = await place.submit(source, 429, **wide)
+    assert f"65536 bytes of records of jobs and batches ({setting}): delete some" in refused["message"]
+    await place.submit(source)
 
 
 async def test_metrics_tell_of_jobs(place: Place) -> None:
@@ -570,9 +654,8 @@ async def test_the_same_key_of_idempotency_gives_the_same_job(place: Place) -> N
     await place.job(one["id"])
 
 
-async def test_a_key_of_idempotency_gives_its_job_where_a_new_one_would_be_refused(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_key_of_idempotency_gives_its_job_where_a_new_one_would_be_refused(cluster: InProcess) -> None:
+    place = await place_of(cluster, SIE_MAX_JOBS="2")
     file, headers = await place.upload(texts(1)), {"idempotency-key": "k"}
     place.adapter.failures = {"text 0": ErrorInfo("INVALID_INPUT", "why")}
     job = (await place.submit({"file": file, "text": "{t}"}, headers=headers))["id"]
@@ -580,7 +663,8 @@ async def test_a_key_of_idempotency_gives_its_job_where_a_new_one_would_be_refus
     made = (await place.gateway.client.post("/v1/batches", json=batch, headers=headers)).json()["id"]
     await place.job(job)
     assert (await place.gateway.client.delete(f"/v1/files/{file}")).status_code == 200
-    monkeypatch.setattr(service, "MAX_JOBS", 0)
+    refused = await place.submit({"file": await place.upload(texts(1)), "text": "{t}"}, 429)
+    assert refused["code"] == "RATE_LIMITED"
     assert (await place.submit({"file": file, "text": "{t}"}, headers=headers))["id"] == job
     assert (await place.gateway.client.post("/v1/batches", json=batch, headers=headers)).json()["id"] == made
     refused = await place.submit({"file": file, "text": "{t}!"}, 422, headers=headers)

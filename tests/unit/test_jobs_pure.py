@@ -202,8 +202,9 @@ def test_a_segment_gives_back_what_was_kept() -> None:
 
 async def test_a_cache_finds_what_other_jobs_kept_and_nothing_of_another_space(tmp_path: Path) -> None:
     store = opened(str(tmp_path), "TEST")
-    space = space_of("f1", "encode", {"a": 1, "b": 2})
-    assert space == space_of("f1", "encode", {"b": 2, "a": 1}) != space_of("f2", "encode", {"a": 1, "b": 2})
+    space = space_of("k", "f1", "encode", {"a": 1, "b": 2})
+    assert space == space_of("k", "f1", "encode", {"b": 2, "a": 1}) != space_of("k", "f2", "encode", {"a": 1, "b": 2})
+    assert space != space_of("l", "f1", "encode", {"a": 1, "b": 2})
     writer = Cache(store, space)
     await writer.open()
     digests = [Input(Item(str(number))).digest for number in range(300)]
@@ -219,7 +220,7 @@ async def test_a_cache_finds_what_other_jobs_kept_and_nothing_of_another_space(t
     assert same(found[0], value(5))
     assert same(found[2], value(250))
     assert same(found[3], value(0))
-    other = Cache(store, space_of("f2", "encode", {}))
+    other = Cache(store, space_of("k", "f2", "encode", {}))
     await other.open()
     assert await other.find(digests) == {}
 

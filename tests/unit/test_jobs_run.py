@@ -22,7 +22,7 @@ from sie_gateway.jobs import run as runs
 from sie_gateway.jobs import sweeping
 from sie_gateway.jobs.asking import Halted
 from sie_gateway.jobs.keeper import Keeper
-from sie_gateway.jobs.ledger import Ledger
+from sie_gateway.jobs.ledger import JobBound, JobBounds, JobUse, Ledger
 from sie_gateway.jobs.records import JobsBucket
 from sie_gateway.jobs.run import JobRun, Progress, ShardBroken
 from sie_gateway.jobs.service import Jobs
@@ -30,6 +30,8 @@ from sie_gateway.jobs.sweeping import Sweeper
 from sie_runtime.process import Stop
 from sie_store.object_stores import StoreError
 
+_ALL = JobBound(JobUse(1000, 1 << 20), ("SIE_MAX_JOBS", "SIE_MAX_JOBS_BYTES"))
+BOUNDS = JobBounds(_ALL, _ALL)
 JOB = JobRecord("job-1", "k", "key", 1.0, request=JobRequest(model="m", input=JobInput(file="f")))
 
 
@@ -122,7 +124,7 @@ class World:
     def gateway(self, name: str, at_once: int = 2) -> Ledger:
         broker = self.brokers[name] = self.server.connect(name)
         bucket, stop = JobsBucket(broker, 1), Stop()
-        ledger = Ledger(bucket, broker, 1)
+        ledger = Ledger(bucket, broker, 1, BOUNDS)
         keeper = Keeper(ledger, broker, name, self.output.work(name), at_once=at_once, storage="memory", replicas=1)
         self.stops[name] = stop, asyncio.gather(bucket.run(stop), keeper.run(stop)), keeper
         return ledger
@@ -185,7 +187,7 @@ async def test_a_job_runs_to_its_end_and_its_record_says_so(world: World, caplog
     assert len(await ledger.shards(JOB.id)) == 6
     await ledger.forget(JOB.id)
     assert await ledger.shards(JOB.id) == {}
-    await until(lambda: not len(ledger), "it is forgotten")
+    await until(lambda: not list(ledger), "it is forgotten")
 
 
 async def test_two_gateways_never_run_a_job_together_and_the_next_goes_on_where_it_was(world: World) -> None:
@@ -310,6 +312,128 @@ async def test_a_leader_that_was_replaced_stops_and_writes_nothing_more(world: W
     await asyncio.wait_for(running, 5)
     assert await world.job(ledger) == stands
     assert world.output.finished == []
+
+
+class Killing:
+    """Kills the gateway that leads the job whenever a shard of `deadly` begins; the next gateway starts then."""
+
+    def __init__(self, world: World, deadly: set[int], calms: Callable[[int], bool] = lambda deaths: False) -> None:
+        self.world, self.deadly, self.calms = world, deadly, calms
+        self.deaths: list[int] = []
+        self.killed = asyncio.Event()
+        world.output.before = self.before
+
+    def before(self, number: int) -> None:
+        if number in self.deadly and not self.killed.is_set():
+            self.deaths.append(number)
+            if self.calms(len(self.deaths)):
+                self.deadly.discard(number)
+            self.killed.set()
+            self.world.output.held.clear()
+
+    async def run(self) -> None:
+        """One gateway after the other, until the job stops."""
+        name = "g0"
+        ledger = self.world.gateway(name)
+        await ledger.create(JOB)
+        while True:
+            self.world.output.held.set()
+
+            async def stopped() -> bool:
+                return self.killed.is_set() or (await self.world.job(ledger)).ended  # noqa: B023  awaited at once
+
+            await until_told(stopped, "the gateway is to be killed, or the job has ended")
+            if not self.killed.is_set():
+                return
+            await self.world.kill(name)
+            self.killed.clear()
+            name = f"g{len(self.deaths)}"
+            ledger = self.world.gateway(name)
+
+
+async def test_a_job_that_its_leaders_die_of_is_failed_and_keeps_what_was_answered(world: World) -> None:
+    """1. Each gateway that begins the fifth shard dies. 2. After three of them the job is failed, with the reason and
+    the rows; what was answered before is in its output, and no fourth gateway begins that shard.
+    """
+    killing = Killing(world, {4})
+    await killing.run()
+    assert killing.deaths == [4] * runs.MAX_LOST
+    ledger = world.gateway("last")
+    job = await state(world, ledger, "failed")
+    assert job.error is not None
+    assert (job.error.code, job.error.reason, job.leader) == ("LEADERS_LOST", "poison", "")
+    assert "10 rows of a.jsonl from 40 on" in job.error.message
+    assert job.done == 10 * len(world.output.parts) > 0
+    assert world.output.finished == ["failed"]
+
+
+async def test_a_plan_that_leaders_die_of_fails_the_job(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, begun = asyncio.Event(), asyncio.Event()
+
+    async def planned(self: Writing) -> Plan:
+        begun.set()
+        await held.wait()
+        raise AssertionError
+
+    monkeypatch.setattr(Writing, "plan", planned)
+    for number in range(runs.MAX_LOST):
+        ledger = world.gateway(f"g{number}")
+        await ledger.create(JOB)
+        await asyncio.wait_for(begun.wait(), 10)
+        begun.clear()
+        await world.kill(f"g{number}")
+    job = await state(world, world.gateway("last"), "failed")
+    assert job.error is not None
+    assert job.error.code == "LEADERS_LOST"
+    assert "its plan" in job.error.message
+    assert not begun.is_set()
+
+
+async def test_leaders_that_die_with_other_shards_do_not_fail_a_job(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six gateways die one after the other; each shard is answered by the second leader that begins it."""
+    monkeypatch.setattr(runs, "SHARDS_AT_ONCE", 1)
+    killing = Killing(world, set(range(6)), calms=lambda deaths: True)
+    await killing.run()
+    assert killing.deaths == list(range(6))
+    assert (await world.job(world.gateway("last"))).state == "completed"
+
+
+async def test_leaders_that_leave_a_job_have_not_died(world: World) -> None:
+    """However often, and without any progress: by their end, and by losing their lease for a moment."""
+    for number in range(2 * runs.MAX_LOST):
+        ledger = world.gateway(f"g{number}")
+        await ledger.create(JOB)
+        begun = len(world.output.computed)
+        await until(lambda: len(world.output.computed) > begun, "it begins")  # noqa: B023  awaited at once
+        await world.leave(f"g{number}")
+    job = await world.job(ledger)
+    assert (job.leader, job.lost) == ("", ())
+    world.output.held.set()
+    assert (await state(world, world.gateway("last"), "completed")).done == 60
+
+
+async def test_a_leader_that_was_without_the_broker_says_that_it_lives(world: World) -> None:
+    """1. A leader loses the broker, and another gateway takes over: it counts as dead. 2. It is back: it does not."""
+    first = world.gateway("g1")
+    await first.create(JOB)
+    await until(lambda: world.output.computed, "it leads")
+    second = world.gateway("g2")
+    world.brokers["g1"].disconnect()
+
+    async def lost() -> bool:
+        return (await world.job(second)).lost == ("g1",)
+
+    await until_told(lost, "the other one leads")
+    world.brokers["g1"].reconnect()
+
+    async def found() -> bool:
+        return (await world.job(second)).lost == ()
+
+    await until_told(found, "the first one lives")
+    world.output.held.set()
+    await state(world, second, "completed")
 
 
 REFUSED = ErrorInfo("STORE_UNAVAILABLE", "the store did not do it: no space left on device")
@@ -549,7 +673,7 @@ async def test_without_a_store_no_job_is_forgotten(world: World) -> None:
     await until(lambda: ledger.is_read, "it knows all jobs")
     refused: dict[str, SIEError] = {JOB.id: NotReady("jobs and files need a payload store")}
     assert await sweeper(world, ledger, refused, has_store=False).sweep() == 0
-    assert len(ledger) == 1
+    assert len(list(ledger)) == 1
 
 
 async def test_whatever_a_removal_is_refused_for_the_sweeper_goes_on(
@@ -562,7 +686,7 @@ async def test_whatever_a_removal_is_refused_for_the_sweeper_goes_on(
     running = asyncio.create_task(sweeper(world, ledger, refused).run(stop))
     await until(lambda: len(world.removed) > 1, "it is refused, and tries again")
     refused.clear()
-    await until(lambda: not len(ledger), "it is forgotten")
+    await until(lambda: not list(ledger), "it is forgotten")
     stop.request()
     await asyncio.wait_for(running, 5)
 

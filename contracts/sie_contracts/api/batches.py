@@ -91,8 +91,8 @@ class BatchRequest(Struct, kw_only=True, frozen=True):
         "completion_window": "24h",
     }
 
-    input_file_id: str
-    endpoint: str
+    input_file_id: Annotated[str, Meta(max_length=64)]
+    endpoint: Annotated[str, Meta(max_length=64)]
     completion_window: Annotated[str, Meta(pattern=r"^[1-9][0-9]{0,5}[smhd](?!\n)$")] = "24h"
     metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
@@ -202,3 +202,13 @@ class BatchPage(Struct, kw_only=True):
     has_more: bool = False
     first_id: str | None = None
     last_id: str | None = None
+
+
+class BatchDeleted(Struct, kw_only=True):
+    """A batch that is forgotten."""
+
+    EXAMPLE: ClassVar[Any] = {"id": BatchObject.EXAMPLE["id"], "object": "batch", "deleted": True}
+
+    id: str
+    object: Literal["batch"] = "batch"
+    deleted: bool = True

@@ -23,12 +23,15 @@ ENDED: frozenset[JobState] = frozenset({"completed", "failed", "cancelled", "exp
 SHARD_ROWS = 10_000
 MAX_SHARD_ROWS = 100_000
 MAX_METADATA = 16  # as OpenAI has it
+MAX_KEEP = 100  # columns
+MAX_WINDOWS = 16
+MAX_REQUEST_BYTES = 40 << 10  # of a job or a batch as its record has it: every gateway has all records in memory
 
-_Url = Annotated[str, Meta(min_length=1, max_length=1024)]
 _Column = Annotated[str, Meta(min_length=1, max_length=256)]
-_Template = Annotated[str, Meta(min_length=1, max_length=4096)]
 _Window = Annotated[str, Meta(max_length=16)]
-Metadata = dict[str, Annotated[str, Meta(max_length=512)]]
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=MAX_METADATA)
+]
 
 
 class JobInput(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -39,10 +42,10 @@ class JobInput(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unk
 
     `text`, `query`, `document`: templates over the columns of a row, such as `{title}\\n{body}`; the text to encode or
     to extract from, the query and the document of a score. `image`: a column of image files. `id`: the column of ids;
-    by default a row is named by its object and its number there. `keep`: columns that the output repeats.
+    by default a row is named by its object and its number there. `keep`: columns that the output repeats, at most 100.
     """
 
-    file: str = ""
+    file: Annotated[str, Meta(max_length=64)] = ""
     url: Annotated[str, Meta(max_length=1024)] = ""
     format: InputFormat | None = None
     id: Annotated[str, Meta(max_length=256)] = ""
@@ -50,7 +53,7 @@ class JobInput(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unk
     query: Annotated[str, Meta(max_length=4096)] = ""
     document: Annotated[str, Meta(max_length=4096)] = ""
     image: Annotated[str, Meta(max_length=256)] = ""
-    keep: tuple[_Column, ...] = ()
+    keep: Annotated[tuple[_Column, ...], Meta(max_length=MAX_KEEP)] = ()
 
 
 class JobOutput(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -68,7 +71,7 @@ class JobOutput(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_un
 
 
 class JobRequest(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A job. `params` are those of a request of the operation.
+    """A job, in at most 40 KiB. `params` are those of a request of the operation.
 
     `tokens_per_s` and `windows` bound when and how fast it works: `windows` are times of the day, such as
     `22:00-06:00`, in the time zone `time_zone`. `deadline`: seconds since 1970, by which the forecast is judged; what
@@ -92,7 +95,7 @@ class JobRequest(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_u
     machine_profile: Annotated[str, Meta(max_length=63)] = ""
     shard_rows: Annotated[int, Meta(ge=1, le=MAX_SHARD_ROWS)] = SHARD_ROWS
     tokens_per_s: Annotated[float, Meta(ge=0)] = 0.0
-    windows: tuple[_Window, ...] = ()
+    windows: Annotated[tuple[_Window, ...], Meta(max_length=MAX_WINDOWS)] = ()
     time_zone: Annotated[str, Meta(max_length=64)] = "UTC"
     deadline: Annotated[float, Meta(ge=0)] = 0.0
     expires: bool = False

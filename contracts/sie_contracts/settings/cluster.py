@@ -275,10 +275,45 @@ class ClusterSettings:
         whole(60),
         "A job or batch that has ended is forgotten after this time, seconds, with the output that it keeps itself.",
     )
+    jobs_per_key: int = row(
+        1000,
+        "SIE_JOBS_PER_KEY",
+        "gateway",
+        whole(1),
+        "Jobs and batches of one key, those that run and those that have ended and are not deleted. A further one is refused with 429.",
+    )
+    jobs_bytes_per_key: int = row(
+        4 << 20,
+        "SIE_JOBS_BYTES_PER_KEY",
+        "gateway",
+        whole(64 << 10),
+        "Bytes of the records of a key's jobs and batches: their requests, counts and errors, without files and parts.",
+    )
+    max_jobs: int = row(
+        10_000,
+        "SIE_MAX_JOBS",
+        "gateway",
+        whole(1),
+        "Jobs and batches of all keys. Every gateway has their records in memory.",
+    )
+    max_jobs_bytes: int = row(
+        64 << 20,
+        "SIE_MAX_JOBS_BYTES",
+        "gateway",
+        whole(64 << 10),
+        "Bytes of the records of all jobs and batches.",
+    )
     jobs_cache_bytes: int = row(
         4 << 30,
         "SIE_JOBS_CACHE_BYTES",
         "gateway",
         whole(0),
         "Bytes of the payload store that answers of jobs may take, for later jobs that ask for the cache. The oldest are removed first. 0: none are kept.",
+    )
+    jobs_cache_shared: bool = row(
+        False,
+        "SIE_JOBS_CACHE_SHARED",
+        "gateway",
+        BOOL,
+        "Whether jobs take answers that jobs of other keys kept. Then `reused` tells a key whether another one had the same input. Otherwise each key has the answers of its own jobs only.",
     )

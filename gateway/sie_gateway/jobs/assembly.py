@@ -16,7 +16,7 @@ from sie_gateway.inference import Inference
 from sie_gateway.jobs.engine import Credentials, Engine
 from sie_gateway.jobs.files import FileStore
 from sie_gateway.jobs.keeper import Keeper
-from sie_gateway.jobs.ledger import Ledger
+from sie_gateway.jobs.ledger import JobBound, JobBounds, JobUse, Ledger
 from sie_gateway.jobs.pace import workers_needed
 from sie_gateway.jobs.records import JobsBucket
 from sie_gateway.jobs.results import Results
@@ -60,7 +60,7 @@ def assembled(
     """Raises SettingError."""
     url, replicas = settings.payload_store_url, settings.stream_replicas
     bucket = JobsBucket(broker, replicas)
-    ledger = Ledger(bucket, broker, replicas)
+    ledger = Ledger(bucket, broker, replicas, _bounds(settings))
     leases = leases_of(broker, storage=settings.stream_storage, replicas=replicas)
     files = FileStore(bucket, open_files(url), LeaderLease(leases, "files"))
     store = None if url is None else object_stores.opened(url, "SIE_PAYLOAD_STORE_URL")
@@ -85,6 +85,15 @@ def assembled(
     )
     sweeper = Sweeper(jobs, LeaderLease(leases, "jobs"), settings.jobs_keep_s, has_store=url is not None)
     return JobParts(files, jobs, Results(ledger, engine), bucket, keeper, sweeper)
+
+
+def _bounds(settings: Settings) -> JobBounds:
+    of_key = JobUse(settings.jobs_per_key, settings.jobs_bytes_per_key)
+    in_all = JobUse(settings.max_jobs, settings.max_jobs_bytes)
+    return JobBounds(
+        JobBound(of_key, ("SIE_JOBS_PER_KEY", "SIE_JOBS_BYTES_PER_KEY")),
+        JobBound(in_all, ("SIE_MAX_JOBS", "SIE_MAX_JOBS_BYTES")),
+    )
 
 
 def _route_of(path: str) -> InferenceRoute | None:

@@ -1,7 +1,7 @@
 """Answers of earlier jobs, in the payload store: a second run over a corpus computes only what changed.
 
     cache/{space}/{segment}    one object for each shard that computed something
-    space: a digest of the model's fingerprint, the operation and the parameters
+    space: a digest of the owner, the model's fingerprint, the operation and the parameters
 
 A segment is only ever created whole:
 
@@ -42,9 +42,11 @@ PREFIX = "cache/"
 _logger = logging.getLogger("sie.gateway.jobs")
 
 
-def space_of(fingerprint: str, operation: str, params: Mapping[str, Any]) -> str:
-    """What must be equal for an answer to be that of another job."""
-    asked = msgspec.json.encode([fingerprint, operation, params], order="sorted")
+def space_of(owner: str, fingerprint: str, operation: str, params: Mapping[str, Any]) -> str:
+    """What must be equal for an answer to be that of another job. `owner`: the key of the job, so that no key learns
+    what another one sent; empty where all keys share their answers.
+    """
+    asked = msgspec.json.encode([owner, fingerprint, operation, params], order="sorted")
     return hashlib.sha256(asked).hexdigest()[:32]
 
 

@@ -183,7 +183,13 @@ class Engine:
         if request is None:
             return Lines(workplace, job, asking, progress, self._route_of)
         return Native(
-            workplace, job, asking, progress, self._places(job, request), cache_bytes=self._settings.jobs_cache_bytes
+            workplace,
+            job,
+            asking,
+            progress,
+            self._places(job, request),
+            cache_bytes=self._settings.jobs_cache_bytes,
+            shares_cache=self._settings.jobs_cache_shared,
         )
 
     def _places(self, job: JobRecord, request: JobRequest) -> Places:
@@ -191,8 +197,9 @@ class Engine:
         if request.input.url:
             source = Place.opened(request.input.url, self._urls)
         else:
-            name = self._files.name(request.input.file)
-            source = Place(store, "files/", request.input.file, label=name)
+            # a file that is gone is named by its id, and its object is missing
+            name, digest = self._files.content(request.input.file) or (request.input.file, "")
+            source = Place(store, "files/", request.input.file, name, digest)
         sink = None
         if request.output.sink:
             url = self._sinks.get(request.output.sink)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import msgspec
 import orjson
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.jobs import Plan, Span
 from sie_runtime.http import uuid7
+from sie_store.datasets.sizes import count_outside
 
 SHARD_LINES = 250
 # from which on a part has no further line: three of them and their answers are in memory
@@ -35,6 +37,23 @@ class Row(NamedTuple):
     text: bytes
     code: str | None
     tokens: int = 0
+
+
+class _Line(msgspec.Struct):
+    """A line whose values are not decoded: its body is decoded where it is answered, as that of a client is."""
+
+    custom_id: msgspec.Raw = msgspec.Raw(b"")
+    method: msgspec.Raw = msgspec.Raw(b"")
+    url: msgspec.Raw = msgspec.Raw(b"")
+    body: msgspec.Raw = msgspec.Raw(b"")
+
+
+class _Body(msgspec.Struct):
+    model: msgspec.Raw = msgspec.Raw(b"")
+
+
+_decode = msgspec.json.Decoder(_Line).decode
+_decode_body = msgspec.json.Decoder(_Body).decode
 
 
 class BadLine(Exception):
@@ -88,9 +107,10 @@ class Cut:
                 f"input_file_id: more than {MAX_LINES} lines, which a batch may have; POST /v1/jobs takes any number"
             )
             raise InvalidInput(message, reason="too_many_items", param="input_file_id")
-        asked = _map_of(line)
-        self._inputs += _inputs_of(asked)
-        custom_id = _custom_id_of(asked)
+        asked = _lenient(line)
+        # more than the request has inputs, whatever its endpoint calls them
+        self._inputs += 1 + count_outside(bytes(asked.body), b",", SHARD_INPUTS)
+        custom_id = _text(asked.custom_id)
         if custom_id is not None and custom_id in self._seen:
             self._repeated.append(self._lines - 1)
         elif custom_id is not None:
@@ -121,31 +141,29 @@ def read(line: bytes, number: int, endpoint: str, *, is_repeated: bool) -> Reque
     """The request of a line. Raises BadLine."""
     where = f"line {number + 1}"
     try:
-        asked = orjson.loads(line)
-    except orjson.JSONDecodeError:
+        asked = _decode(line)
+    except msgspec.ValidationError:
+        raise BadLine("invalid_json_line", f"{where}: expected a map with custom_id, method, url and body") from None
+    except (ValueError, RecursionError):
         raise BadLine("invalid_json_line", f"{where}: no JSON") from None
-    if not isinstance(asked, dict):
-        raise BadLine("invalid_json_line", f"{where}: expected a map with custom_id, method, url and body")
-    custom_id, url, body = asked.get("custom_id"), asked.get("url"), asked.get("body")
-    if not isinstance(custom_id, str) or not custom_id:
+    custom_id, url = _text(asked.custom_id), _text(asked.url)
+    if not custom_id:
         raise BadLine("missing_required_parameter", f"{where}: custom_id: expected a string")
     if is_repeated:
         raise BadLine("duplicate_custom_id", f"{where}: custom_id: another line before has the same")
-    if asked.get("method", "POST") != "POST":
+    if bytes(asked.method) and _text(asked.method) != "POST":
         raise BadLine("invalid_method", f"{where}: method: expected POST")
-    if not isinstance(url, str) or not (url == endpoint or url.startswith(f"{endpoint}/")):
+    if url is None or not (url == endpoint or url.startswith(f"{endpoint}/")):
         raise BadLine("mismatched_url", f"{where}: url: expected {endpoint}, as the batch has it")
-    if not isinstance(body, dict):
+    body = bytes(asked.body)
+    if not body.startswith(b"{"):
         raise BadLine("missing_required_parameter", f"{where}: body: expected a map")
     if url in _NATIVE:
-        model = body.get("model")
-        if not isinstance(model, str) or not model:
+        model = _text(_decode_body(body).model)
+        if not model:
             raise BadLine("missing_required_parameter", f"{where}: body.model: expected the name of a model")
         url = f"{url}/{model}"
-    try:
-        return Request(custom_id, url, orjson.dumps(body))
-    except orjson.JSONEncodeError:
-        raise BadLine("invalid_json_line", f"{where}: body: it is nested too deeply") from None
+    return Request(custom_id, url, body)
 
 
 def answer(custom_id: str, request_id: str, status: int, body: bytes, tokens: int = 0) -> Row:
@@ -169,28 +187,23 @@ def written(text: bytes) -> list[Row]:
 
 def custom_id_of(line: bytes) -> str | None:
     """The custom_id of a line, None where it has none."""
-    return _custom_id_of(_map_of(line))
+    return _text(_lenient(line).custom_id)
 
 
-def _map_of(line: bytes) -> dict[str, Any]:
+def _lenient(line: bytes) -> _Line:
     """What a line says, empty where it is no request."""
     try:
-        asked = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        return {}
-    return asked if isinstance(asked, dict) else {}
+        return _decode(line)
+    except (ValueError, RecursionError):
+        return _Line()
 
 
-def _custom_id_of(asked: dict[str, Any]) -> str | None:
-    found = asked.get("custom_id")
-    return found if isinstance(found, str) else None
-
-
-def _inputs_of(asked: dict[str, Any]) -> int:
-    """How many answers a request may have, whatever its endpoint calls them."""
-    body = asked.get("body")
-    lists = [len(value) for value in body.values() if isinstance(value, list)] if isinstance(body, dict) else []
-    return max([1, *lists])
+def _text(value: msgspec.Raw) -> str | None:
+    """A string, None for anything else, which is not decoded."""
+    try:
+        return msgspec.json.decode(value, type=str) if bytes(memoryview(value)[:1]) == b'"' else None
+    except ValueError:
+        return None
 
 
 def _new_id() -> str:

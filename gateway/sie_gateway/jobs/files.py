@@ -102,11 +102,6 @@ class FileStore:
         record = self._records.get(file)
         return None if record is None else (record.name, record.sha256)
 
-    def name(self, file: str) -> str:
-        """What a file was called when it was uploaded; its id where it is gone."""
-        record = self._records.get(file)
-        return file if record is None else record.name
-
     def page(
         self, owner: str, *, sees_all: bool = False, purpose: str = "", after: str = "", limit: int, newest_first: bool
     ) -> Page:

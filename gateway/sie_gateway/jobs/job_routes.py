@@ -138,6 +138,11 @@ async def cancel_batch(gateway: Gateway, request: Request) -> Response:
     return json_response(await gateway.jobs.cancel_batch(_call(request), request.path_params["batch"]))
 
 
+async def delete_batch(gateway: Gateway, request: Request) -> Response:
+    """Raises NotFound, ContentConflict, QueueUnavailable."""
+    return json_response(await gateway.jobs.delete_batch(_call(request), request.path_params["batch"]))
+
+
 # rows
 
 _AFTER = Parameter("after", "query", str, "The id of the last one of the page before.")
@@ -237,6 +242,9 @@ JOBS: tuple[GatewayRoute, ...] = (
         "GET", "", batch_page, "Batches, the newest first", batches_api.BatchPage, parameters=(_most(100, 20), _AFTER)
     ),
     _batch_row("GET", "/{batch}", show_batch, "One batch", batches_api.BatchObject),
+    _batch_row(
+        "DELETE", "/{batch}", delete_batch, "Forget a batch that has ended; its files stay", batches_api.BatchDeleted
+    ),
     _batch_row(
         "POST", "/{batch}/cancel", cancel_batch, "End a batch; its answers so far stay", batches_api.BatchObject
     ),

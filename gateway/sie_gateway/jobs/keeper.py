@@ -14,9 +14,10 @@ from collections.abc import Callable
 
 from sie_broker import BrokerError, Store
 from sie_broker.record import LeaderLease, leases_of
+from sie_contracts.errors import NotFound
 from sie_contracts.jobs import JobRecord
 from sie_gateway.jobs.ledger import Ledger
-from sie_gateway.jobs.run import JobRun, Progress, Work, is_due
+from sie_gateway.jobs.run import JobRun, Progress, Work, is_due, left
 from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 1.0
@@ -94,9 +95,9 @@ class Keeper:
         now_s = asyncio.get_running_loop().time()
         for job_id, running in list(self._running.items()):
             if running.task.done():
-                del self._running[job_id]
                 running.fence.cancel()
-                await running.lease.release()
+                await self._hand_over(job_id, running)
+                del self._running[job_id]
             elif now_s >= running.renew_s:
                 began = running.fence
                 if await running.lease.acquire():
@@ -139,6 +140,17 @@ class Keeper:
             each.fence.cancel()
             each.task.cancel()
         await asyncio.gather(*(each.task for each in running.values()), return_exceptions=True)
-        for each in running.values():
-            with contextlib.suppress(BrokerError):  # then the lease lapses
-                await each.lease.release()
+        for job_id, each in running.items():
+            with contextlib.suppress(BrokerError):  # then the lease lapses, and this gateway counts as one that died
+                await self._hand_over(job_id, each)
+
+    async def _hand_over(self, job_id: str, running: _Running) -> None:
+        """Leave a job to others, which has no task here any more. Raises BrokerError."""
+
+        def handed(job: JobRecord | None) -> JobRecord:
+            assert job is not None
+            return left(job, self._name)
+
+        with contextlib.suppress(NotFound):
+            await self._ledger.change(job_id, handed)
+        await running.lease.release()

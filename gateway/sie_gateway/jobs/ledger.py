@@ -4,22 +4,53 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from sie_broker import Store, Write, WrongRevision
 from sie_broker.record import Bucket
 from sie_contracts import jobs as records
 from sie_contracts import topology
-from sie_contracts.errors import NotFound
+from sie_contracts.errors import NotFound, RateLimited
 from sie_contracts.jobs import JobRecord, ShardRecord
 from sie_gateway.jobs.records import JobsBucket
 
-MAX_JOBS = 10_000  # that are kept; a further one is refused
+
+class JobUse(NamedTuple):
+    """Jobs, and the bytes of their records."""
+
+    jobs: int = 0
+    size: int = 0
+
+    def plus(self, other: JobUse) -> JobUse:
+        return JobUse(self.jobs + other.jobs, self.size + other.size)
+
+
+class JobBound(NamedTuple):
+    """How many jobs, and bytes of their records, are kept, with the settings that say so."""
+
+    most: JobUse
+    settings: tuple[str, str]
+
+
+class JobBounds(NamedTuple):
+    """Of the jobs of one key, and of all."""
+
+    of_key: JobBound
+    in_all: JobBound
 
 
 class Ledger:
-    """All jobs, as this gateway knows them. `bucket` is followed by its own task."""
+    """All jobs, as this gateway knows them. `bucket` is followed by its own task.
 
-    def __init__(self, bucket: JobsBucket, broker: Store, replicas: int) -> None:
+    `bounds` are judged by what this gateway knows: its own submissions count from their beginning, those of another
+    gateway when the watch has brought them. So each other gateway may exceed a bound by what it takes in this time. The
+    record of a job that runs grows by less than 20 KiB, which counts and ends no job.
+    """
+
+    def __init__(self, bucket: JobsBucket, broker: Store, replicas: int, bounds: JobBounds) -> None:
+        self._bounds = bounds
+        self._charged: dict[str, tuple[str, int]] = {}  # by job: its owner, bytes of its record
+        self._used: dict[str, JobUse] = {}  # by owner
         self._bucket = bucket
         self._jobs = bucket.jobs
         self._jobs.listeners.append(self._on_job)
@@ -29,9 +60,6 @@ class Ledger:
 
     def __iter__(self) -> Iterator[JobRecord]:
         return iter(list(self._jobs.values()))
-
-    def __len__(self) -> int:
-        return len(self._jobs)
 
     @property
     def is_read(self) -> bool:
@@ -54,8 +82,28 @@ class Ledger:
             self._listeners[job_id] = listener
 
     async def create(self, job: JobRecord) -> JobRecord:
-        """Keep a new job. One with its id stays as it is and is returned. Raises BrokerError."""
-        return await self.change(job.id, lambda before: job if before is None else before, created=True)
+        """Keep a new job. One with its id stays as it is and is returned. Raises RateLimited where there are as many as
+        may be, BrokerError.
+        """
+        if job.id not in self._charged:  # else the same submission is on its way
+            size = len(records.encode(job))
+            new = JobUse(1, size)
+            whole = JobUse(len(self._charged), sum(used.size for used in self._used.values())).plus(new)
+            self._check(self._used.get(job.owner, JobUse()).plus(new), self._bounds.of_key, "this key has")
+            self._check(whole, self._bounds.in_all, "all keys together have")
+            self._charge(job.id, (job.owner, size))
+        try:
+            return await self.change(job.id, lambda before: job if before is None else before, created=True)
+        finally:
+            self._charge(job.id, _charge_of(self._jobs.get(job.id)))
+
+    def _check(self, used: JobUse, bound: JobBound, who: str) -> None:
+        """Raises RateLimited."""
+        kinds = ("jobs and batches", "bytes of records of jobs and batches")
+        for have, most, kind, setting in zip(used, bound.most, kinds, bound.settings, strict=True):
+            if have > most:
+                message = f"{who} {most} {kind} ({setting}): delete some that have ended"
+                raise RateLimited(message, reason="jobs", retry_after_s=60)
 
     def require(self) -> None:
         """Raises NotReady while the records are not read."""
@@ -78,16 +126,18 @@ class Ledger:
     async def shards(self, job_id: str) -> dict[int, ShardRecord]:
         """The shards of a job that are answered, by number. Raises BrokerError."""
         entries = await self._shards.use(lambda bucket: bucket.entries(job_id))
-        return {
-            int(entry.key.rpartition(".")[2]): records.decode_shard(entry.value)
-            for entry in entries
-            if entry.value is not None
-        }
+        return await asyncio.to_thread(
+            lambda: {
+                int(entry.key.rpartition(".")[2]): records.decode_shard(entry.value)
+                for entry in entries
+                if entry.value is not None
+            }
+        )
 
     async def keep_shard(self, job_id: str, number: int, shard: ShardRecord) -> bool:
         """Note that a shard is answered. False where it was before. Raises BrokerError."""
         try:
-            await self._shards.write([Write(f"{job_id}.{number}", records.encode(shard), 0)])
+            await self._shards.write([Write(f"{job_id}.{number}", records.encode(records.bounded(shard)), 0)])
         except WrongRevision:
             return False
         return True
@@ -97,7 +147,23 @@ class Ledger:
         await self._shards.use(lambda bucket: bucket.purge(job_id))
         await self._jobs.remove(job_id)
 
+    def _charge(self, job_id: str, charge: tuple[str, int] | None) -> None:
+        """Have a job count as this, in place of what it counted as before."""
+        if (before := self._charged.pop(job_id, None)) is not None:
+            owner, size = before
+            self._used[owner] = self._used[owner].plus(JobUse(-1, -size))
+            if not self._used[owner].jobs:
+                del self._used[owner]
+        if charge is not None:
+            owner, size = self._charged[job_id] = charge
+            self._used[owner] = self._used.get(owner, JobUse()).plus(JobUse(1, size))
+
     def _on_job(self, job_id: str, job: JobRecord | None) -> None:
+        self._charge(job_id, _charge_of(job))
         if (listener := self._listeners.get(job_id)) is not None:
             listener(job)
         self.woken.set()
+
+
+def _charge_of(job: JobRecord | None) -> tuple[str, int] | None:
+    return None if job is None else (job.owner, len(records.encode(job)))

@@ -25,6 +25,7 @@ from sie_gateway.jobs.asking import Asking, Halted
 from sie_gateway.jobs.envelope import BadLine, Cut, Request, Row
 from sie_gateway.jobs.run import Progress, ShardBroken
 from sie_gateway.jobs.workplace import Workplace
+from sie_store.datasets.answers import most_frequent
 
 if TYPE_CHECKING:
     from sie_gateway.route_kinds import InferenceRoute
@@ -67,8 +68,8 @@ class Lines:
         """See Work."""
         data = await self._place.existing(_part(number))
         if data is not None:
-            return _record(number, span, data, envelope.written(data))
-        requests = envelope.requests_of(await self._text(span), span)
+            return await asyncio.to_thread(_record, number, span, data)
+        requests = await asyncio.to_thread(envelope.requests_of, await self._text(span), span)
         rows = self._rows.setdefault(number, {})
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -82,9 +83,9 @@ class Lines:
         return record
 
     async def _stored(self, number: int, span: Span, rows: Sequence[Row]) -> ShardRecord:
-        data = b"".join(row.text + b"\n" for row in rows)
+        data = await asyncio.to_thread(lambda: b"".join(row.text + b"\n" for row in rows))
         stands = await self._place.put_once(_part(number), data)
-        return _record(number, span, stands, rows if stands is data else envelope.written(stands))
+        return await asyncio.to_thread(_record, number, span, stands, rows if stands is data else None)
 
     async def finish(self, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
         """See Work: the parts become two files. An empty one is not made.
@@ -108,13 +109,13 @@ class Lines:
         """The record of a shard of a batch that ends early; None where nothing of it is answered."""
         data = await self._place.existing(_part(number))
         if data is not None:  # by a leader that died before it noted that
-            return _record(number, span, data, envelope.written(data))
+            return await asyncio.to_thread(_record, number, span, data)
         answered = self._rows.get(number, {})
         if state != "expired":
             rows = [row for _, row in sorted(answered.items())]
             return await self._stored(number, span, rows) if rows else None
         try:
-            requests = envelope.requests_of(await self._text(span), span)
+            requests = await asyncio.to_thread(envelope.requests_of, await self._text(span), span)
         except ShardBroken as error:
             return ShardRecord("", span.rows, error=error.info, source=_source(span))
         return await self._stored(number, span, [answered.get(place) or _expired(line) for place, line in requests])
@@ -135,8 +136,7 @@ class Lines:
                 if data is None:
                     raise NotFound("a part of the output is not there any more")
                 if wanted < shard.rows:
-                    rows = envelope.written(data)
-                    data = b"".join(row.text + b"\n" for row in rows if (row.code is not None) == failures)
+                    data = await asyncio.to_thread(_some, data, failures=failures)
                 yield data
 
     async def _input(self) -> FileRecord:
@@ -168,7 +168,8 @@ class Lines:
     async def _line(self, shard: int, number: int, line: bytes) -> None:
         custom_id: str | None = None
         try:
-            asked = envelope.read(line, number, self._batch.endpoint, is_repeated=number in self._repeated)
+            is_repeated = number in self._repeated
+            asked = await asyncio.to_thread(envelope.read, line, number, self._batch.endpoint, is_repeated=is_repeated)
             custom_id = asked.custom_id
             route = self._route_of(asked.path)
             if route is None:
@@ -217,7 +218,14 @@ def _source(span: Span) -> str:
     return f"{span.source}:{span.first + 1}"
 
 
-def _record(number: int, span: Span, data: bytes, rows: Sequence[Row]) -> ShardRecord:
+def _some(data: bytes, *, failures: bool) -> bytes:
+    """The answers of a part, or its failures."""
+    return b"".join(row.text + b"\n" for row in envelope.written(data) if (row.code is not None) == failures)
+
+
+def _record(number: int, span: Span, data: bytes, answered: Sequence[Row] | None = None) -> ShardRecord:
+    """`answered`: the rows that the data are; by default they are read."""
+    rows = envelope.written(data) if answered is None else answered
     codes = Counter(row.code for row in rows if row.code is not None)
     return ShardRecord(
         _part(number),
@@ -225,7 +233,7 @@ def _record(number: int, span: Span, data: bytes, rows: Sequence[Row]) -> ShardR
         len(data),
         hashlib.sha256(data).hexdigest(),
         failed=codes.total(),
-        codes=dict(codes),
+        codes=most_frequent(codes),
         tokens=sum(row.tokens for row in rows),
         source=_source(span),
     )

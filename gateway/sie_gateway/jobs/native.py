@@ -71,7 +71,9 @@ class Places(NamedTuple):
 
 
 class Native:
-    """`cache_bytes`: what all answers that are kept for later jobs may take."""
+    """`cache_bytes`: what all answers that are kept for later jobs may take. `shares_cache`: jobs of all keys take
+    them.
+    """
 
     def __init__(
         self,
@@ -82,6 +84,7 @@ class Native:
         places: Places,
         *,
         cache_bytes: int,
+        shares_cache: bool,
     ) -> None:
         assert job.request is not None
         self._workplace = workplace
@@ -91,6 +94,7 @@ class Native:
         self._progress = progress
         self._places = places
         self._cache_bytes = cache_bytes if job.request.cache else 0
+        self._cache_owner = "" if shares_cache else job.owner
         self._cache: Cache | None = None
         self._kept_bytes = 0  # for later jobs, since the last trim
         self._opening = asyncio.Lock()
@@ -210,8 +214,9 @@ class Native:
     async def _answers(self, number: int, rows: Sequence[Row]) -> tuple[list[Answer], int]:
         """The answer of each row, and how many were taken from an equal row or from the cache."""
         asked = [place for place, row in enumerate(rows) if row.fault is None]
-        inputs = [_input(rows[place], self._request.operation) for place in asked]
-        once = await asyncio.to_thread(unique, inputs)
+        once = await asyncio.to_thread(
+            lambda: unique([_input(rows[place], self._request.operation) for place in asked])
+        )
         found = await self._unique(number, once)
         answers = [Answer(error=row.fault) for row in rows]
         for place, unique_place in zip(asked, once.places, strict=True):
@@ -272,8 +277,8 @@ class Native:
                 if not self._values.fingerprint:  # that input failed
                     return None
                 request = self._request
-                space = caches.space_of(self._values.fingerprint, request.operation, request.params)
-                cache = Cache(self._workplace.store, space)
+                space = (self._cache_owner, self._values.fingerprint, request.operation, request.params)
+                cache = Cache(self._workplace.store, caches.space_of(*space))
                 await cache.open()
                 self._cache = cache
         return self._cache

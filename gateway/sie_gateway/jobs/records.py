@@ -19,7 +19,7 @@ from sie_broker import BrokerError, Entry, Store, Write
 from sie_broker.record import Bucket, Record, retry_conflicts
 from sie_contracts import topology
 from sie_contracts.errors import NotReady
-from sie_contracts.jobs import FileRecord, JobRecord
+from sie_contracts.jobs import FileRecord, JobRecord, bounded
 from sie_runtime.process import Stop, Trouble
 
 REMOVED_AGE_S = 7 * 86_400.0  # a gateway that was without the broker for longer may show what was removed meanwhile
@@ -50,8 +50,13 @@ class Values(Mapping[str, T], Generic[T]):
         return len(self._values)
 
     async def change(self, id_: str, make: Callable[[T | None], T | None]) -> T | None:
-        """As `Record.change`."""
-        changed = await self._record.change(self._prefix + id_, cast("Callable[[_Kept | None], _Kept | None]", make))
+        """As `Record.change`. What is written is `bounded`."""
+
+        def made(before: T | None) -> T | None:
+            after = make(before)
+            return None if after is None else bounded(after)
+
+        changed = await self._record.change(self._prefix + id_, cast("Callable[[_Kept | None], _Kept | None]", made))
         return cast("T | None", changed)
 
     async def refresh(self, id_: str) -> T | None:

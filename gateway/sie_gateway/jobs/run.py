@@ -6,6 +6,10 @@
 
 A leader may die at any moment: the next one finds the plan and the records of the answered shards, and goes on. What
 the store or the broker refuses for a while is asked again for as long as it takes, and told as the job's trouble.
+
+A job may also be what its leaders die of. The shards in the hands of a leader are among the SHARDS_AT_ONCE first that
+are not answered, so the next leader knows them. A job is failed when MAX_LOST leaders in a row died, all with the same
+shard in their hands, or before the job was planned.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from msgspec.structs import replace
@@ -33,6 +37,8 @@ from sie_store.object_stores import AccessRefused, BucketMissing, StoreError
 SHARDS_AT_ONCE = 3  # one is read and one is written while another one is computed
 FLUSH_S = 1.0  # between two notes of progress
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # of what is asked again
+MAX_LOST = 3
+LEADERS_LOST = "LEADERS_LOST"
 LAST_TRIES_S = 60.0  # for the output of a job that ends early, whose owner waits for its end
 OUTSIDE_WINDOW = "OUTSIDE_WINDOW"
 ENDS = {"cancel": "cancelled", "expired": "expired"}  # by what ended the work
@@ -47,6 +53,18 @@ class ShardBroken(Exception):
     def __init__(self, info: ErrorInfo) -> None:
         super().__init__(info.message)
         self.info = info
+
+
+class Deadly(Exception):
+    """What is left of the job ended the gateways that led it."""
+
+    def __init__(self, what: str) -> None:
+        message = (
+            f"{MAX_LOST} gateways ended, one after the other, while they worked on {what}. Submit the job without it, "
+            "or with fewer shard_rows, or give gateways more memory"
+        )
+        super().__init__(message)
+        self.info = ErrorInfo(LEADERS_LOST, message, reason="poison")
 
 
 class Replaced(Exception):
@@ -187,6 +205,10 @@ class JobRun:
         if self._job.wanted == "pause" and not self._is_late:
             await self._pause(self._job.error, is_asked=True)
             return
+        is_early = self._job.wanted == "cancel" or self._is_late
+        if len(self._job.lost) >= MAX_LOST and (is_early or not self._job.is_planned):
+            await self._end("failed", error=Deadly("its end" if is_early else "its plan").info)
+            return
         done = await self._patiently(lambda: self._ledger.shards(self._id))
         # the leader before may have died before it noted the first one
         fingerprint = next((shard.fingerprint for shard in done.values() if shard.fingerprint), self._job.fingerprint)
@@ -216,6 +238,12 @@ class JobRun:
             ended = await self._until_told(self._whole(work))
         except (BrokerError, Replaced):
             raise
+        except Deadly as error:
+            if self._job.suspects:
+                await self._finish(work, "failed", error.info)
+            else:  # the output is what they died of
+                await self._end("failed", error=error.info)
+            return
         except Exception as error:
             # what was answered is kept: a job may be resumed, such as when its model is back; nobody resumes a batch
             if not self._job.is_planned or (isinstance(error, SIEError) and error.retryable):
@@ -248,9 +276,17 @@ class JobRun:
         plan, done = await self._read(work)
         if not plan.spans and plan.unread:
             raise SIEError.from_info(plan.unread[0].error)
+        lost, suspects = self._lost([number for number in range(len(plan.spans)) if number not in done])
         await self._note(
-            state=self._state, is_planned=True, rows=sum(plan.rows), shards=len(plan.spans) + len(plan.unread)
+            state=self._state,
+            is_planned=True,
+            rows=sum(plan.rows),
+            shards=len(plan.spans) + len(plan.unread),
+            lost=lost,
+            suspects=suspects,
         )
+        if len(lost) >= MAX_LOST:
+            raise Deadly(" or ".join(_named(plan.spans[number]) for number in suspects) or "its output")
         waiting = iter([number for number in range(len(plan.spans)) if number not in done])
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -258,6 +294,17 @@ class JobRun:
                     tasks.create_task(self._answer(work, plan, waiting, done))
         except* (SIEError, Halted, BrokerError) as errors:
             raise errors.exceptions[0] from errors
+
+    def _lost(self, undone: Sequence[int]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Leaders that died in a row, and the shards that all of them may have had in their hands: none where all are
+        answered, and the output is what they worked on.
+        """
+        job = self._job
+        if not job.lost or not job.is_planned:  # then the plan is what they died of, and it is made now
+            return (), ()
+        first = tuple(undone[:SHARDS_AT_ONCE])
+        same = tuple(number for number in first if number in job.suspects)
+        return (job.lost, same) if same or not (first or job.suspects) else (job.lost[-1:], first)
 
     async def _read(self, work: Work) -> tuple[Plan, dict[int, ShardRecord]]:
         """The plan, and the shards that are answered."""
@@ -390,7 +437,10 @@ class JobRun:
 
         def claimed(job: JobRecord | None) -> JobRecord:
             assert job is not None
-            return replace(job, leader=self._leader) if is_due(job, self._now_s()) else job
+            if not is_due(job, self._now_s()):
+                return job
+            lost = job.lost if job.leader in ("", self._leader) else (*job.lost, job.leader)
+            return replace(job, leader=self._leader, lost=lost[-MAX_LOST:])
 
         self._job = await self._ledger.change(self._id, claimed)
         self._require_lead(self._job)
@@ -466,6 +516,16 @@ class JobRun:
         self._is_ending = True
         await self._note(state=state, leader="", ended_s=self._now_s(), **fields)
         _logger.info("job %s %s", self._id, state)
+
+
+def left(job: JobRecord, leader: str) -> JobRecord:
+    """The record of a job that a leader leaves to others: it has not died, whoever thought so meanwhile."""
+    lost = tuple(name for name in job.lost if name != leader)
+    return replace(job, leader="" if job.leader == leader else job.leader, lost=lost)
+
+
+def _named(span: Span) -> str:
+    return f"{span.rows} rows of {span.source or 'images'} from {span.first} on"
 
 
 def broken_parts(shards: Mapping[int, ShardRecord], unread: Iterable[Unread]) -> list[str]:

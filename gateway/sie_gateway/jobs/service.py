@@ -7,6 +7,7 @@ import hashlib
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -19,12 +20,11 @@ from sie_contracts.errors import (
     IdempotencyMismatch,
     InvalidInput,
     NotFound,
-    QueueFull,
     QueueUnavailable,
 )
-from sie_contracts.jobs import JobRecord
+from sie_contracts.jobs import JobRecord, check_request
 from sie_gateway.call import Call
-from sie_gateway.jobs.ledger import MAX_JOBS, Ledger
+from sie_gateway.jobs.ledger import Ledger
 from sie_gateway.jobs.pace import forecast
 from sie_gateway.jobs.run import expires_s, window_s
 from sie_runtime.http import uuid7
@@ -206,6 +206,14 @@ class Jobs:
         self.find_batch(call, batch_id)
         return self.batch_told(await self._cancelled(batch_id))
 
+    async def delete_batch(self, call: Call, batch_id: str) -> batches_api.BatchDeleted:
+        """Forget a batch; its files stay. Raises NotFound, ContentConflict."""
+        job = self.find_batch(call, batch_id)
+        if not job.ended:
+            raise ContentConflict(f"the batch is {self.batch_told(job).status}: cancel it first", param="batch")
+        await self.remove(job)
+        return batches_api.BatchDeleted(id=batch_id)
+
     async def _cancelled(self, job_id: str) -> JobRecord:
         def changed(job: JobRecord | None) -> JobRecord:
             assert job is not None
@@ -272,14 +280,13 @@ class Jobs:
         self.ledger.require()
         return next((job for job in self.ledger if job.id == job_id), None)
 
-    async def _new(self, call: Call, job_id: str, **asked: object) -> JobRecord:
+    async def _new(self, call: Call, job_id: str, **asked: Any) -> JobRecord:
         now_s = self._now_s()
-        job = JobRecord(job_id, call.grant.key, call.grant.name, now_s, updated_s=now_s, **asked)  # type: ignore[arg-type]
+        check_request(asked.get("request") or asked["batch"])
+        job = JobRecord(job_id, call.grant.key, call.grant.name, now_s, updated_s=now_s, **asked)
         return await self._check(call, job)
 
     async def _create(self, job: JobRecord) -> JobRecord:
-        if len(self.ledger) >= MAX_JOBS:
-            raise QueueFull(f"{MAX_JOBS} jobs are kept: delete some that have ended", retry_after_s=60)
         async with kept():
             return await self.ledger.create(job)
 

@@ -114,9 +114,10 @@ class Values:
                 found[place] = value
             on_done(places, values)
 
+        groups = await asyncio.to_thread(grouped, inputs)
         try:
             async with asyncio.TaskGroup() as tasks:
-                for places in grouped(inputs):
+                for places in groups:
                     tasks.create_task(ask(places))
         except* (SIEError, Halted) as errors:
             raise errors.exceptions[0] from errors

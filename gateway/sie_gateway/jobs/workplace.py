@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from sie_contracts import jobs as records
@@ -31,11 +32,12 @@ class Workplace:
     async def plan(self) -> Plan | None:
         """The plan, if it was made. Raises StoreError."""
         data = await self.existing("plan")
-        return None if data is None else records.decode_plan(data)
+        return None if data is None else await asyncio.to_thread(records.decode_plan, data)
 
     async def keep_plan(self, plan: Plan) -> Plan:
         """Keep the plan, unless another leader did: then that one counts. Returns what counts. Raises StoreError."""
-        return records.decode_plan(await self.put_once("plan", records.encode(plan)))
+        data = await self.put_once("plan", await asyncio.to_thread(records.encode, plan))
+        return await asyncio.to_thread(records.decode_plan, data)
 
     async def existing(self, name: str) -> bytes | None:
         """An object of this job; None if there is none. Raises StoreError."""

@@ -9,19 +9,23 @@ import re
 _FIELD = re.compile(r'(?:"([^"]*(?:""[^"]*)*)"|([^"\r\n,]*))(,|$)')
 
 
-def fields(row: bytes) -> tuple[str, ...] | None:
-    """None for a row with a quote in the wrong place, or that is not UTF-8."""
+def fields(row: bytes, most: int | None = None) -> tuple[str, ...] | None:
+    """None for a row with a quote in the wrong place, or that is not UTF-8. Of a row with more than `most` fields, one
+    more than that.
+    """
     try:
         text = row.decode("utf-8")
     except UnicodeDecodeError:
         return None
     if '"' not in text:
-        return None if "\r" in text else tuple(text.split(","))
+        return None if "\r" in text else tuple(text.split(",", -1 if most is None else most))
     found, at = [], 0
     while (match := _FIELD.match(text, at)) is not None:
         quoted, bare, comma = match.groups()
         found.append(bare if quoted is None else quoted.replace('""', '"'))
         at = match.end()
+        if most is not None and len(found) > most:
+            return tuple(found)
         if not comma:
             return tuple(found) if at == len(text) else None
     return None

@@ -13,6 +13,7 @@ from sie_contracts.errors import InvalidInput
 from sie_store.datasets.objects import Found, RangeFile
 from sie_store.datasets.places import Place
 from sie_store.datasets.scan import Cut
+from sie_store.datasets.sizes import MAX_SPAN_VALUES, SpanSize
 
 if TYPE_CHECKING:
     from pyarrow import Array, RecordBatch
@@ -21,14 +22,14 @@ if TYPE_CHECKING:
 BUFFER_BYTES = 8 << 20  # of each column chunk that is being read
 BATCH_ROWS = 1024
 MAX_FOOTER_BYTES = 64 << 20
-MAX_DECODED_BYTES = 256 << 20  # of the rows of a span: a file of some bytes may name one long value for many rows
 
 
 class Group(NamedTuple):
-    """A row group: its rows, and the bytes of the columns that are read once they are decoded."""
+    """A row group: its rows, and the bytes and values of the columns that are read once they are decoded."""
 
     rows: int
     size: int
+    values: int = 0
 
 
 class Footer(NamedTuple):
@@ -92,66 +93,73 @@ def footer(place: Place, what: Found, names: Collection[str]) -> Footer:
         groups = []
         for number in range(metadata.num_row_groups):
             group = metadata.row_group(number)
-            size = sum(group.column(at).total_uncompressed_size for at in leaves)
-            groups.append(Group(group.num_rows, size))
+            read = [group.column(at) for at in leaves]
+            size = sum(column.total_uncompressed_size for column in read)
+            groups.append(Group(group.num_rows, size, sum(column.num_values for column in read)))
         return Footer(columns, tuple(groups))
 
 
 def cuts(groups: Sequence[Group], max_rows: int, max_bytes: int) -> Iterator[Cut]:
-    """Spans of whole row groups, as many as fit; a larger group is split evenly by rows."""
-    first = row = size = start = 0
+    """Spans of whole row groups, as many as fit; a larger group is split evenly by rows. Their values are at most half
+    of what a span may have: rows of a group have different numbers of them.
+    """
+    most = Group(max_rows, max_bytes, MAX_SPAN_VALUES // 2)
+    first = row = start = 0
+    whole = Group(0, 0)
     for number, group in enumerate(groups):
-        if row > first and (row + group.rows - first > max_rows or size + group.size > max_bytes):
+        joined = Group(*map(sum, zip(whole, group, strict=True)))
+        if row > first and any(have > limit for have, limit in zip(joined, most, strict=True)):
             yield Cut(first, row - first, start, number)
             first = row
         if row == first:
-            start, size = number, 0
-        if group.rows > max_rows or (group.size > max_bytes and group.rows > 1):
-            parts = max(-(-group.rows // max_rows), min(group.rows, -(-group.size // max_bytes)))
+            start, whole, joined = number, Group(0, 0), group
+        parts = max(-(-have // limit) for have, limit in zip(group, most, strict=True))
+        if parts > 1 and group.rows > 1:
+            parts = min(group.rows, parts)
             step = -(-group.rows // parts)
             for begin in range(0, group.rows, step):
                 yield Cut(row + begin, min(step, group.rows - begin), number, number + 1)
             row += group.rows
-            first = row
+            first, whole = row, Group(0, 0)
             continue
-        row, size = row + group.rows, size + group.size
+        row, whole = row + group.rows, joined
     if row > first:
         yield Cut(first, row - first, start, len(groups))
 
 
-def read(place: Place, what: Found, cut: Cut, names: Sequence[str]) -> list[dict[str, Any]]:
+def read(place: Place, what: Found, cut: Cut, names: Sequence[str], size: SpanSize) -> Iterator[dict[str, Any]]:
     """The columns `names` of the rows of a span. For a thread. Raises InvalidInput, StoreError."""
     import pyarrow as pa
 
     with _opened(place, what, names) as file:
         known = [name for name in names if name in file.schema_arrow.names]
         begin = sum(file.metadata.row_group(number).num_rows for number in range(cut.start))
-        skip = cut.first - begin
-        rows: list[dict[str, Any]] = []
-        size = 0
+        skip, count = cut.first - begin, 0
         try:
             batches = file.iter_batches(
                 BATCH_ROWS, row_groups=range(cut.start, cut.end), columns=known, use_threads=False
             )
             for batch in batches:
-                part = batch.slice(skip, cut.rows - len(rows))
+                part = batch.slice(skip, cut.rows - count)
                 skip = max(0, skip - batch.num_rows)
-                size += sum(map(_decoded_bytes, part.columns))
-                if size > MAX_DECODED_BYTES:
-                    raise InvalidInput(
-                        f"{what.source}: {cut.rows} rows from {cut.first} on have more than {MAX_DECODED_BYTES} bytes: "
-                        "submit the job with fewer shard_rows",
-                        reason="too_large",
-                        param="shard_rows",
-                    )
-                rows += _micros(part).to_pylist() if known else [{}] * len(part)
-                if len(rows) == cut.rows:
+                size.add(sum(map(_values, part.columns)), sum(map(_decoded_bytes, part.columns)))
+                yield from _micros(part).to_pylist() if known else ({} for _ in range(len(part)))
+                count += len(part)
+                if count == cut.rows:
                     break
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise malformed(what.source) from error
-    if len(rows) != cut.rows:
+    if count != cut.rows:
         raise malformed(what.source)
-    return rows
+
+
+def _values(array: Array) -> int:
+    """How many objects the values of an array are."""
+    import pyarrow as pa
+
+    if isinstance(array, pa.DictionaryArray) or not pa.types.is_nested(array.type):
+        return len(array)
+    return len(array) + sum(map(_values, _children(array)))
 
 
 def _decoded_bytes(array: Array) -> int:

@@ -29,8 +29,12 @@ class Found:
     tag: str
 
 
-def tag_of(meta: ObjectMeta) -> str:
-    return meta.get("e_tag") or f"{meta['size']}-{meta['last_modified'].timestamp():.6f}"
+def tag_of(place: Place, meta: ObjectMeta) -> str:
+    """What another version of the object has not: its digest where that is known, else what the store promises. A
+    folder of the disk has its size and its time: its own tag has the inode too, which a copy of the folder changes.
+    """
+    own = None if place.root is not None else meta.get("e_tag")
+    return place.digest or own or f"{meta['size']}-{meta['last_modified'].timestamp():.6f}"
 
 
 def missing(source: str) -> InvalidInput:
@@ -53,7 +57,7 @@ async def found(place: Place, source: str, patience: Patience) -> Found:
         meta = await patience.asked(lambda: obstore.head_async(place.store, key))
     except ObjectMissing as error:
         raise missing(source) from error
-    return Found(source, meta["size"], tag_of(meta))
+    return Found(source, meta["size"], tag_of(place, meta))
 
 
 async def pieces(place: Place, what: Found, start: int, end: int, patience: Patience) -> AsyncIterator[bytes]:
@@ -69,8 +73,8 @@ async def pieces(place: Place, what: Found, start: int, end: int, patience: Pati
             answer = await within(
                 patience.stall_s, obstore.get_async(place.store, key, options={"range": (start, end)})
             )
-            tag = tag or tag_of(answer.meta)
-            if (tag_of(answer.meta), answer.meta["size"]) != (tag, what.size):
+            tag = tag or tag_of(place, answer.meta)
+            if (tag_of(place, answer.meta), answer.meta["size"]) != (tag, what.size):
                 raise changed(what.source)
             stream = aiter(answer.stream(min_chunk_size=PIECE_BYTES))
             while (piece := await within(patience.stall_s, _next(stream))) is not None:
@@ -144,7 +148,7 @@ class RangeFile(io.RawIOBase):
 
         try:
             answer = obstore.get(self._place.store, self._place.key(self._what.source), options={"range": (start, end)})
-            if tag_of(answer.meta) != self._what.tag:
+            if tag_of(self._place, answer.meta) != self._what.tag:
                 raise changed(self._what.source)
             data = bytes(answer.bytes())
         except (BaseError, OSError) as error:

@@ -28,14 +28,15 @@ class Place:
     """One object of a store, or all objects below a folder.
 
     `folder`: the key of the folder, empty or with a `/` at its end. `name`: the one object; empty: all below the
-    folder. `label`: what the one object is called in spans and ids, by default its name. `root`: the folder on the
-    disk, which no symbolic link may lead out of.
+    folder. `label`: what the one object is called in spans and ids, by default its name. `digest`: of the one object,
+    where it is known and never changes. `root`: the folder on the disk, which no symbolic link may lead out of.
     """
 
     store: ObjectStore
     folder: str = ""
     name: str = ""
     label: str = ""
+    digest: str = ""
     root: Path | None = None
 
     @classmethod

@@ -15,16 +15,15 @@ import contextlib
 import hashlib
 import heapq
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
-
-import msgspec
 
 from sie_contracts.api.jobs import MAX_SHARD_ROWS, InputFormat, JobInput
 from sie_contracts.errors import ErrorInfo, InvalidInput
 from sie_contracts.jobs import Span
-from sie_store.datasets import footers
+from sie_store.datasets import footers, sizes
 from sie_store.datasets.fields import fields
 from sie_store.datasets.formats import format_of, is_hidden, is_packed
 from sie_store.datasets.objects import Found, found, pieces, tag_of, whole
@@ -37,7 +36,8 @@ MAX_OBJECTS = 1_000_000  # whose names are in memory while they are sorted
 MAX_SPANS = 100_000  # of a job: each is a record, and all are in memory
 TOO_MANY = "too_many_items"  # a reason
 MAX_HEADER_BYTES = 64 << 10
-MAX_SPAN_BYTES = 64 << 20  # of one span in memory, unless one row has more
+SPAN_BYTES = 32 << 20  # of the text of a span, unless one row has more
+MAX_SPAN_BYTES = 64 << 20  # of such a row, and of the images of a span
 MAX_COLUMNS_SHOWN = 50
 SAMPLE_ROWS, SAMPLE_BYTES = 1000, 1 << 20
 LISTED_AT_ONCE = 1000
@@ -69,7 +69,8 @@ async def plan(
     where there are more than MAX_SPANS, and StoreError.
     """
     count = 0
-    most = _Most(shard_rows, min(MAX_SPAN_BYTES, text_bytes or MAX_SPAN_BYTES))
+    rows = min(shard_rows, sizes.MAX_SPAN_VALUES // (1 + len(columns(source))))
+    most = _Most(rows, min(SPAN_BYTES, text_bytes or SPAN_BYTES))
     async for planned in _each(place, source, most, patience):
         if isinstance(planned, list):
             count += len(planned)
@@ -101,7 +102,8 @@ async def _each(place: Place, source: JobInput, most: _Most, patience: Patience)
         return
     is_empty = True
     if reads_images(source):
-        for run in _runs(await images(place, patience), most.rows):
+        files = await images(place, patience)
+        for run in await asyncio.to_thread(lambda: list(_runs(files, most.rows))):
             is_empty = False
             yield [run]
     else:
@@ -159,7 +161,7 @@ async def _listed_once(
         for entry in page:
             name = entry["path"].removeprefix(place.folder)
             if name > after and not is_hidden(name) and is_wanted(name):
-                kept.append(Found(name, entry["size"], tag_of(entry)))
+                kept.append(Found(name, entry["size"], tag_of(place, entry)))
         if most is None and len(kept) > limit:
             raise InvalidInput(f"input.url: more than {limit} objects", reason=TOO_MANY, param="input.url")
         if most is not None and len(kept) >= limit + LISTED_AT_ONCE:
@@ -167,7 +169,7 @@ async def _listed_once(
             kept = heapq.nsmallest(limit, kept, key=_name)
             if place.root is None:
                 break
-    return sorted(kept, key=_name)[:limit]
+    return (await asyncio.to_thread(sorted, kept, key=_name))[:limit]
 
 
 def _name(what: Found) -> str:
@@ -210,6 +212,10 @@ def _span(what: Found, kind: str, cut: Cut, header: str = "") -> Span:
 
 def _check_columns(source: str, wanted: dict[str, str], there: Iterable[str]) -> None:
     there = list(there)
+    for column, times in Counter(there).items():
+        if times > 1:
+            message = f"{source}: {times} columns have the name {column[:64]!r}: name each column differently"
+            raise InvalidInput(message, reason="schema", param="input.url")
     for column, param in wanted.items():
         if column not in there:
             shown = ", ".join(name[:64] for name in there[:MAX_COLUMNS_SHOWN])
@@ -228,7 +234,14 @@ async def _scanned(
         header, begin = await _header(place, what, begin, patience)
         _check_columns(what.source, names, fields(header.encode()) or ())
     else:
-        await _check_sample(place, what, names, begin, patience)
+        data = await whole(place, what, patience, begin, min(what.size, begin + SAMPLE_BYTES))
+        sample = await asyncio.to_thread(_Sample.of, data, names, is_whole=begin + len(data) == what.size)
+        if sample.columns:
+            _check_columns(
+                what.source, {name: why for name, why in names.items() if why != "input.keep"}, sample.columns
+            )
+        # rows behind the sample may have more values than those in it
+        most = most._replace(rows=max(1, min(most.rows, sizes.MAX_SPAN_VALUES // 2 // max(1, sample.values))))
     spans: list[Span] = []
     scanner = Scanner(is_quoted=kind == "csv", at=begin)
     cutter = Cutter(most.rows, most.bytes)
@@ -245,22 +258,28 @@ async def _scanned(
     return [*spans, *(_span(what, kind, cut, header) for cut in last)]
 
 
-async def _check_sample(place: Place, what: Found, names: dict[str, str], begin: int, patience: Patience) -> None:
-    """Objects of JSON have no common columns. A column of the job that none of the first ones has is named wrong:
-    a job of which every row fails is no answer. Raises InvalidInput.
+class _Sample(NamedTuple):
+    """The first rows of an object of JSON. Its objects have no common columns, and a column of the job that none of the
+    first ones has is named wrong: a job of which every row fails is no answer. `values`: the most that a row has in the
+    columns of the job.
     """
-    data = await whole(place, what, patience, begin, min(what.size, begin + SAMPLE_BYTES))
-    lines = data.split(b"\n")
-    if begin + len(data) < what.size:
-        lines.pop()  # it goes on
-    seen: dict[str, None] = {}
-    for line in lines[:SAMPLE_ROWS]:
-        with contextlib.suppress(ValueError, RecursionError):  # a fault of its own row
-            value = msgspec.json.decode(line)
-            if isinstance(value, dict):
-                seen |= dict.fromkeys(value)
-    if seen:
-        _check_columns(what.source, {name: param for name, param in names.items() if param != "input.keep"}, seen)
+
+    columns: list[str]
+    values: int
+
+    @classmethod
+    def of(cls, data: bytes, names: Collection[str], *, is_whole: bool) -> _Sample:
+        lines = data.split(b"\n")
+        if not is_whole:
+            lines.pop()  # it goes on
+        seen: dict[str, None] = {}
+        most = 0
+        for line in lines[:SAMPLE_ROWS]:
+            with contextlib.suppress(ValueError, RecursionError):  # a fault of its own row
+                row = sizes.columns_of(line)
+                seen |= dict.fromkeys(row)
+                most = max(most, sum(sizes.values_of(row[name]) for name in names if name in row))
+        return cls(list(seen), min(most, sizes.MAX_ROW_VALUES))
 
 
 async def _header(place: Place, what: Found, begin: int, patience: Patience) -> tuple[str, int]:

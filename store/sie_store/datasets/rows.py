@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,12 +18,13 @@ import msgspec
 from sie_contracts.api.jobs import JobInput
 from sie_contracts.errors import ErrorInfo, InvalidInput
 from sie_contracts.jobs import Span
-from sie_store.datasets import footers
+from sie_store.datasets import footers, sizes
 from sie_store.datasets.fields import fields
 from sie_store.datasets.objects import Found, changed, found, whole
 from sie_store.datasets.places import Place
 from sie_store.datasets.plans import MAX_SPAN_BYTES, images, tag_of_run
 from sie_store.datasets.scan import Cut, rows_of
+from sie_store.datasets.sizes import SpanSize
 from sie_store.datasets.templates import ColumnFault, columns, plain, templates
 from sie_store.object_stores import Patience
 
@@ -55,46 +57,60 @@ async def read(place: Place, span: Span, source: JobInput, patience: Patience = 
     if what.tag != span.tag:
         raise changed(span.source)
     names = list(columns(source))
+    make, size = _Maker(span, source), SpanSize(span)
     if span.format == "parquet":
         cut = Cut(span.first, span.rows, span.start, span.end)
         await place.check(place.key(span.source))
-        read_columns: Sequence[_Columns] = await patience.repeated(
-            lambda: asyncio.to_thread(footers.read, place, what, cut, names)
+        return await patience.repeated(
+            lambda: asyncio.to_thread(lambda: make.all(footers.read(place, what, cut, names, SpanSize(span)), size))
         )
-    elif span.end - span.start > MAX_SPAN_BYTES and span.rows == 1:
-        read_columns = [_fault("malformed", f"the row has more than {MAX_SPAN_BYTES} bytes")]
-    else:
-        data = await whole(place, what, patience, span.start, span.end)
-        read_columns = await asyncio.to_thread(_parsed, data, span)
-    made = _Maker(span, source)
-    return await asyncio.to_thread(lambda: [made(at, row) for at, row in enumerate(read_columns)])
+    if span.end - span.start > MAX_SPAN_BYTES and span.rows == 1:
+        return [make(0, _fault("malformed", f"the row has more than {MAX_SPAN_BYTES} bytes"))]
+    data = await whole(place, what, patience, span.start, span.end)
+    return await asyncio.to_thread(lambda: make.all(_parsed(data, span, names, size), size))
 
 
-def _parsed(data: bytes, span: Span) -> list[_Columns]:
+def _parsed(data: bytes, span: Span, names: Sequence[str], size: SpanSize) -> Iterator[_Columns]:
+    """The columns of each row, one row at a time."""
     lines = rows_of(data, is_quoted=span.format == "csv")
     if len(lines) != span.rows:
         raise changed(span.source)
     if span.format == "jsonl":
-        return [_json(line) for line in lines]
+        for line in lines:
+            yield _json(line, names, size)
+        return
     header = fields(span.header.encode()) or ()
-    return [_csv(line, header) for line in lines]
+    places = {name: header.index(name) for name in names}
+    for line in lines:
+        yield _csv(line, places, len(header))
 
 
-def _json(line: bytes) -> _Columns:
+def _json(line: bytes, names: Sequence[str], size: SpanSize) -> _Columns:
     try:
-        value = msgspec.json.decode(line)
+        raw = sizes.columns_of(line)
+        read, values = [name for name in names if name in raw], 0
+        for name in read:
+            values += sizes.values_of(raw[name])
+            if values > sizes.MAX_ROW_VALUES:
+                return _fault("too_large", f"column {name!r}: the row has more than {sizes.MAX_ROW_VALUES} values")
+        size.add(values - len(read), 0)  # beside those that any row has
+        return {name: sizes.decoded(raw[name]) for name in read}
+    except sizes.TooManyValues as error:
+        return _fault("too_large", str(error))
+    except msgspec.ValidationError:
+        return _fault("malformed", "the line is no JSON object")
     except (ValueError, RecursionError):  # what the decoder says may repeat a part of the row
         return _fault("malformed", "the line is no valid JSON")
-    return value if isinstance(value, dict) else _fault("malformed", "the line is no JSON object")
 
 
-def _csv(line: bytes, header: Sequence[str]) -> _Columns:
-    values = fields(line)
+def _csv(line: bytes, places: Mapping[str, int], width: int) -> _Columns:
+    values = fields(line, width)
     if values is None:
         return _fault("malformed", "the row is no valid CSV in UTF-8")
-    if len(values) != len(header):
-        return _fault("malformed", f"the row has {len(values)} fields, the header has {len(header)}")
-    return dict(zip(header, values, strict=True))
+    if len(values) != width:
+        more = "more than the header, which" if len(values) > width else f"{len(values)} fields, the header"
+        return _fault("malformed", f"the row has {more} has {width}")
+    return {name: values[place] for name, place in places.items()}
 
 
 def _fault(reason: str, message: str, param: str = "") -> ErrorInfo:
@@ -107,6 +123,15 @@ class _Maker:
     def __init__(self, span: Span, source: JobInput) -> None:
         self._span, self._source = span, source
         self._templates = templates(source)
+
+    def all(self, rows: Iterable[_Columns], size: SpanSize) -> list[Row]:
+        """The rows of a span. Raises InvalidInput where they are too large together."""
+        made = []
+        for at, read_columns in enumerate(rows):
+            row = self(at, read_columns)
+            size.add(1 + len(row.kept), _bytes_of(row))
+            made.append(row)
+        return made
 
     def __call__(self, at: int, row: _Columns) -> Row:
         default = f"{self._span.source}#{self._span.first + at}"
@@ -146,6 +171,12 @@ class _Maker:
         if value is None or not values:
             raise ColumnFault(f"column {column!r} is {'null' if column in row else 'missing'}")
         return tuple(_image(each, column) for each in values)
+
+
+def _bytes_of(row: Row) -> int:
+    """What the texts of a row take; its lists and maps are counted by their values."""
+    texts = (row.text, row.query, row.document, *row.images, *row.kept.values())
+    return sum(sys.getsizeof(each) for each in texts if isinstance(each, str | bytes))
 
 
 def _image(value: Any, column: str) -> bytes:

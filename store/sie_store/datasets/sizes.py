@@ -1,0 +1,90 @@
+"""How large the rows of a span may be in memory: values and bytes are counted before objects are made of them.
+
+A gateway has at most three spans of each of its jobs in memory. A few bytes of a file may name millions of values:
+`[{},{},…]` in JSON, or a column of Parquet that repeats one value.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from sie_contracts.errors import InvalidInput
+from sie_contracts.jobs import Span
+
+MAX_ROW_VALUES = 100_000  # of the columns of a row that a job reads: lists, maps and what they hold
+MAX_SPAN_VALUES = 1_000_000  # some 100 bytes each
+MAX_DECODED_BYTES = 128 << 20  # of the texts, images and kept columns of a span
+MAX_KEYS = 100_000  # of a row of JSON, also those of columns that are not read
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.S)
+_keys = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+class TooManyValues(ValueError):
+    """A row has more than it may."""
+
+
+class SpanSize:
+    """What a span has in memory so far."""
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+        self._values = self._bytes = 0
+
+    def add(self, values: int, size: int) -> None:
+        """Count what is about to be made. Raises InvalidInput for more than a span may have."""
+        self._values += values
+        self._bytes += size
+        for have, most, kind in (
+            (self._values, MAX_SPAN_VALUES, "values"),
+            (self._bytes, MAX_DECODED_BYTES, "bytes"),
+        ):
+            if have > most:
+                span = self._span
+                raise InvalidInput(
+                    f"{span.source}: {span.rows} rows from {span.first} on have more than {most} {kind}: submit the "
+                    "job with fewer shard_rows",
+                    reason="too_large",
+                    param="shard_rows",
+                )
+
+
+def columns_of(line: bytes) -> dict[str, msgspec.Raw]:
+    """The columns of a row of JSON, not decoded. Raises ValueError for what is no object, TooManyValues."""
+    if _count(line, b":", MAX_KEYS) > MAX_KEYS:
+        raise TooManyValues(f"the row has more than {MAX_KEYS} keys")
+    return _keys(line)
+
+
+def values_of(value: bytes | msgspec.Raw) -> int:
+    """How many values some JSON has, itself and all that is in it: at least as many as that. Above MAX_ROW_VALUES it is
+    any number above.
+    """
+    text = bytes(value)
+    return 1 if text[:1] not in (b"[", b"{") else 1 + _count(text, b",:[{", MAX_ROW_VALUES)
+
+
+def decoded(value: msgspec.Raw) -> Any:
+    """Raises ValueError, RecursionError."""
+    return msgspec.json.decode(value)
+
+
+def _count(text: bytes, marks: bytes, most: int) -> int:
+    """How often one of the bytes `marks` is in the text; where that is more than `most`, as `count_outside`."""
+    total = sum(text.count(marks[at : at + 1]) for at in range(len(marks)))
+    return total if total <= most else count_outside(text, marks, most)
+
+
+def count_outside(text: bytes, marks: bytes, most: int) -> int:
+    """How often one of the bytes `marks` is in some JSON outside of strings; any number above `most` where it is more.
+    The loop over strings is no single call, in which no other thread would run.
+    """
+    total = at = 0
+    for string in _STRING.finditer(text):
+        total += sum(text.count(marks[each : each + 1], at, string.start()) for each in range(len(marks)))
+        at = string.end()
+        if total > most:
+            return total
+    return total + sum(text.count(marks[each : each + 1], at) for each in range(len(marks)))
