@@ -86,7 +86,7 @@ def keys() -> None:
     "body_bytes",
     type=_bytes,
     metavar="SIZE",
-    help="Most bytes of a request: 64K, 16M.  [default: as for all]",
+    help="Most bytes of a request: 64K, 16M.  [default: SIE_MAX_BODY_BYTES of the gateways, 96M]",
 )
 @click.option("--max-items", "items", type=click.IntRange(1), help="Most inputs of a request.  [default: as for all]")
 @click.option(

@@ -1,6 +1,6 @@
 """Bodies of clients as plain values: maps with text keys, lists, text, numbers, booleans, null, and bytes in msgpack.
 
-    bytes ──from_json, from_msgpack──► plain value      └ Malformed: what is wrong
+    bytes ──count──► values in them ──from_json, from_msgpack──► plain value      └ Malformed: what is wrong
 
 No array, timestamp or other extension type passes: an array stays a map (see `arrays`) until the field that takes
 arrays unpacks it. So code that reads a field has to expect these types only, and any value can be compared, hashed by
@@ -14,30 +14,53 @@ from typing import Any
 
 import msgspec
 
-from sie_contracts import arrays
+from sie_contracts import arrays, body_values
+from sie_contracts.body_values import MAX_NESTING
 from sie_contracts.json_faults import fault_of
 
-MAX_NESTING = 64
+SMALL_BYTES = 4096  # of what is decoded without a count
 _CONTAINERS = frozenset({dict, list})
 _PLAIN = frozenset({dict, list, str, int, float, bool, type(None), bytes})
 _TEXT_KEYS = frozenset({str})
 
 
 class Malformed(ValueError):
-    """The bytes are no plain value. The message repeats no part of them."""
+    """The bytes are no plain value, or too many: `reason` is that of the error of a client. The message repeats no
+    part of them.
+    """
+
+    def __init__(self, message: str, reason: str = "malformed") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
-def from_json(data: bytes) -> Any:
-    """Decode JSON. Raises Malformed: not JSON, invalid UTF-8, a lone surrogate, nested deeper than MAX_NESTING."""
+def count(data: bytes, *, msgpack: bool) -> int:
+    """How many values the bytes hold, at most; 0 where they are too few to matter. Raises Malformed: too many."""
+    if len(data) <= SMALL_BYTES:
+        return 0
+    try:
+        return body_values.of_msgpack(data) if msgpack else body_values.of_json(data)
+    except body_values.Excess as error:
+        raise Malformed(str(error), error.reason) from None
+
+
+def from_json(data: bytes, *, is_counted: bool = False) -> Any:
+    """Decode JSON. Raises Malformed: not JSON, invalid UTF-8, a lone surrogate, nested deeper than MAX_NESTING, too
+    many values. `is_counted`: `count` was called before.
+    """
+    if not is_counted:
+        count(data, msgpack=False)
     value = _decoded(msgspec.json.decode, data, "JSON")
     _check(value, is_json=True)
     return value
 
 
-def from_msgpack(data: bytes) -> Any:
+def from_msgpack(data: bytes, *, is_counted: bool = False) -> Any:
     """Decode msgpack. Keys of bytes become text, and an array becomes its map. Raises Malformed as `from_json` does,
     and for other types.
     """
+    if not is_counted:
+        count(data, msgpack=True)
     value = _decoded(arrays.decode_msgpack, data, "msgpack")
     _check(value, is_json=False)
     return value

@@ -407,6 +407,7 @@ class Admission:
         self._open.pop(ticket, None)
         entered = permits.place.ended(ticket)
         if entered is not None and entered.queued_s:
+            entered.client = bytes  # asked no more, and it would keep the body of the request
             self._gone[entered.request] = permits.place, entered
             while len(self._gone) > MAX_GONE:
                 del self._gone[next(iter(self._gone))]

@@ -35,13 +35,12 @@ from sie_contracts.settings import Settings
 from sie_gateway import operations, telemetry
 from sie_gateway.attach import ClientGone
 from sie_gateway.auth import Gate
-from sie_gateway.body import MAX_BODY_BYTES
 from sie_gateway.call import Answer, Call, FailedRequest
 from sie_gateway.dead_letters import DeadLetters
 from sie_gateway.doctor import Doctor
 from sie_gateway.grant import Quotas
 from sie_gateway.inference import Inference
-from sie_gateway.intake import Intake, bounded, check_length
+from sie_gateway.intake import Intake, body_memory, bounded, check_length
 from sie_gateway.jobs.assembly import JobParts
 from sie_gateway.metrics import Metrics
 from sie_gateway.peers import Peers
@@ -249,7 +248,7 @@ class Edge:
         self._gate = gate
         self._readiness = readiness
         self._tracer = tracer
-        self._intake = Intake()
+        self._intake = Intake(body_memory(gateway.settings))
         self._probes = probes(readiness.not_ready, None, functools.partial(_healthy_workers, gateway))
         self._root = gateway.settings.root_path or ""
         self._versions = ClientVersions()
@@ -356,9 +355,8 @@ class Edge:
             raise InvalidInput(
                 "Content-Encoding: only identity is accepted", reason="malformed", param="Content-Encoding"
             )
-        body = self._intake.reader(
-            call.headers, receive, min(MAX_BODY_BYTES, call.grant.limits.body_bytes or MAX_BODY_BYTES)
-        )
+        most = self._gateway.settings.max_body_bytes
+        body = call.reader = self._intake.reader(call.headers, receive, min(most, call.grant.limits.body_bytes or most))
 
         async def send_answer(answer: Answer) -> None:
             await reply(send, answer.status, answer.body, answer.content_type, answer.headers)

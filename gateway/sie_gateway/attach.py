@@ -201,6 +201,8 @@ class Run(Generic[A]):
             self._unkeep()
         if self._outcome is not None:
             self._settle(self._outcome, error)
+        # both end in an exception, whose traceback holds this run: the body would stay until a garbage collection
+        self._watcher = self._outcome = None
         if self._is_given_up and isinstance(error, asyncio.CancelledError):
             assert self._task is not None
             self._task.uncancel()
@@ -263,7 +265,8 @@ class Run(Generic[A]):
         """Take the place of the client that left. Raises what the run raises, GatewayTimeout, and ClientGone if this
         one leaves too.
         """
-        assert self._outcome is not None
+        outcome = self._outcome
+        assert outcome is not None
         self._unkeep()
         self._present += 1
         self._table.count_joined()
@@ -272,20 +275,23 @@ class Run(Generic[A]):
             if caller.receive is None
             else self._table.tasks.start(disconnected(caller.receive), "presence of a client")
         )
-        waited: set[asyncio.Future[Any]] = {self._outcome} if leaving is None else {self._outcome, leaving}
+        waited: set[asyncio.Future[Any]] = {outcome} if leaving is None else {outcome, leaving}
         try:
             await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             if leaving is not None:
                 leaving.cancel()
-            if not self._outcome.done():
+            if not outcome.done():
                 self._leave()
         caller.follow(self.caller)
-        if self._outcome.done():
-            return self._outcome.result()
-        if leaving is not None and leaving.done():
-            raise ClientGone
-        raise GatewayTimeout("no result within what is left of the budget")
+        try:
+            if outcome.done():
+                return outcome.result()
+            if leaving is not None and leaving.done():
+                raise ClientGone
+            raise GatewayTimeout("no result within what is left of the budget")
+        finally:  # the traceback of what is raised holds this frame
+            del outcome, waited, leaving
 
 
 async def disconnected(receive: Receive) -> None:

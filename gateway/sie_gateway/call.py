@@ -18,6 +18,7 @@ from sie_runtime.http import Body, Receive
 if TYPE_CHECKING:
     from sie_gateway.body import Item
     from sie_gateway.finished import Finished
+    from sie_gateway.intake import Reader
     from sie_runtime.spans import Span
 
 ROUTE_KEY = "X-SIE-Route-Key"
@@ -61,6 +62,7 @@ class Call:
     resolved: Resolved | None = None  # the model of that name
     client: str = ""  # its address
     body: bytes = b""  # of an inference request
+    reader: Reader | None = None  # of its body, where a connection brought it
     asked: Asked | None = None  # what was understood last
     attempt: int = 0  # how often it began anew because the model's entry changed
     finished: Finished | None = None  # what ran last

@@ -1,7 +1,8 @@
-"""Bodies of requests: how large one may be, and how many bytes of them this gateway holds at once.
+"""Bodies of requests: how large one may be, and how much memory of this gateway all of them take at once.
 
-Bytes count when they have arrived, not when they are announced, so announcing many costs a gateway nothing. The first
-of each body do not count: what is small is let in also while somebody's large bodies take all the room.
+Bytes count when they have arrived, not when they are announced, so announcing many costs a gateway nothing. Values
+count before they are decoded. The first bytes of each body do not count: what is small is let in also while somebody's
+large bodies take all the room.
 """
 
 from __future__ import annotations
@@ -11,19 +12,31 @@ import io
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
+from sie_contracts.body_values import VALUE_BYTES
 from sie_contracts.errors import GatewayTimeout, PayloadTooLarge, QueueFull
+from sie_contracts.settings import Settings
 from sie_gateway.attach import ClientGone
+from sie_runtime import control_group
 from sie_runtime.http import Receive
 
 MAX_HELD_BYTES = 1 << 30
-FREE_BYTES = 256 << 10  # of each body; SIE_MAX_CONCURRENT_REQUESTS of them at most
+COPIES = 3  # of a byte of a body while its request runs: as it came, decoded, and in a message of the queue
+FREE_BYTES = COPIES * (256 << 10)  # of each body in memory; SIE_MAX_CONCURRENT_REQUESTS of them at most
 CONTROL_BYTES = 1 << 20  # of a body that is no inference
 CONTROL_S = 30.0
 
 
+def body_memory(settings: Settings) -> int:
+    """SIE_BODY_MEMORY_BYTES. By default half of what the control group leaves this process, MAX_HELD_BYTES at most."""
+    if settings.body_memory_bytes is not None:
+        return settings.body_memory_bytes
+    limit = control_group.memory_limit()
+    return MAX_HELD_BYTES if limit is None else min(MAX_HELD_BYTES, limit // 2)
+
+
 class Intake:
-    """All bodies of a gateway. One more always may be read if no other counts, so the budget is no limit
-    on one body.
+    """All bodies of a gateway, `max_bytes` of memory. One more always may be read if no other counts, so the budget is
+    no limit on one body.
     """
 
     def __init__(self, max_bytes: int = MAX_HELD_BYTES) -> None:
@@ -49,6 +62,7 @@ class Reader:
         self._intake = intake
         self._receive = receive
         self._limit = limit
+        self._size = self._values = 0
         self._counted = 0
 
     async def read(self) -> bytes:
@@ -63,15 +77,21 @@ class Reader:
             size += len(piece)
             if size > self._limit:
                 raise _too_large(f"more than {self._limit} bytes", self._limit)
-            self._count(size)
+            self._size = size
+            self._count()
             if not (size > len(piece) or message.get("more_body")):
                 return piece
             body.write(piece)
             if not message.get("more_body"):
                 return body.getvalue()
 
-    def _count(self, size: int) -> None:
-        more = max(0, size - FREE_BYTES) - self._counted
+    def count_values(self, values: int) -> None:
+        """It is about to be decoded to so many. Raises QueueFull."""
+        self._values = values
+        self._count()
+
+    def _count(self) -> None:
+        more = max(0, COPIES * self._size + VALUE_BYTES * self._values - FREE_BYTES) - self._counted
         if more <= 0:
             return
         intake = self._intake
@@ -79,7 +99,8 @@ class Reader:
         if others and intake.held_bytes + more > intake.max_bytes:
             held, most = intake.held_bytes >> 20, intake.max_bytes >> 20
             raise QueueFull(
-                f"body: this gateway holds {held} MiB of bodies, at most {most} are allowed",
+                f"body: the bodies in this gateway take {held} MiB of memory, {most} are allowed "
+                "(SIE_BODY_MEMORY_BYTES)",
                 param="body",
                 retry_after_s=2,
             )

@@ -5,6 +5,7 @@ leaves behind.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import time
 from collections.abc import AsyncIterator
@@ -26,6 +27,7 @@ from sie_contracts.messages import Cancel, Input, RunOptions, WorkItem
 from sie_gateway import attach, reply
 from sie_gateway.app import Edge
 from sie_gateway.attach import Attachments, ClientGone
+from sie_gateway.call import Call
 from sie_gateway.inference import Inference
 from sie_gateway.metrics import Metrics
 from sie_gateway.queue import WorkQueue
@@ -543,3 +545,63 @@ async def test_what_lay_in_a_lost_stream_is_not_taken_from_the_one_that_took_its
     assert server.streams[STREAM].state().messages == 0
     for queue in queues:
         await queue.close()
+
+
+# what is left of a request
+
+
+def calls() -> list[Call]:
+    return [found for found in gc.get_objects() if type(found) is Call]
+
+
+async def ended_answered(cluster: InProcess, gateway: GatewayProcess, adapter: FakeAdapter) -> None:
+    client = await Connection.ask(gateway, "hello")
+    await adapter.until(lambda each: each.running, "a batch")
+    await asyncio.sleep(0.05)  # beyond the time at which its client is watched
+    adapter.let_go()
+    assert (await client.answer())[0] == 200
+
+
+async def ended_refused(cluster: InProcess, gateway: GatewayProcess, adapter: FakeAdapter) -> None:
+    for body in ({"items": [5]}, {"items": ["a"], "params": {"truncate": 5}}, {"items": ["a"] * 3000}):
+        assert (await (await Connection.ask(gateway, body=body)).answer())[0] == 400
+
+
+async def ended_late(cluster: InProcess, gateway: GatewayProcess, adapter: FakeAdapter) -> None:
+    """Its budget ends while the device computes, and its result comes after that."""
+    client = await Connection.ask(gateway, "hello", X_SIE_Timeout_Ms="300")
+    assert (await client.answer())[0] == 504
+
+
+async def ended_left(cluster: InProcess, gateway: GatewayProcess, adapter: FakeAdapter) -> None:
+    client = await Connection.ask(gateway, "hello")
+    await adapter.until(lambda each: each.running, "a batch")
+    await client.leave()
+    inference = inference_of(gateway, window_s=0.05)
+    await until(lambda: not inference.in_progress, "the run is given up")
+
+
+async def ended_joined(cluster: InProcess, gateway: GatewayProcess, adapter: FakeAdapter) -> None:
+    """One that left, and another that takes its place and gets its error."""
+    inference = inference_of(gateway, window_s=60.0)
+    client = await Connection.ask(gateway, "hello", X_SIE_Timeout_Ms="2500")
+    await adapter.until(lambda each: each.running, "a batch")
+    await client.leave()
+    await until(lambda: len(inference.away) == 1, "the gateway has noticed")
+    assert (await (await Connection.ask(gateway, "hello", X_SIE_Timeout_Ms="2500")).answer())[0] == 504
+    assert inference.away.joined == 1
+
+
+@pytest.mark.parametrize("end", [ended_answered, ended_refused, ended_late, ended_left, ended_joined])
+async def test_nothing_keeps_a_request_that_has_ended(cluster: InProcess, end: Any) -> None:
+    """Its body goes with its last reference: garbage is collected so rarely that a gateway would hold gigabytes."""
+    gateway, adapter = await held(cluster)
+    inference_of(gateway)
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(calls())
+        await end(cluster, gateway, adapter)
+        await until(lambda: len(calls()) == before, "no call is left")
+    finally:
+        gc.enable()

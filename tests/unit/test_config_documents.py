@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
 
-from sie_config.documents import MAX_DEPTH, MAX_DIFFERENCES, Document, checked, difference, merged, read
+from sie_config.documents import MAX_DEPTH, MAX_DIFFERENCES, MAX_EVENTS, Document, checked, difference, merged, read
 from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import ValidationFailed
 
@@ -160,3 +161,32 @@ def test_a_fault_outside_of_the_document_has_the_line_of_what_is_nearest() -> No
     document = read(b"run:\n  normalize: true\n", "")
     assert [document.line(loc) for loc in ("$.run.normalize", "$.run.pooling", "$.outputs")] == [2, 2, 1]
     assert Document({}).line("$.run") is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "value", "after"),
+    [
+        ("application/json", b'{"x":[', b"{},", b"1]}"),
+        ("application/json", b'{"x":[', b"[],", b"1]}"),
+        ("application/x-yaml", b"x: [", b"[],", b"1]"),
+        ("application/x-yaml", b"x: [", b"1,", b"1]"),
+        ("application/x-yaml", b"x: [", b"{a: 1},", b"1]"),
+    ],
+)
+def test_a_document_of_many_values_is_refused_before_they_are_made(
+    kind: str, before: bytes, value: bytes, after: bytes
+) -> None:
+    """As large as a body of the config service may be."""
+    body = before + value * ((1 << 20) // len(value)) + after
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValidationFailed, match="holds more than"):
+            read(body, kind)
+        assert tracemalloc.get_traced_memory()[1] < 3 * len(body)
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_document_of_as_many_values_as_are_allowed_is_read() -> None:
+    numbers = b"1," * (MAX_EVENTS - 20)
+    assert len(read(b"x: [" + numbers + b"1]", "application/x-yaml").value["x"]) == MAX_EVENTS - 19

@@ -7,10 +7,13 @@ from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import pytest
+from inprocess import settings_of
 
+from sie_contracts.body_values import VALUE_BYTES
 from sie_contracts.errors import GatewayTimeout, PayloadTooLarge, QueueFull
+from sie_gateway import intake as bodies_in_memory
 from sie_gateway.attach import ClientGone
-from sie_gateway.intake import FREE_BYTES, Intake, bounded, check_length
+from sie_gateway.intake import COPIES, FREE_BYTES, MAX_HELD_BYTES, Intake, body_memory, bounded, check_length
 from sie_runtime.http import Receive
 
 MIB = 1 << 20
@@ -35,7 +38,7 @@ async def test_a_body_arrives_whole_and_is_held_until_it_is_closed() -> None:
     intake = Intake(10 * MIB)
     reader = intake.reader({}, sending(b"a" * MIB, b"b" * MIB), 5 * MIB)
     assert await reader.read() == b"a" * MIB + b"b" * MIB
-    assert intake.held_bytes == 2 * MIB - FREE_BYTES
+    assert intake.held_bytes == COPIES * 2 * MIB - FREE_BYTES
     reader.close()
     reader.close()
     assert intake.held_bytes == 0
@@ -63,21 +66,22 @@ async def test_large_bodies_share_a_budget_and_small_ones_always_pass() -> None:
     small ones pass;
     4. one of the three goes away, and there is room.
     """
-    intake, ever = Intake(12 * MIB), asyncio.Event()
+    intake, ever = Intake(COPIES * 12 * MIB), asyncio.Event()
     stuck = [
         intake.reader({}, sending(b"x" * MIB, b"x" * MIB, b"x" * MIB, b"x" * MIB, then=ever.wait), 100 * MIB)
         for _ in range(3)
     ]
     reading = [asyncio.create_task(reader.read()) for reader in stuck]
     await asyncio.sleep(0)
-    assert intake.held_bytes == 3 * (4 * MIB - FREE_BYTES)
+    assert intake.held_bytes == 3 * (COPIES * 4 * MIB - FREE_BYTES)
     late = intake.reader({}, sending(b"x" * MIB, b"x" * MIB), 100 * MIB)
     with pytest.raises(QueueFull) as caught:
         await late.read()
     assert (caught.value.retryable, caught.value.param) == (True, "body")
     late.close()
     for _ in range(600):
-        assert len(await intake.reader({}, sending(b"x" * FREE_BYTES), MIB).read()) == FREE_BYTES
+        small = b"x" * (FREE_BYTES // COPIES)
+        assert await intake.reader({}, sending(small), MIB).read() == small
     stuck[0].close()
     again = intake.reader({}, sending(b"x" * MIB, b"x" * MIB), 100 * MIB)
     assert len(await again.read()) == 2 * MIB
@@ -91,6 +95,42 @@ async def test_large_bodies_share_a_budget_and_small_ones_always_pass() -> None:
 
 async def test_one_body_is_never_refused_for_the_room_it_takes_itself() -> None:
     assert len(await Intake(MIB).reader({}, sending(b"x" * MIB, b"x" * MIB, b"x" * MIB), 10 * MIB).read()) == 3 * MIB
+
+
+async def test_values_count_before_they_are_decoded() -> None:
+    """A body of a few bytes that becomes many objects takes the room of these, and there is none for a second one."""
+    intake = Intake(20 * MIB)
+    body = b"[" * 1000
+    first, second = (intake.reader({}, sending(body), MIB) for _ in range(2))
+    for reader in (first, second):
+        assert await reader.read() == body
+    assert intake.held_bytes == 0
+    values = 15 * MIB // VALUE_BYTES
+    first.count_values(values)
+    assert intake.held_bytes == COPIES * len(body) + VALUE_BYTES * values - FREE_BYTES
+    with pytest.raises(QueueFull, match="SIE_BODY_MEMORY_BYTES"):
+        second.count_values(values)
+    first.close()
+    second.count_values(values)
+    second.close()
+    assert intake.held_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("environ", "limit", "expected"),
+    [
+        ({}, None, MAX_HELD_BYTES),
+        ({}, 2 << 30, 1 << 30),
+        ({}, 512 * MIB, 256 * MIB),
+        ({}, 64 << 30, MAX_HELD_BYTES),
+        ({"SIE_BODY_MEMORY_BYTES": str(4 << 30)}, 512 * MIB, 4 << 30),
+    ],
+)
+def test_the_memory_of_bodies_fits_that_of_the_container(
+    environ: dict[str, str], limit: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies_in_memory.control_group, "memory_limit", lambda: limit)
+    assert body_memory(settings_of(**environ)) == expected
 
 
 async def test_routes_that_read_bodies_themselves_have_bounds_too() -> None:

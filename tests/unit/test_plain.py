@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import datetime
+import itertools
+import tracemalloc
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from body_bombs import BOMBS, MIB, Bomb
+from hypothesis import given
+from hypothesis import strategies as st
 
-from sie_contracts import arrays, plain
+from sie_contracts import arrays, body_values, plain
+from sie_contracts.body_values import MAX_CONTAINERS, MAX_VALUES
 from sie_contracts.plain import MAX_NESTING, Malformed, from_json, from_msgpack
 
 MATRIX = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -107,3 +113,112 @@ def test_a_message_repeats_nothing_of_what_was_sent() -> None:
         with pytest.raises(Malformed) as caught:
             plain.from_json(data)
         assert "secret" not in str(caught.value)
+
+
+# how many values there are
+
+
+@pytest.mark.parametrize("bomb", BOMBS, ids=lambda bomb: bomb.name)
+def test_a_body_of_many_values_is_refused_before_they_are_made(bomb: Bomb) -> None:
+    """At most twice its own size is taken on the way, where the objects would take up to 70 times as much."""
+    body = bomb.body(20 * MIB)
+    tracemalloc.start()
+    try:
+        with pytest.raises(Malformed) as caught:
+            (from_msgpack if bomb.is_msgpack else from_json)(body)
+        assert tracemalloc.get_traced_memory()[1] < 2 * len(body)
+    finally:
+        tracemalloc.stop()
+    assert caught.value.reason == ("malformed" if bomb.name == "msgpack depth" else "too_many_values")
+
+
+@pytest.mark.parametrize("make", [from_json, from_msgpack], ids=["json", "msgpack"])
+def test_as_many_values_as_are_allowed_are_decoded(make: Any) -> None:
+    encode = msgspec.json.encode if make is from_json else msgspec.msgpack.encode
+    numbers = {"x": [[0.5] * 128] * 7000}
+    assert make(encode(numbers)) == numbers
+    for one, most in (([], MAX_CONTAINERS), ({}, MAX_CONTAINERS), (1.5, MAX_VALUES), ("ab", MAX_VALUES)):
+        assert len(make(encode([one] * (most - 2) if one in ("ab", 1.5) else [one] * (most // 2)))) >= most // 2 - 2
+        with pytest.raises(Malformed, match=f"holds more than {most:,}"):
+            make(encode([one] * (most + 2)))
+
+
+def test_marks_in_a_text_are_no_values() -> None:
+    """A table, a program or JSON as a text has many of them."""
+    text = '{"a": [1, 2, "\\"], }' * 100_000
+    for value in ({"text": text}, {"texts": [text[:200]] * 5000}, {"text": "\\" * 1_000_001 + text}):
+        assert from_json(msgspec.json.encode(value)) == value
+        assert from_msgpack(msgspec.msgpack.encode(value)) == value
+
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(1 << 63), (1 << 64) - 1),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text('a{[,:"\\é\n', max_size=40),
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=20), st.dictionaries(st.text('a{[,:"\\', max_size=40), inner, max_size=18)
+    ),
+    max_leaves=60,
+)
+
+
+def marks_of(value: Any) -> int:
+    """The commas, colons and openings of its JSON."""
+    if not isinstance(value, dict | list):
+        return 0
+    is_map = isinstance(value, dict)
+    within = sum(map(marks_of, value.values() if isinstance(value, dict) else value))
+    return 1 + max(0, len(value) - 1) + is_map * len(value) + within
+
+
+def values_of(value: Any) -> int:
+    """A list or map counts as one more than its values and keys."""
+    if not isinstance(value, dict | list):
+        return 0
+    if isinstance(value, list):
+        return 1 + len(value) + sum(map(values_of, value))
+    return 1 + 2 * len(value) + sum(map(values_of, value.values()))
+
+
+@given(VALUES, st.integers(1, 9))
+def test_values_are_counted_without_decoding(value: Any, piece_bytes: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(body_values, "_PIECE_BYTES", piece_bytes)
+        assert len(body_values._marks(msgspec.json.encode(value))) == marks_of(value)
+    assert body_values.of_json(msgspec.json.encode(value)) >= marks_of(value)
+    assert body_values.of_msgpack(msgspec.msgpack.encode(value)) == values_of(value)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        b"x" * 300,
+        b"x" * 70_000,
+        bytes(100),
+        datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC),
+        *(msgspec.msgpack.Ext(5, bytes(size)) for size in (1, 2, 3, 4, 8, 16, 17, 300, 70_000)),
+        "x" * 40,
+        "x" * 300,
+        "x" * 70_000,
+        [1.5] * 9,
+        [1.5] * 30_000,
+        [-1] * 20,
+        [300] * 20,
+        [*range(-40, 300)],
+    ],
+)
+def test_values_of_each_size_are_counted_in_msgpack(odd: Any) -> None:
+    for place in (odd, [odd], [odd] * 20, {"a": odd, "b": 1}, [[odd, 1, "x"]] * 20):
+        assert body_values.of_msgpack(msgspec.msgpack.encode(place)) == values_of(place)
+
+
+def test_whatever_the_bytes_are_they_are_counted_or_refused() -> None:
+    """Cut off, or with another first byte."""
+    whole = msgspec.msgpack.encode({"a": [1, "x" * 300, [2.5] * 20, {"b": b"x" * 70_000}], "c": None})
+    for data in itertools.chain((whole[:end] for end in range(700)), (bytes([first]) + whole for first in range(256))):
+        body_values.of_msgpack(data)

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import pytest
 from fake_adapter import ids_of, toy_entry, vector_of
 from inprocess import GatewayProcess, InProcess, settings_of, until
@@ -70,6 +71,43 @@ async def test_a_request_may_have_this_many_items_and_not_one_more(
     answer = await gateway.encode(*["x"] * limit)
     assert answer.status_code == 200
     assert len(answer.json()["items"]) == limit
+
+
+async def test_a_body_may_have_this_many_bytes_and_a_key_fewer(cluster: InProcess) -> None:
+    """SIE_MAX_BODY_BYTES."""
+    most = 1 << 20
+    gateway = await cluster.gateway(SIE_MAX_BODY_BYTES=str(most))
+    await cluster.sidecar()
+    body = b'{"items": ["a"]' + b" " * (most - 16) + b"}"
+    for content, status in ((body, 200), (body + b" ", 413)):
+        answer = await gateway.client.post("/v1/encode/toy/one", content=content)
+        assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["limit"] == most
+
+
+async def test_bodies_that_take_more_memory_than_allowed_are_told_to_come_again(cluster: InProcess) -> None:
+    """SIE_BODY_MEMORY_BYTES: 1. a body of 2 MiB waits for a device; 2. one that becomes many values is refused before
+    they are made, and so is a large one; 3. a small one is let in; 4. when the first has its answer, the next is too.
+    """
+    gateway = await cluster.gateway(SIE_BODY_MEMORY_BYTES=str(10 << 20))
+    adapter = await cluster.adapter()
+    adapter.hold_batches = True
+    await cluster.sidecar(adapter)
+
+    def post(content: bytes) -> asyncio.Task[httpx.Response]:
+        return asyncio.create_task(gateway.client.post("/v1/encode/toy/one", content=content))
+
+    large = b'{"items": ["a"]' + b" " * (2 << 20) + b"}"
+    first = post(large)
+    await adapter.until(lambda each: each.running, "a batch")
+    for content in (large, b'{"items": ["a"], "x": [' + b"0," * 120_000 + b"0]}"):
+        refused = await post(content)
+        assert (refused.status_code, refused.json()["code"]) == (503, "QUEUE_FULL")
+        assert "SIE_BODY_MEMORY_BYTES" in refused.json()["error"]["message"]
+        assert int(refused.headers["retry-after"]) >= 1
+    small = post(b'{"items": ["b"]}')
+    adapter.let_go()
+    assert [(await each).status_code for each in (first, small, post(large))] == [200] * 3
 
 
 async def test_each_gateway_refuses_what_is_beyond_its_concurrent_requests(cluster: InProcess) -> None:

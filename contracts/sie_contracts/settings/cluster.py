@@ -177,6 +177,20 @@ class ClusterSettings:
         number(0, 600, open_low=True),
         "Budget of a request, seconds. A smaller X-SIE-Timeout-Ms takes precedence.",
     )
+    max_body_bytes: int = row(
+        96 << 20,
+        "SIE_MAX_BODY_BYTES",
+        "gateway",
+        whole(1 << 20, 256 << 20),
+        "Maximum size of the body of an inference request, bytes. The default has room for a document of 64 MiB as base64. A smaller limit of an API key takes precedence.",
+    )
+    body_memory_bytes: int | None = row(
+        None,
+        "SIE_BODY_MEMORY_BYTES",
+        "gateway",
+        whole(1 << 20),
+        "Memory that the bodies of all inference requests of a gateway may take, bytes: three times their size, and 80 for each value in them. Beyond it large bodies are refused with 503. Default: half of the memory limit of its container, 1 GiB at most.",
+    )
     load_hold_s: float = row(
         20.0,
         "SIE_LOAD_HOLD_S",

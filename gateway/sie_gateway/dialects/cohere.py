@@ -15,8 +15,7 @@ from uuid import uuid4
 import orjson
 
 from sie_contracts.errors import InvalidInput
-from sie_gateway import body as bodies
-from sie_gateway import reply
+from sie_gateway import decoding, reply
 from sie_gateway.body import Item
 from sie_gateway.call import Answer, Asked, Call
 from sie_gateway.dialects import embedding_types, fields, multimodal
@@ -33,7 +32,7 @@ INPUT_TYPES = ("search_query", "search_document", "classification", "clustering"
 
 async def embed(version: int, inference: Inference, call: Call, raw: bytes) -> Answer:
     """`POST /v{version}/embed`."""
-    body = bodies.decode(raw, msgpack=False)
+    body = await decoding.decode(call, raw)
     resolved = able(inference, call, "embed", body.get("model"))
     kind = fields.choice(body, "input_type", INPUT_TYPES, "search_document" if version == 1 else "")
     if not kind:

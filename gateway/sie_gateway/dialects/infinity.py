@@ -12,7 +12,7 @@ from uuid import uuid4
 
 import orjson
 
-from sie_gateway import body as bodies
+from sie_gateway import decoding
 from sie_gateway.call import Answer, Asked, Call
 from sie_gateway.dialects import fields, tei
 from sie_gateway.dialects.selection import able
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 async def classify(inference: Inference, call: Call, raw: bytes) -> Answer:
     """`POST /classify`: all classes of each text, best first."""
-    body = bodies.decode(raw, msgpack=False)
+    body = await decoding.decode(call, raw)
     resolved = able(inference, call, "predict", body.get("model"))
     given = body.get("input")
     items = fields.items([given] if isinstance(given, str) else given, "input", inference.max_items(call))

@@ -12,7 +12,7 @@ import msgspec
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.messages import Operation, RunOptions
-from sie_gateway import arrow, reply
+from sie_gateway import arrow, decoding, reply
 from sie_gateway import body as bodies
 from sie_gateway.call import Answer, Asked, Call
 from sie_gateway.finished import Finished
@@ -25,8 +25,8 @@ async def infer(operation: Operation, inference: Inference, call: Call, raw: byt
     """`POST /v1/{operation}/{model}`."""
     assert call.resolved is not None
     is_msgpack = "msgpack" in call.headers.get("content-type", "").lower()
-    body = bodies.decode(raw, msgpack=is_msgpack)
-    items = bodies.items(body, limit=inference.max_items(call))
+    body = await decoding.decode(call, raw, msgpack=is_msgpack)
+    items = await decoding.beside(raw, lambda: bodies.items(body, limit=inference.max_items(call)))
     query = bodies.query(body) if operation == "score" else None
     format_ = reply.wanted(call.headers.get("accept", ""), body_is_msgpack=is_msgpack, raw=operation == "encode")
     understood = inference.understand(call, Asked(operation, call.resolved, items, body, query))

@@ -22,7 +22,7 @@ from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import InvalidInput
 from sie_contracts.messages import RunOptions
 from sie_gateway import body as bodies
-from sie_gateway import reply
+from sie_gateway import decoding, reply
 from sie_gateway.body import Item
 from sie_gateway.call import Answer, Asked, Call
 from sie_gateway.dialects import embedding_types, fields, multimodal, native, vocabulary, voyage
@@ -40,7 +40,7 @@ _ENCODINGS = ("model", *vocabulary.NAMES)
 
 async def embeddings(inference: Inference, call: Call, raw: bytes) -> Answer:
     """`POST /v1/embeddings`: the vectors that encode gives, in the order of the inputs."""
-    body = bodies.decode(raw, msgpack=False)
+    body = await decoding.decode(call, raw)
     cut = voyage.truncation(call, body)
     resolved = able(inference, call, "embed", body.get("model"))
     kind, is_base64 = _type(body)

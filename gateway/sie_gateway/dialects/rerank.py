@@ -13,6 +13,7 @@ import orjson
 
 from sie_contracts.errors import InvalidInput
 from sie_gateway import body as bodies
+from sie_gateway import decoding
 from sie_gateway.body import Item
 from sie_gateway.call import Answer, Asked, Call
 from sie_gateway.dialects import fields, multimodal, tei, voyage
@@ -30,7 +31,7 @@ DOCUMENTS_PER_UNIT = 100  # of what is billed
 
 async def either(inference: Inference, call: Call, raw: bytes) -> Answer:
     """`POST /rerank`: with `texts` it is TEI's, errors included."""
-    body = bodies.decode(raw, msgpack=False)
+    body = await decoding.decode(call, raw)
     if body.get("texts") is not None:
         call.shape = tei.shape
         return await tei.rerank(inference, call, raw)
@@ -39,7 +40,7 @@ async def either(inference: Inference, call: Call, raw: bytes) -> Answer:
 
 async def rerank(version: int, inference: Inference, call: Call, raw: bytes) -> Answer:
     """`POST /v{version}/rerank`: documents by their relevance to a query, best first."""
-    return await _rerank(inference, call, bodies.decode(raw, msgpack=False), version=version)
+    return await _rerank(inference, call, await decoding.decode(call, raw), version=version)
 
 
 v1 = functools.partial(rerank, 1)

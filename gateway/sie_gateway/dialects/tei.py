@@ -19,7 +19,7 @@ from sie_contracts.catalogue import Resolved
 from sie_contracts.entries import ModelEntry, classifies, widths
 from sie_contracts.errors import InvalidInput, SIEError, envelope, tei_type
 from sie_gateway import body as bodies
-from sie_gateway import reply
+from sie_gateway import decoding, reply
 from sie_gateway.body import Item
 from sie_gateway.call import Answer, Asked, Call
 from sie_gateway.dialects import fields
@@ -49,10 +49,6 @@ def shape(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None)
 
 
 # what comes in
-
-
-def _body(raw: bytes) -> Mapping[str, Any]:
-    return bodies.decode(raw, msgpack=False)
 
 
 def _is_ids(value: Any) -> bool:
@@ -143,7 +139,7 @@ async def _encode(
 
 async def _embedded(inference: Inference, call: Call, raw: bytes, capability: Capability) -> Finished:
     """The outputs of `inputs`."""
-    body = _body(raw)
+    body = await decoding.decode(call, raw)
     resolved = able(inference, call, capability, body.get("model"))
     items = _inputs(body.get("inputs"), inference.max_items(call))
     return await _encode(inference, call, resolved, capability, items, body)
@@ -176,7 +172,7 @@ def _sparse(row: tuple[Array, Array]) -> list[dict[str, Any]]:
 
 async def similarity(inference: Inference, call: Call, raw: bytes) -> Answer:
     """Cosine of one sentence with each of others."""
-    body = _body(raw)
+    body = await decoding.decode(call, raw)
     resolved = able(inference, call, "embed", body.get("model"))
     given = body.get("inputs")
     if not isinstance(given, dict):
@@ -196,7 +192,7 @@ async def similarity(inference: Inference, call: Call, raw: bytes) -> Answer:
 
 async def rerank(inference: Inference, call: Call, raw: bytes) -> Answer:
     """Texts by their relevance to a query, best first."""
-    body = _body(raw)
+    body = await decoding.decode(call, raw)
     resolved = able(inference, call, "rerank", body.get("model"))
     query, texts = body.get("query"), body.get("texts")
     if not isinstance(query, str):
@@ -221,7 +217,7 @@ async def rerank(inference: Inference, call: Call, raw: bytes) -> Answer:
 
 async def predict(inference: Inference, call: Call, raw: bytes) -> Answer:
     """Classes of texts or pairs of texts: a list for one input, a list of lists for a batch."""
-    body = _body(raw)
+    body = await decoding.decode(call, raw)
     resolved = able(inference, call, "predict", body.get("model"))
     given = body.get("inputs")
     is_single = isinstance(given, str) or (
@@ -256,7 +252,7 @@ def classes(finished: Finished, name: str) -> list[list[dict[str, Any]]]:
 
 async def tokenize(inference: Inference, call: Call, raw: bytes) -> Answer:
     """The tokens of texts: ids, texts, and where they begin and end in the bytes of the text."""
-    body = _body(raw)
+    body = await decoding.decode(call, raw)
     given = body.get("inputs")
     items = _texts([given] if isinstance(given, str) else given, inference.max_items(call), "inputs")
     resolved = model_for(inference, call, "embed", body.get("model"))
@@ -286,7 +282,7 @@ def _template(body: Mapping[str, Any], entry: ModelEntry) -> tuple[str, str]:
 
 async def decode(inference: Inference, call: Call, raw: bytes) -> Answer:
     """The texts of token ids."""
-    body = _body(raw)
+    body = await decoding.decode(call, raw)
     given = body.get("ids")
     batch = [given] if _is_ids(given) else given
     lists = _counted(batch, inference.max_items(call), "ids")
@@ -299,7 +295,7 @@ async def decode(inference: Inference, call: Call, raw: bytes) -> Answer:
 
 async def main_task(inference: Inference, call: Call, raw: bytes) -> Answer:
     """`POST /`: what the model is for. A source sentence asks for similarities."""
-    body = _body(raw)
+    body = await decoding.decode(call, raw)
     given = body.get("inputs")
     if isinstance(given, dict) and "source_sentence" in given:
         return await similarity(inference, call, raw)

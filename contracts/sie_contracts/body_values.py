@@ -1,0 +1,145 @@
+"""The values of a body, counted in its bytes before any object is made of them: a byte may become an object of 70.
+
+    JSON ──marks outside of strings──► count ◄──headers of lists and maps── msgpack     └ Excess
+
+What is malformed or cut off is counted up to there; the decoder says what is wrong with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+MAX_VALUES = 1_000_000  # decoded in less than 0.1 s
+MAX_CONTAINERS = 250_000  # lists, maps and keys of maps
+MAX_NESTING = 64
+VALUE_BYTES = 80  # of a value in memory, on average, at most
+
+_PIECE_BYTES = 256 << 10  # that are looked at before another thread has a turn
+_NO_MARK = bytes(set(range(256)) - set(b"{[,:"))
+
+
+class Excess(ValueError):
+    """More than is decoded. The message names the limit, `reason` refines the error of a client."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def of_json(data: bytes) -> int:
+    """The number of values and keys, and not much more. Raises Excess."""
+    try:
+        return _checked(data.translate(None, _NO_MARK))  # also those in strings, which most bodies have few of
+    except Excess:
+        return _checked(_marks(data))
+
+
+def _checked(marks: bytes) -> int:
+    _check(len(marks), len(marks) - marks.count(b","))
+    return len(marks)
+
+
+def _check(values: int, containers: int) -> None:
+    if values > MAX_VALUES:
+        message = f"holds more than {MAX_VALUES:,} values: send fewer at a time, and vectors as arrays in msgpack"
+        raise Excess(message, "too_many_values")
+    if containers > MAX_CONTAINERS:
+        message = f"holds more than {MAX_CONTAINERS:,} lists, maps and keys: send fewer at a time"
+        raise Excess(message, "too_many_values")
+
+
+def _marks(data: bytes) -> bytes:
+    """The marks outside of strings, no more of them than show that there are too many."""
+    found, in_string = bytearray(), False
+    for piece in _pieces(data):
+        # each quote that is left begins or ends a string
+        parts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        found += b"".join(parts[in_string::2]).translate(None, _NO_MARK)
+        in_string ^= len(parts) % 2 == 0
+        if len(found) > MAX_VALUES:
+            break
+    return bytes(found)
+
+
+def _pieces(data: bytes) -> Iterator[bytes]:
+    """The data in pieces, no escape in two of them."""
+    begin = 0
+    while begin < len(data):
+        piece = data[begin : begin + _PIECE_BYTES]
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:
+            piece = data[begin : begin + len(piece) + 1]
+        yield piece
+        begin += len(piece)
+
+
+# of msgpack, by the first byte of a value: its size, or the bytes of the length that follows, 0 for any other
+_SIZES = [1] * 128 + [0] * 32 + [1 + length for length in range(32)] + [1, 0, 1, 1] + [0] * 60
+_SIZES[0xCA:0xD4] = 5, 9, 2, 3, 5, 9, 2, 3, 5, 9
+_SIZES[0xD4:0xD9] = 3, 4, 6, 10, 18
+_SIZES[0xE0:] = [1] * 32
+_LENGTHS = {
+    **dict(zip((0xC4, 0xC5, 0xC6), (1, 2, 4), strict=True)),
+    **dict(zip((0xC7, 0xC8, 0xC9), (1, 2, 4), strict=True)),
+    **dict(zip((0xD9, 0xDA, 0xDB), (1, 2, 4), strict=True)),
+}
+_EXTENSIONS = frozenset({0xC7, 0xC8, 0xC9})
+_ONE_BYTE = bytes(byte for byte, size in enumerate(_SIZES) if size == 1)
+_ALIKE = 8  # values of a list from which on it is worth a look whether all have one size
+
+
+def of_msgpack(data: bytes) -> int:
+    """The number of values and keys. Raises Excess, also for what is nested deeper than MAX_NESTING."""
+    values = containers = at = 0
+    left, outer = 1, list[int]()  # values that come in the innermost container, and in those around it
+    end = len(data)
+    while True:
+        while not left:
+            if not outer:
+                return values
+            left = outer.pop()
+        if at >= end:
+            return values
+        left -= 1
+        first = data[at]
+        if size := _SIZES[first]:
+            at += size
+        elif width := _LENGTHS.get(first):
+            at += 1 + width + int.from_bytes(data[at + 1 : at + 1 + width], "big") + (first in _EXTENSIONS)
+        else:
+            count, begin = _children(data, first, at)
+            if count > end - begin:  # also of a byte that begins no value
+                return values
+            values += count + 1
+            containers += 1 + (count >> 1 if _is_map(first) else 0)
+            _check(values, containers)
+            outer.append(left)
+            if len(outer) > MAX_NESTING + 1:
+                raise Excess(f"nested deeper than {MAX_NESTING}", "malformed")
+            at = _behind_alike(data, begin, count) if count >= _ALIKE else begin
+            left = count if at == begin else 0
+
+
+def _is_map(first: int) -> bool:
+    return first < 0x90 or first >= 0xDE
+
+
+def _children(data: bytes, first: int, at: int) -> tuple[int, int]:
+    """How many values, keys included, are in the list or map whose header is at `at`, and where they begin."""
+    if first < 0xA0:
+        return (first & 15) << _is_map(first), at + 1
+    width = {0xDC: 2, 0xDE: 2, 0xDD: 4, 0xDF: 4}.get(first)
+    if width is None:
+        return len(data), at + 1
+    begin = at + 1 + width
+    return int.from_bytes(data[at + 1 : begin], "big") << _is_map(first), begin
+
+
+def _behind_alike(data: bytes, begin: int, count: int) -> int:
+    """Where `count` values end, if all have the first byte of the first, or one byte; else `begin`."""
+    size = _SIZES[data[begin]]
+    if not size or begin + count * size > len(data):
+        return begin
+    if size == 1:
+        return begin if data[begin : begin + count].translate(None, _ONE_BYTE) else begin + count
+    firsts = data[begin : begin + count * size : size]
+    return begin + count * size if firsts == firsts[:1] * count else begin
