@@ -220,6 +220,11 @@ class KeyValue(Protocol):
     async def epoch(self) -> str:
         """`created:last revision`. Equal epochs mean equal contents, also if the bucket was lost and created again."""
 
+    async def reaches(self, revision: int) -> bool:
+        """Whether the leader still has a write at `revision` or after it. The last writes of a bucket may be gone: they
+        expired, or a file of the broker was damaged.
+        """
+
     async def watch(self, handler: Callable[[Entry], Awaitable[None]], after: int = 0) -> Subscription:
         """Call `handler` for each write after revision `after`, once, in order, across reconnects.
 

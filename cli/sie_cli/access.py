@@ -39,14 +39,14 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def write_private(path: Path, text: str) -> None:
+def write_private(path: Path, content: bytes) -> None:
     """Write a file that its owner alone may read, as a whole: nobody ever sees half of it, or follows a link to another
     file.
     """
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)  # mode 0600
     try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
@@ -58,7 +58,7 @@ def write_private(path: Path, text: str) -> None:
 def published(data_dir: Path, access: Access) -> Iterator[None]:
     """Keep the file of this start for as long as the context lasts."""
     path = data_dir / FILE
-    write_private(path, msgspec.json.format(msgspec.json.encode(access)).decode())
+    write_private(path, msgspec.json.format(msgspec.json.encode(access)))
     try:
         yield
     finally:

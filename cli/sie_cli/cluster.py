@@ -217,9 +217,9 @@ def _credentials(name: str, written: Access) -> dict[str, object]:
     return {"auth_token": token} if name == GATEWAY_URL else {"admin_token": token, "config_read_token": token}
 
 
-def cluster_options(address: str, *settings: str, looks_around: bool = True) -> Callable[[F], F]:
+def cluster_options(address: str, *settings: str, looks_around: bool = True, required: bool = True) -> Callable[[F], F]:
     """Give a command the Cluster as its first argument, by options: --url, which means the setting `address`,
-    --data-dir, and one for each of these settings.
+    --data-dir, and one for each of these settings. Not `required`: nothing needs to run with that data directory.
     """
     names = (address, *settings)
 
@@ -229,7 +229,7 @@ def cluster_options(address: str, *settings: str, looks_around: bool = True) -> 
             values = {BY_NAME[name].field: given.pop(BY_NAME[name].field) for name in names}
             found = loaded(values)
             try:
-                cluster = Cluster.of(found, data_dir, looks_around=looks_around)
+                cluster = Cluster.of(found, data_dir, looks_around=looks_around, required=required)
             except SettingError as error:
                 refuse(error)
             return command(cluster, *args, **given)

@@ -52,9 +52,11 @@ class EmbeddedBroker:
         file = data_dir / "nats.conf"
         write_private(
             file,
-            f'server_name: "sie"\nlisten: "127.0.0.1:{port}"\nhttp: "127.0.0.1:{monitor}"\nhttp_base_path: '
-            f'"{path}"\nmax_payload: {MAX_PAYLOAD_BYTES}\njetstream {{ store_dir: "{store}", max_file_store: '
-            f'{store_bytes}, sync_interval: "{SYNC_INTERVAL}" }}\n{users()}',
+            (
+                f'server_name: "sie"\nlisten: "127.0.0.1:{port}"\nhttp: "127.0.0.1:{monitor}"\nhttp_base_path: '
+                f'"{path}"\nmax_payload: {MAX_PAYLOAD_BYTES}\njetstream {{ store_dir: "{store}", max_file_store: '
+                f'{store_bytes}, sync_interval: "{SYNC_INTERVAL}" }}\n{users()}'
+            ).encode(),
         )
         passwords = {user: secrets.token_urlsafe(32) for user in USERS}
         return EmbeddedBroker(

@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 import click
 import msgspec
 
-from sie_broker import Broker, Entry, Write, WrongRevision
+from sie_broker import Broker, WrongRevision
 from sie_cli import display
 from sie_cli.cluster import BROKER_URL, Cluster, cluster_options
 from sie_cli.moments import future, moment
 from sie_cli.options import AnyPosition
 from sie_cli.refusal import Refused
 from sie_runtime import keys as records
-from sie_runtime.keys import Key, Limits
+from sie_runtime.keys import Key, KeyBuckets, Limits
 from sie_runtime.routes import SCOPES
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -116,8 +116,8 @@ def create(
     key, token = records.create(name, scopes, now_s=time.time(), expires_s=expires_s or 0.0, limits=limits)
 
     async def body(broker: Broker) -> None:
-        bucket = await records.open_bucket(broker, cluster.settings.stream_replicas)
-        found = [each for each, _ in _read(await bucket.entries())]
+        buckets = await KeyBuckets.open(broker, cluster.settings.stream_replicas)
+        found = [each for each, _ in await buckets.read()]
         if len(found) >= MAX_KEYS:
             raise Refused(
                 f"there are {len(found)} keys, at most {MAX_KEYS} are kept: `sie keys revoke ID --forget` those that "
@@ -125,7 +125,7 @@ def create(
             )
         if any(each.name == name and not each.ended(time.time()) for each in found):
             raise Refused(f"a key named {name} is in use; revoke it first, or take another name")
-        await bucket.write([Write(key.id, records.encode(key), 0)])
+        await buckets.write(key, 0)
 
     cluster.at_broker("sie-keys", body)
     if as_json:
@@ -175,13 +175,13 @@ def revoke(cluster: Cluster, identifier: str | None, by_token: bool, forget: boo
     digest = records.digest_of(_asked_token()) if by_token else ""
 
     async def body(broker: Broker) -> Key:
-        bucket = await records.open_bucket(broker, cluster.settings.stream_replicas)
-        for key, revision in _read(await bucket.entries()):
+        buckets = await KeyBuckets.open(broker, cluster.settings.stream_replicas)
+        for key, revision in await buckets.read():
             if key.digest != digest if by_token else key.id != identifier and (key.name != identifier or key.revoked_s):
                 continue
             ended = msgspec.structs.replace(key, revoked_s=key.revoked_s or time.time())
             try:
-                await bucket.write([Write(key.id, None if forget else records.encode(ended), revision)])
+                await (buckets.remove(key.id, revision) if forget else buckets.write(ended, revision))
             except WrongRevision as error:
                 raise Refused(f"key {key.id} was changed meanwhile: look at `sie keys list` and try again") from error
             return key
@@ -201,21 +201,9 @@ def _asked_token() -> str:
 
 def _all(cluster: Cluster) -> list[Key]:
     async def body(broker: Broker) -> list[Key]:
-        bucket = await records.open_bucket(broker, cluster.settings.stream_replicas)
-        return [key for key, _ in _read(await bucket.entries())]
+        return [key for key, _ in await (await KeyBuckets.open(broker, cluster.settings.stream_replicas)).read()]
 
     return cluster.at_broker("sie-keys", body)
-
-
-def _read(entries: list[Entry]) -> list[tuple[Key, int]]:
-    """The keys with their revisions. What is none is told and left out, as gateways leave it out."""
-    found = []
-    for entry in entries:
-        try:
-            found.append((records.decode(entry), entry.revision))
-        except ValueError as error:
-            click.echo(f"record {entry.key} cannot be read and is left out: {error}", err=True)
-    return found
 
 
 def _plain(key: Key) -> dict[str, Any]:

@@ -80,6 +80,7 @@ EXTRAS = {"gateway": "gateway", "config": "config", "sidecar": "sidecar", "adapt
 ELSEWHERE = {
     "serve": "sie_cli.serve:serve",
     "airgap": "sie_cli.airgap:airgap",
+    "backup": "sie_cli.recovery:backup",
     "dlq": "sie_cli.dlq:dlq",
     "doctor": "sie_cli.doctor:doctor",
     "eval": "sie_cli.evals:evals",
@@ -88,6 +89,8 @@ ELSEWHERE = {
     "migrate": "sie_cli.migrating:migrate",
     "models": "sie_cli.models:models",
     "bench": "sie_cli.bench:bench",
+    "repair": "sie_cli.recovery:repair",
+    "restore": "sie_cli.recovery:restore",
     "top": "sie_cli.top:top",
     "try": "sie_cli.trying:try_model",
     "topology": "sie_cli.topology:topology",
@@ -121,6 +124,8 @@ def main() -> None:
     sie airgap create          models for a site without a network, in one file; `load` and `serve` them there
     sie eval MODEL -t TASK     how good a model is, beside other servers and what is expected
     sie bench replay TRACE     what other settings would do to recorded or generated traffic
+    sie backup FILE            keys, catalogue and jobs in one file; `sie restore FILE` writes them back
+    sie repair STREAM          a stream anew whose files are damaged, which `sie doctor` names
     sie topology show          streams and consumers at the broker; `check` compares them, `migrate` changes them
     """
 

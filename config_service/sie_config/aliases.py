@@ -193,5 +193,15 @@ def index_of(models: Mapping[str, dict[str, Any] | None]) -> dict[str, Alias | N
     return found
 
 
+def index_in(read: Snapshot, index: Index) -> dict[str, tuple[str, ...]]:
+    """The index as the aliases of the catalogue make it; of one that cannot be parsed, as it is in `index`."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name, stored in read.live.items():
+        if is_alias(stored.entry):
+            alias = _known(dict(stored.entry))
+            found[name] = alias.models if isinstance(alias, Alias) else index.models.get(name, ())
+    return found
+
+
 def _invalid(loc: str, message: str) -> ValidationFailed:
     return ValidationFailed(f"{loc}: {message}", param=loc, extras={"errors": [{"loc": loc, "message": message}]})

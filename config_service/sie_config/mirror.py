@@ -18,6 +18,7 @@ one, made later and empty at first: the mirror then refuses to read it and stays
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -36,6 +37,7 @@ from sie_contracts.errors import NotReady
 REPLIES = "replies"  # first part of the keys that are not of the catalogue
 BEHIND_S = 2.0  # for which a replica of the broker may not have seen what its leader has
 _PAUSE_S = 0.02
+_logger = logging.getLogger("sie.config")
 _Record = TypeVar("_Record")
 
 
@@ -156,8 +158,9 @@ def decoded(decoder: msgspec.json.Decoder[_Record], entry: Entry) -> _Record:
         return decoder.decode(entry.value or b"")
     except msgspec.DecodeError as error:
         raise NotReady(
-            f"the catalogue's record {entry.key} cannot be read ({error}): restore it, or the bucket, from a copy; "
-            "nothing is served from here until then, and gateways and workers keep the catalogue that they have"
+            f"the catalogue's record {entry.key} cannot be read ({error}): run `sie repair "
+            f"KV_{topology.CATALOGUE_BUCKET}`; nothing is served until then, and gateways and workers keep the "
+            "catalogue that they have"
         ) from error
 
 
@@ -195,6 +198,7 @@ class Mirror:
                 await self._begin(created, int(last))
             if self._read < int(last):
                 self._apply(await self._since(int(last)))
+                self._read = int(last)
             return self._now
 
     async def forget(self) -> None:
@@ -206,14 +210,17 @@ class Mirror:
         self.suspect.set()
 
     async def check(self) -> bool:
-        """Open the bucket again and read it. Returns whether it is lost. Raises BrokerError, NotReady."""
+        """Open the bucket again and read it. Returns whether it is lost, or lacks writes that were read before. Raises
+        BrokerError, NotReady.
+        """
         await self._bucket.open()
         try:
-            await self.snapshot()
+            held = (await self.snapshot()).held
         except NotReady:
             if not self.is_lost:
                 raise
-        return self.is_lost
+            return True
+        return any(before.revision > held.get(model, Held()).revision for model, before in self.before.held.items())
 
     async def write(self, writes: Sequence[Write]) -> tuple[Snapshot | None, int]:
         """Do a batch. Returns all as it was just before, None where that cannot be told, and the bucket's last
@@ -247,13 +254,21 @@ class Mirror:
         self._now = Snapshot(f"{created}:{self._read}", held, {bundle.id: bundle for bundle in bundles}, {}, last)
 
     async def _since(self, last: int) -> list[Entry]:
-        """What was written since, up to revision `last` at least. Raises BrokerUnavailable."""
+        """What was written since, up to revision `last` at least, or what is left of it. Raises BrokerUnavailable."""
+        entries: list[Entry] = []
         for _ in range(int(BEHIND_S / _PAUSE_S)):
             entries = await self._bucket.use(lambda bucket: bucket.since(self._read))
             if entries and entries[-1].revision >= last:
                 return entries
             await asyncio.sleep(_PAUSE_S)  # until another replica of the broker answers, or this one has caught up
-        raise BrokerUnavailable(f"the catalogue's bucket does not show its write {last}")
+        if await self._bucket.use(lambda bucket: bucket.reaches(last)):
+            raise BrokerUnavailable(f"the catalogue's bucket does not show its write {last}")
+        _logger.warning(
+            "%s is damaged: its write %d, the last one, is gone; what the folders and its copy have is written again",
+            self._bucket.name,
+            last,
+        )
+        return entries
 
     def _apply(self, entries: Iterable[Entry]) -> None:
         """All or nothing. Raises NotReady."""
@@ -268,6 +283,8 @@ class Mirror:
             if kind == "history" and entry.value is not None:
                 stored = decoded(_stored, entry)
                 before = held.get(stored.model, Held())
+                if stored.revision <= before.revision:
+                    continue  # an earlier one, restored from a backup
                 if stored.revision > before.revision + 1:
                     unknown = read  # what came between is not there any more
                 for bundle in concerns(bundles, stored.entry, before.entry):

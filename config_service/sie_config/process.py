@@ -10,10 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sie_broker import Broker, BrokerError
+from sie_broker.record import retry_conflicts
 from sie_config.app import ConfigService, create_app
 from sie_config.overlay import MAX_TOLD, Overlay, Signature
 from sie_config.reload import Reload, tell_broken, warn_of_others
 from sie_config.store import CatalogueStore, open_store
+from sie_contracts import topology
 from sie_contracts.errors import NotReady, ValidationFailed
 from sie_contracts.settings import SettingError, Settings
 from sie_runtime import tracing
@@ -53,6 +55,15 @@ async def prepare(settings: Settings, broker: Broker, known: Overlay | None = No
         folders = overlay.last
     store = await open_store(broker, settings)
     await store.snapshot()  # from here on the store goes by this bucket and no later one
+    if lost := await retry_conflicts(store.recover):
+        names = ", ".join(lost[:MAX_TOLD]) + (", ..." if len(lost) > MAX_TOLD else "")
+        _logger.warning(
+            "%s had lost %d entries that were written over the API; they were written again from %s: %s",
+            topology.CATALOGUE_BUCKET,
+            len(lost),
+            topology.CATALOGUE_COPY_BUCKET,
+            names,
+        )
     await store.seed_bundles(folders.bundles)
     changes = await store.seed(folders.models)
     read = await store.snapshot()
@@ -81,7 +92,9 @@ async def keep(service: ConfigService, settings: Settings, broker: Broker, prepa
         again = await seeded(settings, broker, stop, prepared.overlay)
         if again is None:
             return
-        if gone := prepared.store.written_over_api():
+        present = again.store.last_read
+        gone = [name for name in prepared.store.written_over_api() if present is None or name not in present.held]
+        if gone:
             told = ", ".join(gone[:MAX_TOLD]) + (", ..." if len(gone) > MAX_TOLD else "")
             _logger.warning("%d changes over the API were lost with it, make them again: %s", len(gone), told)
         prepared = again

@@ -11,6 +11,10 @@ between them.
     replies.<number>       answers to writes that had an Idempotency-Key, by a hash of it, written in the same batch too
     aliases                what each alias names; an alias itself is kept as a model is
 
+Files of the broker can be damaged. The folders have what was seeded; what was written over the API is in a second
+bucket too, the copy, by the same key `model.<id>`. It is written after the bucket, so what it has is the least that the
+bucket must have: `recover` writes again what is missing.
+
 A removed model stays as a record that says so: its revisions go on, and seeding does not bring it back. What an
 operator wrote or removed over the API stays the API's: seeding leaves it alone, whatever the folders say.
 """
@@ -30,7 +34,7 @@ import msgspec
 
 from sie_broker import Broker, BrokerError, Bus, Entry, Write
 from sie_broker.record import Bucket, retry_conflicts
-from sie_config.aliases import INDEX_KEY, Index, index_of
+from sie_config.aliases import INDEX_KEY, Index, index_in, index_of
 from sie_config.mirror import Held, Mirror, Snapshot, Stored, bundle_key, bundles_of, concerns, decoded
 from sie_contracts import messages, topology
 from sie_contracts.aliases import Alias, is_alias
@@ -122,9 +126,10 @@ def normalised(entry: ModelEntry | Alias) -> dict[str, Any]:
 class CatalogueStore:
     """Reads and writes of the bucket. What it remembers it can read again."""
 
-    def __init__(self, broker: Bus, bucket: Bucket) -> None:
+    def __init__(self, broker: Bus, bucket: Bucket, copy: Bucket) -> None:
         self._broker = broker
         self._bucket = bucket
+        self._copy = copy
         self._mirror = Mirror(bucket)
         self._exported: tuple[Snapshot | None, bytes] = (None, b"")
         self._parsed: tuple[Snapshot | None, Catalogue] = (None, Catalogue())
@@ -244,6 +249,13 @@ class CatalogueStore:
         stored = None if entry is None or entry.value is None else _stored.decode(entry.value)
         return stored if stored is not None and stored.revision == revision else None
 
+    async def backup(self) -> list[Stored]:
+        """What was written over the API, the revisions before it too: what no folder has."""
+        models = [
+            name for name, held in (await self.snapshot()).held.items() if held.stored and held.stored.source == "api"
+        ]
+        return [stored for name in sorted(models) for stored in reversed(await self.history(name))]
+
     async def slot(self, key: str) -> Slot:
         """Where the reply to a write with the digest `key` is kept, or would be."""
         number = int(key[:8], 16) % REPLY_SLOTS
@@ -293,11 +305,75 @@ class CatalogueStore:
         created = (await self.snapshot()).created
         failpoint("config.before_write")
         before, last = await self._mirror.write(writes)
+        for stored in revisions:
+            if stored.source == "api":
+                await self._copy_kept(stored)
         return (
             await self._broadcast(changes, revisions, before, created, last - len(writes), index is not None)
             if tell
             else (0, 0)
         )
+
+    async def _copy_kept(self, stored: Stored) -> None:
+        """Write a revision into the copy, unless that has it or a later one."""
+        key = model_key(stored.model)
+
+        async def attempt() -> None:
+            entry = await self._copy.get(key)
+            present = _copied(entry)
+            if present is None or present.revision < stored.revision:
+                revision = 0 if entry is None else entry.revision
+                await self._copy.write([Write(key, msgspec.json.encode(stored), revision)])
+
+        try:
+            await retry_conflicts(attempt)
+        except BrokerError as error:
+            _logger.warning("%s lacks %s until the next start: %s", self._copy.name, stored.model, error)
+
+    async def recover(self, backup: Sequence[Stored] = ()) -> list[str]:
+        """Write again what the bucket lacks and the copy or a backup has, and into the copy what that lacks; then the
+        index of aliases where that is not what the aliases say. Returns the models that the bucket had lost, or had at
+        an earlier revision.
+
+        `backup`: revisions of models, also earlier ones. Raises WrongRevision where another replica does the same at
+        the same time.
+        """
+        entries = await self._copy.use(lambda bucket: bucket.entries())
+        copies = {stored.model: stored for stored in map(_copied, entries) if stored is not None}
+        newest = dict(copies)
+        for stored in backup:
+            if stored.model not in newest or newest[stored.model].revision < stored.revision:
+                newest[stored.model] = stored
+        present = (await self.snapshot()).held
+        for stored in sorted(backup, key=lambda stored: stored.revision):
+            if present.get(stored.model, Held()).revision < stored.revision < newest[stored.model].revision:
+                write = Write(_history_key(stored.model, stored.revision), msgspec.json.encode(stored))
+                await self._bucket.write([write])
+        lost = [
+            Change(
+                model,
+                Held(
+                    msgspec.structs.replace(stored, revision=stored.revision - 1), present.get(model, Held()).sequence
+                ),
+                stored.entry,
+                stored.source,
+                stored.operation,
+                stored.author,
+            )
+            for model, stored in sorted(newest.items())
+            if stored.revision > present.get(model, Held()).revision
+        ]
+        for start in range(0, len(lost), SEED_BATCH):
+            await self.write(lost[start : start + SEED_BATCH], tell=False)
+        read, index = await self.snapshot(), await self.alias_index()
+        for model, held in read.held.items():
+            is_new = model not in copies or copies[model].revision < held.revision
+            if is_new and held.stored is not None and held.stored.source == "api":
+                await self._copy_kept(held.stored)
+        aliases = index_in(read, index)
+        if aliases != index.models:
+            await self._bucket.write([Index(aliases, index.sequence).written()])
+        return [change.model for change in lost]
 
     async def _broadcast(
         self,
@@ -411,6 +487,15 @@ def _export(read: Snapshot) -> ConfigExport:
     return ConfigExport(read.epoch, listed, bundles, generated_at=datetime.now(UTC).isoformat(timespec="seconds"))
 
 
+def _copied(entry: Entry | None) -> Stored | None:
+    """The revision in an entry of the copy. One that is damaged counts as absent: it is written anew."""
+    try:
+        return None if entry is None or entry.value is None else _stored.decode(entry.value)
+    except msgspec.DecodeError as error:
+        _logger.warning("%s: %s cannot be read: %s", topology.CATALOGUE_COPY_BUCKET, entry and entry.key, error)
+        return None
+
+
 def digest_of(*parts: bytes) -> str:
     """A SHA-256 of parts, none of which can pass for two."""
     found = hashlib.sha256()
@@ -425,8 +510,9 @@ def reply_of(key: str, request: str, body: dict[str, Any]) -> Reply:
 
 async def open_store(broker: Broker, settings: Settings) -> CatalogueStore:
     """The store, with its bucket made if it is not there."""
-    bucket = Bucket(
-        broker, topology.CATALOGUE_BUCKET, storage=settings.stream_storage, replicas=settings.stream_replicas
+    bucket, copy = (
+        Bucket(broker, name, storage=settings.stream_storage, replicas=settings.stream_replicas)
+        for name in (topology.CATALOGUE_BUCKET, topology.CATALOGUE_COPY_BUCKET)
     )
     await bucket.open()
-    return CatalogueStore(broker, bucket)
+    return CatalogueStore(broker, bucket, copy)

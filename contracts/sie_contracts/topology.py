@@ -25,12 +25,14 @@ from typing import Literal
 TOPOLOGY_VERSION = 3
 
 CATALOGUE_BUCKET = "sie_catalogue"
+CATALOGUE_COPY_BUCKET = "sie_catalogue_copy"  # what was written over the API, which no file has
 PLACEMENT_BUCKET = "sie_placement"
 POISON_BUCKET = "sie_poison"
 DEMAND_BUCKET = "sie_demand"
 LEASES_BUCKET = "sie_leases"
 POOLS_BUCKET = "sie_pools"
 KEYS_BUCKET = "sie_keys"
+KEYS_COPY_BUCKET = "sie_keys_copy"
 JOBS_BUCKET = "sie_jobs"
 SHARDS_BUCKET = "sie_shards"
 POISON_LIFETIME_S = 3600.0

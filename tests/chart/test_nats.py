@@ -248,7 +248,7 @@ async def test_the_processes_do_all_their_work_as_their_users(server: NatsServer
     adapter = await FakeAdapter(tmp_path / "a.sock").start()
     async with contextlib.AsyncExitStack() as stack:
         brokers = {user: await stack.enter_async_context(connected(server, user)) for user in ("gateway", "worker")}
-        keys = await records.open_bucket(await stack.enter_async_context(connected(server, "operator")), 1)
+        keys = await records.bucket_of(await stack.enter_async_context(connected(server, "operator")), 1).open()
         key, token = records.create("first", ("infer", "read", "pools", "admin"), now_s=time.time())
         await keys.write([Write(key.id, records.encode(key), 0)])
         listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()

@@ -114,7 +114,7 @@ def test_a_link_that_somebody_put_there_is_replaced_not_followed(tmp_path: Path)
     target, file = tmp_path / "precious", tmp_path / "file"
     target.write_text("mine")
     file.symlink_to(target)
-    write_private(file, "secret")
+    write_private(file, b"secret")
     assert (file.read_text(), target.read_text(), file.is_symlink()) == ("secret", "mine", False)
 
 

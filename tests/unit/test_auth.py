@@ -111,7 +111,7 @@ def key_with(*scopes: str, expires_s: float = 0.0, limits: Limits = records.NO_L
 async def keys_of(*wanted: records.Key) -> Keys:
     """The keys of a gateway that has read these from a broker."""
     server = MemoryServer()
-    bucket = await records.open_bucket(server.connect("operator"), 1)
+    bucket = await records.bucket_of(server.connect("operator"), 1).open()
     for key in wanted:
         await bucket.write([Write(key.id, records.encode(key))])
     keys, stop = Keys(server.connect("gateway"), 1), Stop()
@@ -265,7 +265,7 @@ def test_pool_writes_are_for_users_or_for_administrators_alone() -> None:
 
 async def test_a_credential_is_told_what_its_scopes_let_it_do(cluster: InProcess) -> None:
     """X2: in each mode, with every kind of credential; what is told is what the gate does."""
-    bucket = await records.open_bucket(cluster.server.connect("operator"), 1)
+    bucket = await records.bucket_of(cluster.server.connect("operator"), 1).open()
     key, token = key_with("infer", "metrics")
     await bucket.write([Write(key.id, records.encode(key))])
     everything, user = list(SCOPES), ["infer", "read", "pools"]
@@ -360,7 +360,7 @@ async def test_over_http_every_route_refuses_who_has_not_its_scope(cluster: InPr
     """X2, X14: nobody, a wrong token, one with all scopes but this, one with this alone. Nothing but 401 and 403
     refuses.
     """
-    bucket = await records.open_bucket(cluster.server.connect("operator"), 1)
+    bucket = await records.bucket_of(cluster.server.connect("operator"), 1).open()
     own, other = {}, {}
     for scope in SCOPES:
         for tokens, scopes in ((own, (scope,)), (other, tuple(each for each in SCOPES if each != scope))):

@@ -473,7 +473,7 @@ async def test_a_key_does_what_its_scopes_say_until_it_ends(
         ("GET", "/v1/configs/export", exports),
     )
     await api.call("GET", "/v1/configs/models", None, 503, Authorization=token)
-    await (await records.open_bucket(api.broker, 1)).write([Write(key.id, records.encode(key), 0)])
+    await (await records.bucket_of(api.broker, 1).open()).write([Write(key.id, records.encode(key), 0)])
     keys, stop = records.Keys(api.broker, 1), Stop()
     gate.go_by(keys)
     following = asyncio.create_task(keys.run(stop))

@@ -117,7 +117,7 @@ class Place:
     async def key(self, *scopes: str, **limits: int) -> str:
         """The token of a new key."""
         key, token = keys.create("a test", scopes, now_s=time.time(), limits=Limits(**limits))
-        bucket = await keys.open_bucket(self.cluster.server.connect("operator"), 1)
+        bucket = await keys.bucket_of(self.cluster.server.connect("operator"), 1).open()
         await bucket.write([Write(key.id, keys.encode(key))])
         return token
 

@@ -56,7 +56,7 @@ async def followed(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Followed]:
     keys, stop = Keys(server.connect("gateway"), 1), Stop()
     following = asyncio.create_task(keys.run(stop))
     await until(lambda: keys.loaded, "the keys are read")
-    yield Followed(server, keys, await records.open_bucket(server.connect("operator"), 1))
+    yield Followed(server, keys, await records.bucket_of(server.connect("operator"), 1).open())
     stop.request()
     await following
 
@@ -129,7 +129,7 @@ async def test_while_the_broker_is_away_the_last_keys_stay_and_strangers_stay_ou
     revocation.
     """
     key, token = await followed.made()
-    gateway = followed.keys._record.bucket.broker
+    gateway = followed.keys._records[0].bucket.broker
     gateway.disconnect()  # type: ignore[attr-defined]
     await asyncio.sleep(0.1)  # several looks at a broker that is not there
     assert followed.keys.find(token) == key
@@ -146,7 +146,7 @@ async def test_a_bucket_that_was_lost_took_its_keys_with_it(followed: Followed) 
     await asyncio.sleep(0.005)  # buckets are told apart by when they were made
     del followed.server.buckets[topology.KEYS_BUCKET]
     await until(lambda: followed.keys.find(token) is None, "the key of the lost bucket is forgotten")
-    followed.bucket = await records.open_bucket(followed.server.connect("operator"), 1)
+    followed.bucket = await records.bucket_of(followed.server.connect("operator"), 1).open()
     await followed.made()
 
 
@@ -175,7 +175,7 @@ async def test_what_a_replica_of_the_broker_lacked_at_the_start_comes_by_the_wat
     of it.
     """
     broker = MemoryServer().connect("gateway")
-    bucket = await records.open_bucket(broker, 1)
+    bucket = await records.bucket_of(broker, 1).open()
     (good, token), (bad, revoked) = (records.create("a test", ("infer",), now_s=1.0) for _ in range(2))
     await bucket.write([Write(bad.id, records.encode(bad))])
     behind = Behind(bucket, await bucket.entries() if seen == "one" else [])
@@ -217,7 +217,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
 async def limited(cluster: InProcess, **limits: int) -> str:
     """The token of a key with these limits."""
     key, token = records.create("a test", ("infer", "read"), now_s=time.time(), limits=Limits(**limits))
-    bucket = await records.open_bucket(cluster.server.connect("operator"), 1)
+    bucket = await records.bucket_of(cluster.server.connect("operator"), 1).open()
     await bucket.write([Write(key.id, records.encode(key))])
     return token
 
@@ -305,7 +305,7 @@ async def test_a_websocket_ends_with_its_key(cluster: InProcess) -> None:
     refused.
     """
     key, token = records.create("a test", ("read",), now_s=time.time())
-    bucket = await records.open_bucket(cluster.server.connect("operator"), 1)
+    bucket = await records.bucket_of(cluster.server.connect("operator"), 1).open()
     await bucket.write([Write(key.id, records.encode(key))])
     gateway = await cluster.gateway(SIE_AUTH_MODE="token")
     url, headers = gateway.url.replace("http", "ws") + "/ws/cluster-status", {"authorization": token}

@@ -365,7 +365,7 @@ async def test_no_route_tells_a_client_a_path_of_this_machine(adapter: Any, toy:
     running = adapter(model_paths=(str(tmp_path),))
     async with InProcess(tmp_path, *entries) as cluster:
         key, token = keys.create("infers", ("infer",), now_s=time.time())
-        bucket = await keys.open_bucket(cluster.server.connect("operator"), 1)
+        bucket = await keys.bucket_of(cluster.server.connect("operator"), 1).open()
         await bucket.write([Write(key.id, keys.encode(key))])
         gateway = await cluster.gateway(SIE_AUTH_MODE="token", SIE_LOAD_HOLD_S="20")
         heard: list[tuple[str, httpx.Response]] = []

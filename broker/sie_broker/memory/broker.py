@@ -120,6 +120,10 @@ class MemoryKeyValue:
         await self._connection.reach(API_TIMEOUT_S)
         return f"{self._bucket.created}:{self._bucket.revision}"
 
+    async def reaches(self, revision: int) -> bool:
+        await self._connection.reach(API_TIMEOUT_S)
+        return bool(self._bucket.since(revision - 1))
+
     async def watch(self, handler: Callable[[Entry], Awaitable[None]], after: int = 0) -> Subscription:
         await self._connection.reach(API_TIMEOUT_S)
         return Watch(self._connection, self._bucket, self._watches, handler, after)

@@ -68,6 +68,7 @@ class State(msgspec.Struct):
     first_seq: int
     last_seq: int
     subjects: dict[str, int] = {}
+    num_subjects: int = 0
 
 
 class StreamInfo(msgspec.Struct):

@@ -102,7 +102,10 @@ class NatsKeyValue:
         before = -1
         while not complete.done():
             if len(found) == before:
-                raise BrokerUnavailable(f"{self._stream}: {before} keys were read, then none for {API_TIMEOUT_S} s")
+                raise BrokerUnavailable(
+                    f"{self._stream}: {before} keys were read, then none for {API_TIMEOUT_S} s; if that lasts, its files "
+                    f"are damaged: run `sie repair {self._stream}`"
+                )
             before = len(found)
             await asyncio.wait({complete}, timeout=API_TIMEOUT_S)
         if not complete.result():
@@ -155,6 +158,12 @@ class NatsKeyValue:
     async def epoch(self) -> str:
         state = await self._jetstream.stream_state(self._stream)
         return f"{state.created}:{state.last_sequence}"
+
+    async def reaches(self, revision: int) -> bool:
+        query = {"seq": max(1, revision), "next_by_subj": f"{self._prefix}>"}
+        return (
+            await self._jetstream.find(f"STREAM.MSG.GET.{self._stream}", query, StoredAnswer, *NO_MESSAGE) is not None
+        )
 
     async def watch(self, handler: Callable[[Entry], Awaitable[None]], after: int = 0) -> Subscription:
         watch = _Watch(self._jetstream, self, self._stream, handler, after)
@@ -299,10 +308,15 @@ class _Watch:
         """
         try:
             state = await self._jetstream.stream_state(self._stream)
+            is_behind = state.created != self._created or state.last_sequence > self._last
+            if is_behind and state.created == self._created and not await self._bucket.reaches(self._last + 1):
+                # expired, or lost with a damaged file: no reader will bring it
+                log.info("%s: what came after revision %d is gone", self._stream, self._last)
+                self._last, is_behind = state.last_sequence, False
         except BrokerError as error:
             log.info("a watch of %s could not be checked: %s", self._stream, error)
             return
-        if state.created == self._created and state.last_sequence <= self._last:
+        if not is_behind:
             return
         if state.created != self._created or (not self._held and self._checked == (self._last, state.last_sequence)):
             log.warning("a watch of %s missed what came after revision %d: reading again", self._stream, self._last)

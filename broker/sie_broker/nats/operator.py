@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from sie_broker import BrokerError
+from sie_broker import BrokerError, BrokerUnavailable, Entry
 from sie_broker.limits import check_room
 from sie_broker.nats.api import (
     ConsumerInfo,
+    Refusal,
     StreamInfo,
     consumer_config,
     differences,
@@ -23,8 +24,12 @@ from sie_broker.nats.api import (
     update_of,
     version_of,
 )
+from sie_broker.nats.keyvalue import NatsKeyValue
 from sie_broker.nats.queue import NatsAdministration
 from sie_contracts.topology import TOPOLOGY_VERSION, ConsumerSpec, StreamSpec, consumer_of
+
+if TYPE_CHECKING:
+    from sie_broker.nats import NatsBroker
 
 _FIXED = {
     "storage": "the storage of a stream",
@@ -75,6 +80,43 @@ async def look(broker: NatsAdministration, stream: str) -> Facts:
     if info is None:
         return Facts(None, [], {})
     return Facts(info, await broker.consumer_infos(stream), await broker.subject_counts(stream, ">"))
+
+
+async def damage(broker: NatsBroker, info: StreamInfo) -> str:
+    """Why the files of a stream must be damaged; empty where nothing says so. Raises BrokerError."""
+    name, state = str(info.config["name"]), info.state
+    bucket = name.removeprefix("KV_")
+    if bucket == name:
+        is_readable = not state.messages or await broker.first_stored(name) is not None
+        return "" if is_readable else f"none of its {state.messages} messages can be read"
+    if state.num_subjects != state.messages:  # a bucket has one message for each key
+        return f"it has {state.num_subjects} keys and {state.messages} entries"
+    try:
+        await NatsKeyValue(broker, bucket).entries()
+    except BrokerUnavailable as error:
+        return str(error)
+    return ""
+
+
+async def salvage(broker: NatsBroker, stream: str) -> list[Entry]:
+    """The entries of a damaged bucket that can be read, in order of their revisions. Raises BrokerError."""
+    bucket, prefix = stream.removeprefix("KV_"), f"$KV.{stream.removeprefix('KV_')}."
+    found: list[Entry] = []
+    for subject in await broker.subject_counts(stream, ">"):
+        try:
+            entry = await NatsKeyValue(broker, bucket).get(subject.removeprefix(prefix))
+        except Refusal:  # its message is damaged
+            continue
+        if entry is not None:
+            found.append(entry)
+    return sorted(found, key=lambda entry: entry.revision)
+
+
+async def remake(broker: NatsBroker, info: StreamInfo) -> None:
+    """Delete a stream and create it again, empty, with its configuration. Raises BrokerError."""
+    name = str(info.config["name"])
+    await broker.delete_stream(name)
+    await broker.create_stream(name, info.config)
 
 
 def plan(facts: Facts, spec: StreamSpec, ack_wait_s: float) -> list[Step]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from sie_cli.doctor.agreement import clock, versions
 from sie_cli.doctor.broker import broker, streams
 from sie_cli.doctor.catalogue import config, models
+from sie_cli.doctor.damage import damage
 from sie_cli.doctor.finding import Check
 from sie_cli.doctor.gateway import gateway
 from sie_cli.doctor.gpu import gpu
@@ -20,6 +21,7 @@ CHECKS: dict[str, Check] = {
     "gateway": gateway,
     "broker": broker,
     "streams": streams,
+    "damage": damage,
     "config": config,
     "models": models,
     "sockets": sockets,

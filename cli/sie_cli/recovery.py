@@ -1,0 +1,255 @@
+"""`sie backup`, `sie restore`, `sie repair`: the control plane in one file, and streams whose files are damaged.
+
+sie backup FILE ◄── keys, changes of the catalogue over the API, jobs, shards, files ── buckets of the broker
+sie restore FILE ──► what the buckets lack; what they have stays, and a revocation is never undone
+sie repair STREAM ──► the stream is made anew, with what can be read of it, or what its copy has
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+import sie_contracts
+from sie_broker import KeyValue, Write
+from sie_broker.record import retry_conflicts
+from sie_cli.access import write_private
+from sie_cli.cluster import BROKER_URL, Cluster, cluster_options
+from sie_cli.display import counted
+from sie_cli.moments import moment
+from sie_cli.refusal import Refused, refusing
+from sie_config.mirror import Stored
+from sie_config.store import open_store
+from sie_contracts import topology
+from sie_runtime import keys as key_records
+from sie_runtime.keys import Key, KeyBuckets
+
+if TYPE_CHECKING:
+    from sie_broker import Entry
+    from sie_broker.nats import NatsBroker
+    from sie_broker.nats.api import StreamInfo
+
+FORMAT = b"sie backup 1 "
+BATCH = 200  # entries; a batch of the broker has at most 1,000 messages
+BATCH_BYTES = 4 << 20
+KEYS = (f"KV_{topology.KEYS_BUCKET}", f"KV_{topology.KEYS_COPY_BUCKET}")
+CATALOGUE_COPY = f"KV_{topology.CATALOGUE_COPY_BUCKET}"
+# what is left of these is written back; shards first: who leads a job reads them
+LASTING = (topology.SHARDS_BUCKET, topology.JOBS_BUCKET, topology.POOLS_BUCKET)
+DAMAGED = "damaged"  # a folder of the data directory, for the files of streams that the broker could not read
+
+
+class Backup(msgspec.Struct, frozen=True):
+    """The content of a file. `entries`: of the buckets of jobs, with values as the buckets have them."""
+
+    version: str
+    made_s: float
+    keys: list[Key]
+    catalogue: list[Stored]
+    entries: dict[str, list[tuple[str, bytes]]]
+
+
+_SETTINGS = ("SIE_STREAM_STORAGE", "SIE_STREAM_REPLICAS")
+_options = cluster_options(BROKER_URL, *_SETTINGS)
+_file = click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+
+
+@click.command(short_help="The control plane in one file.")
+@_file
+@click.option("--force", is_flag=True, help="Replace a file that is there.")
+@_options
+def backup(cluster: Cluster, file: Path, force: bool) -> None:
+    """Write the control plane of a running cluster into a file: API keys, models and aliases that were written over the
+    API with their history, and the records of jobs, shards and files.
+
+    The file has no payloads (inputs of clients, bytes of files, output of jobs): copy the payload store beside it. It
+    has no models of folders either, no queue and no dead letters. It holds digests of tokens and names of clients, so
+    its mode is 0600: keep it as you keep secrets.
+    """
+    if file.exists() and not force:
+        raise Refused(f"{file} exists: name another file, or replace it with --force")
+
+    async def body(broker: NatsBroker) -> Backup:
+        replicas = cluster.settings.stream_replicas
+        buckets = await KeyBuckets.open(broker, replicas)
+        entries = {}
+        for name in (topology.SHARDS_BUCKET, topology.JOBS_BUCKET):  # a shard without its job would never be forgotten
+            stored = await (await broker.key_value(name, replicas=replicas)).entries()
+            entries[name] = [(entry.key, entry.value) for entry in stored if entry.value is not None]
+        store = await open_store(broker, cluster.settings)
+        keys = [key for key, _ in await buckets.read()]
+        return Backup(sie_contracts.__version__, time.time(), keys, await store.backup(), entries)
+
+    made = cluster.at_broker("sie-backup", body)
+    content = msgspec.msgpack.encode(made)
+    with refusing():
+        write_private(file, FORMAT + hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
+    click.echo(f"{file}: {_contents(made)}")
+
+
+def read_backup(file: Path) -> Backup:
+    """Raises Refused for what is no backup, or a damaged one."""
+    with refusing():
+        head, _, content = file.read_bytes().partition(b"\n")
+    if not head.startswith(FORMAT):
+        raise Refused(f"{file} is no backup that this version of `sie` can read")
+    if head.removeprefix(FORMAT).decode("ascii", "replace") != hashlib.sha256(content).hexdigest():
+        raise Refused(f"{file} is damaged: its digest is another one; take another backup")
+    try:
+        return msgspec.msgpack.decode(content, type=Backup)
+    except msgspec.DecodeError as error:
+        raise Refused(f"{file}: a backup of another version of `sie`: {error}") from error
+
+
+def _contents(made: Backup) -> str:
+    files = sum(key.startswith("file.") for key, _ in made.entries[topology.JOBS_BUCKET])
+    models = len({stored.model for stored in made.catalogue})
+    return ", ".join(
+        (
+            counted(len(made.keys), "key"),
+            f"{counted(models, 'model')} and aliases of the API in {counted(len(made.catalogue), 'revision')}",
+            counted(len(made.entries[topology.JOBS_BUCKET]) - files, "job"),
+            counted(files, "file"),
+            counted(len(made.entries[topology.SHARDS_BUCKET]), "shard"),
+        )
+    )
+
+
+@click.command(short_help="Write back what a backup has and the cluster lacks.")
+@_file
+@_options
+def restore(cluster: Cluster, file: Path) -> None:
+    """Write what a backup has and the cluster lacks, into a running cluster, empty or not.
+
+    Nothing that the cluster has is replaced by something older: a model stays at its revision if that is as high, a job
+    stays as it is, a revoked key stays revoked. To go back in time, restore into an empty cluster: stop it, move its
+    broker's folder away, start it, restore.
+    """
+    saved = read_backup(file)
+
+    async def body(broker: NatsBroker) -> list[str]:
+        replicas = cluster.settings.stream_replicas
+        lines = [f"keys: {await _write_keys(await KeyBuckets.open(broker, replicas), saved.keys)} written"]
+        store = await open_store(broker, cluster.settings)
+        lost = await retry_conflicts(lambda: store.recover(saved.catalogue))
+        lines.append(f"models and aliases: {len(lost)} written")
+        for name in LASTING:
+            if entries := saved.entries.get(name):
+                written = await _write_missing(await broker.key_value(name, replicas=replicas), entries)
+                lines.append(f"{name}: {written} of {len(entries)} written")
+        return lines
+
+    click.echo(f"backup of {moment(saved.made_s)} (sie {saved.version}): {_contents(saved)}")
+    for line in cluster.at_broker("sie-restore", body):
+        click.echo(line)
+
+
+async def _write_keys(buckets: KeyBuckets, keys: list[Key]) -> int:
+    """Make both buckets hold these keys, or stricter records of them. Returns how many the bucket lacked."""
+    written = 0
+    for bucket in (buckets.copy, buckets.bucket):
+        present = {key.id: (key, revision) for key, revision in key_records.readable(await bucket.entries())}
+        written = 0
+        for key in keys:
+            before, revision = present.get(key.id, (None, 0))
+            counts = key_records.stricter(before, key)
+            if counts is not None and counts != before:
+                await bucket.write([Write(key.id, key_records.encode(counts), revision)])
+                written += 1
+    return written
+
+
+async def _write_missing(bucket: KeyValue, entries: list[tuple[str, bytes]]) -> int:
+    """Write the entries whose keys the bucket lacks. Returns how many."""
+    present = {entry.key for entry in await bucket.entries()}
+    missing = [Write(key, value, 0) for key, value in entries if key not in present]
+    batch: list[Write] = []
+    for write in missing:
+        batch.append(write)
+        if len(batch) == BATCH or sum(len(each.value or b"") for each in batch) > BATCH_BYTES or write is missing[-1]:
+            await bucket.write(batch)
+            batch = []
+    return len(missing)
+
+
+@click.command(short_help="Make a stream anew whose files are damaged.")
+@click.argument("stream")
+@cluster_options(BROKER_URL, *_SETTINGS, required=False)
+def repair(cluster: Cluster, stream: str) -> None:
+    """Make a stream or bucket of the broker anew. `sie doctor` names the damaged ones, and `sie topology show` all.
+
+    \b
+    KV_sie_keys, KV_sie_keys_copy              from each other: the stricter record of a key counts
+    KV_sie_catalogue                           empty: the config service fills it from the folders and the copy
+    KV_sie_catalogue_copy                      from the catalogue
+    KV_sie_jobs, KV_sie_shards, KV_sie_pools   with what can be read; then `sie restore FILE` writes the rest
+    all others                                 empty: placement, demand, leases, poison, work and dead letters
+
+    Requests whose work was in a stream of work end with an error, and clients may send them again. Where the broker of
+    `sie serve` does not start because of the files of a stream, stop `sie serve` and name its --data-dir: then the
+    files are moved to the folder `damaged` in it, and the next start makes the stream anew.
+    """
+    if cluster.settings.nats_url is None:
+        click.echo(_set_aside(cluster, stream))
+        return
+
+    async def body(broker: NatsBroker) -> str:
+        info = await broker.stream_info(stream)
+        if stream in KEYS:
+            return await _repair_keys(broker, cluster)
+        if info is None:
+            raise Refused(f"the broker has no stream {stream}; `sie topology show` lists all")
+        return await _repair(broker, cluster, info)
+
+    click.echo(cluster.at_broker("sie-repair", body))
+
+
+def _set_aside(cluster: Cluster, stream: str) -> str:
+    """Move the files of a stream out of the folder of a broker that does not run."""
+    folders = [path for path in (cluster.data_dir / "nats" / "jetstream").glob("*/streams/*") if path.name == stream]
+    if not folders:
+        raise Refused(f"there are no files of a stream {stream} in {cluster.data_dir / 'nats'}")
+    place = cluster.data_dir / DAMAGED / f"{stream}-{time.time_ns()}"
+    with refusing():
+        place.parent.mkdir(mode=0o700, exist_ok=True)
+        folders[0].rename(place)
+    return f"the files of {stream} are in {place} now; `{cluster.serve}` makes the stream anew"
+
+
+async def _repair_keys(broker: NatsBroker, cluster: Cluster) -> str:
+    from sie_broker.nats.operator import damage, remake, salvage
+
+    found: dict[str, Key] = {}
+    for stream in KEYS:
+        info = await broker.stream_info(stream)
+        if info is None:
+            continue
+        for key, _ in key_records.readable(await salvage(broker, stream)):
+            found[key.id] = key_records.stricter(found.get(key.id), key) or key
+        if await damage(broker, info):
+            await remake(broker, info)
+    buckets = await KeyBuckets.open(broker, cluster.settings.stream_replicas)
+    written = await _write_keys(buckets, list(found.values()))
+    return f"{KEYS[0]} has {counted(len(found), 'key')}, of which {written} were written; {KEYS[1]} has the same"
+
+
+async def _repair(broker: NatsBroker, cluster: Cluster, info: StreamInfo) -> str:
+    from sie_broker.nats.operator import remake, salvage
+
+    stream = str(info.config["name"])
+    bucket = stream.removeprefix("KV_")
+    left: list[Entry] = await salvage(broker, stream) if bucket in LASTING else []
+    await remake(broker, info)
+    if stream == CATALOGUE_COPY:
+        store = await open_store(broker, cluster.settings)
+        await retry_conflicts(store.recover)
+        return f"{stream} is made anew from the catalogue"
+    if left:
+        entries = [(entry.key, entry.value) for entry in left if entry.value is not None]
+        await _write_missing(await broker.key_value(bucket), entries)
+    return f"{stream} is made anew, with {counted(len(left), 'entry', 'entries')}"

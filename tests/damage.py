@@ -1,0 +1,53 @@
+"""Damage to the files of the broker's streams, as disks and people do it, while the broker is stopped."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+
+def folder_of(store: Path, stream: str) -> Path:
+    """The folder of a stream below the broker's `store_dir`."""
+    (found,) = (store / "jetstream").glob(f"*/streams/{stream}")
+    return found
+
+
+def streams_of(store: Path) -> list[str]:
+    return sorted(path.name for path in (store / "jetstream").glob("*/streams/*"))
+
+
+def newest_block(stream: Path) -> Path:
+    return max((stream / "msgs").glob("*.blk"), key=lambda path: int(path.stem))
+
+
+def cut(stream: Path) -> None:
+    """The newest block is two thirds of what it was."""
+    block = newest_block(stream)
+    content = block.read_bytes()
+    block.write_bytes(content[: len(content) * 2 // 3])
+
+
+def flip(stream: Path) -> None:
+    """Bytes all over the last two thirds of the newest block are others."""
+    block = newest_block(stream)
+    content = bytearray(block.read_bytes())
+    for place in range(len(content) // 3, len(content), max(1, len(content) // 20)):
+        content[place] ^= 0xFF
+    block.write_bytes(content)
+
+
+def remove_block(stream: Path) -> None:
+    newest_block(stream).unlink()
+
+
+def remove(stream: Path) -> None:
+    shutil.rmtree(stream)
+
+
+DAMAGES: Mapping[str, Callable[[Path], None]] = {
+    "cut": cut,
+    "flipped": flip,
+    "no-block": remove_block,
+    "removed": remove,
+}
