@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path, PurePosixPath
@@ -160,12 +160,12 @@ class Overlay:
         self._kept = kept | {path: (found[path], _document(path, body)) for path, body in bodies.items()}
         return {path: document for path, (_, document) in self._kept.items()}
 
-    def _bodies(self, sizes: Mapping[str, int]) -> dict[str, bytes]:
+    def _bodies(self, paths: Collection[str]) -> dict[str, bytes]:
         """What is in these files, of too large ones enough to tell."""
         if self._bucket is not None:
-            return self._bucket.read(sizes, MAX_FILE_BYTES + 1)
+            return self._bucket.read(paths, MAX_FILE_BYTES + 1)
         root = Path(self.name).expanduser()
-        return {path: (root / path).read_bytes() for path in sizes}
+        return {path: (root / path).read_bytes() for path in paths}
 
 
 def _document(path: str, body: bytes) -> ModelEntry | Alias | Bundle:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from sie_store import object_stores
 from sie_store.download import PIECE_BYTES, Limits, Piece, RemoteFile
-from sie_store.manifest import MANIFEST, FetchFailed, Manifest, ManifestError, decode
+from sie_store.manifest import MANIFEST, MAX_MANIFEST_BYTES, FetchFailed, Manifest, ManifestError, decode
 from sie_store.object_stores import ObjectMissing, Patience, RangeMissing, StoreError
 
 if TYPE_CHECKING:
@@ -65,18 +65,16 @@ class Bucket:
         """The manifest of a snapshot, None if it is not complete; and how to write another one unless somebody else did
         so meanwhile.
         """
-        import obstore
-
         key, what = f"{place(repository, revision)}/{MANIFEST}", f"{repository}@{revision}"
 
         async def read() -> tuple[bytes, PutMode]:
-            found = await obstore.get_async(self.store, key)
+            found, data = await object_stores.first_bytes(self.store, key, MAX_MANIFEST_BYTES + 1)
             version: UpdateVersion = {}
             if found.meta["e_tag"]:
                 version["e_tag"] = found.meta["e_tag"]
             if found.meta["version"]:
                 version["version"] = found.meta["version"]
-            return bytes(await found.bytes_async()), version or "overwrite"
+            return data, version or "overwrite"
 
         try:
             data, version = await self._glance.asked(read)

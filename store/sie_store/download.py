@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -32,14 +33,15 @@ Piece = bytes | bytearray
 
 FILES_AT_ONCE = 8
 PIECE_BYTES = 1 << 18
+MIN_BYTES = 1 << 14  # of an answer in `stall_s`, and of one after which the count of tries begins again
 MAX_WAITING_BYTES = 1 << 20  # of one file, which arrived while earlier bytes are being written
 ROUNDS = 2  # a file with a wrong digest is read once more from its start: its part on the disk may be damaged
 
 
 @dataclass(frozen=True)
 class Limits(Patience):
-    """Limits of one download. `stall_s`: the longest wait for the next bytes. `tries` counts answers that brought no
-    byte. One answer brings `part_bytes`; `parts_at_once` parts of all files are read ahead and kept in memory. With 0,
+    """Limits of one download. `stall_s`: the longest wait for the next MIN_BYTES. `tries` counts answers that brought
+    fewer. One answer brings `part_bytes`; `parts_at_once` parts of all files are read ahead and kept in memory. With 0,
     one answer brings the rest of a file, which is written as it arrives.
     """
 
@@ -119,16 +121,39 @@ class Reader:
         while at < end:
             before = at
             try:
-                async with contextlib.aclosing(self._source.answer(file, at, end)) as answer:
-                    async for piece in answer:
+                answer = _brisk(self._source.answer(file, at, end), self._limits.stall_s)
+                async with contextlib.aclosing(answer):
+                    async for sent in answer:
+                        piece = sent[: end - at]
                         at += len(piece)
                         self._progress.add(len(piece))
                         yield piece
-                if at < end:
-                    raise StoreError(f"the answer ended at byte {at} of {end}")
+                        if at == end:
+                            return
+                raise StoreError(f"the answer ended at byte {at} of {end}")
             except StoreError as error:
-                tries = 1 if at > before else tries + 1
+                tries = 1 if at - before >= MIN_BYTES else tries + 1
                 await self._limits.pause(error, tries, f"{self._source.what}: {file.path}", at)
+
+
+async def _brisk(answer: AsyncGenerator[Piece, None], stall_s: float) -> AsyncGenerator[Piece, None]:
+    """The pieces of an answer. Raises StoreError if it brings less than MIN_BYTES in `stall_s`; time that the caller
+    takes does not count.
+    """
+    waited_s, brought = 0.0, 0
+    async with contextlib.aclosing(answer):
+        while True:
+            began_s = time.monotonic()
+            piece = await anext(answer, None)
+            if piece is None:
+                return
+            waited_s += time.monotonic() - began_s
+            brought += len(piece)
+            if brought >= MIN_BYTES:
+                waited_s, brought = 0.0, 0
+            elif waited_s > stall_s:
+                raise StoreError(f"the answer brought {brought} bytes in {waited_s:.0f} s")
+            yield piece
 
 
 class Digests:

@@ -2,8 +2,8 @@
 
     listing ──► files that are wanted ──► download.py ──► manifest
 
-The hub's own client starts a file again when its process ended (huggingface_hub 2.4), so only its sessions, its listing
-and its errors are used.
+The hub's own client starts a file again when its process ended (huggingface_hub 2.4) and reads any answer to its end,
+so only its sessions and its errors are used.
 """
 
 from __future__ import annotations
@@ -11,25 +11,49 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Annotated, Any, TypeVar
 from urllib.parse import quote
 
+import msgspec
+
+import sie_contracts
 from sie_store.cache import Fetch
 from sie_store.download import Download, Limits, Piece, RemoteFile
-from sie_store.manifest import FetchFailed, FileFact, Manifest, is_safe
+from sie_store.manifest import MAX_MANIFEST_BYTES, FetchFailed, Manifest, ManifestError, check_paths, is_safe
 from sie_store.object_stores import StoreError
 from sie_store.progress import Progress
-from sie_store.selection import Wanted
-
-if TYPE_CHECKING:
-    from huggingface_hub.hf_api import RepoSibling
+from sie_store.selection import Wanted, of_lora
 
 _T = TypeVar("_T")
 
 # One answer brings the rest of a file: the hub counts requests, and redirects each of them to an address that it signs.
 LIMITS = Limits(tries=3, part_bytes=0)
+LISTING_S = 30.0  # for one listing
+MAX_LORA_BYTES = 4 << 30  # a client may name any: it must not cost the disk its models
+
+
+class _Lfs(msgspec.Struct):
+    sha256: str
+
+
+class _Sibling(msgspec.Struct):
+    """A file of a listing, as the hub describes it."""
+
+    rfilename: str
+    size: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    blob_id: str | None = msgspec.field(default=None, name="blobId")
+    lfs: _Lfs | None = None
+
+
+class _Listing(msgspec.Struct):
+    sha: str = ""
+    siblings: tuple[_Sibling, ...] = ()
+
+
+# made at import: two threads that use a type first at the same time end the process
+_listings = msgspec.json.Decoder(_Listing)
 
 
 def hub_fetch(repository: str, revision: str, wanted: Wanted) -> Fetch:
@@ -41,62 +65,121 @@ def commit_of(repository: str, revision: str | None = None, *, what: str = "") -
     """The present commit of a branch or tag; without one, of the main branch. `what` names it in logs and errors.
     Raises FetchFailed.
     """
-    from huggingface_hub import HfApi, constants
-
     what = what or (f"{repository}@{revision}" if revision else repository)
+
+    async def commit() -> str:
+        async with _session() as session:
+            return (await _asked(lambda: _listing(session, repository, revision), what)).sha
+
     with _classed(what):
-        wait_s = constants.HF_HUB_DOWNLOAD_TIMEOUT
-        sha = _asked(lambda: HfApi().model_info(repository, revision=revision, timeout=wait_s).sha, what)
-    if sha is None:
+        sha = asyncio.run(commit())
+    if not sha:
         raise FetchFailed("NOT_FOUND", f"the hub names no commit of {what}: name one")
     return sha
 
 
 def _fetch(repository: str, revision: str, wanted: Wanted, folder: Path, progress: Progress) -> Manifest:
-    from huggingface_hub import HfApi, constants
+    with _classed(progress.what):
+        return asyncio.run(_fetched(repository, revision, wanted, folder, progress))
 
-    what, wait_s, hub = progress.what, constants.HF_HUB_DOWNLOAD_TIMEOUT, HfApi()
-    with _classed(what):
-        listing = _asked(
-            lambda: hub.model_info(repository, revision=revision, files_metadata=True, timeout=wait_s).siblings, what
-        )
-        found = {sibling.rfilename: sibling for sibling in listing or []}
-        if unsafe := next((name for name in found if wanted(name) and not is_safe(name)), None):
-            raise FetchFailed(
-                "INCOMPATIBLE",
-                f"{what} has a file {unsafe[:200]!r}, which does not lie below the folder of its snapshot",
-            )
-        url = f"{hub.endpoint}/{repository}/resolve/{quote(revision, safe='')}"
-        files = [_file(url, sibling, what) for name, sibling in found.items() if wanted(name)]
-        if not files:
+
+async def _fetched(repository: str, revision: str, wanted: Wanted, folder: Path, progress: Progress) -> Manifest:
+    from huggingface_hub import constants
+
+    what = progress.what
+    async with _session() as session:
+        listing = await _asked(lambda: _listing(session, repository, revision), what)
+        found = {sibling.rfilename: sibling for sibling in listing.siblings}
+        names = [name for name in found if wanted(name)]
+        try:
+            check_paths(names)
+        except ManifestError as error:
+            raise FetchFailed("INCOMPATIBLE", f"{what}: {error}") from error
+        if not names:
             raise FetchFailed("INCOMPATIBLE", f"{what} has none of the files that a model of its kind needs")
-        facts = asyncio.run(_downloaded(url, files, folder, progress))
+        url = f"{constants.ENDPOINT}/{repository}/resolve/{quote(revision, safe='')}"
+        files = [await _file(session, url, found[name], what) for name in names]
+        if wanted is of_lora and (size := sum(file.size for file in files)) > MAX_LORA_BYTES:
+            raise FetchFailed("INCOMPATIBLE", f"{what} has {size} bytes, a LoRA has at most {MAX_LORA_BYTES}")
+        facts = await Download(_Hub(session, url, what), folder, progress).all(files)
     left_out = tuple(sorted(name for name in found if not wanted(name) and is_safe(name)))
     return Manifest(repository, revision, facts, left_out, "hub")
 
 
-def _file(url: str, sibling: RepoSibling, what: str) -> RemoteFile:
+async def _listing(session: Any, repository: str, revision: str | None) -> _Listing:
+    """The commit of a revision and its files. Raises StoreError, also for an answer that is no listing: a page of a
+    proxy, or one without an end.
+    """
+    from huggingface_hub import constants
+
+    path = f"/revision/{quote(revision, safe='')}" if revision else ""
+    url, data = f"{constants.ENDPOINT}/api/models/{repository}{path}?blobs=true", bytearray()
+    try:
+        async with asyncio.timeout(LISTING_S), _answered(session, url) as response:
+            async for piece in response.aiter_raw():
+                data += piece
+                if len(data) > MAX_MANIFEST_BYTES:
+                    raise StoreError(f"the listing has more than {MAX_MANIFEST_BYTES} bytes")
+        return _listings.decode(data)
+    except TimeoutError as error:
+        raise StoreError(f"the listing was not complete within {LISTING_S:g} s") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise StoreError(f"the answer is not the listing of a repository: {str(error)[:200]}") from error
+
+
+async def _file(session: Any, url: str, sibling: _Sibling, what: str) -> RemoteFile:
     """A file of the listing. If a mirror leaves its size out, the headers of the file are asked. A large file has a
     SHA-256, any other the digest of a git blob; a mirror may give neither.
     """
-    from huggingface_hub import get_hf_file_metadata
-
     name = sibling.rfilename
     if sibling.size is not None:
         sha256, blob = (sibling.lfs.sha256, "") if sibling.lfs else ("", sibling.blob_id or "")
         return RemoteFile(name, sibling.size, sha256, blob)
-    metadata = _asked(lambda: get_hf_file_metadata(f"{url}/{quote(name)}"), f"{what}: {name}")
-    if metadata.size is None:
+
+    async def header(*names: str) -> str:
+        """The first of these headers that the hub, or the server to which it redirects, sends."""
+        async with _answered(session, f"{url}/{quote(name)}", method="HEAD") as response:
+            answers = (*response.history, response)
+            return next((answer.headers[each] for each in names for answer in answers if each in answer.headers), "")
+
+    size = await _asked(lambda: header("X-Linked-Size", "Content-Length"), f"{what}: {name}")
+    if not size.isdecimal():
         raise FetchFailed("INCOMPATIBLE", f"{what}: the hub does not tell the size of {name}")
-    etag = metadata.etag or ""
-    return RemoteFile(name, metadata.size, etag if len(etag) == 64 else "", etag if len(etag) == 40 else "")
+    etag = (await _asked(lambda: header("X-Linked-Etag", "ETag"), f"{what}: {name}")).strip('W/"')
+    return RemoteFile(name, int(size), etag if len(etag) == 64 else "", etag if len(etag) == 40 else "")
 
 
-async def _downloaded(url: str, files: Sequence[RemoteFile], folder: Path, progress: Progress) -> dict[str, FileFact]:
+def _session() -> Any:
+    """A session of the hub's client, which reads no more of an answer than it is asked for: its own hook reads the
+    whole body of an error.
+    """
     from huggingface_hub import get_async_session
 
-    async with get_async_session() as session:
-        return await Download(_Hub(session, url, progress.what), folder, progress).all(files)
+    session = get_async_session()
+    session.event_hooks = {**session.event_hooks, "response": []}
+    return session
+
+
+@contextlib.asynccontextmanager
+async def _answered(session: Any, url: str, *, method: str = "GET", start: int = 0) -> AsyncIterator[Any]:
+    """The answer to a request, whose body is still to be read as it is sent: from byte `start` on, if the server knows
+    ranges. Raises StoreError, and what the hub's client raises.
+    """
+    from huggingface_hub import constants, get_token, hf_raise_for_status
+
+    # the client's own headers name the agent that runs it, from a list that it fetches and reads to any length;
+    # compressed, a range would be one of other bytes, and a few bytes may be any number of others
+    headers = {"User-Agent": f"sie/{sie_contracts.__version__}", "Accept-Encoding": "identity"}
+    if token := get_token():
+        headers["Authorization"] = f"Bearer {token}"
+    if start:
+        headers["Range"] = f"bytes={start}-"
+    with _passing():
+        async with session.stream(method, url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as response:
+            hf_raise_for_status(response)
+            if response.headers.get("Content-Encoding", "identity").lower() != "identity":
+                raise StoreError("the answer is compressed, which was not asked for")
+            yield response
 
 
 class _Hub:
@@ -108,24 +191,12 @@ class _Hub:
         self._session, self._url, self.what = session, url, what
 
     async def answer(self, file: RemoteFile, start: int, end: int) -> AsyncGenerator[Piece, None]:
-        from huggingface_hub import constants, hf_raise_for_status
-        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # public, but not exported
-
-        # with compression a range would be one of the compressed bytes
-        headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
-        if start:
-            headers["Range"] = f"bytes={start}-"
-        wait_s = constants.HF_HUB_DOWNLOAD_TIMEOUT
-        with _passing():
-            url = f"{self._url}/{quote(file.path)}"
-            async with self._session.stream("GET", url, headers=headers, timeout=wait_s) as response:
-                hf_raise_for_status(response)
-                at = start if response.status_code == 206 else 0  # a mirror without range requests sends the whole file
-                async for data in response.aiter_bytes():
-                    piece = data[max(0, start - at) : max(0, end - at)]  # the digest detects extra bytes
-                    at += len(data)
-                    if piece:
-                        yield piece
+        async with _answered(self._session, f"{self._url}/{quote(file.path)}", start=start) as response:
+            at = start if response.status_code == 206 else 0  # a mirror without range requests sends the whole file
+            async for data in response.aiter_raw():
+                if piece := data[max(0, start - at) :]:
+                    yield piece
+                at += len(data)
 
     def damaged(self, file: RemoteFile) -> FetchFailed:
         return FetchFailed(
@@ -133,18 +204,15 @@ class _Hub:
         )
 
 
-def _asked(call: Callable[[], _T], what: str) -> _T:
-    """The result of a call of the hub's client, repeated where that may help. The call blocks this thread; the end of
-    the process does not wait for it.
-    """
+async def _asked(call: Callable[[], Awaitable[_T]], what: str) -> _T:
+    """The result of a call of the hub, repeated where that may help."""
     tries = 0
     while True:
         try:
-            with _passing():
-                return call()
+            return await call()
         except StoreError as error:
             tries += 1
-            asyncio.run(LIMITS.pause(error, tries, what))
+            await LIMITS.pause(error, tries, what)
 
 
 @contextlib.contextmanager
@@ -175,7 +243,6 @@ def _classed(what: str) -> Iterator[None]:
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
-        HFValidationError,
         OfflineModeIsEnabled,
         RemoteEntryNotFoundError,
         RepositoryNotFoundError,
@@ -188,8 +255,6 @@ def _classed(what: str) -> Iterator[None]:
         raise FetchFailed("GATED", f"{what} is gated: accept its licence and set HF_TOKEN") from error
     except (RepositoryNotFoundError, RevisionNotFoundError, RemoteEntryNotFoundError) as error:
         raise FetchFailed("NOT_FOUND", f"{what} does not exist on the hub, or is private (HF_TOKEN)") from error
-    except HFValidationError as error:
-        raise FetchFailed("NOT_FOUND", f"{what} is not the name of a hub repository") from error
     except OfflineModeIsEnabled as error:
         fix = "unset it, or have SIE_LOCAL_CACHE hold the model"
         raise FetchFailed("NETWORK", f"{what} was not downloaded: HF_HUB_OFFLINE is set; {fix}") from error

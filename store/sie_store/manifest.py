@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Collection
+from pathlib import Path, PurePosixPath
 from typing import Literal
 
 import msgspec
 
+from sie_store.durable import PART
+
 MANIFEST = "sie-manifest.json"
 VERSION = 1
 MAX_MANIFEST_BYTES = 16 << 20
+MAX_FILES = 10_000  # of one snapshot
+MAX_NAME_BYTES = 255 - len(PART)  # of a file or folder on a disk, while it is fetched
 _PIECE_BYTES = 1 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -102,9 +106,26 @@ def check_names(repository: str, revision: str) -> None:
 
 
 def is_safe(name: str) -> bool:
-    """Whether a file of this name stays below the folder of its snapshot and is not the manifest."""
-    is_below = all(part not in ("", ".", "..") for part in name.split("/"))
-    return is_below and name != MANIFEST and len(name) <= 1024 and "\\" not in name and "\0" not in name
+    """Whether a file of this name stays below the folder of its snapshot, is neither the manifest nor a part of a file,
+    fits a disk, and shows in a log as what it is.
+    """
+    parts = name.split("/")
+    if not name.isprintable() or len(name) > 1024 or "\\" in name or name == MANIFEST or name.endswith(PART):
+        return False
+    return all(part not in ("", ".", "..") and len(part.encode()) <= MAX_NAME_BYTES for part in parts)
+
+
+def check_paths(names: Collection[str]) -> None:
+    """Raise ManifestError unless files of these names can lie below one folder."""
+    if len(names) > MAX_FILES:
+        raise ManifestError(f"a snapshot has at most {MAX_FILES} files, this one has {len(names)}")
+    files = frozenset(names)
+    for name in names:
+        if not is_safe(name):
+            raise ManifestError(f"it names the file {name[:200]!r}: expected a path below its folder, with /")
+        for folder in PurePosixPath(name).parents:
+            if str(folder) in files:
+                raise ManifestError(f"{str(folder)[:200]!r} is a file and a folder")
 
 
 def _check(manifest: Manifest) -> None:
@@ -113,9 +134,8 @@ def _check(manifest: Manifest) -> None:
     check_names(manifest.repository, manifest.revision)
     if not manifest.files:
         raise ManifestError(f"the manifest of {manifest.repository}@{manifest.revision} names no file")
+    check_paths(manifest.files)
     for name, fact in manifest.files.items():
-        if not is_safe(name):
-            raise ManifestError(f"the manifest names the file {name[:200]!r}: expected a path below its folder, with /")
         if fact.bytes < 0 or not _SHA256.fullmatch(fact.sha256):
             raise ManifestError(
                 f"the manifest has no size and SHA-256 of {name[:200]!r}: got {fact.bytes} and {fact.sha256[:80]!r}"

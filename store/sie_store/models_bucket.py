@@ -8,15 +8,13 @@ gs://bucket/prefix.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Coroutine, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+import contextlib
+from collections.abc import Collection, Coroutine
+from typing import Any, TypeVar
 
 from sie_contracts.settings import SettingError
 from sie_store import object_stores
-from sie_store.object_stores import AccessRefused, BucketMissing, ObjectMissing, Patience, RangeMissing, StoreError
-
-if TYPE_CHECKING:
-    from obstore import GetOptions
+from sie_store.object_stores import AccessRefused, BucketMissing, ObjectMissing, Patience, StoreError
 
 _T = TypeVar("_T")
 
@@ -46,13 +44,11 @@ class BucketFolder:
             raise SettingError(SETTING, f"{self.url} holds no {kinds}: put one there, or name another place")
         return found
 
-    def read(self, sizes: Mapping[str, int], max_bytes: int) -> dict[str, bytes]:
-        """The present bodies of these files, by path, each with at most `max_bytes`. `sizes`: in bytes, as `look`
-        found them.
-
-        A file that was removed meanwhile is left out.
+    def read(self, paths: Collection[str], max_bytes: int) -> dict[str, bytes]:
+        """The present bodies of these files, by path, each with at most `max_bytes`. A file that was removed meanwhile
+        is left out.
         """
-        return self._run(self._bodies(sizes, max_bytes))
+        return self._run(self._bodies(paths, max_bytes))
 
     async def _listed(self) -> dict[str, tuple[int, int, int]]:
         import obstore
@@ -72,33 +68,20 @@ class BucketFolder:
                     found[path] = changed_ns, entry["size"], hash(entry["e_tag"])
         return found
 
-    async def _bodies(self, sizes: Mapping[str, int], max_bytes: int) -> dict[str, bytes]:
-        import obstore
-
+    async def _bodies(self, paths: Collection[str], max_bytes: int) -> dict[str, bytes]:
         turns = asyncio.Semaphore(READS_AT_ONCE)
         found: dict[str, bytes] = {}
 
-        async def one(path: str, size: int) -> None:
-            async def body() -> bytes:
-                # not the size in the list: the object may have grown since
-                bounded: GetOptions = {"range": (0, max_bytes)}
-                # an empty object has no range
-                answer = await obstore.get_async(self._store, path, options=bounded if size else {})
-                if not size and answer.meta["size"]:
-                    answer = await obstore.get_async(self._store, path, options=bounded)
-                return bytes(await answer.bytes_async())
-
+        async def one(path: str) -> None:
             async with turns:
-                try:
-                    found[path] = await self._patience.asked(body)
-                except RangeMissing:
-                    found[path] = b""
-                except ObjectMissing:
-                    return
+                with contextlib.suppress(ObjectMissing):
+                    _, found[path] = await self._patience.asked(
+                        lambda: object_stores.first_bytes(self._store, path, max_bytes)
+                    )
 
         async with asyncio.TaskGroup() as group:
-            for path, size in sizes.items():
-                group.create_task(one(path, size))
+            for path in paths:
+                group.create_task(one(path))
         return found
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:

@@ -98,7 +98,7 @@ def _bodies(allowed: Allowed) -> Mapping[str, bytes]:
     try:
         if is_bucket(name):
             bucket = BucketFolder(name, SUFFIXES)
-            found = {path: size for path, (_, size, _) in bucket.look().items() if not path.startswith("bundles/")}
+            found = [path for path in bucket.look() if not path.startswith("bundles/")]
             return bucket.read(found, MAX_FILE_BYTES)
         root = Path(name).expanduser()
         if not root.is_dir():

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from sie_contracts.settings import SettingError, store_url
 
 if TYPE_CHECKING:
+    from obstore import GetResult
     from obstore.store import ObjectStore
 
 _T = TypeVar("_T")
@@ -151,6 +152,20 @@ async def within(timeout_s: float, work: Awaitable[_T]) -> _T:
         raise StoreError(f"no answer within {timeout_s:.3g} s") from error
     except (BaseError, OSError) as error:
         raise failure(error) from error
+
+
+async def first_bytes(store: ObjectStore, key: str, most: int) -> tuple[GetResult, bytes]:
+    """An object's first bytes, at most `most`, and what the store says of it. No more is read, however long the store
+    says that it is.
+    """
+    import obstore
+
+    answer, data = await obstore.get_async(store, key), bytearray()
+    async for chunk in answer.stream():
+        data += chunk
+        if len(data) >= most:
+            break
+    return answer, bytes(data[:most])
 
 
 @dataclass(frozen=True)

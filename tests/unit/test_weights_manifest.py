@@ -9,6 +9,7 @@ import pytest
 
 from sie_store.manifest import (
     MANIFEST,
+    MAX_FILES,
     MAX_MANIFEST_BYTES,
     FileFact,
     Manifest,
@@ -64,7 +65,11 @@ def test_whatever_is_wrong_is_named(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["../model", "/etc/passwd", "a//b", "a/./b", "a/../../b", "", "a\\b", "a\0b", MANIFEST, "a" * 1025]
+    "name",
+    [
+        *("../model", "/etc/passwd", "a//b", "a/./b", "a/../../b", "", "a\\b", MANIFEST, "a/" * 512 + "a", "a" * 251),
+        *("a\0b", "a\nb", "\x1b[31m", "a\x7f", "a\u202eb", "model.safetensors.part"),
+    ],
 )
 def test_a_file_outside_of_its_folder_is_refused(name: str) -> None:
     manifest = Manifest("org/model", COMMIT, {name: FACT})
@@ -80,6 +85,8 @@ def test_a_file_outside_of_its_folder_is_refused(name: str) -> None:
         (Manifest("../model", COMMIT, {"a": FACT}), "organisation/name"),
         (Manifest("org/model", "a/b", {"a": FACT}), "a commit"),
         (Manifest("org/model", COMMIT, {}), "names no file"),
+        (Manifest("org/model", COMMIT, {"a/b/c": FACT, "a/b": FACT}), "'a/b' is a file and a folder"),
+        (Manifest("org/model", COMMIT, {str(number): FACT for number in range(MAX_FILES + 1)}), "at most 10000 files"),
         (Manifest("org/model", COMMIT, {"a": FileFact(-1, "a" * 64)}), "size"),
         (Manifest("org/model", COMMIT, {"a": FileFact(1, "A" * 64)}), "SHA-256"),
         (Manifest("org/model", COMMIT, {"a": FACT}, version=2), "version 2"),

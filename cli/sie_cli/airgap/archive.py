@@ -33,7 +33,6 @@ PIECE_BYTES = 1 << 20
 _BLOCK = 512
 _USTAR_LIMIT = 1 << 33  # the size that 11 octal digits cannot say
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 _DAMAGED = "the archive is damaged, or `sie airgap create` did not make it; copy it again"
 
@@ -79,7 +78,7 @@ def decode(data: bytes) -> Index:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Refused(f"{INDEX}: {error}") from error
     for name, fact in index.files.items():
-        if not is_safe(name) or _CONTROL.search(name) or name.split("/")[0] not in FOLDERS:
+        if not is_safe(name) or name.split("/")[0] not in FOLDERS:
             raise Refused(f"{INDEX} names the file {name[:200]!r}: expected a path below {', '.join(FOLDERS)}")
         if fact.bytes < 0 or not _SHA256.fullmatch(fact.sha256):
             raise Refused(f"{INDEX} has no size and SHA-256 of {name[:200]!r}")

@@ -118,14 +118,14 @@ def _commit(settings: Settings, hub: str, revision: str | None) -> str:
         return cached[0].name
     if not settings.hf_fallback:
         raise Refused(f"which commit of {hub}? give --revision COMMIT: downloads are off (SIE_HF_FALLBACK)")
-    from huggingface_hub import HfApi
+    from sie_store.hub import commit_of
+    from sie_store.manifest import FetchFailed
 
-    instead = "give --revision the whole commit, 40 hex digits" if revision else "give --revision COMMIT"
-    with _hub(f"the commit of {hub}", instead):
-        commit = HfApi().model_info(hub, revision=revision).sha
-    if commit is None:
-        raise Refused(f"the hub names no commit of {hub}: give --revision COMMIT")
-    return commit
+    try:
+        return commit_of(hub, revision)
+    except FetchFailed as error:
+        instead = "give --revision the whole commit, 40 hex digits" if revision else "give --revision COMMIT"
+        raise Refused(f"the commit of {hub}: {error.message}; or {instead}") from error
 
 
 @contextlib.contextmanager
