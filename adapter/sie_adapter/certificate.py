@@ -27,9 +27,10 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from sie_adapter.checkpoint import read_json, read_modules
+from sie_adapter.checkpoint import read_json
 from sie_adapter.device import Compute
 from sie_adapter.heads import Row, States
+from sie_adapter.modules import read_modules
 from sie_adapter.packing import Items
 from sie_adapter.tokenizer import Needs, fault
 from sie_contracts.catalogue import Resolved, packaged_folder
