@@ -222,6 +222,10 @@ def read_modules(folder: Path) -> Modules:
             steps.append((kind, _feature(kind, place, config, pooled=pooled_at is not None), Normalization()))
         elif kind == "SpladePooling":
             _check_splade(config)
+            if kinds[0] != "MLMTransformer" and transformer.task != "fill-mask":
+                raise _refused(
+                    f"SpladePooling after a Transformer of {transformer.task or 'no task'}, expected fill-mask"
+                )
         elif kind == "LogitScore" and config.get("module_input_name", "causal_logits") != "causal_logits":
             raise _refused(f"LogitScore reads {config['module_input_name']}, expected causal_logits")
     _check_steps(steps, pooled_at)
