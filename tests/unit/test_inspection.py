@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -40,7 +41,7 @@ from sie_adapter.engine import Engine
 from sie_adapter.inspection import inspect
 from sie_cli.main import main
 from sie_cli.models.inspect import answers
-from sie_contracts.entries import parse_entry
+from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.settings import Settings
 
@@ -307,6 +308,29 @@ def test_what_float16_does_not_hold_is_not_computed_in_it(
     report = inspect(folder, "me/seen", {"path": str(folder)})
     assert entry_of(report).load.precision == precision
     assert any("precision bfloat16" in line for line in report.found) == (precision is not None)
+
+
+@pytest.mark.parametrize("build_folder", [dual_checkpoints.clip, dual_checkpoints.siglip, "clap", "whisper"])
+def test_the_processor_of_a_folder_may_be_in_processor_config_alone(
+    build_folder: Any, tmp_path: Path, engine: Engine
+) -> None:
+    """transformers 5 writes nothing else."""
+    from parity import sound_checkpoints
+
+    folder = tmp_path / "model"
+    getattr(sound_checkpoints, build_folder)(folder) if isinstance(build_folder, str) else build_folder(folder)
+    before = engine.residency.ensure("me/before", renamed(inspected(folder), "me/before")).weights.rows
+    own = folder / "preprocessor_config.json"
+    part = "feature_extractor" if isinstance(build_folder, str) else "image_processor"
+    (folder / "processor_config.json").write_text(json.dumps({part: json.loads(own.read_text())}))
+    own.unlink()
+    entry = renamed(inspected(folder), "me/after")
+    assert "processor_config.json" in entry.weights.digests
+    assert engine.residency.ensure("me/after", entry).weights.rows == before
+
+
+def renamed(entry: ModelEntry, model: str) -> ModelEntry:
+    return msgspec.structs.replace(entry, id=model)
 
 
 def test_a_model_of_sounds_becomes_an_entry_that_loads(tmp_path: Path, engine: Engine) -> None:
