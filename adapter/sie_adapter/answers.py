@@ -283,14 +283,17 @@ def _scores(values: Tensor) -> Answers:
 
 
 def class_scores(options: RunOptions, logits: Sequence[Row], activation: str) -> Answers:
-    """The score of each pair, from float32 logits [1], or the probability of the last class from [labels]."""
-    stacked = torch.stack(list(logits))
-    if activation == "identity" and is_relevance(options):
-        stacked = torch.sigmoid(stacked.double())  # where float32 would make ties of large ones
-    elif activation == "sigmoid":
+    """The score of each pair, from float32 logits [1], or the probability of the last class from [labels].
+
+    With `raw_scores` a score is the logit, of two classes the difference of both: as Text Embeddings Inference and
+    Infinity answer.
+    """
+    stacked = torch.stack(list(logits)).double()  # activations in float32 would make ties of large logits
+    if activation == "softmax":
+        stacked = stacked[:, -1:] - stacked[:, :-1].logsumexp(1, keepdim=True)
+    is_probability = activation != "identity" or is_relevance(options)
+    if is_probability and not options.parameters.get("raw_scores"):
         stacked = torch.sigmoid(stacked)
-    elif activation == "softmax":
-        stacked = torch.softmax(stacked, 1)
     return _scores(stacked[:, -1])
 
 
@@ -330,11 +333,11 @@ def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], ac
 
 
 def answer_scores(options: RunOptions, logits: Sequence[Row], *, difference: bool) -> Answers:
-    """From float32 logits [no, yes]: P(yes) of the softmax of both, or yes - no."""
-    stacked = torch.stack(list(logits))
-    if difference and is_relevance(options):
-        return _scores(torch.sigmoid((stacked[:, 1] - stacked[:, 0]).double()))
-    return _scores(stacked[:, 1] - stacked[:, 0] if difference else torch.softmax(stacked, 1)[:, 1])
+    """From float32 logits [no, yes]: P(yes) of the softmax of both, or yes - no, as with `raw_scores`."""
+    stacked = torch.stack(list(logits)).double()  # as in class_scores
+    gaps = stacked[:, 1] - stacked[:, 0]
+    is_raw = options.parameters.get("raw_scores") or (difference and not is_relevance(options))
+    return _scores(gaps if is_raw else torch.sigmoid(gaps))
 
 
 def zero_shot(options: RunOptions, logits: Sequence[Row], entailment: int, contradiction: int) -> Answers:

@@ -27,11 +27,13 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from sie_adapter.checkpoint import read_json, read_modules
+from sie_adapter.checkpoint import read_json
 from sie_adapter.device import Compute
 from sie_adapter.heads import Row, States
+from sie_adapter.modules import MODEL_FILE, read_modules
 from sie_adapter.packing import Items
 from sie_adapter.tokenizer import Needs, fault
+from sie_contracts import families
 from sie_contracts.catalogue import Resolved, packaged_folder
 from sie_contracts.entries import ModelEntry
 from sie_contracts.load_errors import load_failed
@@ -98,7 +100,8 @@ def _check_digests(folder: Path, entry: ModelEntry) -> tuple[str, ...]:
 
 def _check_options(folder: Path, entry: ModelEntry) -> None:
     """An entry may say more than the model's files, never something else."""
-    stored = read_json(folder / "config_sentence_transformers.json").get("prompts") or {}
+    is_encoder = families.row(entry.family).gives_vectors  # others have prompts for a request to name
+    stored = (read_json(folder / MODEL_FILE).get("prompts") or {}) if is_encoder else {}
     for name in ("query", "document"):
         prompt = stored.get(name) or ""
         given = entry.prompts.get(name, "{text}")

@@ -1,5 +1,5 @@
-"""A model folder becomes a transformers model and the modules that sentence-transformers lists after it. Its tokenizer:
-`tokenizer`.
+"""A model folder becomes a transformers model. Its tokenizer: `tokenizer`; the modules that sentence-transformers lists
+after it: `modules`.
 
 Nothing is forgiven: weights that are missing, unexpected, of another shape or newly made are a refusal, since a model
 with a random part answers as politely as a right one.
@@ -11,7 +11,6 @@ import json
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -48,14 +47,6 @@ _LANGUAGE_HEADS = frozenset(
     }
 )
 _PRETRAINED = ("ForMaskedLM", "ForCausalLM", "ForPreTraining")
-_POOLING_KEYS = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_lasttoken": "last",
-    "pooling_mode_weightedmean_tokens": "weighted",
-}
-POOLINGS = ("cls", "mean", "last", "weighted")
-_ACTIVATIONS = {"Identity": nn.Identity, "Tanh": nn.Tanh, "GELU": nn.GELU, "ReLU": nn.ReLU, "Sigmoid": nn.Sigmoid}
 
 
 @contextmanager
@@ -219,120 +210,6 @@ def stored_rows(folder: Path, name: str) -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class Modules:
-    """What modules.json adds to a transformer. `layers` are applied in order to pooled vectors, or to the states of
-    late interaction.
-
-    `root`: the folder of modules.json; `folder`: that of the transformer and its tokenizer. `query_weights`: of queries
-    that need no pass, float32 [ids].
-    """
-
-    root: Path
-    folder: Path
-    query_weights: Tensor | None = None
-    kinds: tuple[str, ...] = ()
-    pooling: str = ""
-    layers: tuple[nn.Module, ...] = ()
-    normalizes: bool = False
-    settings: dict[str, dict[str, Any]] = field(default_factory=dict)  # config.json of each other module, by kind
-
-
-_MASKED = ("MLMTransformer", "Transformer")
-_KNOWN = {*_MASKED, "Pooling", "Normalize", "Dense", "SpladePooling", "MultiVectorMask"}
-
-
-def read_modules(folder: Path) -> Modules:
-    """The modules that the folder lists; none without modules.json. Raises ModelLoadFailed INCOMPATIBLE for one that
-    would be left out.
-    """
-    path = folder / "modules.json"
-    if not path.is_file():
-        return Modules(folder, folder)
-    listed = [(_kind(module["type"]), folder / module["path"]) for module in json.loads(path.read_text())]
-    query_weights = None
-    if [kind for kind, _ in listed] == ["Router"]:
-        listed, query_weights = _routes(listed[0][1])
-    transformer = folder
-    layers: list[nn.Module] = []
-    settings: dict[str, dict[str, Any]] = {}
-    pooling = ""
-    for kind, place in listed:
-        if kind not in _KNOWN:
-            raise load_failed("INCOMPATIBLE", f"modules.json lists a {kind}, which this adapter would leave out")
-        if kind in _MASKED:
-            transformer = place
-            continue
-        config = settings[kind] = read_json(place / "config.json")
-        if kind == "Pooling":
-            pooling = _pooling(config)
-        elif kind == "Dense":
-            layers.append(_dense(place, config))
-    kinds = tuple(kind for kind, _ in listed)
-    return Modules(folder, transformer, query_weights, kinds, pooling, tuple(layers), "Normalize" in kinds, settings)
-
-
-def _kind(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
-def _routes(folder: Path) -> tuple[list[tuple[str, Path]], Tensor | None]:
-    """The modules of documents and the weights of queries, of a Router whose queries are looked up. Any other Router is
-    refused.
-    """
-    router = read_json(folder / "router_config.json")
-    kinds = {module: _kind(name) for module, name in router.get("types", {}).items()}
-    routes = router.get("structure", {})
-    found = {route: [kinds[module] for module in modules] for route, modules in routes.items()}
-    documents = found.get("document") or [""]
-    expected = {"query": ["SparseStaticEmbedding"], "document": [documents[0], "SpladePooling"]}
-    if found != expected or documents[0] not in _MASKED or router.get("parameters", {}).get("route_mappings"):
-        said = "; ".join(f"{route}: {', '.join(names)}" for route, names in found.items())
-        raise load_failed(
-            "INCOMPATIBLE",
-            f"modules.json lists a Router of {said}; expected query: SparseStaticEmbedding; document: a masked LM, "
-            "SpladePooling",
-        )
-    weights = tensor(folder / routes["query"][0], "weight")
-    return [(kinds[module], folder / module) for module in routes["document"]], weights
-
-
-def _pooling(config: dict[str, Any]) -> str:
-    named = [_POOLING_KEYS.get(key, key) for key, on in config.items() if key.startswith("pooling_mode") and on is True]
-    pooling = config.get("pooling_mode") or "+".join(named)
-    pooling = {"lasttoken": "last", "weightedmean": "weighted"}.get(pooling, pooling)
-    if pooling and pooling not in POOLINGS:
-        raise load_failed(
-            "INCOMPATIBLE", f"the pooling of the model is {pooling}, expected one of {', '.join(POOLINGS)}"
-        )
-    if config.get("include_prompt") is False:
-        raise load_failed(
-            "INCOMPATIBLE", "the pooling leaves the prompt out (include_prompt), which this adapter does not"
-        )
-    return str(pooling)
-
-
-class Projection(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
-    """A Dense of modules.json: activation(W x + b), with a residual where the file has one. float32 [.., in] -> [..,
-    out].
-
-    Source: sentence-transformers' and PyLate's Dense.
-    """
-
-    def __init__(
-        self, linear: nn.Linear, activation: nn.Module, residual: nn.Linear | None = None, *, adds_input: bool = False
-    ) -> None:
-        super().__init__()
-        self.linear, self.activation, self.residual, self.adds_input = linear, activation, residual, adds_input
-        self.out_features = linear.out_features
-
-    def forward(self, states: Tensor) -> Tensor:
-        found = self.activation(self.linear(states))
-        if self.residual is not None:
-            return found + self.residual(states)
-        return found + states if self.adds_input else found
-
-
 def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
     """A float32 layer with these weights."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
@@ -340,29 +217,3 @@ def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
     if bias is not None:
         layer.bias = nn.Parameter(bias.float(), requires_grad=False)
     return layer
-
-
-def _dense(folder: Path, config: dict[str, Any]) -> nn.Module:
-    name = _kind(config.get("activation_function", "torch.nn.modules.activation.Tanh"))  # the module's own default
-    if name not in _ACTIVATIONS:
-        raise load_failed(
-            "INCOMPATIBLE", f"a Dense has the activation {name}, expected one of {', '.join(_ACTIVATIONS)}"
-        )
-    weight, bias = tensor(folder, "linear.weight"), tensor(folder, "linear.bias")
-    shape = (config.get("out_features"), config.get("in_features"))
-    if weight is None or tuple(weight.shape) != shape or (bias is None) == bool(config.get("bias", True)):
-        raise load_failed(
-            "INCOMPATIBLE", f"{folder.name}: its weights are missing or do not have the shape that its config.json says"
-        )
-    adds_input = bool(config.get("use_residual"))
-    residual = tensor(folder, "residual.weight") if adds_input and shape[0] != shape[1] else None
-    if adds_input and shape[0] != shape[1] and (residual is None or tuple(residual.shape) != shape):
-        raise load_failed(
-            "INCOMPATIBLE", f"{folder.name}: its residual weights are missing or do not have the shape of the others"
-        )
-    return Projection(
-        linear(weight, bias),
-        _ACTIVATIONS[name](),
-        None if residual is None else linear(residual),
-        adds_input=adds_input and residual is None,
-    )

@@ -47,7 +47,7 @@ def described_by_image_model(folder: Path, raw: Mapping[str, Any]) -> Described 
     found = f"family {entry['family']}: model_type {config.model_type} of config.json"
     assumed = _ASSUMED.get(entry["family"], "") if "load" in entry else ""
     what = "a sound" if "audio" in entry["inputs"] else "an image"
-    told = [found, f"what is done to {what}: preprocessor_config.json"]
+    told = [found, f"what is done to {what}: preprocessor_config.json, or its part of processor_config.json"]
     return Described(entry, told, [assumed] if assumed else [])
 
 

@@ -34,11 +34,18 @@ _PER_PASS_ELSEWHERE = 64
 _BLOCKS_PER_PASS = 16384
 
 
+def read_processor(folder: Path, part: str) -> dict[str, Any]:
+    """The configuration of the `image_processor` or `feature_extractor` of a folder: its part of processor_config.json,
+    where transformers 5 writes it, else preprocessor_config.json; empty without either. Source: transformers 5.23.
+    """
+    return read_json(folder / "processor_config.json").get(part) or read_json(folder / PROCESSOR)
+
+
 def processor_of(folder: Path, entry: ModelEntry, load: LoadOptions | None = None) -> tuple[Recipe, Normalisation]:
     """How the files say that images become numbers, within the bounds of `load`, which are the entry's own if it is
     None. Raises ModelLoadFailed INCOMPATIBLE for what cannot be reproduced.
     """
-    config = read_json(folder / PROCESSOR)
+    config = read_processor(folder, "image_processor")
     if not config:
         raise load_failed("NOT_FOUND", f"{entry.id}: {folder} has no {PROCESSOR}, which says how images become pixels")
     options = load or entry.load

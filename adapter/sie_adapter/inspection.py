@@ -21,13 +21,17 @@ import msgspec
 import torch
 import yaml
 from transformers import AutoConfig, AutoModel, PretrainedConfig
+from transformers.quantizers import AutoHfQuantizer
 
-from sie_adapter.checkpoint import Modules, construction, read_json, read_modules, stored_rows
+from sie_adapter.chat_pairs import pair_pieces
+from sie_adapter.checkpoint import construction, read_json, stored_rows
 from sie_adapter.comparison import compare_files
 from sie_adapter.extraction_folders import UNLIMITED, described_by_package, tokenizer_limit
-from sie_adapter.families.text_model import stored_activation
+from sie_adapter.families.text_model import check_pair_prompt, stored_activation
 from sie_adapter.image_folders import described_by_image_model
 from sie_adapter.late_interaction import late_interaction
+from sie_adapter.modules import MODEL_FILE, Modules, conversion, read_modules
+from sie_adapter.tokenizer import read_tokenizer
 from sie_contracts.entries import HeadOptions, ModelEntry, parse_entry
 from sie_contracts.load_errors import load_failed
 from sie_store.selection import FILES, PICKLED
@@ -37,6 +41,7 @@ _PARTS = ("text_config", "vlm_config")  # of a configuration, which may have a d
 # how their model_type begins. Source: the model card of EmbeddingGemma; the language model of ColPali is a Gemma
 _OVERFLOWING = ("gemma", "colpali")
 _INSTRUCTION = re.compile(r"(Instruct: )([^{}]+)(\nQuery: ?)")
+_DECODER_LAYERS = ("num_decoder_layers", "decoder_layers")  # in configurations of models with both, such as T5
 _ENTAILS, _OPPOSES = ("entail",), ("contra", "not_entail")
 
 
@@ -153,6 +158,7 @@ def _transformer(folder: Path, report: Inspection) -> None:
     )
     entry["description"] = f"{named or config.model_type}: {', '.join(entry['outputs'])}. Found by inspection."
     entry["max_tokens"] = _max_tokens(modules, config, backbone, report)
+    _chat_pair(folder, modules, entry, report)
     if head := _head(folder, config, modules, entry, report):
         entry["head"] = head
     if load := _load(config, modules, report):
@@ -161,10 +167,17 @@ def _transformer(folder: Path, report: Inspection) -> None:
         _pooling(modules, report, is_masked=named.endswith("ForMaskedLM"))
     if family == "text-encoder":
         _prompts(folder, report)
+    side = modules.transformer.tokenizer.get("truncation_side") or read_json(
+        modules.folder / "tokenizer_config.json"
+    ).get("truncation_side")
+    if side == "left":
+        entry.setdefault("run", {})["truncate"] = "START"
+        report.found.append("long texts lose their beginning: truncation_side of the tokenizer")
 
 
 _OUTPUT = {
     "cross-encoder": "score",
+    "decoder-reranker": "score",
     "zero-shot-classifier": "classifications",
     "text-classifier": "classifications",
     "token-classifier": "entities",
@@ -183,8 +196,16 @@ def _refuse_other_folders(folder: Path) -> None:
         raise load_failed(
             "NOT_FOUND", f"{folder} has no config.json, modules.json or gliner_config.json; it has {listed}"
         )
+    if (folder / "adapter_config.json").is_file():
+        raise load_failed(
+            "INCOMPATIBLE",
+            f"{folder} has adapter_config.json beside config.json, which would be left out: merge the adapter into the "
+            "weights, or move it to a folder that run.lora of a profile names",
+        )
     if not any(folder.rglob("*.safetensors")):
-        raise load_failed("NOT_FOUND", f"{folder} has no *.safetensors; it has {listed}")
+        pickled = next(iter(sorted(folder.rglob("pytorch_model.bin"))), None)
+        remedy = f": {conversion(pickled.parent)}" if pickled is not None else f"; it has {listed}"
+        raise load_failed("NOT_FOUND", f"{folder} has no *.safetensors{remedy}")
 
 
 def _config(folder: Path) -> PretrainedConfig:
@@ -201,13 +222,26 @@ def _config(folder: Path) -> PretrainedConfig:
             f"transformers has no class for model_type {raw.get('model_type')!r} of {folder / 'config.json'}{where}"
         )
         raise load_failed("INCOMPATIBLE", message) from error
-    if getattr(config, "is_encoder_decoder", False):
+    if getattr(config, "is_encoder_decoder", False) or any(hasattr(config, name) for name in _DECODER_LAYERS):
         raise load_failed(
-            "INCOMPATIBLE", f"{config.model_type} has a decoder beside its encoder, which no family here runs"
+            "INCOMPATIBLE", f"{config.model_type} is one side of an encoder with a decoder, which no family here runs"
         )
+    _check_quantisation(config)
     if getattr(config, "vision_config", None) is not None:
         raise load_failed("INCOMPATIBLE", f"{config.model_type} reads images, and no family here runs it")
     return config
+
+
+def _check_quantisation(config: PretrainedConfig) -> None:
+    """Refuse weights that are quantised in a way that needs a package, or a device, that is not here."""
+    if (quantised := getattr(config, "quantization_config", None)) is None:
+        return
+    try:
+        quantizer = AutoHfQuantizer.from_config(quantised, pre_quantized=True)
+        quantizer.validate_environment(device_map=None)
+    except Exception as error:  # the library behind raises nothing narrower
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
+        raise load_failed("INCOMPATIBLE", f"its weights are quantised by {method}: {error}") from error
 
 
 def _empty_backbone(config: PretrainedConfig) -> Any:
@@ -222,6 +256,8 @@ def _empty_backbone(config: PretrainedConfig) -> Any:
 
 
 def _family(config: PretrainedConfig, modules: Modules, named: str) -> str:
+    if "LogitScore" in modules.kinds:
+        return "decoder-reranker"
     if named.endswith("ForTokenClassification"):
         return "token-classifier"
     if named.endswith("ForSequenceClassification"):
@@ -242,11 +278,10 @@ def _outputs(
     folder: Path, config: PretrainedConfig, modules: Modules, backbone: Any, report: Inspection
 ) -> dict[str, int]:
     vocabulary = backbone.get_input_embeddings().num_embeddings
-    widths = [layer.out_features for layer in modules.layers]
     if (folder / "sparse_linear.pt").is_file() and (folder / "colbert_linear.pt").is_file():
         layer = torch.load(folder / "colbert_linear.pt", map_location="meta", weights_only=True)
         report.found.append("dense, sparse and multivector of one pass: sparse_linear.pt, colbert_linear.pt")
-        width = widths[-1] if widths else config.hidden_size
+        width = modules.width(config.hidden_size)
         return {"dense": width, "sparse": vocabulary, "multivector": layer["weight"].shape[0], "score": 0}
     if "SpladePooling" in modules.kinds or (folder / "idf.json").is_file():
         report.found.append(
@@ -257,22 +292,22 @@ def _outputs(
         report.found.append(f"multivector, {width} wide: linear.weight beside the transformer (Stanford's format)")
         return {"multivector": width}
     if "Pooling" not in modules.kinds and ("Dense" in modules.kinds or "MultiVectorMask" in modules.kinds):
-        width = widths[-1] if widths else config.hidden_size
+        width = modules.width(config.hidden_size)
         report.found.append(f"multivector, {width} wide: modules.json has no Pooling")
         return {"multivector": width}
-    width = widths[-1] if widths else config.hidden_size
-    report.found.append(f"dense, {width} wide: {'the last Dense of modules.json' if widths else 'config.json'}")
+    width = modules.width(config.hidden_size)
+    report.found.append(
+        f"dense, {width} wide: {'its layers' if modules.layers or modules.token_layers else 'config.json'}"
+    )
     return {"dense": width}
 
 
 def _max_tokens(modules: Modules, config: PretrainedConfig, backbone: Any, report: Inspection) -> int:
-    limits = {
-        "max_seq_length of sentence_bert_config.json": read_json(modules.folder / "sentence_bert_config.json").get(
-            "max_seq_length"
-        ),
-        "model_max_length of tokenizer_config.json": tokenizer_limit(modules.folder),
-        "max_position_embeddings of config.json": getattr(config, "max_position_embeddings", None),
-    }
+    limits = {"max_position_embeddings of config.json": getattr(config, "max_position_embeddings", None)}
+    if modules.transformer.max_tokens:  # replaces the limit of the tokenizer, also a lower one
+        limits[f"max_seq_length of {modules.transformer.file}"] = modules.transformer.max_tokens
+    else:
+        limits["model_max_length of tokenizer_config.json"] = tokenizer_limit(modules.folder)
     counted = next(
         (module for module in backbone.modules() if hasattr(module, "create_position_ids_from_input_ids")), None
     )
@@ -293,9 +328,13 @@ def _head(
     folder: Path, config: PretrainedConfig, modules: Modules, entry: dict[str, Any], report: Inspection
 ) -> dict[str, Any]:
     if entry["family"] == "cross-encoder":
+        if "pair" not in entry:
+            check_pair_prompt(folder)
         activation = stored_activation(folder, config)
         report.found.append(f"activation {activation}: as sentence-transformers decides")
         return {"activation": activation}
+    if entry["family"] == "decoder-reranker":
+        return _answer_head(folder, config, modules)
     if "sparse" in entry["outputs"] and "multivector" not in entry["outputs"]:
         twice = modules.settings.get("SpladePooling", {}).get("activation_function") == "log1p_relu"
         head: dict[str, Any] = {"sparse_activation": "log1p_log1p_relu" if twice else "log1p_relu"}
@@ -306,6 +345,35 @@ def _head(
             head["query_encoder"] = "idf"
         return head
     return _late_head(modules, report) if set(entry["outputs"]) == {"multivector"} else {}
+
+
+def _chat_pair(folder: Path, modules: Modules, entry: dict[str, Any], report: Inspection) -> None:
+    """The pair of a reranker whose texts are put into a chat template. Any other model that reads one is refused."""
+    tokenizer = read_tokenizer(modules.folder, **modules.transformer.tokenizer)
+    is_bare = not modules.kinds and entry["family"] == "cross-encoder"  # the library takes the template that is there
+    if not (modules.transformer.messages or is_bare) or not getattr(tokenizer, "chat_template", None):
+        return
+    if entry["family"] not in ("cross-encoder", "decoder-reranker"):
+        raise load_failed(
+            "INCOMPATIBLE", f"its texts are put into a chat template, which family {entry['family']} does not do"
+        )
+    model = read_json(folder / MODEL_FILE)
+    instruction = (model.get("prompts") or {}).get(model.get("default_prompt_name")) or ""
+    entry["pair"] = list(pair_pieces(tokenizer, modules.transformer.chat_options, instructed=bool(instruction)))
+    if instruction:
+        entry["prompts"] = {"default_instruction": instruction}
+    report.found.append("a query and a document become one text by the chat template of the folder")
+
+
+def _answer_head(folder: Path, config: PretrainedConfig, modules: Modules) -> dict[str, Any]:
+    """The tokens whose logits are the score, by LogitScore."""
+    tokenizer = read_tokenizer(modules.folder, **modules.transformer.tokenizer)
+    ids = modules.settings["LogitScore"]
+    if ids.get("true_token_id") is None or ids.get("false_token_id") is None:
+        raise load_failed("INCOMPATIBLE", "LogitScore has one token, expected true_token_id and false_token_id")
+    yes, no = tokenizer.convert_ids_to_tokens([ids["true_token_id"], ids["false_token_id"]])
+    activation = stored_activation(folder, config)
+    return {"yes_token": yes, "no_token": no, "score": "probability" if activation == "sigmoid" else "difference"}
 
 
 def _late_head(modules: Modules, report: Inspection) -> dict[str, Any]:
@@ -373,8 +441,13 @@ def _pooling(modules: Modules, report: Inspection, *, is_masked: bool) -> None:
 
 
 def _prompts(folder: Path, report: Inspection) -> None:
-    stored = read_json(folder / "config_sentence_transformers.json").get("prompts") or {}
-    chosen = {"query": stored.get("query"), "document": stored.get("document") or stored.get("passage")}
+    model = read_json(folder / MODEL_FILE)
+    stored = model.get("prompts") or {}
+    default = model.get("default_prompt_name")
+    if default is not None and default not in stored:
+        raise load_failed("INCOMPATIBLE", f"{MODEL_FILE}: default_prompt_name is {default!r}, which prompts has not")
+    document = stored.get("document") or stored.get("passage") or stored.get(default)
+    chosen = {"query": stored.get("query"), "document": document}
     prompts = {}
     for side, prompt in chosen.items():
         if not prompt:
@@ -389,7 +462,7 @@ def _prompts(folder: Path, report: Inspection) -> None:
             f"prompts of {' and '.join(side for side in chosen if side in prompts)}: config_sentence_transformers.json"
         )
     if others := sorted(
-        name for name, prompt in stored.items() if prompt and name not in ("query", "document", "passage")
+        name for name, prompt in stored.items() if prompt and name not in ("query", "document", "passage", default)
     ):
         report.found.append(f"prompts that a request gives itself, as instruction: {', '.join(others)}")
 

@@ -9,13 +9,15 @@ Follows sentence_transformers.MultiVectorEncoder (6.2), including the defaults t
 from __future__ import annotations
 
 import string
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from sie_adapter.checkpoint import Modules, read_json
+from sie_adapter.checkpoint import read_json
+from sie_adapter.modules import Modules
 from sie_adapter.packing import Items, expanded
 from sie_contracts.entries import HeadOptions
 from sie_contracts.load_errors import load_failed
@@ -77,7 +79,7 @@ def late_interaction(modules: Modules, given: HeadOptions, *, is_stanford: bool)
     found = {
         **(_stanford(modules.root) if is_stanford else {}),
         **_pylate(read_json(modules.root / "config_sentence_transformers.json")),
-        **_native(read_json(modules.folder / "sentence_bert_config.json"), modules.settings.get("MultiVectorMask")),
+        **_native(modules.transformer.raw, modules.settings.get("MultiVectorMask")),
     }
     names = ("query_marker", "document_marker", "query_length", "document_length")
     found |= {name: getattr(given, name) for name in names if getattr(given, name) is not None}
@@ -149,7 +151,7 @@ def _pylate(config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _native(transformer: dict[str, Any], mask: dict[str, Any] | None) -> dict[str, Any]:
+def _native(transformer: Mapping[str, Any], mask: dict[str, Any] | None) -> dict[str, Any]:
     found = {name: transformer[name] for name in ("query_length", "document_length") if transformer.get(name)}
     if "query_expansion" in transformer:
         found["expansion"] = transformer["query_expansion"]

@@ -10,13 +10,14 @@ tokenizer where a folder has no files of one, and gives special tokens that the 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tokenizers import Encoding, Tokenizer, models, processors
+from tokenizers import Encoding, Tokenizer, models, normalizers, processors
 from transformers import AutoTokenizer
 
+from sie_adapter.modules import TransformerSettings
 from sie_contracts import families
 from sie_contracts.entries import LoadOptions
 from sie_contracts.load_errors import load_failed
@@ -77,6 +78,7 @@ class Needs(NamedTuple):
 
 
 _NO_NEEDS = Needs()
+_NO_SETTINGS = TransformerSettings()
 
 
 def require_tokenizer(folder: Path) -> None:
@@ -113,20 +115,29 @@ def bare_tokenizer(tokenizer: Any) -> Tokenizer:
     return bare
 
 
-def load_tokenizer(folder: Path, load: LoadOptions) -> Tokenizer:
-    """The fast tokenizer of `folder`, without truncation and padding.
+def load_tokenizer(folder: Path, load: LoadOptions, settings: TransformerSettings = _NO_SETTINGS) -> Tokenizer:
+    """The fast tokenizer of `folder`, without truncation and padding, as `settings` of sentence-transformers change it.
 
     Raises ModelLoadFailed: NOT_FOUND and INCOMPATIBLE if there is none, CERTIFICATE if it puts tokens around texts that
     its files lack.
     """
-    tokenizer = read_tokenizer(folder, trust_remote_code=load.trust_remote_code)
+    tokenizer = read_tokenizer(folder, trust_remote_code=load.trust_remote_code, **settings.tokenizer)
     bare = bare_tokenizer(tokenizer)
+    if settings.lowercases:
+        bare = with_normalizers(bare, [normalizers.Lowercase()])
     _refuse_invented(folder, bare)
     if load.append_eos and bare.encode("a").ids[-1] != tokenizer.eos_token_id:
         if tokenizer.eos_token_id is None:
             raise load_failed("INCOMPATIBLE", "load.append_eos is set and the tokenizer has no end token")
         return _ended(bare, str(tokenizer.eos_token), tokenizer.eos_token_id)
     return bare
+
+
+def with_normalizers(tokenizer: Tokenizer, steps: Sequence[Any]) -> Tokenizer:
+    """The tokenizer with `steps` before its own normalizer."""
+    own = [tokenizer.normalizer] if tokenizer.normalizer is not None else []
+    tokenizer.normalizer = normalizers.Sequence([*steps, *own])
+    return tokenizer
 
 
 def _refuse_invented(folder: Path, tokenizer: Tokenizer) -> None:

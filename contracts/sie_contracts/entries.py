@@ -14,6 +14,7 @@ import msgspec
 from sie_contracts import families, muvera
 from sie_contracts.aliases import Alias, is_alias, parse_alias
 from sie_contracts.errors import ValidationFailed
+from sie_contracts.messages import Truncate
 from sie_contracts.names import in_words
 
 Precision = Literal["float32", "float16", "bfloat16", "int8"]
@@ -107,12 +108,13 @@ class HeadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 class RunDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Defaults of request parameters, of a model or a profile. None means inherited. `dimensions` lists the Matryoshka
-    widths.
+    widths. `truncate`: the side on which a text that is too long is cut.
 
     `parameters` are options of the family, such as `threshold` or `score_mode`, overlaid key by key.
     """
 
     pooling: Pooling | None = None
+    truncate: Truncate | None = None
     normalize: bool | None = None
     dimensions: tuple[int, ...] | None = None
     output_types: tuple[str, ...] | None = None

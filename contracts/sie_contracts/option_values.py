@@ -122,9 +122,9 @@ def any_value(path: str, value: Any) -> Any:
     return value
 
 
-def truncate(path: str, value: Any) -> Truncate:
+def truncate(path: str, value: Any, *, default: Truncate) -> Truncate:
     if value is None or value is True:
-        return "END"
+        return default
     if value is False:
         return "NONE"
     choices: tuple[Truncate, ...] = ("END", "START", "NONE")

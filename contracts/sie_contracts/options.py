@@ -151,7 +151,7 @@ def run_options(
     own = families.row(entry.family).parameters if entry.family in FAMILIES else None
     parameters = _family_parameters(defaults, given, given.foreign() if own is None else own)
     common: dict[str, Any] = {
-        "truncate": truncate(*given.get("truncate")),
+        "truncate": truncate(*given.get("truncate"), default=defaults.truncate or "END"),
         "max_tokens": _max_tokens(entry, *given.get("max_seq_length")),
         "lora": _lora(entry, defaults, given),
         "instruction": text(*given.get("instruction")) or defaults.instruction or "",

@@ -145,6 +145,7 @@ class Protocol(HttpToolsProtocol):
     _trailer_bytes = 0  # trailers and the head before them; 0 while there is no trailer
     _begun_s = 0.0
     _why = ""
+    _is_resuming = False  # whether a new parser reads the framing of a request whose head is known
     _is_lingering = False
     _is_asked = False
     _head_timer: asyncio.TimerHandle | None = None
@@ -173,12 +174,12 @@ class Protocol(HttpToolsProtocol):
         self._piece_bytes, self._has_body = len(data), False
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
+        except httptools.HttpParserUpgrade as stop:
             self._head_done()
             if self._should_upgrade():
                 self.handle_websocket_upgrade()
             else:
-                self.cycle.keep_alive = False  # the parser cannot read what follows
+                self._ignore_upgrade(data[stop.args[0] :])
             return
         except httptools.HttpParserError:
             self._refuse(InvalidInput(self._why or "this is no HTTP/1.1 request", reason="malformed"))
@@ -196,7 +197,34 @@ class Protocol(HttpToolsProtocol):
             if self._idle_bytes > MAX_HEAD_BYTES:
                 self._refuse(InvalidInput(_HEAD_TOO_LARGE, reason="malformed"))
 
+    def _ignore_upgrade(self, rest: bytes) -> None:
+        """Read on in HTTP/1.1 after a head that offers a protocol which is not served (RFC 9110, 7.8).
+
+        The parser ends at such a head and skips its body. A new one begins where that one ended: it reads a head with
+        the framing of the request, of which nothing is told, and then `rest`.
+        """
+        framing = [pair for pair in self.headers if pair[0] in (b"content-length", b"transfer-encoding")]
+        self.parser = httptools.HttpRequestParser(self)
+        if framing:
+            self._is_resuming = True
+            lines = b"".join(b"%b: %b\r\n" % pair for pair in framing)
+            self.parser.feed_data(b"POST / HTTP/1.1\r\n" + lines + b"\r\n")
+            self._is_resuming = False
+        if rest:
+            self.data_received(rest)
+
+    def on_url(self, url: bytes) -> None:
+        if not self._is_resuming:
+            super().on_url(url)
+
+    def on_message_complete(self) -> None:
+        has_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
+        if not (has_body and self.parser.should_upgrade()):  # else its body was not read yet
+            super().on_message_complete()
+
     def on_message_begin(self) -> None:
+        if self._is_resuming:
+            return
         super().on_message_begin()
         self._in_head, self._head_bytes, self._begun_s = True, -self._piece_bytes, self.loop.time()
         self._idle_bytes = self._trailer_bytes = 0
@@ -204,6 +232,8 @@ class Protocol(HttpToolsProtocol):
             self._stop(f"more than {MAX_PIPELINED} requests are sent ahead of their answers")
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_resuming:
+            return
         if self._in_head:
             super().on_header(name, value)
             return
@@ -214,6 +244,8 @@ class Protocol(HttpToolsProtocol):
             self._stop(_HEAD_TOO_LARGE)
 
     def on_headers_complete(self) -> None:
+        if self._is_resuming:
+            return
         self._head_done()
         if (
             self._piece_bytes > MAX_HEAD_BYTES or self._head_bytes > 0

@@ -316,12 +316,12 @@ _CHAT = ChatTokenizer(
 )
 
 
-def build_reranker(folder: Path, name: str, **config: Any) -> Path:
-    """A causal LM of `checkpoints.ARCHITECTURES` with a chat tokenizer."""
+def build_reranker(folder: Path, name: str, head: Any = AutoModelForCausalLM, **config: Any) -> Path:
+    """A decoder of `checkpoints.ARCHITECTURES` with a chat tokenizer; `head`: the auto class that makes it."""
     stock = ARCHITECTURES[name]
     sizes = {"max_position_embeddings": 2048, **config}
     architecture = Architecture(stock.model_type, _CHAT, stock.config, stock.poolings, stock.causal)
-    return build(folder, architecture, head=AutoModelForCausalLM, **sizes)
+    return build(folder, architecture, head=head, **sizes)
 
 
 # STS-B

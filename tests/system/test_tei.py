@@ -12,10 +12,12 @@ import httpx
 import numpy as np
 import pytest
 import shared
+import torch
 from cluster import Cluster
 from huggingface_hub import AsyncInferenceClient, InferenceClient
 from huggingface_hub.errors import HfHubHTTPError
 from local_models import LocalModels
+from sentence_transformers import CrossEncoder
 from transformers import AutoModel, AutoTokenizer, pipeline
 
 TEXTS = ["river search queue", "the winter garden (of music)", "Z\u00fcrich, \u6771\u4eac and \U0001f600", "kernel"]
@@ -136,6 +138,13 @@ def test_relevance_of_every_kind_of_score_is_between_0_and_1_and_in_its_order(cl
         found = ask(client, f"/tei/test/{name}/rerank", {"query": TEXTS[0], "texts": TEXTS})
         assert [each["index"] for each in found] == [each["index"] for each in raw], name
         assert all(0 <= each["score"] <= 1 for each in found), name
+
+
+def test_raw_scores_are_the_logits(client: httpx.Client, every_family: LocalModels) -> None:
+    library = CrossEncoder(str(every_family.weights / "cross"), device="cpu", activation_fn=torch.nn.Identity())
+    expected = library.predict([(TEXTS[0], text) for text in TEXTS])
+    found = ask(client, "/tei/test/cross/rerank", {"query": TEXTS[0], "texts": TEXTS, "raw_scores": True})
+    assert {each["index"]: each["score"] for each in found} == pytest.approx(dict(enumerate(expected)), abs=1e-4)
 
 
 def test_classes_of_texts_and_pairs(client: httpx.Client, every_family: LocalModels) -> None:

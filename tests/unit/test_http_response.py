@@ -28,6 +28,12 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
     match scope["path"]:
         case "/whole":
             await reply(send, 200, b"0123456789", extra={"X-Made": "yes"})
+        case "/echo":
+            body, more = b"", True
+            while more:
+                message = await receive()
+                body, more = body + message.get("body", b""), message.get("more_body", False)
+            await reply(send, 200, body)
         case "/pieces":
             await send({**start, "headers": length})
             await send({"type": "http.response.body", "body": b"01234", "more_body": True})
@@ -358,12 +364,28 @@ async def test_a_response_that_nobody_reads_is_given_up(monkeypatch: pytest.Monk
         assert arrived < LARGE
 
 
-async def test_an_upgrade_that_nobody_speaks_is_answered_as_a_request_and_closes() -> None:
+@pytest.mark.parametrize("pieces", [1, 2, 40], ids=["in one piece", "head, then body", "byte by byte"])
+@pytest.mark.parametrize("framing", ["content-length", "chunked", "empty"])
+async def test_an_upgrade_that_is_not_served_is_ignored(framing: str, pieces: int) -> None:
+    """The JDK's client offers h2c with each first request. The connection stays open for the next one."""
+    content = b"" if framing == "empty" else b"what the body holds"
+    head, body = {
+        "content-length": (b"content-length: %d" % len(content), content),
+        "chunked": (b"transfer-encoding: chunked", b"%x\r\n%b\r\n0\r\n\r\n" % (len(content), content)),
+        "empty": (b"content-length: 0", b""),
+    }[framing]
+    offer = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAB"
+    start = b"POST /echo HTTP/1.1\r\nhost: localhost\r\n%b\r\n%b\r\n\r\n" % (offer, head)
     async with connected() as (reader, writer, _):
-        writer.write(ask("/whole", "GET", "connection: Upgrade, HTTP2-Settings", "upgrade: h2c") + ask("/whole"))
+        for _ in range(2):
+            parts = {1: [start + body], 2: [start, body]}.get(pieces, [bytes([byte]) for byte in start + body])
+            for part in parts:
+                writer.write(part)
+                await writer.drain()
+                await asyncio.sleep(0)
+            assert (await response(reader))[1] == content
+        writer.write(ask("/whole"))
         assert (await response(reader))[1] == b"0123456789"
-        async with asyncio.timeout(30):
-            assert await reader.read() == b""
 
 
 async def test_one_connection_too_many_is_told_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,15 +5,17 @@ same folder.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 import yaml
 from click.testing import CliRunner
+from inspected_models import entry_of, inspected, run
 from overlays import wanted_models
 from parity import (
     detector_checkpoints,
@@ -36,20 +38,12 @@ from transformers import (
 )
 
 from sie_adapter.engine import Engine
-from sie_adapter.inspection import Inspection, inspect
-from sie_adapter.lanes import Job
+from sie_adapter.inspection import inspect
 from sie_cli.main import main
 from sie_cli.models.inspect import answers
-from sie_contracts.catalogue import Catalogue
 from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed
-from sie_contracts.ipc import BatchDone
-from sie_contracts.messages import Input, Ok, Operation
-from sie_contracts.options import run_options
 from sie_contracts.settings import Settings
-from sie_sidecar import layouts
-from sie_sidecar import rows as rowing
-from sie_sidecar.tokens import ModelTokenizer
 
 TEXTS = ["The river runs north.", "", "Zürich, 東京 and 😀: (a) 3.14...", "one " * (2 * MAX_TOKENS)]
 QUERY = "Where does the river run?"
@@ -62,47 +56,6 @@ def engine() -> Iterator[Engine]:
     engine = Engine(SETTINGS)
     yield engine
     assert engine.stop(10)
-
-
-def entry_of(report: Inspection) -> ModelEntry:
-    return parse_entry(yaml.safe_load(yaml.safe_dump(report.entry)))
-
-
-def inspected(folder: Path) -> ModelEntry:
-    return entry_of(inspect(folder, f"test/{folder.name}", {"path": str(folder)}))
-
-
-def run(
-    engine: Engine, entry: ModelEntry, operation: Operation, texts: Sequence[str], query: str = "", **body: Any
-) -> list[Any]:
-    """What a client gets for `texts`: a map of arrays, a score or the extracted map of each. Options merge as the
-    gateway merges them.
-    """
-    weights = engine.residency.ensure(entry.id, entry).weights
-    options = run_options(Catalogue({entry.id: entry}).resolve(entry.id), body, operation, strict=True)[1].run
-    work = rowing.Work([Input(text) for text in texts], Input(query) if query else None, options)
-    layout = weights.rows[operation]
-    (made,) = layouts.make(ModelTokenizer(weights.tokenizer, min(entry.max_tokens, weights.max_tokens)), layout, [work])
-    message = rowing.to_batch(
-        "test", entry.id, operation, layout.layout, [rowing.Part(made.rows, work)], pooling=options.pooling
-    )
-    replies: list[Any] = []
-    job = Job(message, replies.append)
-    engine.lanes.submit(job)
-    assert job.finished.wait(60)
-    reply = replies[-1]
-    assert isinstance(reply, BatchDone), reply
-    found: list[Any] = []
-    for outcome in reply.outcomes:
-        assert isinstance(outcome, Ok), outcome
-        arrays = {
-            name: np.frombuffer(reply.block, part.dtype, int(np.prod(part.shape)), part.offset).reshape(part.shape)
-            for name, part in outcome.outputs.items()
-        }
-        found.append(
-            outcome.data if outcome.data is not None else outcome.score if outcome.score is not None else arrays
-        )
-    return found
 
 
 # folders that nobody knows
@@ -355,6 +308,29 @@ def test_what_float16_does_not_hold_is_not_computed_in_it(
     report = inspect(folder, "me/seen", {"path": str(folder)})
     assert entry_of(report).load.precision == precision
     assert any("precision bfloat16" in line for line in report.found) == (precision is not None)
+
+
+@pytest.mark.parametrize("build_folder", [dual_checkpoints.clip, dual_checkpoints.siglip, "clap", "whisper"])
+def test_the_processor_of_a_folder_may_be_in_processor_config_alone(
+    build_folder: Any, tmp_path: Path, engine: Engine
+) -> None:
+    """transformers 5 writes nothing else."""
+    from parity import sound_checkpoints
+
+    folder = tmp_path / "model"
+    getattr(sound_checkpoints, build_folder)(folder) if isinstance(build_folder, str) else build_folder(folder)
+    before = engine.residency.ensure("me/before", renamed(inspected(folder), "me/before")).weights.rows
+    own = folder / "preprocessor_config.json"
+    part = "feature_extractor" if isinstance(build_folder, str) else "image_processor"
+    (folder / "processor_config.json").write_text(json.dumps({part: json.loads(own.read_text())}))
+    own.unlink()
+    entry = renamed(inspected(folder), "me/after")
+    assert "processor_config.json" in entry.weights.digests
+    assert engine.residency.ensure("me/after", entry).weights.rows == before
+
+
+def renamed(entry: ModelEntry, model: str) -> ModelEntry:
+    return msgspec.structs.replace(entry, id=model)
 
 
 def test_a_model_of_sounds_becomes_an_entry_that_loads(tmp_path: Path, engine: Engine) -> None:

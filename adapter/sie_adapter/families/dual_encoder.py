@@ -35,7 +35,7 @@ from sie_adapter.heads import Head, Reduced, States
 from sie_adapter.images import Tower, processor_of
 from sie_adapter.linear import block_linears
 from sie_adapter.packing import Files, Int64, Items, Packed, Shown, expanded
-from sie_adapter.tokenizer import fitted, load_tokenizer
+from sie_adapter.tokenizer import fitted, load_tokenizer, with_normalizers
 from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.errors import InvalidInput
 from sie_contracts.images import Normalisation, Recipe
@@ -310,13 +310,13 @@ def _tokenizer(folder: Path, load: LoadOptions) -> Tokenizer:
         return load_tokenizer(folder, load)
     file, named = folder / "tokenizer.json", read_json(folder / "tokenizer_config.json").get("tokenizer_class")
     if not is_open_clip and named != "SiglipTokenizer":
-        return _normalised(load_tokenizer(folder, load), [normalizers.Lowercase()])
+        return with_normalizers(load_tokenizer(folder, load), [normalizers.Lowercase()])
     if not file.is_file():
         raise load_failed("NOT_FOUND", f"{folder} has no tokenizer.json: copy it from the repository of the weights")
     tokenizer = Tokenizer.from_file(str(file))
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return _normalised(
+    return with_normalizers(
         tokenizer,
         [
             *([normalizers.Replace("_", " ")] if is_open_clip else []),
@@ -327,12 +327,6 @@ def _tokenizer(folder: Path, load: LoadOptions) -> Tokenizer:
             normalizers.Strip(),
         ],
     )
-
-
-def _normalised(tokenizer: Tokenizer, first: list[Any]) -> Tokenizer:
-    own = [tokenizer.normalizer] if tokenizer.normalizer is not None else []
-    tokenizer.normalizer = normalizers.Sequence([*first, *own])
-    return tokenizer
 
 
 def _model_type(folder: Path, entry: ModelEntry) -> str:

@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForZeroShotObjectDetection
 
-from sie_adapter.checkpoint import empty_model, load_model, read_json
+from sie_adapter.checkpoint import empty_model, load_model
 from sie_adapter.device import Compute, to_device
 from sie_adapter.families.boxes import Float32, Frame, Sight
 from sie_adapter.families.extraction import bytes_of, labels_refused
-from sie_adapter.images import PROCESSOR
+from sie_adapter.images import PROCESSOR, read_processor
 from sie_adapter.linear import block_linears
 from sie_adapter.packing import Shown
 from sie_adapter.tokenizer import fault, fitted, load_tokenizer
@@ -177,7 +177,7 @@ def _processor(folder: Path, entry: ModelEntry, side: int) -> tuple[float, Seque
     """What a level is multiplied with, the mean and the deviation of channels. Raises ModelLoadFailed for a processor
     that does anything else than this file.
     """
-    config = read_json(folder / PROCESSOR)
+    config = read_processor(folder, "image_processor")
     if not config:
         raise load_failed("NOT_FOUND", f"{entry.id}: {folder} has no {PROCESSOR}, which says how images become pixels")
     off = [f"do_{step}" for step in ("pad", "resize", "rescale", "normalize") if config.get(f"do_{step}") is False]

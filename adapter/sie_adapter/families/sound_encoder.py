@@ -25,7 +25,7 @@ from sie_adapter.families.dual_encoder import TwoTowers, VectorHead
 from sie_adapter.families.extraction import bytes_of
 from sie_adapter.families.packed_model import fault_of_tokenizer
 from sie_adapter.heads import Head
-from sie_adapter.images import PROCESSOR, passes, per_pass
+from sie_adapter.images import PROCESSOR, passes, per_pass, read_processor
 from sie_adapter.linear import block_linears
 from sie_adapter.packing import Files, Heard, Items, Packed
 from sie_adapter.tokenizer import fitted, load_tokenizer
@@ -173,7 +173,7 @@ def _recipe(folder: Path, entry: ModelEntry) -> SoundRecipe:
     if raw.get("model_type") != MODEL_TYPE:
         found = raw.get("model_type")
         raise load_failed("INCOMPATIBLE", f"{entry.id}: model_type is {found}, a sound-encoder is {MODEL_TYPE}")
-    config = read_json(folder / PROCESSOR)
+    config = read_processor(folder, "feature_extractor")
     if not config:
         raise load_failed(
             "NOT_FOUND", f"{entry.id}: {folder} has no {PROCESSOR}, which says how sounds become features"

@@ -35,7 +35,7 @@ from sie_adapter.families.written import (
     tokens_left,
 )
 from sie_adapter.greedy import Finish, Greedy, Rules, ends_of
-from sie_adapter.images import PROCESSOR, passes
+from sie_adapter.images import PROCESSOR, passes, read_processor
 from sie_adapter.linear import block_linears
 from sie_adapter.packing import Heard
 from sie_adapter.reading import Written
@@ -266,7 +266,7 @@ def _check(folder: Path, entry: ModelEntry, model: Any) -> tuple[Told, SoundReci
     cannot be kept, for features that it does not read, and for an entry that says more than the model.
     """
     config, rules = model.config, model.generation_config
-    extractor = read_json(folder / PROCESSOR)
+    extractor = read_processor(folder, "feature_extractor")
     if not extractor:
         raise load_failed(
             "NOT_FOUND", f"{entry.id}: {folder} has no {PROCESSOR}, which says how sounds become features"

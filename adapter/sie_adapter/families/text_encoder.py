@@ -20,7 +20,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from sie_adapter import engines
 from sie_adapter.answers import Answers
 from sie_adapter.backbone import Backbone
-from sie_adapter.checkpoint import empty_model, read_modules
+from sie_adapter.checkpoint import empty_model
 from sie_adapter.device import Compute, usable_cores
 from sie_adapter.families.packed_model import PackedModel, samples_of
 from sie_adapter.families.text_model import Builder, class_of, consumed_by
@@ -30,6 +30,7 @@ from sie_adapter.heads import Row
 from sie_adapter.heads.classification import LastTokenHead
 from sie_adapter.heads.pooling import DenseHead
 from sie_adapter.lora import Loras
+from sie_adapter.modules import read_modules
 from sie_adapter.packing import Int64, Items, Packed
 from sie_adapter.sglang_server import ARCHITECTURES, Launch, SGLang
 from sie_adapter.tokenizer import Needs, fault, fitted, load_tokenizer
@@ -52,7 +53,7 @@ class TextEncoder(PackedModel):
         runs no code of the folder. Raises ModelLoadFailed for tensors that are not those of the class.
         """
         modules = read_modules(folder)
-        tokenizer = load_tokenizer(modules.folder, entry.load)
+        tokenizer = load_tokenizer(modules.folder, entry.load, modules.transformer)
         model: Any = empty_model(class_of(entry, folder), modules.folder, entry.load, consumed_by(entry))
         is_decoder = families.row(entry.family).reads_answer or isinstance(model, GenericForSequenceClassification)
         needs = Needs.of(entry.family, entry.run.pooling or modules.pooling, is_decoder=is_decoder)
@@ -65,7 +66,7 @@ class TextEncoder(PackedModel):
         """
         super().__init__(entry, compute)
         modules = read_modules(folder)
-        tokenizer = load_tokenizer(modules.folder, load)
+        tokenizer = load_tokenizer(modules.folder, load, modules.transformer)
         samples = samples_of(entry.family, compute)
         with torch.inference_mode():
             builder = Builder(modules, entry, load, compute, tokenizer)

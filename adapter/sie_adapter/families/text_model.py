@@ -15,7 +15,7 @@ pruner                  sequence classification       score, keep
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -28,7 +28,7 @@ from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel
 
 from sie_adapter import answers, checkpoint
 from sie_adapter.answers import Answers
-from sie_adapter.checkpoint import Modules, read_json
+from sie_adapter.checkpoint import read_json
 from sie_adapter.device import Compute
 from sie_adapter.entities import entities
 from sie_adapter.heads import Head
@@ -40,6 +40,7 @@ from sie_adapter.heads.sparse import MaskedLanguageHead, TokenTable, TokenWeight
 from sie_adapter.heads.tokens import TokenStatesHead
 from sie_adapter.heads.transformers_head import TransformersHead
 from sie_adapter.late_interaction import Filling, late_interaction
+from sie_adapter.modules import MODEL_FILE, Modules, output_width
 from sie_adapter.pruning import pruned
 from sie_adapter.tokenizer import fitted, special_ids
 from sie_contracts import families
@@ -166,9 +167,10 @@ class Builder:
         layers = (
             self.modules.layers if "multivector" not in self.entry.outputs or "Pooling" in self.modules.kinds else ()
         )
-        width = layers[-1].out_features if layers else self.config.hidden_size
-        self._expect_width("dense", width)
-        return DenseHead(cast(Pooling, pooling), nn.Sequential(*layers) if layers else None, self.compute.device)
+        self._expect_width("dense", output_width((*self.modules.token_layers, *layers), self.config.hidden_size))
+        return DenseHead(
+            cast(Pooling, pooling), _sequence(layers), self.compute.device, _sequence(self.modules.token_layers)
+        )
 
     def _expect_width(self, output: str, width: int) -> None:
         if self.entry.outputs[output] != width:
@@ -189,12 +191,15 @@ class Builder:
         activation = options.sparse_activation or ""
         pooling = self.modules.settings.get("SpladePooling", {})
         twice = activation == "log1p_log1p_relu" if activation else pooling.get("activation_function") == "log1p_relu"
-        if pooling.get("pooling_strategy", "max") != "max":
-            raise load_failed(
-                "INCOMPATIBLE", f"{self.entry.id}: SpladePooling by {pooling['pooling_strategy']}, expected max"
-            )
         dropped = special_ids(self.modules.folder, self.load) if options.sparse_special_tokens is False else frozenset()
-        return MaskedLanguageHead(self.head, vocabulary, self.compute.device, twice=twice, dropped=dropped)
+        return MaskedLanguageHead(
+            self.head,
+            vocabulary,
+            self.compute.device,
+            twice=twice,
+            dropped=dropped,
+            max_entries=self.modules.max_entries,
+        )
 
     def _query_weights(self) -> TokenTable | None:
         """The table of inference-free queries, where the entry asks for it or the model's files route queries to one;
@@ -229,12 +234,9 @@ class Builder:
         is_m3 = (self.folder / "colbert_linear.pt").is_file()
         if is_m3:
             layers = [_saved_layer(self.folder / "colbert_linear.pt")]
-        width = layers[-1].out_features if layers else self.config.hidden_size
-        self._expect_width("multivector", width)
+        self._expect_width("multivector", output_width(layers, self.config.hidden_size))
         skipped = self._known_ids(options.skipped)
-        head = MultivectorHead(
-            nn.Sequential(*layers) if layers else None, self.compute.device, skipped=skipped, drop_first=is_m3
-        )
+        head = MultivectorHead(_sequence(layers), self.compute.device, skipped=skipped, drop_first=is_m3)
         length, filling = options.expanded, None
         if length:
             if length > self.entry.max_tokens:
@@ -281,12 +283,8 @@ class Builder:
 
     def _cross_encoder(self) -> Parts:
         assert self.head is not None
-        if prompt := read_json(self.folder / "config_sentence_transformers.json").get("default_prompt_name"):
-            raise load_failed(
-                "INCOMPATIBLE",
-                f"{self.entry.id}: config_sentence_transformers.json puts the prompt {prompt!r} before pairs, which "
-                "this adapter does not support",
-            )
+        if not self.entry.pair:
+            check_pair_prompt(self.folder)
         activation = self.entry.head.activation or stored_activation(self.folder, self.config)
         labels = self.config.num_labels
         if labels != (2 if activation == "softmax" else 1):
@@ -296,7 +294,7 @@ class Builder:
             )
         return Parts(
             heads={"score": self._sequence_head(self.head)},
-            rows={"score": Rows("pair")},
+            rows={"score": Rows("pieces" if self.entry.pair else "pair")},
             finish=lambda message, group, rows, places: answers.class_scores(group.options, rows["score"], activation),
         )
 
@@ -391,6 +389,10 @@ class Builder:
         )
 
 
+def _sequence(layers: Sequence[nn.Module]) -> nn.Module | None:
+    return nn.Sequential(*layers) if layers else None
+
+
 def _saved_layer(path: Path) -> nn.Linear:
     """A linear layer that was saved by torch.save: tensors only, nothing of it is executed."""
     state = torch.load(path, map_location="cpu", weights_only=True)
@@ -413,6 +415,16 @@ def _own_activation(config: Any) -> str:
     if config.problem_type == "regression":
         return "identity"
     return "sigmoid" if config.problem_type == "multi_label_classification" or config.num_labels == 1 else "softmax"
+
+
+def check_pair_prompt(folder: Path) -> None:
+    """Refuse a prompt that sentence-transformers puts before each pair."""
+    model = read_json(folder / MODEL_FILE)
+    name = model.get("default_prompt_name")
+    if name and (model.get("prompts") or {}).get(name, "-"):
+        raise load_failed(
+            "INCOMPATIBLE", f"{MODEL_FILE} puts the prompt {name!r} before pairs, which this adapter does not support"
+        )
 
 
 def stored_activation(folder: Path, config: Any) -> str:

@@ -1,6 +1,6 @@
 """Dense vectors from packed hidden states: pool in float32, then the dense layers that the model has after it.
 
-hidden [tokens, width] ──► pool ──► [sequences, width] ──► layers ──► [sequences, out]
+hidden [tokens, width] ──► token layers ──► pool ──► [sequences, width] ──► layers ──► [sequences, out]
 """
 
 from __future__ import annotations
@@ -46,16 +46,19 @@ def pool(hidden: Tensor, bounds: Tensor, groups: list[list[int]], pooling: Pooli
 
 
 class DenseHead:
-    """Pooling, then `layers` (float32) if there are any."""
+    """Pooling of the hidden states, or of what `token_layers` make of them, then `layers`. Layers are float32."""
 
-    def __init__(self, pooling: Pooling, layers: nn.Module | None, device: torch.device) -> None:
+    def __init__(
+        self, pooling: Pooling, layers: nn.Module | None, device: torch.device, token_layers: nn.Module | None = None
+    ) -> None:
         self.pooling = pooling
         self._layers = None if layers is None else layers.to(device)
+        self._token_layers = None if token_layers is None else token_layers.to(device)
 
     @property
     def is_last_state(self) -> bool:
         """Whether a vector is the state of the last token as it is."""
-        return self.pooling == "last" and self._layers is None
+        return self.pooling == "last" and self._layers is None and self._token_layers is None
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
         """Vectors, float32 [width] each. Raises InvalidInput if the batch names a pooling that there is not."""
@@ -64,7 +67,8 @@ class DenseHead:
             raise InvalidInput(f"pooling: expected one of {', '.join(POOLINGS)}", reason="schema", param="pooling")
         device, packed = states.hidden.device, states.packed
         bounds = to_device(packed.bounds, device)
-        pooled = pool(states.hidden, bounds, packed.groups.tolist(), cast(Pooling, pooling))
+        hidden = states.hidden if self._token_layers is None else self._token_layers(states.hidden.float())
+        pooled = pool(hidden, bounds, packed.groups.tolist(), cast(Pooling, pooling))
         if len(sequences) < len(pooled):
             pooled = pooled[to_device(sequences, device)]
         vectors = pooled if self._layers is None else self._layers(pooled)

@@ -30,10 +30,19 @@ class MaskedLanguageHead:
     """
 
     def __init__(
-        self, head: TransformersHead, vocabulary: int, device: torch.device, *, twice: bool, dropped: frozenset[int]
+        self,
+        head: TransformersHead,
+        vocabulary: int,
+        device: torch.device,
+        *,
+        twice: bool,
+        dropped: frozenset[int],
+        max_entries: int = 0,
     ) -> None:
-        """`twice` applies log1p twice; `dropped` ids get no weight."""
-        self._head, self._vocabulary, self._twice = head, vocabulary, twice
+        """`twice` applies log1p twice; `dropped` ids get no weight; a row has the `max_entries` largest weights, all if
+        0.
+        """
+        self._head, self._vocabulary, self._twice, self._max_entries = head, vocabulary, twice, max_entries
         self._dropped = torch.tensor(sorted(dropped), dtype=torch.int64, device=device)
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
@@ -81,6 +90,9 @@ class MaskedLanguageHead:
         if self._twice:
             weights.log1p_()
         weights.index_fill_(1, self._dropped, 0.0)
+        if 0 < self._max_entries < self._vocabulary:
+            largest = weights.topk(self._max_entries, dim=1)
+            weights = torch.zeros_like(weights).scatter_(1, largest.indices, largest.values)
         return [row for part in weights.split(_rows_at_once(self._vocabulary)) for row in _rows(part)]
 
 

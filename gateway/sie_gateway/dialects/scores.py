@@ -21,7 +21,7 @@ async def scored(inference: Inference, call: Call, asked: Asked, *, raw: bool, d
     """
     understood = inference.understand(call, asked)
     run = understood.options.run
-    parameters = run.parameters if raw else {**run.parameters, "relevance": True}
+    parameters = {**run.parameters, "raw_scores" if raw else "relevance": True}
     most = document_tokens if document_tokens < understood.resolved.entry.max_tokens else 0
     run = msgspec.structs.replace(run, parameters=parameters, document_tokens=most)
     return await inference.execute(call, understood.with_run(run))

@@ -30,10 +30,11 @@ from unit.adapter.test_batch import message
 
 from sie_adapter import checkpoint
 from sie_adapter.batch import BatchRun
-from sie_adapter.checkpoint import load_model, read_modules
+from sie_adapter.checkpoint import load_model
 from sie_adapter.families.text_encoder import TextEncoder
 from sie_adapter.linear import BlockedLinear, block_linears
 from sie_adapter.loading import Loader, family_of
+from sie_adapter.modules import read_modules
 from sie_adapter.tokenizer import load_tokenizer
 from sie_contracts.catalogue import Catalogue, Resolved
 from sie_contracts.entries import LoadOptions
@@ -272,9 +273,9 @@ def test_the_pooling_of_a_model_is_read_from_its_own_files(
     [
         (("Transformer", "Pooling", "LSTM"), MEAN, "lists a LSTM"),
         (("Transformer", "WeightedLayerPooling", "Pooling"), MEAN, "WeightedLayerPooling"),
-        (("Transformer", "Pooling"), {"pooling_mode_max_tokens": True}, "pooling_mode_max_tokens"),
+        (("Transformer", "Pooling"), {"pooling_mode_max_tokens": True}, "is max"),
         (("Transformer", "Pooling"), {"pooling_mode": "max"}, "is max"),
-        (("Transformer", "Pooling"), {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}, r"mean\+cls"),
+        (("Transformer", "Pooling"), {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}, r"cls\+mean"),
         (("Transformer", "Pooling"), {"pooling_mode_mean_tokens": True, "include_prompt": False}, "include_prompt"),
     ],
 )

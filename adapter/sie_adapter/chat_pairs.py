@@ -1,0 +1,65 @@
+"""The chat template of a reranker as the pieces of an entry's `pair`: what stands around the query and the document.
+
+    chat template, rendered with {query} and {document} ──► cut at added tokens ──► before, the part with both, after
+
+A tokenizer splits a text at its added tokens first, so the pieces give the ids of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sie_contracts.load_errors import load_failed
+
+_FIELDS = ("{query}", "{document}")
+_ROLES = ("query", "document")
+
+
+def pair_pieces(tokenizer: Any, options: Mapping[str, Any], *, instructed: bool) -> tuple[str, ...]:
+    """The pieces of a pair, with {instruction} where the template shows a system message and `instructed` asks for one.
+
+    `tokenizer`: of transformers; `options`: arguments of apply_chat_template. Raises ModelLoadFailed INCOMPATIBLE for a
+    template that leaves out a side, or changes it.
+    """
+    rendered = next(
+        (text for structured in (False, True) if (text := _rendered(tokenizer, options, instructed, structured))), ""
+    )
+    if not rendered:
+        raise load_failed(
+            "INCOMPATIBLE",
+            "its chat template does not show the roles query and document as they are: an entry with pair says how a "
+            "query and a document become one text",
+        )
+    fields = (*_FIELDS, "{instruction}") if instructed else _FIELDS
+    start, end = min(map(rendered.index, fields)), max(map(rendered.index, fields))
+    added = [token.content for token in tokenizer.added_tokens_decoder.values()]
+    first = max(
+        (rendered.rindex(token, 0, start) + len(token) for token in added if token in rendered[:start]), default=0
+    )
+    last = min((rendered.index(token, end) for token in added if token in rendered[end:]), default=len(rendered))
+    return tuple(piece for piece in (rendered[:first], rendered[first:last], rendered[last:]) if piece)
+
+
+def _rendered(tokenizer: Any, options: Mapping[str, Any], instructed: bool, structured: bool) -> str:
+    """The text of a pair; empty where a side is not in it once and unchanged."""
+    sides = {role: f" {field} " for role, field in zip(_ROLES, _FIELDS, strict=True)}
+    try:
+        spaced = _render(tokenizer, sides, options, instructed, structured)
+        text = _render(tokenizer, {role: side.strip() for role, side in sides.items()}, options, instructed, structured)
+    except Exception:  # noqa: BLE001  a template may raise anything; it is not one of this form then
+        return ""
+    # a template of plain contents shows a structured one as Python writes it
+    shown = all(text.count(field) == 1 and f" {field} " in spaced for field in _FIELDS) and "'type'" not in text
+    return text if shown and text.count("{instruction}") == (1 if instructed else 0) else ""
+
+
+def _render(
+    tokenizer: Any, sides: Mapping[str, str], options: Mapping[str, Any], instructed: bool, structured: bool
+) -> str:
+    contents = {**({"system": "{instruction}"} if instructed else {}), **sides}
+    messages = [
+        {"role": role, "content": [{"type": "text", "text": text}] if structured else text}
+        for role, text in contents.items()
+    ]
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))

@@ -1,0 +1,63 @@
+"""Model folders that become entries by inspection, and what a client gets from them, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from sie_adapter.engine import Engine
+from sie_adapter.inspection import Inspection, inspect
+from sie_adapter.lanes import Job
+from sie_contracts.catalogue import Catalogue
+from sie_contracts.entries import ModelEntry, parse_entry
+from sie_contracts.ipc import BatchDone
+from sie_contracts.messages import Input, Ok, Operation
+from sie_contracts.options import run_options
+from sie_sidecar import layouts
+from sie_sidecar import rows as rowing
+from sie_sidecar.tokens import ModelTokenizer
+
+
+def entry_of(report: Inspection) -> ModelEntry:
+    return parse_entry(yaml.safe_load(yaml.safe_dump(report.entry)))
+
+
+def inspected(folder: Path) -> ModelEntry:
+    return entry_of(inspect(folder, f"test/{folder.name}", {"path": str(folder)}))
+
+
+def run(
+    engine: Engine, entry: ModelEntry, operation: Operation, texts: Sequence[str], query: str = "", **body: Any
+) -> list[Any]:
+    """What a client gets for `texts`: a map of arrays, a score or the extracted map of each. Options merge as the
+    gateway merges them.
+    """
+    weights = engine.residency.ensure(entry.id, entry).weights
+    options = run_options(Catalogue({entry.id: entry}).resolve(entry.id), body, operation, strict=True)[1].run
+    work = rowing.Work([Input(text) for text in texts], Input(query) if query else None, options)
+    layout = weights.rows[operation]
+    (made,) = layouts.make(ModelTokenizer(weights.tokenizer, min(entry.max_tokens, weights.max_tokens)), layout, [work])
+    message = rowing.to_batch(
+        "test", entry.id, operation, layout.layout, [rowing.Part(made.rows, work)], pooling=options.pooling
+    )
+    replies: list[Any] = []
+    job = Job(message, replies.append)
+    engine.lanes.submit(job)
+    assert job.finished.wait(60)
+    reply = replies[-1]
+    assert isinstance(reply, BatchDone), reply
+    found: list[Any] = []
+    for outcome in reply.outcomes:
+        assert isinstance(outcome, Ok), outcome
+        arrays = {
+            name: np.frombuffer(reply.block, part.dtype, int(np.prod(part.shape)), part.offset).reshape(part.shape)
+            for name, part in outcome.outputs.items()
+        }
+        found.append(
+            outcome.data if outcome.data is not None else outcome.score if outcome.score is not None else arrays
+        )
+    return found
