@@ -103,8 +103,8 @@ class NatsKeyValue:
         while not complete.done():
             if len(found) == before:
                 raise BrokerUnavailable(
-                    f"{self._stream}: {before} keys were read, then none for {API_TIMEOUT_S} s; if that lasts, its files "
-                    f"are damaged: run `sie repair {self._stream}`"
+                    f"{self._stream}: {before} keys were read, then none for {API_TIMEOUT_S} s; if that lasts, its "
+                    f"files are damaged: run `sie repair {self._stream}`"
                 )
             before = len(found)
             await asyncio.wait({complete}, timeout=API_TIMEOUT_S)
