@@ -62,7 +62,7 @@ class Stored(NamedTuple):
 
 
 class WorkQueue:
-    """The gateway owns the topology: it creates streams and consumers; everybody else verifies. Raises SettingError."""
+    """The gateway says what streams and consumers there are; everybody else verifies. Raises SettingError."""
 
     def __init__(
         self,

@@ -52,12 +52,13 @@ pytestmark = [pytest.mark.long, pytest.mark.serial, pytest.mark.timeout(3600)]
 
 Component = Literal["config", "gateway", "worker"]
 BEHIND_BALANCERS: tuple[Component, ...] = ("config", "gateway")
-# the broker has the users of one chart all the while: its own pod is replaced before all others, or after
+# the broker has the users of one chart from the first request on: its own pod is replaced before all others, or after
 ORDERS: list[tuple[tuple[Component, ...], str]] = [
     (("config", "gateway", "worker"), "new"),
     (("worker", "gateway", "config"), "old"),
 ]
 USERS = "charts/sie-cluster/files/nats-users.conf"
+USER_NAMES = ("GATEWAY", "CONFIG", "WORKER", "STREAMS", "OPERATOR")
 START_S = 240.0  # of an adapter that imports beside others on a busy machine
 WITHIN_S = 120.0
 PLAIN_CLIENTS = 2
@@ -105,8 +106,10 @@ class Site:
         self.units: dict[Component, list[Unit]] = {"config": [], "gateway": [], "worker": []}
         self.ended: list[Unit] = []
         self.ends: list[End] = []
-        passwords = "".join(f'{user}_PASSWORD: "{PASSWORD}"\n' for user in ("GATEWAY", "CONFIG", "WORKER", "OPERATOR"))
-        self.broker = NatsServer(folder / "broker", max_payload=INLINE_BYTES, extra=passwords + users)
+        passwords = "".join(f'{user}_PASSWORD: "{PASSWORD}"\n' for user in USER_NAMES)
+        before = released.files_under(USERS)[USERS].decode()
+        self.broker = NatsServer(folder / "broker", max_payload=INLINE_BYTES, extra=passwords + before)
+        self._users = before, users
         self._models = models
         self._old = version
         self._pre_stop_s = {
@@ -127,6 +130,10 @@ class Site:
             for component in self.units:
                 for _ in range(2):
                     self.units[component].append(await self._start(component, self._old))
+            # the broker's own pod is replaced: streams are there, which older processes can make no more
+            await asyncio.to_thread(self.broker.stop)
+            self.broker.set_extra(*self._users)
+            await asyncio.to_thread(self.broker.start)
         except BaseException:
             await self.__aexit__(None, None, None)
             raise
@@ -221,6 +228,7 @@ class Site:
             "SIE_ADMIN_TOKEN": ADMIN,
             "SIE_MODELS_DIR": str(self._models.folder),
             "SIE_MODEL_FILTER": ",".join(self.served),
+            **({"SIE_NATS_STREAMS_PASSWORD": PASSWORD} if version is NEW else {}),
         }
         arguments = ["--port", str(port), *self._lame_duck(version)]
         part = self._part("config", name, version, arguments, answers(f"{url}/readyz"), **self._common("config"), **own)
