@@ -94,6 +94,12 @@ class End:
     until_s: float
 
 
+def with_passwords(users: str) -> str:
+    """The users of a chart, and the variables in them: the server takes no others."""
+    variables = (f"{user}_PASSWORD" for user in USER_NAMES)
+    return "".join(f'{name}: "{PASSWORD}"\n' for name in variables if f"${name}" in users) + users
+
+
 class Site:
     """Two units of each component behind balancers, and a broker that outlives them."""
 
@@ -106,10 +112,9 @@ class Site:
         self.units: dict[Component, list[Unit]] = {"config": [], "gateway": [], "worker": []}
         self.ended: list[Unit] = []
         self.ends: list[End] = []
-        passwords = "".join(f'{user}_PASSWORD: "{PASSWORD}"\n' for user in USER_NAMES)
-        before = released.files_under(USERS)[USERS].decode()
-        self.broker = NatsServer(folder / "broker", max_payload=INLINE_BYTES, extra=passwords + before)
-        self._users = before, users
+        before = with_passwords(released.files_under(USERS)[USERS].decode())
+        self.broker = NatsServer(folder / "broker", max_payload=INLINE_BYTES, extra=before)
+        self._users = before, with_passwords(users)
         self._models = models
         self._old = version
         self._pre_stop_s = {

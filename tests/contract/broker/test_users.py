@@ -17,10 +17,13 @@ from inprocess import until
 from nats.aio.client import Client
 from nats_server import NatsServer
 
-from sie_broker import BrokerUnavailable, CoreMessage, NotPermitted, Write
+from sie_broker import BrokerUnavailable, CoreMessage, NotPermitted, TopologyMismatch, Write
+from sie_broker.limits import API_TIMEOUT_S
 from sie_broker.nats import NatsBroker, connect
+from sie_broker.nats.api import bucket_config
 from sie_broker.nats.transport import inbox_prefix
 from sie_broker.owner import own
+from sie_broker.record import Bucket
 from sie_cli.embedded import USERS, users
 from sie_contracts import messages, topology
 from sie_contracts.records import StreamRequest
@@ -262,6 +265,32 @@ async def test_the_owner_of_streams_goes_by_the_name_alone(server: NatsServer, u
         for config in infos.values():
             assert not {"republish", "mirror", "sources", "subject_transform"} & config.keys()
         assert (infos[KEYS]["storage"], infos[KEYS]["max_age"], infos[CATALOGUE]["max_age"]) == ("file", 0, 0)
+
+
+async def test_a_stream_that_says_elsewhere_what_it_takes_is_not_used(server: NatsServer) -> None:
+    """Whoever made it, before there was an owner of streams."""
+    name, dest = f"KV_{topology.JOBS_BUCKET}", f"$KV.{topology.KEYS_BUCKET}.>"
+    taken = f"$KV.{topology.JOBS_BUCKET}.>"
+    async with connected(server, "operator") as operator, connected(server, "gateway") as gateway:
+        made = {**bucket_config(name, topology.JOBS_BUCKET), "republish": {"src": taken, "dest": dest}}
+        await operator.api(f"STREAM.CREATE.{name}", made, dict)
+        with pytest.raises(TopologyMismatch, match="republish"):
+            await gateway.key_value(topology.JOBS_BUCKET)
+
+
+async def test_a_process_waits_for_the_owner_and_says_so(server: NatsServer) -> None:
+    """At once, not at a time-out; and needs it for nothing that is there."""
+    async with connected(server, "gateway") as gateway:
+        async with connected(server, "streams") as streams:
+            bucket = Bucket(gateway, topology.JOBS_BUCKET)
+            with pytest.raises(BrokerUnavailable, match="the owner of streams, the config service, does not answer"):
+                await asyncio.wait_for(bucket.open(), API_TIMEOUT_S / 2)
+            assert "the owner of streams" in gateway.troubles[topology.JOBS_BUCKET]
+            await own(streams)
+            await bucket.write([Write("a", b"1")])
+            assert gateway.troubles == {}
+        entry = await Bucket(gateway, topology.JOBS_BUCKET).get("a")
+        assert entry is not None
 
 
 @pytest.mark.parametrize("state", ["running"], indirect=True)
