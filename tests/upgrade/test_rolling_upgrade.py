@@ -139,6 +139,11 @@ class Site:
             await asyncio.to_thread(self.broker.stop)
             self.broker.set_extra(*self._users)
             await asyncio.to_thread(self.broker.start)
+            for unit in itertools.chain.from_iterable(self.units.values()):
+                for part in unit.parts:
+                    await asyncio.to_thread(part.wait_ready, START_S)
+            for balancer in (self.front, self.configs):
+                balancer.answers.clear()  # what was asked while there was no broker
         except BaseException:
             await self.__aexit__(None, None, None)
             raise
