@@ -134,6 +134,10 @@ async def state(request: pytest.FixtureRequest, server: NatsServer) -> AsyncIter
         yield str(request.param)
 
 
+def test_the_owner_of_streams_knows_every_bucket() -> None:
+    assert {value for name, value in vars(topology).items() if name.endswith("_BUCKET")} == topology.BUCKETS
+
+
 def test_a_stranger_is_refused(server: NatsServer) -> None:
     with pytest.raises(BrokerUnavailable, match=r"(?i)authorization"):
         asyncio.run(connect(server.url, name="stranger", timeout_s=0.3))
