@@ -57,6 +57,7 @@ OWN = frozenset(
         "SIE_MAX_BATCH_COST",
         "SIE_MODELS_DIR",
         "SIE_NATS_PASSWORD",
+        "SIE_NATS_STREAMS_PASSWORD",
         "SIE_NATS_URL",
         "SIE_PAYLOAD_STORE_URL",
         "SIE_POOL",

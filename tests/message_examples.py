@@ -51,7 +51,16 @@ from sie_contracts.messages import (
     WorkResult,
 )
 from sie_contracts.muvera import Muvera
-from sie_contracts.records import Assigned, Demand, Placement, PlacementPart, PoolSpec, Reservation, Reservations
+from sie_contracts.records import (
+    Assigned,
+    Demand,
+    Placement,
+    PlacementPart,
+    PoolSpec,
+    Reservation,
+    Reservations,
+    StreamRequest,
+)
 from sie_contracts.sounds import SoundRecipe
 
 FIXTURES = Path(__file__).parent / "contract" / "fixtures"
@@ -277,6 +286,7 @@ EXAMPLES: dict[str, Any] = {
         {"team": Reservation(PoolSpec("team", {"l4": 2}), 1_700_000_000.5, 1_700_000_060.5, owner="k1")}
     ),
     "assigned-1": Assigned({"w1": "team"}),
+    "stream-request-1": StreamRequest("WORK_team", "memory", 3, 1800.5, 1 << 30, 4096, 30.5, 60.5, 3),
     "placement-1": Placement(1_700_000_000.5, {"org/model": ("w1", "w2")}, {"org/model": 1_700_000_000.25}),
     "placement-1-parts": Placement(1_700_000_000.5, {"org/model": ("w1",)}, {}, (1, 18_446_744_073_709_551_615)),
     "placement-part-1": PlacementPart(7, {"org/model": ("w1", "w2")}, {"org/model": 1_700_000_000.25}),

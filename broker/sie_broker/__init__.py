@@ -44,6 +44,10 @@ class PayloadTooBig(BrokerError):
     """The message is above the broker's `max_payload`, headers included. Nothing was sent."""
 
 
+class NotPermitted(BrokerUnavailable):
+    """The broker does not let this user publish there. Its permissions may be changed while processes run."""
+
+
 class NoResponder(BrokerError):
     """Nobody listens on the subject of a request. The broker said so; it is not a time-out."""
 
@@ -237,6 +241,7 @@ class Connection(Protocol):
 
     name: str
     max_payload: int
+    owns_streams: bool  # it asks no owner of streams for those that it makes
     troubles: dict[str, str]  # why a bucket or stream cannot be used at present, by its name: for readiness
 
     @property

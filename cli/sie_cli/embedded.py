@@ -18,7 +18,8 @@ from sie_contracts.settings import SettingError
 SYNC_INTERVAL = "100ms"  # the most that a power failure can cost; as fast as the broker's default of two minutes
 MAX_PAYLOAD_BYTES = 8 << 20
 _USER_OF = {"gateway": "gateway", "config": "config", "sidecar": "worker"}
-USERS = (*_USER_OF.values(), OPERATOR)
+_STREAMS = "streams"
+USERS = (*_USER_OF.values(), _STREAMS, OPERATOR)
 
 
 @dataclass(frozen=True, repr=False)
@@ -73,7 +74,10 @@ class EmbeddedBroker:
         if role not in _USER_OF:
             return {}
         user = _USER_OF[role]
-        return {"SIE_NATS_URL": self.url.replace("://", f"://{user}@"), "SIE_NATS_PASSWORD": self.passwords[user]}
+        found = {"SIE_NATS_URL": self.url.replace("://", f"://{user}@"), "SIE_NATS_PASSWORD": self.passwords[user]}
+        if role == "config":
+            found["SIE_NATS_STREAMS_PASSWORD"] = self.passwords[_STREAMS]
+        return found
 
 
 def users() -> str:

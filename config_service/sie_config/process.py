@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sie_broker import Broker, BrokerError
+from sie_broker.owner import own
 from sie_broker.record import retry_conflicts
 from sie_config.app import ConfigService, create_app
 from sie_config.overlay import MAX_TOLD, Overlay, Signature
@@ -112,6 +113,15 @@ async def seeded(settings: Settings, broker: Broker, stop: Stop, known: Overlay 
     return found
 
 
+async def _make_streams(settings: Settings, stop: Stop) -> None:
+    """Make streams and buckets for all processes until `stop`, over a connection of its own."""
+    password = settings.nats_streams_password
+    async with connected(settings.nats_url, "sie-streams", stop, password=password, user="streams") as broker:
+        if broker is not None:
+            await retry(lambda: own(broker), errors=(BrokerError,), stop=stop, logger=_logger, what="owning streams")
+            await stop.wait()
+
+
 async def run(
     settings: Settings,
     stop: Stop,
@@ -140,6 +150,8 @@ async def run(
     tasks = Tasks(_logger, stop.request)
     served = Stop()  # what runs beside requests is cancelled after the last one
     try:
+        if settings.nats_streams_password is not None:
+            tasks.start(_make_streams(settings, served), "streams")
         async with connected(settings.nats_url, "sie-config", stop, password=settings.nats_password) as broker:
             service.broker = broker
             if broker is not None:

@@ -1,4 +1,5 @@
-"""Values that gateways and workers keep in key-value buckets of NATS: demand, placement and reservations.
+"""Values that gateways and workers keep in key-value buckets of NATS: demand, placement and reservations. And the
+request for such a bucket, or for a stream of work.
 
 The rules of evolution are those of `messages`. `sie_broker.record` follows such values and changes them.
 """
@@ -6,6 +7,26 @@ The rules of evolution are those of `messages`. `sie_broker.record` follows such
 from __future__ import annotations
 
 import msgspec
+
+from sie_contracts.topology import DUPLICATE_WINDOW_S
+
+
+class StreamRequest(msgspec.Struct, frozen=True, omit_defaults=True, tag="stream-request/1"):
+    """A request to the owner of streams: make this one, or bring it up to `version`. Its name says what it holds and
+    takes; nothing else of the request does, so nobody can have a stream made that takes what is another's.
+
+    The sizes are those of `topology.StreamSpec`. `removed_age_s`: of a bucket.
+    """
+
+    name: str
+    storage: str = "file"
+    replicas: int = 1
+    max_age_s: float = 0.0
+    max_bytes: int = -1
+    max_per_subject: int = 0
+    duplicate_window_s: float = DUPLICATE_WINDOW_S
+    removed_age_s: float = 0.0
+    version: int = 0
 
 
 class Demand(msgspec.Struct, frozen=True, omit_defaults=True, tag="demand/1"):
@@ -81,6 +102,7 @@ class Assigned(msgspec.Struct, frozen=True, omit_defaults=True, tag="assigned/1"
     workers: dict[str, str] = {}
 
 
+decode_stream_request = msgspec.msgpack.Decoder(StreamRequest).decode
 decode_demand = msgspec.msgpack.Decoder(Demand).decode
 decode_placement = msgspec.msgpack.Decoder(Placement).decode
 decode_placement_part = msgspec.msgpack.Decoder(PlacementPart).decode

@@ -1,5 +1,5 @@
-"""Names and settings of every subject, stream, consumer and bucket. The gateway creates and updates them; other
-processes verify them.
+"""Names and settings of every subject, stream, consumer and bucket. The gateway creates consumers and has streams
+created and updated (`sie_broker.owner`); other processes verify them.
 
 One durable consumer per (machine profile, bundle, priority, model), on one work-queue stream per pool. Once a stream
 has its maximum of such consumers, further models share hashed slots:
@@ -35,6 +35,21 @@ KEYS_BUCKET = "sie_keys"
 KEYS_COPY_BUCKET = "sie_keys_copy"
 JOBS_BUCKET = "sie_jobs"
 SHARDS_BUCKET = "sie_shards"
+BUCKETS = frozenset(
+    {
+        CATALOGUE_BUCKET,
+        CATALOGUE_COPY_BUCKET,
+        PLACEMENT_BUCKET,
+        POISON_BUCKET,
+        DEMAND_BUCKET,
+        LEASES_BUCKET,
+        POOLS_BUCKET,
+        KEYS_BUCKET,
+        KEYS_COPY_BUCKET,
+        JOBS_BUCKET,
+        SHARDS_BUCKET,
+    }
+)
 POISON_LIFETIME_S = 3600.0
 DEAD_LETTER_BYTES = 256 << 20
 DEAD_LETTER_AGE_S = 14 * 86400.0
@@ -42,6 +57,7 @@ HEALTH_SUBJECT = "sie.health"
 GATEWAY_SUBJECT = "sie.gateway"
 ASSIGNED_SUBJECT = "sie.assigned"
 RESIDENCY_SUBJECT = "sie.residency"
+STREAMS_SUBJECT = "sie.streams"  # what is below it: `streams_subject`
 CONFIG_SUBJECT = "sie.config.models"
 DUPLICATE_WINDOW_S = 120.0
 # Of work: a publisher keeps trying for 10 s, and the broker keeps a quarter of a KiB for each message of the window.
@@ -282,6 +298,11 @@ def assigned_subject(worker: str) -> str:
 def residency_subject(worker: str) -> str:
     """The subject on which a worker hears that an operator wants a model loaded or unloaded there."""
     return f"{RESIDENCY_SUBJECT}.{token(worker)}"
+
+
+def streams_subject(stream: str) -> str:
+    """The subject on which the owner of streams is asked for one: workers may ask for buckets alone."""
+    return f"{STREAMS_SUBJECT}.{'bucket' if stream.startswith('KV_') else 'queue'}"
 
 
 def gateway_subject(gateway: str) -> str:

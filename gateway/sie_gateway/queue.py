@@ -62,7 +62,7 @@ class Stored(NamedTuple):
 
 
 class WorkQueue:
-    """The gateway owns the topology: it creates streams and consumers; everybody else verifies. Raises SettingError."""
+    """The gateway says what streams and consumers there are; everybody else verifies. Raises SettingError."""
 
     def __init__(
         self,
@@ -122,7 +122,13 @@ class WorkQueue:
         All requests that meet a broker which does not answer come here between their attempts: they share one.
         Raises PoolNotFound for a reservation that has ended, BrokerError.
         """
-        await self._ensuring.run(pool, functools.partial(self._ensure_pool, pool))
+        name = topology.stream_name(pool)
+        try:
+            await self._ensuring.run(pool, functools.partial(self._ensure_pool, pool))
+        except BrokerError as error:
+            self._broker.troubles[name] = str(error)
+            raise
+        self._broker.troubles.pop(name, None)
 
     async def ensure_pools(self, pools: Iterable[str]) -> None:
         """As `ensure_pool`, without those that have ended. Raises BrokerError."""
@@ -157,6 +163,7 @@ class WorkQueue:
     async def forget_pool(self, pool: str) -> None:
         """A reservation has ended."""
         self._created.pop(topology.stream_name(pool), None)
+        self._broker.troubles.pop(topology.stream_name(pool), None)
         await self.consumers.unfollow(pool)
 
     async def remove_pool(self, pool: str) -> None:

@@ -20,7 +20,9 @@ def because(text: str, broker: Connection) -> str:
 
 
 @contextlib.asynccontextmanager
-async def connected(url: str | None, name: str, stop: Stop, *, password: Secret | None) -> AsyncIterator[Broker | None]:
+async def connected(
+    url: str | None, name: str, stop: Stop, *, password: Secret | None, user: str = ""
+) -> AsyncIterator[Broker | None]:
     """The broker at `url`, closed at the end; None if the process is asked to stop before it is connected. Raises
     SettingError if there is no URL.
     """
@@ -29,7 +31,7 @@ async def connected(url: str | None, name: str, stop: Stop, *, password: Secret 
     if url is None:
         raise SettingError("SIE_NATS_URL", f"{name} needs a broker")
     broker: Broker | None = await retry(
-        lambda: connect(url, name=name, password=password),
+        lambda: connect(url, name=name, password=password, user=user),
         errors=(BrokerError,),
         stop=stop,
         logger=_logger,

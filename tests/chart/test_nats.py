@@ -25,6 +25,7 @@ from nats_server import NatsServer, binary
 
 from sie_broker import Broker, BrokerError, CoreMessage, Write
 from sie_broker.nats import connect, connection, transport
+from sie_broker.owner import own
 from sie_cli.embedded import MAX_PAYLOAD_BYTES, SYNC_INTERVAL
 from sie_cli.ports import free_port
 from sie_config.process import run as run_config
@@ -32,6 +33,7 @@ from sie_contracts import messages, topology
 from sie_contracts.contents import content_keys
 from sie_contracts.errors import ErrorInfo
 from sie_contracts.messages import DeadLetter, Input, RunOptions, WorkItem
+from sie_contracts.settings import Secret
 from sie_gateway.process import serve as serve_gateway
 from sie_runtime import keys as records
 from sie_runtime.feed import config_source
@@ -40,7 +42,14 @@ from sie_sidecar.poison import POISON_DEATHS, Mark
 from sie_sidecar.process import serve as serve_sidecar
 
 # Values that a server would take for something else if they stood there bare, or a URL.
-PASSWORDS = {"gateway": "1e10", "config": "true", "worker": "007", "operator": "p@/w:%41#? d", "route": "1@/:%41#? é"}
+PASSWORDS = {
+    "gateway": "1e10",
+    "config": "true",
+    "worker": "007",
+    "streams": "0x1F",
+    "operator": "p@/w:%41#? d",
+    "route": "1@/:%41#? é",
+}
 # of a family that the packaged bundle serves
 ENTRY = toy_entry(family="text-encoder", run={"pooling": "mean"})
 
@@ -160,7 +169,9 @@ async def test_three_servers_find_each_other_and_keep_three_copies(tmp_path: Pat
             servers.append(await asyncio.create_subprocess_exec(*argv, env=environ, stderr=asyncio.subprocess.DEVNULL))
         url = ",".join(f"nats://config:{PASSWORDS['config']}@127.0.0.1:{client}" for client, _, _ in ports)
         broker = await connect(url, name="test-config", timeout_s=10)
+        streams = await connect(url, name="test-streams", password=Secret(PASSWORDS["streams"]), user="streams")
         try:
+            await own(streams)
             end_s = time.monotonic() + 30
             while True:
                 try:
@@ -179,6 +190,7 @@ async def test_three_servers_find_each_other_and_keep_three_copies(tmp_path: Pat
             assert names == {"sie-nats-0", "sie-nats-1", "sie-nats-2"}
             assert meta["cluster_size"] == 3
         finally:
+            await streams.close()
             await broker.close()
     finally:
         for server in servers:
@@ -216,6 +228,14 @@ async def connected(server: NatsServer, user: str) -> AsyncIterator[Broker]:
         await broker.close()
 
 
+@pytest.fixture
+async def owner(server: NatsServer) -> AsyncIterator[None]:
+    """As the config service has it: streams are made for who asks."""
+    async with connected(server, "streams") as broker:
+        await own(broker)
+        yield
+
+
 def violations(server: NatsServer) -> list[str]:
     return [line for line in server.log if "Violation" in line]
 
@@ -231,7 +251,7 @@ async def test_strangers_stay_out(server: NatsServer, url: str) -> None:
 
 async def test_the_processes_do_all_their_work_as_their_users(server: NatsServer, tmp_path: Path) -> None:
     """X3: catalogue, deltas, work, results, placement, demand, reservations, dead letters, keys; the server refuses
-    nothing of it.
+    nothing of it. With SIE_NATS_STREAMS_PASSWORD the config service makes the streams and buckets of all.
     """
     before = len(violations(server))
     tokens = {"SIE_CONFIG_READ_TOKEN": "reader", "SIE_ADMIN_TOKEN": "admin"}
@@ -253,7 +273,11 @@ async def test_the_processes_do_all_their_work_as_their_users(server: NatsServer
         await keys.write([Write(key.id, records.encode(key), 0)])
         listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         config = settings_of(
-            SIE_NATS_URL=url_of(server, "config"), SIE_MODELS_DIR=str(folder), SIE_MODEL_FILTER="toy/one", **tokens
+            SIE_NATS_URL=url_of(server, "config"),
+            SIE_NATS_STREAMS_PASSWORD=PASSWORDS["streams"],
+            SIE_MODELS_DIR=str(folder),
+            SIE_MODEL_FILTER="toy/one",
+            **tokens,
         )
         tasks.append(
             asyncio.create_task(
@@ -421,6 +445,7 @@ async def test_each_component_may_say_what_it_has_to(server: NatsServer, user: s
         await until(lambda: heard >= set(OWN[user]), "all of it heard")
 
 
+@pytest.mark.usefixtures("owner")
 async def test_a_gateway_may_keep_and_forget_the_shards_of_a_job(server: NatsServer) -> None:
     async with connected(server, "gateway") as gateway:
         shards = await gateway.key_value(topology.SHARDS_BUCKET)
@@ -542,6 +567,7 @@ async def test_each_component_is_refused_what_is_not_its_own(server: NatsServer,
     assert set(heard) == {"sie.test"}
 
 
+@pytest.mark.usefixtures("owner")
 @pytest.mark.parametrize("user", FORBIDDEN_TO_HEAR)
 async def test_nobody_hears_the_answers_to_somebody_else(server: NatsServer, user: str) -> None:
     """X3: a listener on all that it may hear gets neither what the broker answers to the others nor what they answer to
@@ -577,6 +603,7 @@ async def test_nobody_hears_the_answers_to_somebody_else(server: NatsServer, use
     assert [subject.rsplit(".", 2)[0] for subject in asked] == ["_INBOX.worker"]
 
 
+@pytest.mark.usefixtures("owner")
 async def test_a_process_whose_inbox_names_no_user_works_on(
     server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

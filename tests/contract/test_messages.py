@@ -31,6 +31,7 @@ Message = (
     | records.Reservations
     | records.Assigned
     | records.PlacementPart
+    | records.StreamRequest
 )
 decode_any = msgspec.msgpack.Decoder(Message).decode
 each_fixture = pytest.mark.parametrize("name", EXAMPLES)

@@ -19,7 +19,7 @@ from load import TEXTS
 from kubelet import engine
 from kubelet.node import Node
 
-USERS = ("gateway", "config", "worker", "operator")
+USERS = ("gateway", "config", "worker", "streams", "operator")
 TOKENS = {
     "auth-tokens": "client-token",
     "config-read-token": "reader-token",

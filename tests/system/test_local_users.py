@@ -86,11 +86,11 @@ def attack(cluster: Cluster) -> dict[str, Any]:
 
 
 def test_every_password_has_its_process(cluster: Cluster) -> None:
-    """Else the tests below would look for nothing: 4 users of the broker, the administrator, the reader, the monitor's
+    """Else the tests below would look for nothing: 5 users of the broker, the administrator, the reader, the monitor's
     path.
     """
     found = known_secrets(cluster)
-    assert len(found) >= 10, sorted(len(each) for each in found)
+    assert len(found) >= 11, sorted(len(each) for each in found)
     assert all(len(each) >= 14 for each in found)
 
 

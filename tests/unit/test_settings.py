@@ -81,6 +81,7 @@ DOCUMENTED = {
         UNSET, "nats://one:4222,tls://two:4222", ("http://host", "host:4222", "nats://", "nats://host:99999")
     ),
     "SIE_NATS_PASSWORD": Documented(UNSET, f" {CANARY}@/:%# "),
+    "SIE_NATS_STREAMS_PASSWORD": Documented(UNSET, f" {CANARY}@/:%# "),
     "SIE_GATEWAY_HEALTH_MODE": Documented("ws", "nats", ("http", "")),
     "SIE_GATEWAY_CONFIGURED_GPUS": Documented(UNSET, "l4,l4-spot", (",",)),
     "SIE_CONFIG_SERVICE_URL": Documented(UNSET, "http://config:8081", ("config:8081", "nats://config", "http://")),
@@ -257,7 +258,9 @@ def test_an_empty_value_is_unset_where_unset_is_the_default_and_an_error_elsewhe
 def test_a_flag_beats_the_environment_beats_the_default(row: Row) -> None:
     good, default = DOCUMENTED[row.name].good, DOCUMENTED[row.name].default
     # of which each character counts
-    found = load(environ={row.name: good if row.name == "SIE_NATS_PASSWORD" else f" {good} "})
+    found = load(
+        environ={row.name: good if row.name in ("SIE_NATS_PASSWORD", "SIE_NATS_STREAMS_PASSWORD") else f" {good} "}
+    )
     assert getattr(found.settings, row.field) == row.read(good) != row.default
     assert found.sources[row.name] == "environment"
     found = load(flags={row.name: "" if default == UNSET else default}, environ={row.name: good})
@@ -370,6 +373,7 @@ SECRETS = {
     "SIE_AUTH_TOKEN",
     "SIE_AUTH_TOKENS",
     "SIE_NATS_PASSWORD",
+    "SIE_NATS_STREAMS_PASSWORD",
     "SIE_JOBS_SINKS",
 }
 WITH_CREDENTIALS = {

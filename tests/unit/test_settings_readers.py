@@ -79,6 +79,7 @@ EFFECTS = {
     "SIE_BULK_MAX_OVERTAKES": f"{BATCHING}::test_bulk_work_is_overtaken_at_most_this_often",
     "SIE_NATS_URL": f"{BROKER}::test_all_traffic_goes_over_the_named_broker",
     "SIE_NATS_PASSWORD": f"{BROKER}::test_a_password_may_have_any_character_and_stands_in_no_url",
+    "SIE_NATS_STREAMS_PASSWORD": "tests/chart/test_nats.py::test_the_processes_do_all_their_work_as_their_users",
     "SIE_GATEWAY_HEALTH_MODE": (
         f"{STATUS}::test_in_mode_ws_workers_are_known_by_their_sockets_and_in_mode_nats_by_their_heartbeats"
     ),

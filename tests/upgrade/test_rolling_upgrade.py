@@ -52,12 +52,13 @@ pytestmark = [pytest.mark.long, pytest.mark.serial, pytest.mark.timeout(3600)]
 
 Component = Literal["config", "gateway", "worker"]
 BEHIND_BALANCERS: tuple[Component, ...] = ("config", "gateway")
-# the broker has the users of one chart all the while: its own pod is replaced before all others, or after
+# the broker has the users of one chart from the first request on: its own pod is replaced before all others, or after
 ORDERS: list[tuple[tuple[Component, ...], str]] = [
     (("config", "gateway", "worker"), "new"),
     (("worker", "gateway", "config"), "old"),
 ]
 USERS = "charts/sie-cluster/files/nats-users.conf"
+USER_NAMES = ("GATEWAY", "CONFIG", "WORKER", "STREAMS", "OPERATOR")
 START_S = 240.0  # of an adapter that imports beside others on a busy machine
 WITHIN_S = 120.0
 PLAIN_CLIENTS = 2
@@ -93,6 +94,12 @@ class End:
     until_s: float
 
 
+def with_passwords(users: str) -> str:
+    """The users of a chart, and the variables in them: the server takes no others."""
+    variables = (f"{user}_PASSWORD" for user in USER_NAMES)
+    return "".join(f'{name}: "{PASSWORD}"\n' for name in variables if f"${name}" in users) + users
+
+
 class Site:
     """Two units of each component behind balancers, and a broker that outlives them."""
 
@@ -105,8 +112,9 @@ class Site:
         self.units: dict[Component, list[Unit]] = {"config": [], "gateway": [], "worker": []}
         self.ended: list[Unit] = []
         self.ends: list[End] = []
-        passwords = "".join(f'{user}_PASSWORD: "{PASSWORD}"\n' for user in ("GATEWAY", "CONFIG", "WORKER", "OPERATOR"))
-        self.broker = NatsServer(folder / "broker", max_payload=INLINE_BYTES, extra=passwords + users)
+        before = with_passwords(released.files_under(USERS)[USERS].decode())
+        self.broker = NatsServer(folder / "broker", max_payload=INLINE_BYTES, extra=before)
+        self._users = before, with_passwords(users)
         self._models = models
         self._old = version
         self._pre_stop_s = {
@@ -127,6 +135,15 @@ class Site:
             for component in self.units:
                 for _ in range(2):
                     self.units[component].append(await self._start(component, self._old))
+            # the broker's own pod is replaced: streams are there, which older processes can make no more
+            await asyncio.to_thread(self.broker.stop)
+            self.broker.set_extra(*self._users)
+            await asyncio.to_thread(self.broker.start)
+            for unit in itertools.chain.from_iterable(self.units.values()):
+                for part in unit.parts:
+                    await asyncio.to_thread(part.wait_ready, START_S)
+            for balancer in (self.front, self.configs):
+                balancer.answers.clear()  # what was asked while there was no broker
         except BaseException:
             await self.__aexit__(None, None, None)
             raise
@@ -221,6 +238,7 @@ class Site:
             "SIE_ADMIN_TOKEN": ADMIN,
             "SIE_MODELS_DIR": str(self._models.folder),
             "SIE_MODEL_FILTER": ",".join(self.served),
+            **({"SIE_NATS_STREAMS_PASSWORD": PASSWORD} if version is NEW else {}),
         }
         arguments = ["--port", str(port), *self._lame_duck(version)]
         part = self._part("config", name, version, arguments, answers(f"{url}/readyz"), **self._common("config"), **own)

@@ -139,6 +139,7 @@ class MemoryConnection:
     def __init__(self, server: Exchange, name: str) -> None:
         self.name = name
         self.troubles: dict[str, str] = {}
+        self.owns_streams = True
         self.max_payload = server.max_payload
         self._server = server
         self._live = True

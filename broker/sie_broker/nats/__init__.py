@@ -29,15 +29,17 @@ class NatsBroker(NatsAdministration, NatsStore):
     """The protocol `Broker`. Made by `connect`."""
 
 
-async def connect(url: str, *, name: str, timeout_s: float = 10.0, password: Secret | None = None) -> Broker:
+async def connect(
+    url: str, *, name: str, timeout_s: float = 10.0, password: Secret | None = None, user: str = ""
+) -> Broker:
     """Connect to `url` (several servers of a cluster: joined by commas). The server lists the connection as `name`.
 
-    `password` is that of a user whom `url` names without one.
+    `password` is that of a user whom `url` names without one, or of `user`, who takes the place of that one.
 
     Raises BrokerUnavailable when no server accepts in time. Afterwards the connection is kept for ever: a lost one is
     detected at once, or within 15 s if the peer is silent, and is tried again every 0.1 to 1 s. The credentials of
     `url` appear in no log and no error.
     """
     broker = NatsBroker(name)
-    await broker.open(url, timeout_s, password)
+    await broker.open(url, timeout_s, password, user)
     return broker

@@ -46,6 +46,10 @@ NEVER_UPDATED = {
 }
 
 
+# By these a stream takes what was said elsewhere, or says elsewhere what it takes. Ours have none of them.
+_TO_ITSELF = dict.fromkeys(("republish", "mirror", "sources", "subject_transform"))
+
+
 class ApiError(msgspec.Struct):
     code: int = 0
     err_code: int = 0
@@ -177,6 +181,7 @@ def stream_config(spec: StreamSpec) -> dict[str, Any]:
         "num_replicas": spec.replicas,
         "allow_direct": True,
         "metadata": {_VERSION_KEY: str(spec.version)},
+        **_TO_ITSELF,
     }
 
 
@@ -218,6 +223,7 @@ def bucket_config(name: str, bucket: str) -> dict[str, Any]:
         "allow_rollup_hdrs": True,
         "deny_delete": True,
         "allow_atomic": True,
+        **_TO_ITSELF,
     }
 
 

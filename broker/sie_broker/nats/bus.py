@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -17,6 +18,16 @@ from sie_broker.nats.connection import NatsConnection
 from sie_broker.tasks import guarded
 
 log = logging.getLogger("sie.broker")
+
+
+def _pattern(subject: str) -> re.Pattern[str]:
+    """The subjects that a subscription is for.
+
+    Whoever may ask for deliveries of a stream names where they go to, which no permission looks at. They keep the
+    subject on which they were said first, so they are told from what is said on a subject now.
+    """
+    wild = {"*": r"[^.]+", ">": ".+"}
+    return re.compile(r"\.".join(wild.get(part) or re.escape(part) for part in subject.split(".")))
 
 
 class NatsBus(NatsConnection):
@@ -43,7 +54,12 @@ class NatsBus(NatsConnection):
     ) -> Subscription:
         what = f"{self.name}: the handler of {subject}"
 
+        said = _pattern(subject)
+
         async def arrived(message: Any) -> None:
+            if said.fullmatch(message.subject) is None:
+                log.error("%s: a delivery of %s came on %s: dropped", self.name, message.subject[:200], subject)
+                return
             await guarded(what, handler(CoreMessage(message.subject, message.data, message.reply)))
 
         await self.reach(API_TIMEOUT_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,7 +12,7 @@ from nats.aio.client import Client
 from nats.errors import BadSubjectError, SlowConsumerError, UnexpectedEOF
 from nats.errors import Error as NatsError
 
-from sie_broker import BrokerError, BrokerUnavailable, PayloadTooBig
+from sie_broker import BrokerError, BrokerUnavailable, NotPermitted, PayloadTooBig
 from sie_broker.nats.transport import FIRST_RETRY_S, HANG_UP_S, Transport, inbox_prefix, split
 from sie_broker.tasks import OwnedTasks, ReconnectHandlers, expire
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("sie.broker")
 
 _CLOSE_TIMEOUT_S = 2.0
+_PERMISSION = re.compile(r"permissions violation for publish to \\?\"([^\"\\]+)", re.IGNORECASE)
 
 # A buffer above any burst between two turns of the loop; beyond it a publisher waits for the socket.
 _SEND_BUFFER_BYTES = 64 << 20
@@ -45,17 +47,30 @@ class Answers:
     def __init__(self, inbox: str) -> None:
         self.inbox = inbox
         self._waiting: dict[str, asyncio.Future[Any]] = {}
+        self._subjects: dict[str, str] = {}
         self._token = 0
 
-    def expect(self) -> tuple[str, asyncio.Future[Any]]:
+    def expect(self, subject: str) -> tuple[str, asyncio.Future[Any]]:
         """A new token, and the future of its answer. `forget` the token afterwards."""
         self._token += 1
         token = str(self._token)
         answer = self._waiting[token] = asyncio.get_running_loop().create_future()
+        self._subjects[token] = subject
         return token, answer
 
     def forget(self, token: str) -> None:
-        del self._waiting[token]
+        del self._waiting[token], self._subjects[token]
+
+    def refused(self, subject: str) -> bool:
+        """Fail the requests on a subject that this user may not publish to: nothing answers them. Returns whether there
+        were any.
+        """
+        tokens = [token for token, asked in self._subjects.items() if asked.lower() == subject.lower()]
+        for token in tokens:
+            if not self._waiting[token].done():
+                reason = f"this user of the broker may not publish to {self._subjects[token]}"
+                self._waiting[token].set_exception(NotPermitted(reason))
+        return bool(tokens)
 
     async def arrived(self, message: Any) -> None:
         skip = len(self.inbox)
@@ -79,6 +94,7 @@ class NatsConnection:
         self.name = name
         self.max_payload = 0
         self.troubles: dict[str, str] = {}
+        self.owns_streams = False
         self._client: Any = Client()
         self._transport = Transport()
         self._client._transport = self._transport
@@ -96,9 +112,11 @@ class NatsConnection:
 
     # ---- opening and closing
 
-    async def open(self, url: str, timeout_s: float, password: Secret | None = None) -> None:
+    async def open(self, url: str, timeout_s: float, password: Secret | None = None, user: str = "") -> None:
         """Connect, as `sie_broker.nats.connect` says."""
         servers, credentials = split(url, password)
+        if user and password is not None:
+            credentials = {"user": user, "password": password.reveal()}
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
         reason: Exception | None = None
@@ -246,6 +264,9 @@ class NatsConnection:
             if dropper is not None:
                 dropper(error.subject)
             return
+        refused = _PERMISSION.search(str(error))
+        if refused is not None and self._answers.refused(refused[1]):
+            return
         if self.live:
             is_eof = isinstance(error, UnexpectedEOF)
             told = "the broker closed the connection; its own log says why" if is_eof else repr(error)
@@ -323,7 +344,7 @@ class NatsConnection:
         if not self._live:
             timeout_s = await self.reach(timeout_s)
         answers = self._answers
-        token, answer = answers.expect()
+        token, answer = answers.expect(subject)
         timer = asyncio.get_running_loop().call_later(timeout_s, expire, answer, subject, timeout_s)
         try:
             await self.post(subject, data, answers.inbox + token, headers)

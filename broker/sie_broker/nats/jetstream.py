@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from sie_broker import BrokerError, BrokerUnavailable, StreamState
+from sie_broker import BrokerError, BrokerUnavailable, NotPermitted, StreamState
 from sie_broker.limits import API_TIMEOUT_S
 from sie_broker.nats.api import (
     NO_CONSUMER,
@@ -23,6 +23,9 @@ from sie_broker.nats.api import (
 )
 from sie_broker.nats.bus import NatsBus
 from sie_broker.nats.pulls import PULL_EXPIRES_S, NatsDelivery, NatsPulls
+from sie_contracts import messages
+from sie_contracts.records import StreamRequest
+from sie_contracts.topology import streams_subject
 
 # Of buckets, each with the bytes of a pull on the way: together far from what a server holds for one connection.
 _READS_AT_ONCE = 2
@@ -67,13 +70,36 @@ class JetStream(NatsBus):
             raise BrokerError(f"there is no stream {stream}")
         return state_of(info)
 
-    async def create_stream(self, name: str, config: dict[str, Any]) -> StreamInfo | None:
-        """The stream as it is, created now if it did not exist. Two callers at once get the same one. None if it was
-        deleted meanwhile.
+    async def create_stream(self, request: StreamRequest, config: dict[str, Any]) -> StreamInfo | None:
+        """The stream as it is, created now if it did not exist: by the owner of streams as it was asked for, else with
+        this `config`. Two callers at once get the same one. None if it was deleted meanwhile.
         """
+        name = request.name
         info = await self.stream_info(name)
-        info = info or await self.find(f"STREAM.CREATE.{name}", config, StreamInfo, STREAM_EXISTS)
+        if info is None and not await self.ask_owner(request):
+            try:
+                info = await self.find(f"STREAM.CREATE.{name}", config, StreamInfo, STREAM_EXISTS)
+            except NotPermitted as error:
+                raise BrokerUnavailable(
+                    f"{name} is not there, and the owner of streams, the config service, does not answer: {error}"
+                ) from error
         return info or await self.stream_info(name)
+
+    async def ask_owner(self, request: StreamRequest) -> bool:
+        """Have the owner of streams make or update one. False where nobody is the owner, or this user may not ask: a
+        broker without users, or with those of an older version, lets each process do it itself. Raises BrokerError.
+        """
+        if self.owns_streams:
+            return False
+        try:
+            answer = await self.roundtrip(streams_subject(request.name), messages.encode(request), API_TIMEOUT_S)
+        except NotPermitted:
+            return False
+        if is_no_responder(answer):
+            return False
+        if answer.data:
+            raise BrokerError(f"the owner of streams does not make {request.name}: {answer.data.decode()}")
+        return True
 
     async def delete_consumer(self, stream: str, name: str) -> bool:
         return await self.find(f"CONSUMER.DELETE.{stream}.{name}", {}, Answer, NO_CONSUMER, NO_STREAM) is not None

@@ -25,6 +25,7 @@ from sie_broker.nats.jetstream import JetStream
 from sie_broker.nats.pulls import NatsDelivery
 from sie_broker.nats.transport import FIRST_RETRY_S, MAX_RETRY_S
 from sie_broker.tasks import guarded
+from sie_contracts.records import StreamRequest
 from sie_contracts.topology import DUPLICATE_WINDOW_S
 
 log = logging.getLogger("sie.broker")
@@ -357,7 +358,10 @@ class NatsStore(JetStream):
             "max_age": nanoseconds(max_age_s),
             "allow_msg_ttl": removed_age_s > 0,
         }
-        info = await self.create_stream(name, {**wanted, **chosen})
+        request = StreamRequest(
+            name, storage=storage, replicas=replicas, max_age_s=max_age_s, removed_age_s=removed_age_s
+        )
+        info = await self.create_stream(request, {**wanted, **chosen})
         if info is None:
             raise BrokerUnavailable(f"{name} was deleted while it was opened")
         field = difference(info.config, wanted)

@@ -44,6 +44,7 @@ from sie_broker.nats.api import (
 )
 from sie_broker.nats.jetstream import JetStream
 from sie_broker.nats.pulls import WORK_EXPIRES_S, parse_reply
+from sie_contracts.records import StreamRequest
 from sie_contracts.topology import ConsumerSpec, StreamSpec
 
 _ENSURE_ATTEMPTS = 10  # at a consumer that others delete meanwhile
@@ -116,11 +117,24 @@ class NatsAdministration(NatsQueue):
 
     async def ensure_stream(self, spec: StreamSpec, *, owner: bool) -> StreamState:
         wanted = stream_config(spec)
-        info = await (self.create_stream(spec.name, wanted) if owner else self.stream_info(spec.name))
+        request = StreamRequest(
+            spec.name,
+            spec.storage,
+            spec.replicas,
+            spec.max_age_s,
+            spec.max_bytes,
+            spec.max_per_subject,
+            spec.duplicate_window_s,
+            version=spec.version,
+        )
+        info = await (self.create_stream(request, wanted) if owner else self.stream_info(spec.name))
         if info is None:
             raise BrokerError(f"there is no stream {spec.name}: its owner has not created it yet")
+        is_older = version_of(info.config) < spec.version
+        if owner and is_older and await self.ask_owner(request):
+            info, is_older = await self.api(f"STREAM.INFO.{spec.name}", {}, StreamInfo), False
         field = difference(info.config, wanted)
-        if owner and version_of(info.config) < spec.version:
+        if owner and is_older:
             if spec.max_per_subject > 0:
                 check_room(
                     spec, max(0, info.config.get("max_msgs_per_subject", 0)), await self.subject_counts(spec.name, ">")

@@ -45,6 +45,13 @@ class ClusterSettings:
         PASSWORD,
         "Password of the user that SIE_NATS_URL names, without any encoding. A percent-encoded password in the URL takes precedence. If there is no password at all, a name in the URL is used as a token.",
     )
+    nats_streams_password: Secret | None = row(
+        None,
+        "SIE_NATS_STREAMS_PASSWORD",
+        "config",
+        PASSWORD,
+        "Password of the user `streams`, at the servers of SIE_NATS_URL: the only one that makes streams and buckets, for all processes. Without it each process makes those that it needs, which a broker with users refuses.",
+    )
     gateway_health_mode: str = row(
         "ws",
         "SIE_GATEWAY_HEALTH_MODE",

@@ -1,0 +1,83 @@
+"""The owner of streams and buckets: the one process that a broker with users lets make and update them.
+
+    gateway, worker ──StreamRequest──► sie.streams.* ──► own ──► broker
+
+Permissions of NATS are for subjects. They cannot look into the settings of a stream, by which a stream takes what was
+said on any subject and says it again on any other: whoever may make one may do everything. So the owner writes the
+settings itself; of a request it takes a name, which it must know, and sizes.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from sie_broker import Broker, BrokerError, CoreMessage, Subscription
+from sie_contracts import records, topology
+from sie_contracts.records import StreamRequest
+from sie_contracts.topology import StreamSpec
+
+_logger = logging.getLogger("sie.broker")
+# buckets in which nothing expires, whoever asks for them first; those of keys are on disk
+_KEYS = (topology.KEYS_BUCKET, topology.KEYS_COPY_BUCKET)
+_LASTING = (*_KEYS, topology.CATALOGUE_BUCKET, topology.CATALOGUE_COPY_BUCKET)
+
+
+def spec_of(request: StreamRequest) -> StreamSpec:
+    """The stream of work or dead letters that is asked for. Raises ValueError for any other name."""
+    kind, _, pool = request.name.partition("_")
+    if kind not in ("WORK", "DEAD") or topology.pool_name(pool) != pool:
+        raise ValueError(f"{request.name[:70]!r} is no stream of SIE")
+    return StreamSpec(
+        request.name,
+        (f"sie.work.{pool}.>" if kind == "WORK" else topology.dead_letter_subject(pool),),
+        request.storage,
+        request.replicas,
+        request.max_age_s,
+        request.max_bytes,
+        request.max_per_subject,
+        request.duplicate_window_s,
+        retention="workqueue" if kind == "WORK" else "limits",
+        version=request.version,
+    )
+
+
+async def make(broker: Broker, request: StreamRequest) -> None:
+    """Make or update the stream or bucket. Raises ValueError, BrokerError."""
+    if request.storage not in ("file", "memory"):
+        raise ValueError(f"storage {request.storage[:70]!r}: expected file or memory")
+    if request.version > topology.TOPOLOGY_VERSION:
+        raise ValueError(f"topology {request.version} is newer than this config service: upgrade it")
+    if not request.name.startswith("KV_"):
+        await broker.ensure_stream(spec_of(request), owner=True)
+        return
+    bucket = request.name.removeprefix("KV_")
+    if bucket not in topology.BUCKETS:
+        raise ValueError(f"{request.name[:70]!r} is no bucket of SIE")
+    storage, max_age_s, removed_age_s = request.storage, request.max_age_s, request.removed_age_s
+    if bucket in _LASTING:
+        max_age_s = removed_age_s = 0.0
+        storage = "file" if bucket in _KEYS else storage
+    await broker.key_value(
+        bucket, storage=storage, replicas=request.replicas, max_age_s=max_age_s, removed_age_s=removed_age_s
+    )
+
+
+async def own(broker: Broker) -> Subscription:
+    """Serve requests for streams over a connection that may make them. Of several owners one answers each request.
+    Raises BrokerError.
+    """
+
+    async def answer(message: CoreMessage) -> None:
+        try:
+            request = records.decode_stream_request(message.data)
+            if message.subject != topology.streams_subject(request.name):
+                raise ValueError(f"{request.name[:70]!r} is not asked for on {message.subject}")
+            await make(broker, request)
+        except (ValueError, BrokerError) as error:  # ValueError: also what is no request
+            _logger.warning("a stream was not made: %s", error)
+            await broker.send(message.reply, str(error).encode()[:1000])
+        else:
+            await broker.send(message.reply, b"")
+
+    broker.owns_streams = True
+    return await broker.subscribe(f"{topology.STREAMS_SUBJECT}.*", answer, queue="owner")

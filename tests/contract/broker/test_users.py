@@ -1,0 +1,355 @@
+"""What the users of a broker may do: every subject of the JetStream API against a table, and the ways in which a user
+who may make streams would say and hear what is another's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from broker_harness import WAIT_S, Box
+from inprocess import until
+from nats.aio.client import Client
+from nats_server import NatsServer
+
+from sie_broker import BrokerUnavailable, CoreMessage, NotPermitted, TopologyMismatch, Write
+from sie_broker.limits import API_TIMEOUT_S
+from sie_broker.nats import NatsBroker, connect
+from sie_broker.nats.api import bucket_config
+from sie_broker.nats.transport import inbox_prefix
+from sie_broker.owner import own
+from sie_broker.record import Bucket
+from sie_cli.embedded import USERS, users
+from sie_contracts import messages, topology
+from sie_contracts.records import StreamRequest
+from sie_contracts.settings import Secret
+from sie_runtime.keys import decode as decode_key
+
+PASSWORD = "sesame"
+COMPONENTS = ("gateway", "config", "worker")
+BUCKETS = frozenset(f"KV_{bucket}" for bucket in topology.BUCKETS)
+CATALOGUE = frozenset({f"KV_{topology.CATALOGUE_BUCKET}", f"KV_{topology.CATALOGUE_COPY_BUCKET}"})
+OF_CONFIG = CATALOGUE | {f"KV_{topology.KEYS_BUCKET}", f"KV_{topology.KEYS_COPY_BUCKET}"}
+OWN_READ = frozenset({f"KV_{topology.PLACEMENT_BUCKET}", f"KV_{topology.POISON_BUCKET}"})  # of workers
+QUEUES = frozenset({"WORK__default", "WORK_team", "DEAD__default", "evil"})
+STREAMS = BUCKETS | QUEUES
+OF_WORK = "CONSUMER.CREATE.{}.c.sie.work._default.cpu.default.interactive.m"
+# a subject for each operation of the API; {} is the stream
+OF_STREAMS = (
+    *(f"STREAM.{verb}.{{}}" for verb in ("CREATE", "UPDATE", "DELETE", "INFO", "PURGE", "SNAPSHOT", "RESTORE")),
+    *(f"STREAM.{verb}.{{}}" for verb in ("MSG.GET", "MSG.DELETE", "PEER.REMOVE", "LEADER.STEPDOWN")),
+    "DIRECT.GET.{}",
+    "DIRECT.GET.{}.$KV.sie_keys.x",
+    "CONSUMER.CREATE.{}",
+    "CONSUMER.CREATE.{}.c",
+    "CONSUMER.CREATE.{}.c.$KV.sie_keys.x",
+    OF_WORK,
+    "CONSUMER.DURABLE.CREATE.{}.c",
+    "CONSUMER.NAMES.{}",
+    "CONSUMER.LIST.{}",
+    *(f"CONSUMER.{verb}.{{}}.c" for verb in ("INFO", "DELETE", "MSG.NEXT", "PAUSE", "UNPIN", "RESET")),
+    "CONSUMER.LEADER.STEPDOWN.{}.c",
+)
+OF_ALL = (
+    *("INFO", "STREAM.NAMES", "STREAM.LIST", "ACCOUNT.INFO", "ACCOUNT.PURGE.$G", "ACCOUNT.STREAM.MOVE.$G.evil"),
+    *("META.LEADER.STEPDOWN", "SERVER.REMOVE", "STREAM.TEMPLATE.CREATE.t", "STREAM.TEMPLATE.NAMES"),
+)
+BESIDES_THE_API = (
+    *("$JS.FC.{}.c.x", "$JS.ACK.{}.c.1.1.1.1.0", "$JS.ACK.domain.account.{}.c.1.1.1.1.0.token"),
+    *("$JS.EVENT.ADVISORY.CONSUMER.CREATED.{}.c", "$JS.EVENT.METRIC.CONSUMER.ACK.{}.c", "$JS.SNAPSHOT.RESTORE.{}.x"),
+    *("$SYS.REQ.SERVER.PING", "$SYS.REQ.ACCOUNT.PING.JSZ", "$SYS.REQ.USER.INFO", "$SRV.PING"),
+)
+ALLOWED: dict[str, dict[str, frozenset[str]]] = {
+    "gateway": {
+        "STREAM.INFO.{}": STREAMS - CATALOGUE,
+        "STREAM.MSG.GET.{}": STREAMS - CATALOGUE,
+        "STREAM.DELETE.{}": QUEUES,
+        "STREAM.MSG.DELETE.{}": QUEUES,
+        "STREAM.PURGE.{}": frozenset({f"KV_{topology.SHARDS_BUCKET}"}),
+        "CONSUMER.CREATE.{}.c": BUCKETS - CATALOGUE,
+        OF_WORK: STREAMS - CATALOGUE,
+        "CONSUMER.INFO.{}.c": STREAMS - CATALOGUE,
+        "CONSUMER.DELETE.{}.c": STREAMS - CATALOGUE,
+        "CONSUMER.NAMES.{}": STREAMS - CATALOGUE,
+        "CONSUMER.LIST.{}": STREAMS - CATALOGUE,
+        "CONSUMER.MSG.NEXT.{}.c": BUCKETS - CATALOGUE,
+    },
+    "config": {
+        "STREAM.INFO.{}": OF_CONFIG,
+        "STREAM.MSG.GET.{}": OF_CONFIG,
+        "CONSUMER.CREATE.{}.c": OF_CONFIG,
+        "CONSUMER.DELETE.{}.c": OF_CONFIG,
+        "CONSUMER.MSG.NEXT.{}.c": OF_CONFIG,
+    },
+    "worker": {
+        "STREAM.INFO.{}": QUEUES | OWN_READ,
+        "STREAM.MSG.GET.{}": OWN_READ,
+        "CONSUMER.CREATE.{}.c": OWN_READ,
+        "CONSUMER.DELETE.{}.c": OWN_READ,
+        "CONSUMER.NAMES.{}": QUEUES | OWN_READ,
+        "CONSUMER.MSG.NEXT.{}.c": QUEUES | OWN_READ,
+        "$JS.ACK.{}.c.1.1.1.1.0": QUEUES | OWN_READ,
+        "$JS.ACK.domain.account.{}.c.1.1.1.1.0.token": STREAMS,
+    },
+    "streams": {
+        "STREAM.CREATE.{}": STREAMS,
+        "STREAM.UPDATE.{}": STREAMS,
+        "STREAM.INFO.{}": STREAMS,
+    },
+}
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NatsServer]:
+    for user in USERS:
+        monkeypatch.setenv(f"{user.upper()}_PASSWORD", f'"{PASSWORD}"')
+    with NatsServer(tmp_path / "nats", extra=users()) as running:
+        yield running
+
+
+@contextlib.asynccontextmanager
+async def connected(server: NatsServer, user: str) -> AsyncIterator[NatsBroker]:
+    broker = await connect(server.url, name=f"test-{user}", password=Secret(PASSWORD), user=user)
+    assert isinstance(broker, NatsBroker)
+    try:
+        yield broker
+    finally:
+        await broker.close()
+
+
+@pytest.fixture(params=["empty", "running"])
+async def state(request: pytest.FixtureRequest, server: NatsServer) -> AsyncIterator[str]:
+    """A broker without a stream, or with all of them and their owner."""
+    async with connected(server, "streams") as streams, connected(server, "operator") as operator:
+        if request.param == "running":
+            await own(streams)
+            for bucket in sorted(topology.BUCKETS):
+                await operator.key_value(bucket)
+            for name in ("WORK__default", "DEAD__default"):
+                assert await operator.ask_owner(StreamRequest(name))
+        yield str(request.param)
+
+
+def test_the_owner_of_streams_knows_every_bucket() -> None:
+    assert {value for name, value in vars(topology).items() if name.endswith("_BUCKET")} == topology.BUCKETS
+
+
+def test_a_stranger_is_refused(server: NatsServer) -> None:
+    with pytest.raises(BrokerUnavailable, match=r"(?i)authorization"):
+        asyncio.run(connect(server.url, name="stranger", timeout_s=0.3))
+
+
+def subjects(user: str) -> dict[str, bool]:
+    """Each subject, and whether this user may publish to it."""
+    found = {f"$JS.API.{operation}": False for operation in OF_ALL}
+    rules = ALLOWED[user]
+    for operation in (*OF_STREAMS, *BESIDES_THE_API):
+        prefix = "" if operation.startswith("$") else "$JS.API."
+        for stream in sorted(STREAMS):
+            found[prefix + operation.format(stream)] = stream in rules.get(operation, frozenset())
+    return found
+
+
+@pytest.mark.parametrize("user", ALLOWED)
+async def test_every_operation_of_the_api_is_allowed_or_refused_as_the_table_says(
+    server: NatsServer, user: str
+) -> None:
+    refused: set[str] = set()
+
+    async def on_error(error: Exception) -> None:
+        refused.add(str(error).lower())
+
+    client = Client()
+    prefix = inbox_prefix({"user": user})
+    await client.connect(server.url, user=user, password=PASSWORD, error_cb=on_error, inbox_prefix=prefix)
+    table = subjects(user)
+    for subject in table:
+        await client.publish(subject, b"{}", reply=f"{prefix}.nobody.1")
+    expected = {subject for subject, is_allowed in table.items() if not is_allowed}
+    await client.flush()
+    await until(lambda: len(refused) >= len(expected), "the refusals", WAIT_S)
+    await client.close()
+    assert {subject for subject in table if any(f'"{subject.lower()}"' in error for error in refused)} == expected
+
+
+def hostile(name: str) -> dict[str, dict[str, Any]]:
+    """Settings of a stream by which its maker says or hears what is another's, by what they do."""
+    own_subject = f"own.{name}.>"
+    base = {"name": name, "storage": "memory"}
+    keys = topology.KEYS_BUCKET
+    transform = [{"src": f"$KV.{topology.JOBS_BUCKET}.>", "dest": f"$KV.{keys}.>"}]
+    return {
+        "mint by republishing": {
+            **base,
+            "subjects": [own_subject],
+            "republish": {"src": own_subject, "dest": f"$KV.{keys}.>"},
+        },
+        "mint by a source": {
+            **base,
+            "subjects": [f"$KV.{keys}.>"],
+            "sources": [{"name": f"KV_{topology.JOBS_BUCKET}", "subject_transforms": transform}],
+        },
+        "mint by a transform": {
+            **base,
+            "subjects": [own_subject],
+            "subject_transform": {"src": own_subject, "dest": f"$KV.{keys}.>"},
+        },
+        "hear by a mirror": {**base, "mirror": {"name": KEYS}},
+        "hear inboxes": {**base, "subjects": ["_INBOX.config.>", "_INBOX.operator.>", "_INBOX.worker.>"]},
+        "hear keys": {**base, "subjects": [f"$KV.{keys}.>"]},
+        "hear all": {**base, "subjects": [">"], "no_ack": True},
+    }
+
+
+@pytest.mark.parametrize("user", COMPONENTS)
+async def test_no_component_makes_or_changes_a_stream(server: NatsServer, state: str, user: str) -> None:
+    """`mint` and `listen`, by every kind of settings, under every name, on an empty broker and on a running one."""
+    async with connected(server, "operator") as operator, connected(server, user) as broker:
+        before = await operator.stream_infos()
+        assert len(before) == (len(BUCKETS) + 2 if state == "running" else 0)
+        for name in sorted(STREAMS):
+            for what, config in hostile(name).items():
+                for action in ("CREATE", "UPDATE"):
+                    answer = broker.api(f"STREAM.{action}.{name}", config, dict)
+                    outcome = (await asyncio.gather(answer, return_exceptions=True))[0]
+                    assert isinstance(outcome, NotPermitted), f"{what}: {user} may {action} {name}: {outcome}"
+        after = await operator.stream_infos()
+        assert [info.config for info in after] == [info.config for info in before]
+        assert [info.state for info in after] == [info.state for info in before]
+
+
+NOT_OURS = (
+    *("evil", "WORK_a.b", "WORK_>", "WORK_*", "WORK_", "DEAD_A", "KV_other", "KV_", "sie_keys", "KV_KV_sie_keys"),
+    *("KV_sie_keys.x", "$KV.sie_keys.>"),
+)
+
+
+@pytest.mark.parametrize("user", COMPONENTS)
+async def test_the_owner_of_streams_goes_by_the_name_alone(server: NatsServer, user: str) -> None:
+    """On an empty broker: settings in a request have no effect, and names that are not ours make nothing."""
+    queues = {"WORK_team": ["sie.work.team.>"], "DEAD_team": ["sie.dead.team"]} if user == "gateway" else {}
+    buckets = {f"KV_{bucket}": [f"$KV.{bucket}.>"] for bucket in topology.BUCKETS}
+    async with (
+        connected(server, "streams") as streams,
+        connected(server, "operator") as operator,
+        connected(server, user) as broker,
+    ):
+        await own(streams)
+
+        async def ask(subject: str, request: StreamRequest, **settings: Any) -> bytes:
+            fields = {**msgspec.msgpack.decode(messages.encode(request)), **settings}
+            return await broker.request(subject, msgspec.msgpack.encode(fields), WAIT_S)
+
+        bucket, queue = topology.streams_subject("KV_"), topology.streams_subject("WORK_team")
+        for subject in (bucket, queue) if user == "gateway" else (bucket,):
+            for name in NOT_OURS:
+                assert await ask(subject, StreamRequest(name)), f"{name} is refused on {subject}"
+        for request in (
+            StreamRequest(f"KV_{topology.JOBS_BUCKET}", storage="elsewhere"),
+            StreamRequest(f"KV_{topology.JOBS_BUCKET}", version=topology.TOPOLOGY_VERSION + 1),
+            StreamRequest("WORK_team"),
+        ):
+            assert await ask(bucket, request)
+        assert await ask(bucket, StreamRequest(f"KV_{topology.JOBS_BUCKET}"), name=7)
+        if user != "gateway":
+            with pytest.raises(NotPermitted):
+                await ask(queue, StreamRequest("WORK_team"))
+        assert await operator.stream_infos() == []
+
+        for name in (*queues, *buckets):
+            request = StreamRequest(name, storage="memory", max_age_s=1.0)
+            settings = hostile(name)["mint by republishing"] | {"sources": [{"name": KEYS}], "mirror": {"name": KEYS}}
+            assert await ask(topology.streams_subject(name), request, **settings) == b""
+        infos = {str(info.config["name"]): info.config for info in await operator.stream_infos()}
+        assert {name: config["subjects"] for name, config in infos.items()} == queues | buckets
+        for config in infos.values():
+            assert not {"republish", "mirror", "sources", "subject_transform"} & config.keys()
+        assert (infos[KEYS]["storage"], infos[KEYS]["max_age"], infos[CATALOGUE]["max_age"]) == ("file", 0, 0)
+
+
+async def test_a_stream_that_says_elsewhere_what_it_takes_is_not_used(server: NatsServer) -> None:
+    """Whoever made it, before there was an owner of streams."""
+    name, dest = f"KV_{topology.JOBS_BUCKET}", f"$KV.{topology.KEYS_BUCKET}.>"
+    taken = f"$KV.{topology.JOBS_BUCKET}.>"
+    async with connected(server, "operator") as operator, connected(server, "gateway") as gateway:
+        made = {**bucket_config(name, topology.JOBS_BUCKET), "republish": {"src": taken, "dest": dest}}
+        await operator.api(f"STREAM.CREATE.{name}", made, dict)
+        with pytest.raises(TopologyMismatch, match="republish"):
+            await gateway.key_value(topology.JOBS_BUCKET)
+
+
+async def test_a_process_waits_for_the_owner_and_says_so(server: NatsServer) -> None:
+    """At once, not at a time-out; and needs it for nothing that is there."""
+    async with connected(server, "gateway") as gateway:
+        async with connected(server, "streams") as streams:
+            bucket = Bucket(gateway, topology.JOBS_BUCKET)
+            with pytest.raises(BrokerUnavailable, match="the owner of streams, the config service, does not answer"):
+                await asyncio.wait_for(bucket.open(), API_TIMEOUT_S / 2)
+            assert "the owner of streams" in gateway.troubles[topology.JOBS_BUCKET]
+            await own(streams)
+            await bucket.write([Write("a", b"1")])
+            assert gateway.troubles == {}
+        entry = await Bucket(gateway, topology.JOBS_BUCKET).get("a")
+        assert entry is not None
+
+
+@pytest.mark.parametrize("state", ["running"], indirect=True)
+@pytest.mark.parametrize(("user", "bucket"), [("gateway", topology.JOBS_BUCKET), ("worker", topology.POISON_BUCKET)])
+async def test_deliveries_say_nothing_in_the_name_of_others(
+    server: NatsServer, state: str, user: str, bucket: str
+) -> None:
+    """A consumer's deliveries may be led to any subject. They make no key and are no delta of the catalogue there."""
+    subjects_of_others = (f"$KV.{topology.KEYS_BUCKET}.forged", topology.config_subject("default"))
+    heard: Box[CoreMessage] = Box()
+    async with connected(server, "config") as config, connected(server, user) as broker:
+        await config.subscribe(f"{topology.CONFIG_SUBJECT}.>", heard.take)
+        own_bucket = await broker.key_value(bucket)
+        for number, subject in enumerate(subjects_of_others):
+            await own_bucket.write([Write(f"k{number}", b"forged")])
+            for kind, delivered in (("push", {"deliver_subject": subject}), ("pull", {})):
+                name = f"{kind}{number}"
+                made = {"name": name, "ack_policy": "none", "mem_storage": True, **delivered}
+                body = {"stream_name": f"KV_{bucket}", "action": "create", "config": made}
+                await broker.api(f"CONSUMER.CREATE.KV_{bucket}.{name}", body, dict)
+                if kind == "pull":
+                    await broker.post(f"$JS.API.CONSUMER.MSG.NEXT.KV_{bucket}.{name}", b'{"batch":9}', subject)
+                    await broker.flush()
+        async with connected(server, "operator") as operator:
+            await operator.send(topology.config_subject("default"), b"of the operator")
+            await heard.fill(1)
+            keys = await operator.key_value(topology.KEYS_BUCKET)
+            assert await keys.entries() == []
+            assert await keys.get("forged") is None
+    assert [message.data for message in heard.items] == [b"of the operator"]
+
+
+@pytest.mark.parametrize("state", ["running"], indirect=True)
+async def test_no_answer_of_the_broker_is_a_key(server: NatsServer, state: str) -> None:
+    """The subject of a reply is not checked. What can be written there is unreadable as a key, and so is its entry."""
+    jobs, poison = topology.JOBS_BUCKET, topology.POISON_BUCKET
+    answered = {
+        "gateway": (
+            *(f"$KV.{jobs}.a", f"$JS.API.STREAM.INFO.KV_{jobs}", f"$JS.API.STREAM.MSG.GET.KV_{jobs}"),
+            *(f"$JS.API.CONSUMER.INFO.KV_{jobs}.c", f"$JS.API.CONSUMER.NAMES.KV_{jobs}"),
+        ),
+        "worker": (f"$KV.{poison}.a", f"$JS.API.STREAM.INFO.KV_{poison}", "$JS.API.CONSUMER.NAMES.WORK__default"),
+        "config": (f"$KV.{topology.CATALOGUE_BUCKET}.a",),
+    }
+    async with connected(server, "operator") as operator:
+        keys = await operator.key_value(topology.KEYS_BUCKET)
+        for user, asked in answered.items():
+            async with connected(server, user) as broker:
+                for number, subject in enumerate(asked):
+                    await broker.post(subject, b"{}", f"$KV.{topology.KEYS_BUCKET}.{user}{number}")
+                await broker.flush()
+        async with asyncio.timeout(WAIT_S):
+            while len(entries := await keys.entries()) < sum(map(len, answered.values())):
+                await operator.flush()
+        for entry in entries:
+            with pytest.raises(ValueError, match=r"type|missing|field|id"):
+                decode_key(entry)
