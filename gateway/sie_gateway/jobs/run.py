@@ -205,9 +205,9 @@ class JobRun:
         if self._job.wanted == "pause" and not self._is_late:
             await self._pause(self._job.error, is_asked=True)
             return
-        is_early = self._job.wanted == "cancel" or self._is_late
-        if len(self._job.lost) >= MAX_LOST and (is_early or not self._job.is_planned):
-            await self._end("failed", error=Deadly("its end" if is_early else "its plan").info)
+        has_shards = self._job.suspects and self._job.wanted != "cancel" and not self._is_late
+        if len(self._job.lost) >= MAX_LOST and not has_shards:
+            await self._end("failed", error=Deadly("its output" if self._job.finalizing_s else "its plan").info)
             return
         done = await self._patiently(lambda: self._ledger.shards(self._id))
         # the leader before may have died before it noted the first one
@@ -239,10 +239,7 @@ class JobRun:
         except (BrokerError, Replaced):
             raise
         except Deadly as error:
-            if self._job.suspects:
-                await self._finish(work, "failed", error.info)
-            else:  # the output is what they died of
-                await self._end("failed", error=error.info)
+            await self._finish(work, "failed", error.info)
             return
         except Exception as error:
             # what was answered is kept: a job may be resumed, such as when its model is back; nobody resumes a batch
@@ -286,7 +283,7 @@ class JobRun:
             suspects=suspects,
         )
         if len(lost) >= MAX_LOST:
-            raise Deadly(" or ".join(_named(plan.spans[number]) for number in suspects) or "its output")
+            raise Deadly(" or ".join(_named(plan.spans[number]) for number in suspects))
         waiting = iter([number for number in range(len(plan.spans)) if number not in done])
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -303,8 +300,10 @@ class JobRun:
         if not job.lost or not job.is_planned:  # then the plan is what they died of, and it is made now
             return (), ()
         first = tuple(undone[:SHARDS_AT_ONCE])
+        if not job.suspects:  # the leaders that died did not come as far as this
+            return job.lost, first
         same = tuple(number for number in first if number in job.suspects)
-        return (job.lost, same) if same or not (first or job.suspects) else (job.lost[-1:], first)
+        return (job.lost, same) if same else (job.lost[-1:], first)
 
     async def _read(self, work: Work) -> tuple[Plan, dict[int, ShardRecord]]:
         """The plan, and the shards that are answered."""
