@@ -150,7 +150,7 @@ def test_a_job_that_its_gateways_die_of_is_failed(tmp_path: Path) -> None:
             gateway.wait_ready()
         found = client.reaches(job, "failed", timeout_s=30)
         assert found["error"]["code"] == "LEADERS_LOST"
-        assert "2000 rows of a.jsonl from 0 on" in found["error"]["message"]
+        assert "3 gateways ended, one after the other" in found["error"]["message"]
         other = client.submit(MODEL, {"file": file, "text": "{text}"})["id"]
         assert client.done(other)["counts"]["done"] == 2000
         assert gateway.alive
