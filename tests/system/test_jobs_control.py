@@ -175,8 +175,8 @@ def kept_bytes(folder: Path) -> int:
 async def test_a_thousand_jobs_are_listed_at_once(job_cluster: Stack, jobs: JobClient) -> None:
     broker = await connect(job_cluster.broker_urls, name="test")
     try:
-        no_job = JobBound(JobUse(), ("", ""))  # it only reads
-        ledger = Ledger(JobsBucket(broker, 1), broker, 1, JobBounds(no_job, no_job))
+        many = JobBound(JobUse(10_000, 1 << 30), ("", ""))
+        ledger = Ledger(JobsBucket(broker, 1), broker, 1, JobBounds(many, many))
         request = JobRequest(model=MODEL, input=JobInput(file="file-none", text="{text}"), name="listed")
         for number in range(1000):
             name = f"job-{number:032}"

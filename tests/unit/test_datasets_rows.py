@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import obstore
 import pyarrow as pa
 import pytest
@@ -572,3 +573,32 @@ async def test_a_line_of_csv_with_many_fields_makes_no_more_than_the_header_has(
         assert bad.fault is not None
         assert bad.fault.message == "the row has more than the header, which has 2"
         assert peak < 12 * len(line)
+
+
+@pytest.mark.parametrize("is_one_row", [True, False])
+async def test_lists_of_parquet_that_repeat_a_value_take_little_memory(
+    tmp_path: Path, place: Place, is_one_row: bool
+) -> None:
+    """A file of 2 KB with 20 million zeros, in one row or in many, is refused as it is planned."""
+    count = 20_000_000
+    ends = [0, count, count] if is_one_row else list(range(0, count + 1, count // 100))
+    lists = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(np.zeros(count, np.int64)))
+    texts = pa.array(["a"] * (len(ends) - 1))
+    parquet.write_table(pa.table({"t": texts, "k": lists}), tmp_path / "a.parquet", compression="zstd")
+    assert (tmp_path / "a.parquet").stat().st_size < 10_000
+    source = JobInput(url="u", text="{t}", keep=("k",))
+    (broken,) = [each async for each in plan(place, source, 4)]
+    assert isinstance(broken, Broken)
+    assert broken.error.reason == "too_large"
+    assert "column 'k' has 200000" in broken.error.message
+    assert [row.text for row in await rows_of(place, TEXT)] == ["a"] * (len(ends) - 1), "it is not read"
+
+
+async def test_rows_of_long_lists_are_read_a_few_at_a_time(tmp_path: Path, place: Place) -> None:
+    lists = pa.ListArray.from_arrays(pa.array(range(0, 6_000_001, 50_000), pa.int32()), pa.array(np.zeros(6_000_000)))
+    parquet.write_table(pa.table({"t": ["a"] * 120, "k": lists}), tmp_path / "a.parquet")
+    source = JobInput(url="u", text="{t}", keep=("k",))
+    spans = await spans_of(place, source, 1000)
+    assert max(span.rows for span in spans) <= 10
+    rows_read = await read(place, spans[-1], source)
+    assert len(rows_read[-1].kept["k"]) == 50_000

@@ -541,8 +541,8 @@ async def test_answers_of_another_key_are_taken_where_keys_share_them(cluster: I
 
 async def test_jobs_are_bounded_by_number_for_a_key_and_in_all(cluster: InProcess) -> None:
     """SIE_JOBS_PER_KEY, SIE_MAX_JOBS. 1. Submissions at the same moment take no more than the bound of a key. 2. The
-    refusal names number, setting and
-    remedy; a batch counts too. 3. Another key has jobs until all have the bound of all. 4. What is deleted makes room.
+    refusal names number, setting and remedy; a batch counts too. 3. Another key has jobs until all have the bound of
+    all. 4. What is deleted makes room.
     """
     bounds = {"SIE_JOBS_PER_KEY": "3", "SIE_MAX_JOBS": "5"}
     place = await place_of(cluster, SIE_ADMIN_TOKEN="admin-token-of-a-test", **bounds, **TOKENS)

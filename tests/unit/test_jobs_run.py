@@ -389,6 +389,27 @@ async def test_a_plan_that_leaders_die_of_fails_the_job(world: World, monkeypatc
     assert not begun.is_set()
 
 
+async def test_an_output_that_leaders_die_of_fails_the_job(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where earlier leaders died with shards that are answered."""
+    killing = Killing(world, {4}, calms=lambda deaths: deaths == 2)
+    finishing = asyncio.Event()
+
+    async def finish(self: Writing, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
+        finishing.set()
+        killing.deaths.append(-1)
+        killing.killed.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(Writing, "finish", finish)
+    await killing.run()
+    assert killing.deaths == [4, 4, -1, -1, -1]
+    job = await state(world, world.gateway("last"), "failed")
+    assert job.error is not None
+    assert "its output" in job.error.message
+    assert (job.done, finishing.is_set()) == (60, True)
+
+
 async def test_leaders_that_die_with_other_shards_do_not_fail_a_job(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

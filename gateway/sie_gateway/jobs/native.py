@@ -320,7 +320,8 @@ class Native:
         if not shards:
             return fields
         plan = await self._workplace.plan()
-        await manifests.write(self._places.output, manifest(job, state, shards, plan.unread if plan else ()))
+        whole = await asyncio.to_thread(manifest, job, state, shards, plan.unread if plan else ())
+        await manifests.write(self._places.output, whole)
         if self._cache_bytes:
             await self._trim()
         return fields

@@ -29,7 +29,7 @@ class Results:
         async with kept():
             every = await self._ledger.shards(job.id)
             plan = await self._engine.workplace(job).plan()
-        whole = manifest(job, job.state, every, plan.unread if plan else ())
+        whole = await asyncio.to_thread(manifest, job, job.state, every, plan.unread if plan else ())
         shown = whole.parts[after : after + limit]
         end = after + len(shown)
         return api.JobManifest(

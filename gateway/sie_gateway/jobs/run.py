@@ -15,6 +15,7 @@ shard in their hands, or before the job was planned.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections import Counter
@@ -104,6 +105,35 @@ class Work(Protocol):
         """Close what is open."""
 
 
+class _Sums:
+    """Sums over the records of shards. Each record is looked at once: a job may have 100,000, and tells of them every
+    second.
+    """
+
+    def __init__(self, shards: dict[int, ShardRecord]) -> None:
+        self.shards = shards
+        self.broken: dict[int, ShardRecord] = {}
+        self.codes: Counter[str] = Counter()
+        self.rows = self.failed = self.reused = self.tokens = 0
+        self.fingerprint = ""
+        self._seen = 0
+
+    def add(self) -> None:
+        """Count the shards that were added."""
+        for number, shard in itertools.islice(self.shards.items(), self._seen, None):
+            self.rows += shard.rows
+            self.failed += shard.failed
+            self.reused += shard.reused
+            self.tokens += shard.tokens
+            self.codes.update(shard.codes)
+            self.fingerprint = self.fingerprint or shard.fingerprint
+            if shard.error is not None:
+                self.broken[number] = shard
+                self.failed += shard.rows
+                self.codes[shard.error.code] += shard.rows
+        self._seen = len(self.shards)
+
+
 class JobRun:
     """`work` makes the Work of a job. `now_s`: the wall clock."""
 
@@ -122,6 +152,7 @@ class JobRun:
         self._job = job
         self._make = work
         self._shards: dict[int, ShardRecord] | None = None  # answered ones, once they were read
+        self._sums = _Sums({})
         self._live: dict[int, tuple[int, int]] = {}  # rows and failures of shards that are being answered
         self._unread: tuple[Unread, ...] = ()
         self._trouble: ErrorInfo | None = None
@@ -205,9 +236,9 @@ class JobRun:
         if self._job.wanted == "pause" and not self._is_late:
             await self._pause(self._job.error, is_asked=True)
             return
-        is_early = self._job.wanted == "cancel" or self._is_late
-        if len(self._job.lost) >= MAX_LOST and (is_early or not self._job.is_planned):
-            await self._end("failed", error=Deadly("its end" if is_early else "its plan").info)
+        has_shards = self._job.suspects and self._job.wanted != "cancel" and not self._is_late
+        if len(self._job.lost) >= MAX_LOST and not has_shards:
+            await self._end("failed", error=Deadly("its output" if self._job.finalizing_s else "its plan").info)
             return
         done = await self._patiently(lambda: self._ledger.shards(self._id))
         # the leader before may have died before it noted the first one
@@ -239,10 +270,7 @@ class JobRun:
         except (BrokerError, Replaced):
             raise
         except Deadly as error:
-            if self._job.suspects:
-                await self._finish(work, "failed", error.info)
-            else:  # the output is what they died of
-                await self._end("failed", error=error.info)
+            await self._finish(work, "failed", error.info)
             return
         except Exception as error:
             # what was answered is kept: a job may be resumed, such as when its model is back; nobody resumes a batch
@@ -286,7 +314,7 @@ class JobRun:
             suspects=suspects,
         )
         if len(lost) >= MAX_LOST:
-            raise Deadly(" or ".join(_named(plan.spans[number]) for number in suspects) or "its output")
+            raise Deadly(" or ".join(_named(plan.spans[number]) for number in suspects))
         waiting = iter([number for number in range(len(plan.spans)) if number not in done])
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -303,8 +331,10 @@ class JobRun:
         if not job.lost or not job.is_planned:  # then the plan is what they died of, and it is made now
             return (), ()
         first = tuple(undone[:SHARDS_AT_ONCE])
+        if not job.suspects:  # the leaders that died did not come as far as this
+            return job.lost, first
         same = tuple(number for number in first if number in job.suspects)
-        return (job.lost, same) if same or not (first or job.suspects) else (job.lost[-1:], first)
+        return (job.lost, same) if same else (job.lost[-1:], first)
 
     async def _read(self, work: Work) -> tuple[Plan, dict[int, ShardRecord]]:
         """The plan, and the shards that are answered."""
@@ -409,25 +439,20 @@ class JobRun:
         """What the record says of progress; nothing before that was read."""
         if self._shards is None:
             return {}
-        shards = self._shards.values()
-        codes: Counter[str] = Counter()
-        for shard in shards:
-            codes.update(shard.codes)
-            if shard.error is not None:
-                codes[shard.error.code] += shard.rows
-        broken = broken_parts(self._shards, self._unread)
+        sums = self._sums = self._sums if self._sums.shards is self._shards else _Sums(self._shards)
+        sums.add()
+        broken = broken_parts(sums.broken, self._unread)
         live = self._live.values()
-        lost = sum(shard.rows for shard in shards if shard.error is not None)
         return {
-            "done": sum(shard.rows for shard in shards) + sum(done for done, _ in live),
-            "failed": sum(shard.failed for shard in shards) + lost + sum(failed for _, failed in live),
-            "reused": sum(shard.reused for shard in shards),
-            "tokens": sum(shard.tokens for shard in shards),
+            "done": sums.rows + sum(done for done, _ in live),
+            "failed": sums.failed + sum(failed for _, failed in live),
+            "reused": sums.reused,
+            "tokens": sums.tokens,
             "shards_done": len(self._shards) + len(self._unread),
             "shards_failed": len(broken),
-            "codes": most_frequent(codes),
+            "codes": most_frequent(sums.codes),
             "broken": tuple(broken[:MAX_BROKEN]),
-            "fingerprint": next((shard.fingerprint for shard in shards if shard.fingerprint), self._job.fingerprint),
+            "fingerprint": sums.fingerprint or self._job.fingerprint,
         }
 
     async def _claim(self) -> None:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 BUFFER_BYTES = 8 << 20  # of each column chunk that is being read
 BATCH_ROWS = 1024
+MAX_DENSE_VALUES = (
+    8_000_000  # of a column of lists in a row group where a value has less than a byte: one row is decoded whole
+)
 MAX_FOOTER_BYTES = 64 << 20
 
 
@@ -94,9 +97,25 @@ def footer(place: Place, what: Found, names: Collection[str]) -> Footer:
         for number in range(metadata.num_row_groups):
             group = metadata.row_group(number)
             read = [group.column(at) for at in leaves]
+            for column, at in zip(read, leaves, strict=True):
+                if schema.column(at).max_repetition_level > 0:
+                    _check_dense(what.source, column.path_in_schema, column.num_values, column.total_uncompressed_size)
             size = sum(column.total_uncompressed_size for column in read)
             groups.append(Group(group.num_rows, size, sum(column.num_values for column in read)))
         return Footer(columns, tuple(groups))
+
+
+def _check_dense(source: str, path: str, values: int, size: int) -> None:
+    """Raises InvalidInput for a column of lists that repeats a value so often that one row may take any memory: a row
+    is decoded as a whole, and only then it is known how many of the values are its own.
+    """
+    if values > max(MAX_DENSE_VALUES, size):
+        raise InvalidInput(
+            f"{source}: column {path.split('.')[0][:64]!r} has {values} values in {size} bytes of a row group, "
+            f"expected at most {MAX_DENSE_VALUES}: write the file with fewer rows in a group",
+            reason="too_large",
+            param="input.url",
+        )
 
 
 def cuts(groups: Sequence[Group], max_rows: int, max_bytes: int) -> Iterator[Cut]:
@@ -135,9 +154,20 @@ def read(place: Place, what: Found, cut: Cut, names: Sequence[str], size: SpanSi
         known = [name for name in names if name in file.schema_arrow.names]
         begin = sum(file.metadata.row_group(number).num_rows for number in range(cut.start))
         skip, count = cut.first - begin, 0
+        groups = [file.metadata.row_group(number) for number in range(cut.start, cut.end)]
+        values = sum(
+            group.column(at).num_values
+            for group in groups
+            for at in range(group.num_columns)
+            if group.column(at).path_in_schema.split(".")[0] in known
+        )
+        mean = values // max(1, sum(group.num_rows for group in groups))
         try:
             batches = file.iter_batches(
-                BATCH_ROWS, row_groups=range(cut.start, cut.end), columns=known, use_threads=False
+                max(1, min(BATCH_ROWS, MAX_SPAN_VALUES // max(1, mean))),
+                row_groups=range(cut.start, cut.end),
+                columns=known,
+                use_threads=False,
             )
             for batch in batches:
                 part = batch.slice(skip, cut.rows - count)

@@ -1,0 +1,194 @@
+"""Jobs that are sent to harm: records as large and as many as may be, rows that are small in a file and large in
+memory, a job that its gateways die of; and a data directory that was copied while a job ran.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import until
+from job_client import JobClient, jsonl
+from stack import Device, Part, Plan, Stack
+
+MODEL = "toy/one"
+MIB = 1 << 20
+WIDE = "\U0001f600"  # four bytes
+METADATA = {f"{number:02}{WIDE * 62}": WIDE * 512 for number in range(16)}
+
+
+def largest(file: str) -> dict[str, Any]:
+    """A job whose record is nearly as large as one may be."""
+    return {"model": MODEL, "input": {"file": file, "text": "{text}" + "x" * 2000}, "metadata": METADATA}
+
+
+@pytest.mark.parametrize(
+    ("keys", "jobs"),
+    [pytest.param(1, 300, id="one key"), pytest.param(20, 120, id="twenty keys", marks=pytest.mark.long)],
+)
+@pytest.mark.timeout(600)
+def test_gateways_start_again_however_many_jobs_keys_have_sent(tmp_path: Path, keys: int, jobs: int) -> None:
+    """1. Keys send jobs with the largest records, more than each may have: the rest is refused with 429 and the number.
+    2. All gateways are killed at once, and are ready in 10 s. 3. All jobs are there.
+    """
+    tokens = [f"token-{number}-of-a-test" for number in range(keys)]
+    environ = {
+        "SIE_PAYLOAD_STORE_URL": str(tmp_path / "payloads"),
+        "SIE_AUTH_MODE": "static",
+        "SIE_AUTH_TOKENS": ",".join(tokens),
+    }
+    with Stack(tmp_path / "stack", Plan(gateways=2, workers=(), environ=environ)) as stack:
+        taken: dict[str, int] = {}
+        for token in tokens:
+            with JobClient(stack.urls[0], token) as client:
+                body = largest(client.upload("a.jsonl", jsonl([{"text": "a"}])))
+                taken[token] = 0
+                for _ in range(jobs):
+                    answer = client.http.post("/v1/jobs", json=body)
+                    if answer.status_code == 201:
+                        taken[token] += 1
+                        continue
+                    assert answer.status_code == 429, answer.text
+                    assert "delete some that have ended" in answer.json()["error"]["message"]
+                    break
+        print("taken", list(taken.values()))
+        record = 36 << 10
+        assert all(count <= (4 * MIB) // record for count in taken.values())
+        assert sum(taken.values()) * record > (min(keys * 4, 64) * MIB) * 0.9, "they came to the bound"
+        for part in stack.gateways:
+            part.kill()
+        began_s = time.monotonic()
+        for part in stack.gateways:
+            part.start()
+        for part in stack.gateways:
+            part.wait_ready(30)
+        took_s = time.monotonic() - began_s
+        print(f"ready in {took_s:.1f} s, {[round(part.rss_bytes() / MIB) for part in stack.gateways]} MiB")
+        assert took_s < 10
+        for url in stack.urls:
+            with JobClient(url, tokens[0]) as client:
+                assert len(client.ask("GET", "/v1/jobs", params={"limit": 1000})["data"]) == taken[tokens[0]]
+
+
+@contextmanager
+def peak_below(part: Part, most: int) -> Iterator[None]:
+    """The part takes at most so many bytes more in the block than before."""
+
+    def peak() -> int:
+        lines = Path(f"/proc/{part.pid}/status").read_text().splitlines()
+        return int(next(line.split()[1] for line in lines if line.startswith("VmHWM"))) << 10
+
+    pid, before = part.pid, part.rss_bytes()
+    Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak counts from now on
+    yield
+    assert part.pid == pid
+    print(f"{part.name}: {before / MIB:.0f} MiB before, {peak() / MIB:.0f} MiB at the peak")
+    assert peak() - before < most
+
+
+@pytest.mark.parametrize(
+    ("rows", "row_mib"), [pytest.param(3, 4, id="small"), pytest.param(20, 12, id="240 MiB", marks=pytest.mark.long)]
+)
+@pytest.mark.timeout(600)
+def test_rows_of_many_values_fail_alone_and_take_little_memory(tmp_path: Path, rows: int, row_mib: int) -> None:
+    """Rows of maps, `[{},{},…]`, in a column that is kept: each map takes 64 bytes where it is decoded, and two in the
+    file. One job at a time with them, one with columns that no row has.
+    """
+    bomb = b"[" + b",".join([b"{}"] * (row_mib * MIB // 3)) + b"]"
+    environ = {"SIE_PAYLOAD_STORE_URL": str(tmp_path / "payloads")}
+    with (
+        Stack(tmp_path / "stack", Plan(workers=(Device(),), environ=environ)) as stack,
+        JobClient(stack.urls[0]) as client,
+    ):
+        client.done(
+            client.submit(MODEL, {"file": client.upload("a.jsonl", jsonl([{"text": "a"}])), "text": "{text}"})["id"]
+        )
+        for keep, failed in ((("k",), rows), ((), 0)):
+            file = client.upload("b.jsonl", b'{"text":"a","k":1}\n' + b'{"text":"a","k":%s}\n' % bomb * rows)
+            with peak_below(stack.gateways[0], 400 * MIB):
+                job = client.submit(MODEL, {"file": file, "text": "{text}", "keep": keep})
+                found = client.done(job["id"], 300)
+            assert (found["counts"]["done"], found["counts"]["failed"]) == (rows + 1, failed)
+        names = [f"no{number}" for number in range(20_000)]
+        file = client.upload("c.jsonl", jsonl([{"text": f"t{number}"} for number in range(10_000)]))
+        refusal = client.refusal(MODEL, {"file": file, "text": "{text}", "keep": names})
+        assert refusal["param"] == "input.keep"
+        with peak_below(stack.gateways[0], 400 * MIB):
+            job = client.submit(MODEL, {"file": file, "text": "{text}", "keep": names[:100]})
+            assert client.done(job["id"], 300)["counts"]["failed"] == 0
+
+
+@pytest.mark.long
+def test_a_job_that_its_gateways_die_of_is_failed(tmp_path: Path) -> None:
+    """1. A gateway is killed whenever it has led a job for a moment, before a part of that is answered. 2. After three
+    times the job is failed and says why, and the fourth gateway stays. 3. A job beside it completes.
+    """
+    environ = {"SIE_PAYLOAD_STORE_URL": str(tmp_path / "payloads")}
+    with (
+        Stack(tmp_path / "stack", Plan(workers=(Device(),), environ=environ)) as stack,
+        JobClient(stack.urls[0]) as client,
+    ):
+        gateway = stack.gateways[0]
+        file = client.upload("a.jsonl", jsonl([{"text": f"short {number}"} for number in range(2000)]))
+        job = client.submit(MODEL, {"file": file, "text": "{text}"}, tokens_per_s=1.0)["id"]
+        led_s = 0.0
+        for _ in range(3):
+
+            def is_led() -> bool:
+                told = client.show(job)
+                return bool(told["state"] == "running" and told["updated_at"] > led_s)  # noqa: B023  called at once
+
+            until(is_led, 30, "this gateway leads it")
+            gateway.kill()
+            led_s = time.time()
+            gateway.start()
+            gateway.wait_ready()
+        found = client.reaches(job, "failed", timeout_s=30)
+        assert found["error"]["code"] == "LEADERS_LOST"
+        assert "3 gateways ended, one after the other" in found["error"]["message"]
+        other = client.submit(MODEL, {"file": file, "text": "{text}"})["id"]
+        assert client.done(other)["counts"]["done"] == 2000
+        assert gateway.alive
+
+
+def test_a_job_goes_on_from_a_copy_of_the_data_directory(tmp_path: Path) -> None:
+    """1. One job reads an uploaded file, another one a folder. 2. In the middle all is copied, as by a snapshot of the
+    disk, and killed. 3. From the copy, whose files have other inodes, both complete, and each row is there once.
+    """
+    folder, copy = tmp_path / "stack", tmp_path / "copy"
+    count = 600
+    rows = [{"key": f"k{number}", "text": f"short {number}"} for number in range(count)]
+    environ = {"SIE_PAYLOAD_STORE_URL": str(folder / "payloads"), "SIE_JOBS_URLS": f"file://{folder}/data"}
+    slow: dict[str, Any] = {"shard_rows": 50, "tokens_per_s": 1500.0}
+    with Stack(folder, Plan(workers=(Device(),), environ=environ)) as stack:
+        (folder / "data").mkdir()
+        (folder / "data" / "rows.jsonl").write_bytes(jsonl(rows))
+        with JobClient(stack.urls[0]) as client:
+            source = {"text": "{text}", "id": "key"}
+            file = client.upload("rows.jsonl", jsonl(rows))
+            jobs = [client.submit(MODEL, {"file": file, **source}, **slow)["id"]]
+            jobs.append(client.submit(MODEL, {"url": f"file://{folder}/data/rows.jsonl", **source}, **slow)["id"])
+            for job in jobs:
+                until(lambda: client.show(job)["counts"]["done"] >= 100, 60, "it is in its middle")  # noqa: B023
+                assert client.show(job)["state"] == "running"
+        for part in stack.parts:
+            part.pause()
+        shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("*.sock"))
+        for part in stack.parts:
+            part.kill()
+        shutil.rmtree(folder)
+        copy.rename(folder)
+        for part in stack.parts:
+            part.start()
+        for part in stack.parts:
+            part.wait_ready()
+        with JobClient(stack.urls[0]) as client:
+            for job in jobs:
+                found = client.done(job, 120)
+                assert (found["counts"]["done"], found["counts"]["failed"], found["broken"]) == (count, 0, [])
+                assert [row["id"] for row in client.rows(job)] == [row["key"] for row in rows]
