@@ -25,7 +25,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from sie_contracts.errors import GatewayTimeout, InternalFailure, InvalidInput, QueueFull, SIEError
-from sie_runtime.asgi import refusal, refuse
+from sie_runtime.asgi import SECURITY_HEADERS, refusal, refuse, secured
 from sie_runtime.descriptors import max_connections
 from sie_runtime.refusals import Refusals
 
@@ -100,10 +100,12 @@ class _Cycle(RequestResponseCycle):
 
     async def send(self, message: Any) -> None:
         if not self.response_started:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": secured(message.get("headers", ()))}
             if self.more_body or self.server_state.leaving:
                 self.keep_alive = False  # uvicorn then sends `connection: close`
             if message["type"] == "http.response.start" and self.keep_alive and self.scope["method"] != "HEAD":
-                self._begun = _head(message["status"], list(message.get("headers", ())))
+                self._begun = _head(message["status"], message["headers"])
             if self._begun is None:
                 await super().send(message)
             else:
@@ -322,6 +324,7 @@ class Protocol(HttpToolsProtocol):
         if cycle is None or cycle.response_complete or not cycle.response_started:
             body, headers = refusal(error)
             lines = [f"{name.lower()}: {value}\r\n".encode() for name, value in headers.items()]
+            lines += [b"%b: %b\r\n" % pair for pair in SECURITY_HEADERS]
             lines += [
                 b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body),
                 body,
