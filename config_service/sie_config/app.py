@@ -34,6 +34,7 @@ from sie_contracts.errors import (
 )
 from sie_contracts.settings import Settings
 from sie_contracts.trust import Trust
+from sie_runtime.asgi import documented
 from sie_runtime.connection import because
 from sie_runtime.http import App, Receive, Scope, Send, common_headers, headers_of, probes, uuid7
 from sie_runtime.metrics_table import OTHER
@@ -42,6 +43,7 @@ from sie_runtime.tracing import begin_request, end_request
 if TYPE_CHECKING:
     from sie_runtime.spans import Tracer
 
+PAGE_FILES = "https://cdn.jsdelivr.net https://fastapi.tiangolo.com"  # where FastAPI's page of documents has its files
 CLIENT_GONE = 499  # in metrics only, as at a gateway
 WORKER_TIMEOUT_S = 15.0  # silence after which a worker no longer counts
 _POLLED = ("epoch", "export")  # by every gateway and worker, and not traced
@@ -140,7 +142,8 @@ def create_app(service: ConfigService) -> App:
                 raise InvalidInput("path: expected no `..` in it", reason="malformed", param="path")
             assert route is not None, "a path without a route is not let in"
             if route.handler is None:
-                await app({**scope, "path": path.removesuffix("/")}, receive, tagged)  # one final slash says nothing
+                page = documented(tagged, PAGE_FILES)
+                await app({**scope, "path": path.removesuffix("/")}, receive, page)  # one final slash says nothing
             elif scope["method"] != route.method:
                 raise HTTPException(405, headers={"Allow": route.method})
             else:

@@ -142,6 +142,7 @@ async def run(
         setting="--port",
         allowed_hosts=settings.allowed_hosts,
         refused=service.metrics.count_refused,
+        min_rate=settings.min_body_rate,
     )
     await server.start()
     _logger.info("config service listening on %s:%d", host, server.port)

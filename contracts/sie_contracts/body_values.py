@@ -7,7 +7,7 @@ What is malformed or cut off is counted up to there; the decoder says what is wr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 MAX_VALUES = 1_000_000  # decoded in less than 0.1 s
 MAX_CONTAINERS = 250_000  # lists, maps and keys of maps
@@ -28,15 +28,21 @@ class Excess(ValueError):
 
 def of_json(data: bytes) -> int:
     """The number of values and keys, and not much more. Raises Excess."""
+    pieces = (data[begin : begin + _PIECE_BYTES] for begin in range(0, len(data), _PIECE_BYTES))
     try:
-        return _checked(data.translate(None, _NO_MARK))  # also those in strings, which most bodies have few of
+        return _count(piece.translate(None, _NO_MARK) for piece in pieces)  # also in strings, where most have few
     except Excess:
-        return _checked(_marks(data))
+        return _count(_marks(data))
 
 
-def _checked(marks: bytes) -> int:
-    _check(len(marks), len(marks) - marks.count(b","))
-    return len(marks)
+def _count(pieces: Iterable[bytes]) -> int:
+    """Of marks. A comma is before a value, any other is of a list, a map or a key."""
+    values = containers = 0
+    for marks in pieces:
+        values += len(marks)
+        containers += len(marks) - marks.count(b",")
+        _check(values, containers)
+    return values
 
 
 def _check(values: int, containers: int) -> None:
@@ -48,17 +54,14 @@ def _check(values: int, containers: int) -> None:
         raise Excess(message, "too_many_values")
 
 
-def _marks(data: bytes) -> bytes:
-    """The marks outside of strings, no more of them than show that there are too many."""
-    found, in_string = bytearray(), False
+def _marks(data: bytes) -> Iterator[bytes]:
+    """Those outside of strings."""
+    in_string = False
     for piece in _pieces(data):
         # each quote that is left begins or ends a string
         parts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
-        found += b"".join(parts[in_string::2]).translate(None, _NO_MARK)
+        yield b"".join(parts[in_string::2]).translate(None, _NO_MARK)
         in_string ^= len(parts) % 2 == 0
-        if len(found) > MAX_VALUES:
-            break
-    return bytes(found)
 
 
 def _pieces(data: bytes) -> Iterator[bytes]:

@@ -51,6 +51,7 @@ from sie_gateway.routes import PROBES, TABLE, openapi_document
 from sie_gateway.scaling import Scaling
 from sie_gateway.status import Status
 from sie_runtime import config_routes
+from sie_runtime.asgi import documented
 from sie_runtime.connection import because
 from sie_runtime.feed import CatalogueFeed
 from sie_runtime.http import App, Receive, Scope, Send, common_headers, headers_of, probes, reply, uuid7
@@ -345,7 +346,7 @@ class Edge:
         receive = bounded(receive, limit=route.body_bytes, within_s=route.body_s)
         if route.handler is None:
             # the page of documents has no route for HEAD; the server leaves the body of its answer out
-            await self._app({**scope, "method": route.method}, receive, send)
+            await self._app({**scope, "method": route.method}, receive, documented(send))
             return
         response = await route.handler(self._gateway, Request(scope, receive))
         await response(scope, receive, send)

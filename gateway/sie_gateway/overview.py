@@ -34,8 +34,6 @@ async def page(_gateway: Gateway, request: Request) -> Response:
         raise NotFound("no such path")
     headers = {
         "Content-Security-Policy": CONSOLE_POLICY,
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
         "Cache-Control": "no-cache",
     }
     content = console(name, request.scope.get("root_path", ""))

@@ -175,6 +175,7 @@ async def serve(
         allowed_hosts=names,
         cors_origins=settings.cors_origins or (),
         refused=metrics.count_refused,
+        min_rate=settings.min_body_rate,
     )
     try:
         side = HttpServer(

@@ -5,6 +5,9 @@ errors.
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
+import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
@@ -22,6 +25,13 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Body = bytes | Iterable[bytes | memoryview]
 
 MAX_ID_CHARS = 128
+_NO_FRAMES = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+SECURITY_HEADERS = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"content-security-policy", f"default-src 'none'; {_NO_FRAMES}".encode()),
+)
+_INLINE = re.compile(rb"<script>(.*?)</script>", re.DOTALL)
 
 
 def uuid7() -> str:
@@ -51,6 +61,42 @@ def refusal(error: SIEError) -> tuple[bytes, dict[str, str]]:
     if error.retryable:
         headers["Retry-After"] = str(max(1, error.retry_after_s))
     return msgspec.json.encode(envelope(error, request_id)), headers
+
+
+def secured(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """The headers of a response with SECURITY_HEADERS, as far as it has none of its own by these names. Names are in
+    lower case.
+    """
+    found = list(headers)
+    names = [name for name, _ in found]
+    return [*found, *(pair for pair in SECURITY_HEADERS if pair[0] not in names)]
+
+
+def documented(send: Send, elsewhere: str = "") -> Send:
+    """`send` for the page that shows the OpenAPI document: it may load and run what is its own, and what is from the
+    origins `elsewhere`. Its inline scripts are named by their digests.
+    """
+    start: MutableMapping[str, Any] = {}
+
+    async def send_page(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start" and dict(message["headers"]).get(b"content-type", b"").startswith(
+            b"text/html"
+        ):
+            start.update(message)
+            return
+        if start:
+            digests = (base64.b64encode(hashlib.sha256(text).digest()) for text in _INLINE.findall(message["body"]))
+            scripts = " ".join(f"'sha256-{digest.decode()}'" for digest in digests)
+            policy = (
+                f"default-src 'none'; script-src 'self' {elsewhere} {scripts}; style-src 'self' {elsewhere} "
+                f"'unsafe-inline'; img-src 'self' data: {elsewhere}; connect-src 'self'; {_NO_FRAMES}"
+            )
+            start["headers"] = [*start["headers"], (b"content-security-policy", " ".join(policy.split()).encode())]
+            await send({**start})
+            start.clear()
+        await send(message)
+
+    return send_page
 
 
 def headers_of(scope: Scope) -> dict[str, str]:

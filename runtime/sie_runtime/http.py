@@ -36,7 +36,7 @@ from sie_runtime.asgi import (
 )
 from sie_runtime.metrics import Registry
 from sie_runtime.origins import Guarded, Names
-from sie_runtime.protocol import HEAD_S, MAX_HEAD_BYTES, Protocol, State
+from sie_runtime.protocol import HEAD_S, MAX_HEAD_BYTES, MIN_RATE, Protocol, State
 from sie_runtime.refusals import Refusals
 
 __all__ = [
@@ -104,11 +104,12 @@ class HttpServer:
         allowed_hosts: Sequence[str] | None = None,
         cors_origins: Sequence[str] = (),
         refused: Callable[[str], object] | None = None,
+        min_rate: int = MIN_RATE,
     ) -> None:
         """`websockets`: the websocket protocol; without it an upgrade is refused. `allowed_hosts`: see `Names`.
         Pages of `cors_origins` may act.
         `refused` is called with the reason of each request that is refused before an application sees it, one of
-        `refusals.REFUSED`.
+        `refusals.REFUSED`. `min_rate`: see `State`.
         """
         try:
             self._socket = _listen(host, port)
@@ -133,7 +134,7 @@ class HttpServer:
             server_header=False,
             date_header=False,
         )
-        self._state = State(refusals)
+        self._state = State(refusals, min_rate)
         self._server = _Server(config, self._state)
         self._task: asyncio.Task[None] | None = None
 

@@ -63,7 +63,8 @@ _ENDPOINTS = 24  # of a gateway
 _CHUNK_ENDPOINTS = 6
 _BELOW = (
     "Requests refused before any route: `host` (SIE_ALLOWED_HOSTS), `origin` (a foreign page), `malformed` (not "
-    "HTTP/1.1), `connections` (too many), `unread` (a reply that its client did not read)"
+    "HTTP/1.1), `connections` (too many), `slow` (a body slower than SIE_MIN_BODY_RATE), `unread` (a reply that its "
+    "client did not read)"
 )
 
 
@@ -118,7 +119,7 @@ _GATEWAY = (
         48,
         16,
     ),
-    Metric("sie_gateway_refused_below_routes", "counter", _BELOW, ("reason",), 5),
+    Metric("sie_gateway_refused_below_routes", "counter", _BELOW, ("reason",), 6),
     Metric(
         "sie_gateway_provisioning_responses", "counter", "Requests that were told to wait until a worker has started"
     ),
@@ -372,7 +373,7 @@ _WORKER = (
     Metric("sie_certificates", "counter", "Loads, by the result of the certificate", ("result",), 2),
     # the process
     Metric("sie_build_info", "gauge", "1, with the version that runs", ("version",)),
-    Metric("sie_refused_below_routes", "counter", _BELOW, ("reason",), 5),
+    Metric("sie_refused_below_routes", "counter", _BELOW, ("reason",), 6),
     Metric("sie_ready", "gauge", "1 while /readyz answers 200"),
     Metric("sie_adapter_deaths", "counter", "Adapters that died"),
     Metric("sie_config_epoch", "gauge", "Writes of the catalogue that this worker has seen"),
@@ -388,7 +389,7 @@ _CONFIG = (
     Metric("sie_config_build_info", "gauge", "1, with the version that runs", ("version",)),
     Metric("sie_config_ready", "gauge", "1 once the catalogue is built"),
     Metric("sie_config_requests", "counter", "Requests answered", ("route", "method", "status"), 160),
-    Metric("sie_config_refused_below_routes", "counter", _BELOW, ("reason",), 5),
+    Metric("sie_config_refused_below_routes", "counter", _BELOW, ("reason",), 6),
     Metric(
         "sie_config_request_seconds",
         "histogram",

@@ -5,9 +5,9 @@
     input until the client closes
     the client closed its side after a whole request ──► answered if the client still reads
 
-A head, chunk headers and trailers included, may have MAX_HEAD_BYTES and must be complete within HEAD_S. A client must
-read some of its response within WRITE_S. A request that never reaches an application is answered in the common error
-envelope.
+A head, chunk headers and trailers included, may have MAX_HEAD_BYTES and must be complete within HEAD_S. A body must
+come at least at the rate of its server, except while the server does not read it, and a response must be read at that
+rate. A request that never reaches an application is answered in the common error envelope.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from sie_contracts.errors import InternalFailure, InvalidInput, QueueFull, SIEError
-from sie_runtime.asgi import refusal, refuse
+from sie_contracts.errors import GatewayTimeout, InternalFailure, InvalidInput, QueueFull, SIEError
+from sie_runtime.asgi import SECURITY_HEADERS, refusal, refuse, secured
 from sie_runtime.descriptors import max_connections
 from sie_runtime.refusals import Refusals
 
 MAX_HEAD_BYTES = 64 << 10  # of a request line with headers and trailers
 HEAD_S = 10.0
+MIN_RATE = 4096  # bytes a second of a body
+RATE_S = 15.0  # over which the rate of a body is measured
+SLICE_BYTES = 16 << 10  # of a chunked body that are read at once: in one of a long chunk header there is no body
 WRITE_S = 60.0
 LINGER_S = 5.0  # for a client that still sends to read its response; a reset would discard the response
 HALF_CLOSED_S = 1.0  # age of a request at which a half-closed client is tested
@@ -55,11 +58,14 @@ def _head(status: int, headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, i
 
 
 class State(ServerState):
-    """State that the connections of a server share. `leaving`: each response is the last of its connection."""
+    """State that the connections of a server share. `min_rate`: bytes a second of a body and of what is read of a
+    response. `leaving`: each response is the last of its connection.
+    """
 
-    def __init__(self, refusals: Refusals | None = None) -> None:
+    def __init__(self, refusals: Refusals | None = None, min_rate: int = MIN_RATE) -> None:
         super().__init__()
         self.refusals = refusals or Refusals()
+        self.min_rate = min_rate
         self.leaving = False
 
     def leave(self) -> None:
@@ -94,10 +100,12 @@ class _Cycle(RequestResponseCycle):
 
     async def send(self, message: Any) -> None:
         if not self.response_started:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": secured(message.get("headers", ()))}
             if self.more_body or self.server_state.leaving:
                 self.keep_alive = False  # uvicorn then sends `connection: close`
             if message["type"] == "http.response.start" and self.keep_alive and self.scope["method"] != "HEAD":
-                self._begun = _head(message["status"], list(message.get("headers", ())))
+                self._begun = _head(message["status"], message["headers"])
             if self._begun is None:
                 await super().send(message)
             else:
@@ -140,8 +148,11 @@ class Protocol(HttpToolsProtocol):
     _in_head = False
     _head_bytes = 0  # of an incomplete head, without the piece in which it began
     _piece_bytes = 0
+    _is_chunked = False
     _has_body = False  # whether the last piece had bytes of a body
     _idle_bytes = 0  # since the last bytes of a body: chunk headers and trailers
+    _body_bytes = 0  # of the bodies of this connection
+    _was_paused = False  # whether the server did not read for a while since the rate was measured last
     _trailer_bytes = 0  # trailers and the head before them; 0 while there is no trailer
     _begun_s = 0.0
     _why = ""
@@ -149,6 +160,7 @@ class Protocol(HttpToolsProtocol):
     _is_lingering = False
     _is_asked = False
     _head_timer: asyncio.TimerHandle | None = None
+    _body_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
     _last_timer: asyncio.TimerHandle | None = None  # of a connection that ends: lingering, or half closed
 
@@ -156,20 +168,29 @@ class Protocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._outlet = _Outlet(transport, self._end)
         if len(self.connections) > max_connections():
-            self._refuse(QueueFull("this process has as many connections as it may"))
+            self._refuse(QueueFull("this process has as many connections as it may"), "connections")
         else:
             self._rest()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._unset_keepalive_if_required()  # uvicorn lets the timer fire after the connection was lost
-        for timer in (self._head_timer, self._write_timer, self._last_timer):
+        for timer in (self._head_timer, self._body_timer, self._write_timer, self._last_timer):
             if timer is not None:
                 timer.cancel()
 
     def data_received(self, data: bytes) -> None:
+        begin = 0
+        while begin < len(data):
+            end = begin + SLICE_BYTES if not begin or self._is_chunked else len(data)
+            if not self._read(data[begin:end]):
+                return
+            begin = end
+
+    def _read(self, data: bytes) -> bool:
+        """Read a piece of what has arrived. False where nothing behind it can be read."""
         if self._is_lingering:
-            return
+            return False
         self._unset_keepalive_if_required()
         self._piece_bytes, self._has_body = len(data), False
         try:
@@ -179,11 +200,11 @@ class Protocol(HttpToolsProtocol):
             if self._should_upgrade():
                 self.handle_websocket_upgrade()
             else:
-                self._ignore_upgrade(data[stop.args[0] :])
-            return
+                return self._ignore_upgrade(data[stop.args[0] :])
+            return False
         except httptools.HttpParserError:
             self._refuse(InvalidInput(self._why or "this is no HTTP/1.1 request", reason="malformed"))
-            return
+            return False
         if self._in_head:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
@@ -196,9 +217,12 @@ class Protocol(HttpToolsProtocol):
             self._idle_bytes = 0 if self._has_body else self._idle_bytes + len(data)
             if self._idle_bytes > MAX_HEAD_BYTES:
                 self._refuse(InvalidInput(_HEAD_TOO_LARGE, reason="malformed"))
+            elif self._body_timer is None and self.server_state.min_rate:
+                self._watch_body()
+        return True
 
-    def _ignore_upgrade(self, rest: bytes) -> None:
-        """Read on in HTTP/1.1 after a head that offers a protocol which is not served (RFC 9110, 7.8).
+    def _ignore_upgrade(self, rest: bytes) -> bool:
+        """Read on in HTTP/1.1 after a head that offers a protocol which is not served (RFC 9110, 7.8). As `_read`.
 
         The parser ends at such a head and skips its body. A new one begins where that one ended: it reads a head with
         the framing of the request, of which nothing is told, and then `rest`.
@@ -211,16 +235,14 @@ class Protocol(HttpToolsProtocol):
             self.parser.feed_data(b"POST / HTTP/1.1\r\n" + lines + b"\r\n")
             self._is_resuming = False
         if rest:
-            self.data_received(rest)
+            return self._read(rest)
+        if self.cycle.more_body and self._body_timer is None and self.server_state.min_rate:
+            self._watch_body()
+        return True
 
     def on_url(self, url: bytes) -> None:
         if not self._is_resuming:
             super().on_url(url)
-
-    def on_message_complete(self) -> None:
-        has_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
-        if not (has_body and self.parser.should_upgrade()):  # else its body was not read yet
-            super().on_message_complete()
 
     def on_message_begin(self) -> None:
         if self._is_resuming:
@@ -251,6 +273,7 @@ class Protocol(HttpToolsProtocol):
             self._piece_bytes > MAX_HEAD_BYTES or self._head_bytes > 0
         ) and self._head_size() > MAX_HEAD_BYTES:  # else it cannot be
             self._stop(_HEAD_TOO_LARGE)
+        self._is_chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
         super().on_headers_complete()
         if self.cycle is not None:
             self.cycle.__class__ = _Cycle
@@ -259,7 +282,18 @@ class Protocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._has_body = True
+        self._body_bytes += len(body)
         super().on_body(body)
+        self._was_paused |= self.flow.read_paused
+
+    def on_message_complete(self) -> None:
+        has_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
+        if has_body and self.parser.should_upgrade():
+            return  # the body was not read yet
+        if self._body_timer is not None:
+            self._body_timer.cancel()
+            self._body_timer = None
+        super().on_message_complete()
 
     def on_response_complete(self) -> None:
         if not self._is_lingering:
@@ -279,6 +313,25 @@ class Protocol(HttpToolsProtocol):
             self._head_timer.cancel()
             self._head_timer = None
 
+    def _watch_body(self) -> None:
+        self._body_timer = self.loop.call_later(RATE_S, self._body_late, self._body_bytes)
+
+    def _body_late(self, before_bytes: int) -> None:
+        """Look whether the body of a request came too slowly for a while."""
+        self._body_timer = None
+        cycle = self.cycle
+        if self._is_lingering or not cycle.more_body:
+            return
+        is_ours = self._was_paused or self.flow.read_paused or cycle.waiting_for_100_continue
+        self._was_paused, rate = False, self.server_state.min_rate
+        if is_ours or cycle.response_complete or self._body_bytes - before_bytes >= rate * RATE_S:
+            self._watch_body()
+            return
+        message = (
+            f"the body came slower than {rate} bytes a second for {RATE_S:g} s, the least that SIE_MIN_BODY_RATE allows"
+        )
+        self._refuse(GatewayTimeout(message, reason="slow_body", param="body"), "slow")
+
     def _head_late(self) -> None:
         self._refuse(InvalidInput(f"the head of this request was not complete within {HEAD_S:g} s", reason="malformed"))
 
@@ -289,11 +342,11 @@ class Protocol(HttpToolsProtocol):
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
 
-    def _refuse(self, error: SIEError) -> None:
+    def _refuse(self, error: SIEError, reason: str = "malformed") -> None:
         """Answer a request that cannot be read, and close. If an earlier request is still being answered, nothing is
         sent: the client would take the refusal for that answer.
         """
-        self.server_state.refusals.note("connections" if error.retryable else "malformed", error.message)
+        self.server_state.refusals.note(reason, error.message)
         self._head_done()
         if self.transport.is_closing():
             return
@@ -304,6 +357,7 @@ class Protocol(HttpToolsProtocol):
         if cycle is None or cycle.response_complete or not cycle.response_started:
             body, headers = refusal(error)
             lines = [f"{name.lower()}: {value}\r\n".encode() for name, value in headers.items()]
+            lines += [b"%b: %b\r\n" % pair for pair in SECURITY_HEADERS]
             lines += [
                 b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body),
                 body,
@@ -396,7 +450,8 @@ class Protocol(HttpToolsProtocol):
         self._write_timer = self.loop.call_later(WRITE_S, self._write_late, self.transport.get_write_buffer_size())
 
     def _write_late(self, before_bytes: int) -> None:
-        if self.transport.get_write_buffer_size() < before_bytes:
+        read_bytes = before_bytes - self.transport.get_write_buffer_size()
+        if read_bytes > 0 and read_bytes >= self.server_state.min_rate * WRITE_S:
             self._watch_writes()
         else:
             self.server_state.refusals.note("unread", "a response that its client did not read")

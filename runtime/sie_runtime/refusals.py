@@ -13,6 +13,7 @@ REFUSED = (
     "origin",
     "malformed",
     "connections",
+    "slow",
     "unread",
 )
 _logger = logging.getLogger("sie.http")

@@ -538,7 +538,7 @@ async def test_half_sent_bodies_hold_nobody_up(cluster: Cluster) -> None:
     writers = []
     for _ in range(HALVES):
         _, writer = await asyncio.open_connection("127.0.0.1", cluster.port)
-        writer.write(head(f"/v1/encode/{MODEL}", "content-length: 200000000", method="POST") + b"x" * (1 << 19))
+        writer.write(head(f"/v1/encode/{MODEL}", "content-length: 90000000", method="POST") + b"x" * (1 << 19))
         await writer.drain()
         writers.append(writer)
     async with httpx.AsyncClient(base_url=cluster.url, headers={"authorization": USER}, timeout=30) as client:

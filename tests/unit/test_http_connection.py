@@ -1,4 +1,5 @@
-"""How a connection ends: trailers are dropped, requests are answered while their bodies arrive, clients send no more.
+"""How a connection ends: trailers are dropped, slow bodies are refused, requests are answered while their bodies
+arrive, clients send no more.
 On the loop of the tests and on uvloop, as our processes run.
 """
 
@@ -17,7 +18,7 @@ import uvloop
 from sie_runtime import protocol
 from sie_runtime.asgi import Receive, Scope, Send, headers_of, reply
 from sie_runtime.http import HttpServer
-from sie_runtime.protocol import MAX_HEAD_BYTES, MAX_PIPELINED
+from sie_runtime.protocol import MAX_HEAD_BYTES, MAX_PIPELINED, SLICE_BYTES
 
 END_S = 30.0
 Run = Callable[[Coroutine[Any, Any, None]], None]
@@ -43,6 +44,12 @@ class Server:
         if scope["path"] == "/early":
             await reply(send, 401, b"early")
             return
+        if scope["path"] == "/large":
+            await self._large(receive, send)
+            return
+        if scope["path"] == "/late":
+            self.entered.set()
+            await self.go_on.wait()
         body = b""
         while (message := await receive())["type"] == "http.request":
             body += message["body"]
@@ -54,6 +61,15 @@ class Server:
         if scope["path"] == "/slow":
             await self._slow(receive)
         await reply(send, 200, json.dumps({"body": body.decode(), "headers": headers_of(scope)}).encode())
+
+    async def _large(self, receive: Receive, send: Send) -> None:
+        """More than anybody takes without reading, in pieces."""
+        await receive()  # the body, which is empty
+        watched = asyncio.create_task(self._watch(receive))
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % (64 << 20))]})
+        for _ in range(64):
+            await send({"type": "http.response.body", "body": bytes(1 << 20), "more_body": True})
+        await watched
 
     async def _slow(self, receive: Receive) -> None:
         self.entered.set()
@@ -156,6 +172,131 @@ def test_head_and_trailers_share_one_limit(run: Run) -> None:
                 writer.write(ask("/read", "x: " + "y" * size, method="POST")[:-2] + CHUNKED)
                 writer.write(b"0\r\nx: " + b"y" * size + b"\r\n\r\n")
                 assert (await answer(reader))[0].split(b" ")[1] == status
+
+    run(scenario())
+
+
+def test_the_extension_of_a_chunk_has_a_limit_however_it_arrives(run: Run) -> None:
+    """Also where all of the request is there at once, its last byte included."""
+
+    async def scenario() -> None:
+        for size, status in ((MAX_HEAD_BYTES - 2 * SLICE_BYTES, b"200"), (100_000, b"400")):
+            for body in (b"1;%b\r\na\r\n0\r\n\r\n", b"1\r\na\r\n1;%b\r\na\r\n0\r\n\r\n", b"1\r\na\r\n0;%b\r\n\r\n"):
+                async with serving() as (_, reader, writer):
+                    writer.write(ask("/read", method="POST")[:-2] + CHUNKED + body % (b"x" * size))
+                    assert (await answer(reader))[0].split(b" ")[1] == status
+
+    run(scenario())
+
+
+def test_chunks_of_one_byte_are_a_body_as_any(run: Run) -> None:
+    async def scenario() -> None:
+        async with serving() as (_, reader, writer):
+            writer.write(ask("/read", method="POST")[:-2] + CHUNKED + b"1\r\na\r\n" * 50_000 + b"0\r\n\r\n")
+            head, body = await answer(reader)
+            assert (head.split(b" ")[1], json.loads(body)["body"]) == (b"200", "a" * 50_000)
+
+    run(scenario())
+
+
+# slow bodies
+
+
+RATE = protocol.MIN_RATE
+LENGTH = "content-length: 1000000"
+
+
+@pytest.mark.parametrize("headers", [(LENGTH,), ("transfer-encoding: chunked",)], ids=["a length", "chunks"])
+def test_a_body_that_comes_too_slowly_is_refused(
+    run: Run, monkeypatch: pytest.MonkeyPatch, headers: tuple[str, ...]
+) -> None:
+    """1. the client sends a byte now and then; 2. it is told why, its connection ends, and the handler hears that it
+    left.
+    """
+    monkeypatch.setattr(protocol, "RATE_S", 0.2)
+
+    async def scenario() -> None:
+        async with serving() as (server, reader, writer):
+            writer.write(ask("/read", *headers, method="POST"))
+
+            answered = asyncio.create_task(answer(reader))
+            while not answered.done():
+                writer.write(b"x" if headers == (LENGTH,) else b"1\r\nx\r\n")
+                await asyncio.wait([answered], timeout=0.02)
+            head, body = await answered
+            assert (head.split(b" ")[1], json.loads(body)["error"]["reason"]) == (b"504", "slow_body")
+            assert f"{RATE} bytes a second" in json.loads(body)["error"]["message"]
+            assert "SIE_MIN_BODY_RATE" in json.loads(body)["error"]["message"]
+            await server.gone.wait()
+            assert await reader.read() == b""
+
+    run(scenario())
+
+
+def test_a_body_that_comes_at_the_least_rate_is_read_however_long_it_takes(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the next request of the connection has a time of its own."""
+    monkeypatch.setattr(protocol, "RATE_S", 0.2)
+
+    async def scenario() -> None:
+        async with serving() as (_, reader, writer):
+            for _ in range(2):
+                writer.write(ask("/read", f"content-length: {30 * RATE}", method="POST"))
+                for _ in range(30):  # six times as long as the rate is measured
+                    writer.write(b"x" * RATE)
+                    await asyncio.sleep(0.04)
+                head, body = await answer(reader)
+                assert (head.split(b" ")[1], len(json.loads(body)["body"])) == (b"200", 30 * RATE)
+                writer.write(ask("/read", "content-length: 2", method="POST") + b"x")
+                await asyncio.sleep(0.15)  # most of that time
+                writer.write(b"x")
+                assert (await answer(reader))[0].split(b" ")[1] == b"200"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("headers", [(), ("expect: 100-continue",)], ids=["sent", "asked before"])
+def test_nobody_is_slow_while_the_server_does_not_read(
+    run: Run, monkeypatch: pytest.MonkeyPatch, headers: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(protocol, "RATE_S", 0.1)
+
+    async def scenario() -> None:
+        async with serving() as (server, reader, writer):
+            writer.write(ask("/late", "content-length: 200000", *headers, method="POST"))
+            if not headers:
+                writer.write(b"x" * 150_000)
+            await server.entered.wait()
+            await asyncio.sleep(0.5)
+            server.go_on.set()
+            if headers:
+                assert b" 100 " in await reader.readuntil(b"\r\n\r\n")
+                writer.write(b"x" * 150_000)
+            writer.write(b"x" * 50_000)
+            head, body = await answer(reader)
+            assert (head.split(b" ")[1], len(json.loads(body)["body"])) == (b"200", 200_000)
+
+    run(scenario())
+
+
+def test_a_response_that_is_read_too_slowly_is_ended(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte now and then holds no response."""
+    monkeypatch.setattr(protocol, "WRITE_S", 0.3)
+
+    async def scenario() -> None:
+        async with serving() as (server, _, _):
+            with socket.socket() as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                client.setblocking(False)
+                loop = asyncio.get_running_loop()
+                await loop.sock_connect(client, ("127.0.0.1", server.http.port))
+                await loop.sock_sendall(client, ask("/large"))
+                gone = asyncio.create_task(server.gone.wait())
+                while not gone.done():
+                    with contextlib.suppress(ConnectionResetError):
+                        await loop.sock_recv(client, 1)
+                    await asyncio.wait([gone], timeout=0.05)
 
     run(scenario())
 

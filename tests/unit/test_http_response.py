@@ -15,9 +15,11 @@ from collections.abc import AsyncIterator
 import pytest
 
 from sie_runtime import protocol
+from sie_runtime.asgi import SECURITY_HEADERS
 from sie_runtime.http import MAX_HEAD_BYTES, App, HttpServer, Receive, Scope, Send, reply
 
 STREAMED = b"x" * 40_000
+SECURED = b"".join(b"%b: %b\r\n" % pair for pair in SECURITY_HEADERS)
 LARGE = 16 << 20  # more than sockets hold
 
 
@@ -110,7 +112,7 @@ async def test_a_response_of_known_length_is_one_write_and_the_connection_stays(
             await response(reader)
     whole = (
         b"HTTP/1.1 200 OK\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: 10\r\nx-made:"
-        b" yes\r\n\r\n0123456789"
+        b" yes\r\n" + SECURED + b"\r\n0123456789"
     )
     assert written == [whole] * 3
 

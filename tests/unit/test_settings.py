@@ -104,6 +104,7 @@ DOCUMENTED = {
     "SIE_GATEWAY_REQUEST_TIMEOUT": Documented("120", "0.5", ("0", "600.1", "-1", "nan", "2m", "")),
     "SIE_LOAD_HOLD_S": Documented("20", "0", ("-0.1", "30", "x", "")),
     "SIE_MAX_BODY_BYTES": Documented("100663296", "1048576", ("0", "268435457", "1M", "")),
+    "SIE_MIN_BODY_RATE": Documented("4096", "0", ("-1", "1K", "")),
     "SIE_BODY_MEMORY_BYTES": Documented(UNSET, "268435456", ("0", "1G")),
     "SIE_ALLOWED_HOSTS": Documented(UNSET, "sie.example.com,*.example.org", (",", "http://a", "a/b", "a:port")),
     "SIE_CORS_ORIGINS": Documented(

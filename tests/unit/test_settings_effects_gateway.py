@@ -27,6 +27,7 @@ from sie_contracts.topology import Lane
 from sie_gateway.auth import Gate
 from sie_gateway.fleet import Fleet
 from sie_gateway.routes import TABLE
+from sie_runtime import protocol
 from sie_sidecar.lease import Leases
 
 STREAM = "WORK__default"
@@ -108,6 +109,30 @@ async def test_bodies_that_take_more_memory_than_allowed_are_told_to_come_again(
     small = post(b'{"items": ["b"]}')
     adapter.let_go()
     assert [(await each).status_code for each in (first, small, post(large))] == [200] * 3
+
+
+@pytest.mark.parametrize("path", ["/v1/encode/toy/one", "/v1/files", "/v1/jobs", "/v1/pools"])
+@pytest.mark.parametrize(("rate", "status"), [("4096", 504), ("10", 0)])
+async def test_a_body_must_come_at_the_least_rate(
+    cluster: InProcess, path: str, rate: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIE_MIN_BODY_RATE, on routes of inference, uploads and all others: of a slower body the beginning is answered."""
+    monkeypatch.setattr(protocol, "RATE_S", 0.25)
+    gateway = await cluster.gateway(SIE_MIN_BODY_RATE=rate, SIE_PAYLOAD_STORE_URL=str(tmp_path / "store"))
+    host, port = gateway.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    kind = "multipart/form-data; boundary=x" if path == "/v1/files" else "application/json"
+    head = (f"POST {path} HTTP/1.1", "host: localhost", f"content-type: {kind}", "content-length: 1000", "", "")
+    writer.write("\r\n".join(head).encode())
+    answered = asyncio.create_task(reader.read(12))
+    for _ in range(50):
+        writer.write(b" " if path != "/v1/files" else b"\r\n")
+        await asyncio.wait([answered], timeout=0.02)
+    assert answered.done() == bool(status)
+    if status:
+        assert answered.result() == b"HTTP/1.1 %d" % status
+    answered.cancel()
+    writer.close()
 
 
 async def test_each_gateway_refuses_what_is_beyond_its_concurrent_requests(cluster: InProcess) -> None:

@@ -118,6 +118,7 @@ EFFECTS = {
     "SIE_DEFAULT_MODELS": f"{GATEWAY}::test_the_default_models_answer_what_names_none",
     "SIE_CORS_ORIGINS": "tests/unit/test_origins.py::test_pages_of_listed_origins_read_answers",
     "SIE_MAX_BODY_BYTES": f"{GATEWAY}::test_a_body_may_have_this_many_bytes_and_a_key_fewer",
+    "SIE_MIN_BODY_RATE": f"{GATEWAY}::test_a_body_must_come_at_the_least_rate",
     "SIE_BODY_MEMORY_BYTES": f"{GATEWAY}::test_bodies_that_take_more_memory_than_allowed_are_told_to_come_again",
     "SIE_ALLOWED_HOSTS": "tests/unit/test_origins.py::test_every_listener_checks_the_names_that_the_setting_lists",
     "SIE_ROOT_PATH": f"{GATEWAY}::test_a_root_path_is_stripped_and_named_in_the_document",

@@ -198,6 +198,13 @@ class ClusterSettings:
         whole(1 << 20),
         "Memory that the bodies of all inference requests of a gateway may take, bytes: three times their size, and 80 for each value in them. Beyond it large bodies are refused with 503. Default: half of the memory limit of its container, 1 GiB at most.",
     )
+    min_body_rate: int = row(
+        4096,
+        "SIE_MIN_BODY_RATE",
+        "gateway config",
+        whole(0),
+        "Least rate at which the body of a request must come and its response must be read, bytes per second, over 15 s and over 60 s. A slower client is disconnected. 0: any rate.",
+    )
     load_hold_s: float = row(
         20.0,
         "SIE_LOAD_HOLD_S",

@@ -102,7 +102,7 @@ async def part(gateway: Gateway, request: Request) -> Response:
     """Raises NotFound, QueueUnavailable."""
     job = gateway.jobs.find(_call(request), request.path_params["job"])
     data = await gateway.results.part(job, request.query_params.get("name", ""))
-    headers = {"Content-Disposition": "attachment", "X-Content-Type-Options": "nosniff"}
+    headers = {"Content-Disposition": "attachment"}
     return Response(data, headers=headers, media_type=RAW)
 
 

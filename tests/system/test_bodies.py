@@ -1,0 +1,109 @@
+"""Bodies that would become many objects, sent to a real gateway: what they take, and what they cost everybody else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import numpy as np
+import pytest
+from body_bombs import BOMBS, MIB, Bomb
+from stack import Plan, Stack
+
+PATH = "/v1/encode/toy/one"
+SENT = ("json maps in", "json maps of one in", "json texts of marks in", "json keys", "json depth", "msgpack")
+WIDE = [bomb for bomb in BOMBS if bomb.name.startswith(SENT)]
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with Stack(tmp_path_factory.mktemp("bodies"), Plan()) as stack:
+        yield stack
+
+
+class Requests:
+    """Short requests, one after another, while a context lasts."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.seconds: list[float] = []
+        self.refused: list[str] = []
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        ended = threading.Event()
+        thread = threading.Thread(target=self._run, args=(ended,))
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def _run(self, ended: threading.Event) -> None:
+        with httpx.Client(base_url=self._url, timeout=60, trust_env=False) as client:
+            while not ended.is_set():
+                began_s = time.perf_counter()
+                answer = client.post(PATH, json={"items": ["What is deep learning?"]})
+                self.seconds.append(time.perf_counter() - began_s)
+                if answer.status_code != 200:
+                    self.refused.append(answer.text)
+
+    @property
+    def p99_s(self) -> float:
+        return float(np.percentile(self.seconds, 99))
+
+
+# in a process of its own, so that sending does not keep the short requests waiting
+THROWER = """
+import http.client, pathlib, sys
+host, path, kind, body, times = sys.argv[1:]
+data, connection = pathlib.Path(body).read_bytes(), http.client.HTTPConnection(host)
+for _ in range(int(times)):
+    connection.request("POST", path, data, {"content-type": kind})
+    answer = connection.getresponse()
+    print(answer.status, answer.read()[:200])
+"""
+
+
+def throw(stack: Stack, bomb: Bomb, times: int) -> None:
+    """Send it so often, one after another; it is refused each time."""
+    file = stack.folder / "bomb"
+    file.write_bytes(bomb.body(20 * MIB))
+    host, kind = stack.urls[0].removeprefix("http://"), bomb.headers["content-type"]
+    argv = [sys.executable, "-c", THROWER, host, PATH, kind, str(file), str(times)]
+    answers = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=300).stdout.splitlines()
+    assert [answer[:3] for answer in answers] == ["400"] * times, f"{bomb.name}: {answers[-1]}"
+
+
+def test_bodies_of_many_values_leave_no_memory_behind(stack: Stack) -> None:
+    gateway, taken = stack.gateways[0], {}
+    throw(stack, BOMBS[0], 1)  # the first takes what the gateway keeps: buffers, threads
+    before = gateway.rss_bytes()
+    for bomb in BOMBS[:: len(BOMBS) // 12]:
+        throw(stack, bomb, 2)
+        taken[bomb.name] = gateway.rss_bytes() - before
+    assert taken[bomb.name] < 100 * MIB, taken
+
+
+@pytest.mark.long
+@pytest.mark.serial
+def test_a_hundred_of_each_leave_no_memory_behind_and_keep_nobody_waiting(stack: Stack) -> None:
+    quiet = Requests(stack.urls[0])
+    with quiet.running():
+        time.sleep(20)
+    before, taken = stack.gateways[0].rss_bytes(), {}
+    among = Requests(stack.urls[0])
+    for bomb in WIDE:
+        with among.running():
+            throw(stack, bomb, 100)
+        taken[bomb.name] = (stack.gateways[0].rss_bytes() - before) // MIB
+    print(f"MiB after each: {taken}; p99 {1e3 * among.p99_s:.1f} ms, quiet {1e3 * quiet.p99_s:.1f} ms")
+    assert not among.refused
+    assert taken[bomb.name] < 200
+    assert among.p99_s < 3 * quiet.p99_s
