@@ -54,7 +54,8 @@ AGAIN, OTHER_PORTS, BROKER = (
     "brings one along",
 )
 SERVE, ROOM = "start one (`sie serve", "or lower SIE_QUEUE_MAX_BYTES"
-FOLLOWED = (CONFIG, GATEWAY, WORKER, LOOK, KEY, STREAMS, SETTINGS, AGAIN, OTHER_PORTS, BROKER, SERVE, ROOM)
+REPAIRED = ("`sie repair {}", "`sie restore FILE`")  # tests/system/test_damage.py runs them
+FOLLOWED = (*REPAIRED, CONFIG, GATEWAY, WORKER, LOOK, KEY, STREAMS, SETTINGS, AGAIN, OTHER_PORTS, BROKER, SERVE, ROOM)
 NO_COMMAND_TO_RUN = (
     "`sie serve` wrote",
     "of `sie serve` give --data-dir",
