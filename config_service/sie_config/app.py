@@ -53,6 +53,7 @@ class ConfigService:
     """
 
     def __init__(self, settings: Settings) -> None:
+        self.trouble = ""  # why the catalogue could not be built the last time
         self.leaving = False  # no new connections are wanted; what comes is answered
         self.store: CatalogueStore | None = None
         self.writer: Writer | None = None
@@ -65,6 +66,7 @@ class ConfigService:
     def begin(self, store: CatalogueStore, trust: Trust) -> None:
         """The catalogue is there. `trust` says what an entry that is written over HTTP may ask for."""
         self.store, self.writer, self.trust = store, Writer(store), trust
+        self.trouble = ""
 
     def end(self) -> None:
         """The catalogue is not there any more: all is refused as before it was seeded."""
@@ -78,7 +80,9 @@ class ConfigService:
     def not_ready(self) -> str | None:
         if self.leaving:
             return "draining"
-        return None if self.store is not None else "the catalogue is not built"
+        if self.store is not None:
+            return None
+        return f"the catalogue is not built: {self.trouble}" if self.trouble else "the catalogue is not built"
 
     def require(self) -> CatalogueStore:
         if self.store is None:
