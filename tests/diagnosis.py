@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 from click.testing import CliRunner
+from cluster import SIE
 from stack import Stack
 
 import sie_cli.doctor.checks as doctor
 from sie_cli.main import main
 
 TOKEN, READ, ADMIN = "user-token", "read", "admin-token-of-a-test"
+COMMAND_S = 60.0
 BEATS = {"SIE_HEALTH_PUBLISH_INTERVAL_MS": "500"}
 _FILLED = {"look.serve": "sie serve", "serve": "sie serve", "at_broker": " --url URL", "where": " --url URL"}
 
@@ -24,6 +28,17 @@ _FILLED = {"look.serve": "sie serve", "serve": "sie serve", "at_broker": " --url
 def commands(text: str) -> list[str]:
     """The `sie` commands in backticks."""
     return re.findall(r"`(sie [a-z][^`]*)`", text)
+
+
+def ran(command: str, **environ: str) -> str:
+    """Standard output of a command that a user pastes into a shell, with these settings and no others."""
+    path = f"{Path(SIE).parent}{os.pathsep}{os.environ['PATH']}"
+    given = {**os.environ, "PATH": path, **environ}
+    done = subprocess.run(
+        ["bash", "-c", command], env=given, capture_output=True, text=True, timeout=COMMAND_S, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def doctor_templates() -> set[str]:

@@ -32,6 +32,7 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
     admin_token: str = ""
     metrics_urls: tuple[str, ...] = ()  # of gateways, then of workers, without a path: metrics and probes
     models_dir: str = ""  # the folder or bucket whose models it serves
+    unread_stream: str = ""  # whose files its broker began to read and has not read to the end, while that lasts long
 
     def __repr__(self) -> str:
         return (
@@ -54,16 +55,20 @@ def write_private(path: Path, content: bytes) -> None:
         raise
 
 
+def publish(data_dir: Path, access: Access) -> None:
+    """Write the file of this start."""
+    write_private(data_dir / FILE, msgspec.json.format(msgspec.json.encode(access)))
+
+
 @contextlib.contextmanager
 def published(data_dir: Path, access: Access) -> Iterator[None]:
     """Keep the file of this start for as long as the context lasts."""
-    path = data_dir / FILE
-    write_private(path, msgspec.json.format(msgspec.json.encode(access)))
+    publish(data_dir, access)
     try:
         yield
     finally:
         with contextlib.suppress(OSError):
-            path.unlink()
+            (data_dir / FILE).unlink()
 
 
 def read(data_dir: Path) -> Access | None:

@@ -15,12 +15,14 @@ import shlex
 import shutil
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 
 from sie_cli import access, environment
 from sie_cli.access import OPERATOR, Access
@@ -29,7 +31,7 @@ from sie_cli.embedded import EmbeddedBroker
 from sie_cli.output import Output
 from sie_cli.ports import free_port
 from sie_cli.preflight import store_bytes
-from sie_cli.readiness import Probe, lacks_workers, not_ready
+from sie_cli.readiness import Probe, lacks_workers, not_ready, unread_stream
 from sie_cli.supervisor import Child, Supervisor
 from sie_contracts.settings import BY_NAME, ROWS, Row, Secret, Settings, public_url
 from sie_contracts.trust import Allowed
@@ -37,6 +39,7 @@ from sie_runtime.origins import is_loopback
 from sie_runtime.process import end_signals
 from sie_store.models_folder import in_use, place_of
 
+BROKER = "nats-server"  # the name of its process
 READY_POLL_S = 0.1
 TELL_EVERY_S = 10.0
 BROKER_POLL_S = 2.0
@@ -75,11 +78,12 @@ class LocalCluster:
         self._readiness: dict[str, Probe] = {}
         self._embedded: EmbeddedBroker | None = None
         self._admin_token = plan.settings.admin_token or Secret(secrets.token_urlsafe(32))
+        self._restores: deque[str] = deque(maxlen=1000)  # what the broker prints of streams while it starts
         self._metrics: dict[str, tuple[int, int]] = {}  # first port and number of ports, by who serves them
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
-        supervisor = Supervisor(self._say)
+        supervisor = Supervisor(self._printed)
 
         def on_signal(number: int) -> None:
             if self._stop.is_set():
@@ -94,6 +98,11 @@ class LocalCluster:
         broker, config, gateways, sidecars, adapters = self._children()
         with access.published(self._plan.data_dir, self._access()):
             return await self._supervised(supervisor, broker, config, gateways, sidecars, adapters)
+
+    def _printed(self, name: str, line: str) -> None:
+        if name == BROKER and "for stream" in line:
+            self._restores.append(line)
+        self._say(name, line)
 
     async def _supervised(self, supervisor: Supervisor, *groups: list[Child]) -> int:
         """Start all in order, run until the end, stop all in order."""
@@ -195,7 +204,7 @@ class LocalCluster:
         if settings.nats_url is None:
             self._embedded = EmbeddedBroker.configure(plan.data_dir, store_bytes(plan.data_dir))
             environ = environment.of_broker(self._environ, self._embedded.environ)
-            broker = [Child("nats-server", self._embedded.argv, environ, _LAST_GRACE_S)]
+            broker = [Child(BROKER, self._embedded.argv, environ, _LAST_GRACE_S)]
         elif "SIE_NATS_URL" in self._flags:
             # it may hold a password, which no process list should show
             self._environ["SIE_NATS_URL"] = self._flags.pop("SIE_NATS_URL")
@@ -282,11 +291,25 @@ class LocalCluster:
                         self._say("serve", f"waiting for {name}: {reason}")
                 if time.monotonic() - last_told_s > TELL_EVERY_S:
                     last_told_s = time.monotonic()
+                    self._tell_unread()
                 if waiting:
                     await asyncio.sleep(READY_POLL_S)  # the pause between readiness probes
         supervisor.is_up = True
         self._say("serve", f"ready in {time.monotonic() - started_s:.1f} s")
         self._greet()
+
+    def _tell_unread(self) -> None:
+        """Say whose files the broker still reads: it answers nobody before it has read all, and with damaged ones it
+        may never.
+        """
+        if stream := unread_stream(self._restores):
+            data_dir = shlex.quote(str(self._plan.data_dir))
+            self._say(
+                "serve",
+                f"the broker reads the files of its stream {stream}; if that does not end, they are damaged: stop this "
+                f"`sie serve`, run `sie repair {stream} --data-dir {data_dir}`, start it again",
+            )
+            access.publish(self._plan.data_dir, msgspec.structs.replace(self._access(), unread_stream=stream))
 
     async def _watch_broker(self, supervisor: Supervisor, broker: Child) -> None:
         """After a write error, a full disk above all, the broker refuses its stream until it is restarted: do that once

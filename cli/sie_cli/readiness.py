@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import re
+from collections.abc import Awaitable, Callable, Iterable
 
 import httpx
 
 from sie_contracts.settings import Secret
 
 Probe = Callable[[httpx.AsyncClient], Awaitable[str | None]]  # why it is not ready; None once it is
+
+
+_RESTORE = re.compile(r"(Starting restore|Restored \d+ messages) for stream '\S+ > (\S+)'")
+
+
+def unread_stream(lines: Iterable[str]) -> str:
+    """The stream whose files a starting broker began to read and did not read to the end, by what it printed."""
+    pending: dict[str, None] = {}
+    for line in lines:
+        if (match := _RESTORE.search(line)) is not None:
+            if match[1].startswith("Starting"):
+                pending[match[2]] = None
+            else:
+                pending.pop(match[2], None)
+    return next(iter(pending), "")
 
 
 async def not_ready(client: httpx.AsyncClient, url: str) -> str | None:

@@ -38,7 +38,6 @@ FORMAT = b"sie backup 1 "
 BATCH = 200  # entries; a batch of the broker has at most 1,000 messages
 BATCH_BYTES = 4 << 20
 KEYS = (f"KV_{topology.KEYS_BUCKET}", f"KV_{topology.KEYS_COPY_BUCKET}")
-CATALOGUE_COPY = f"KV_{topology.CATALOGUE_COPY_BUCKET}"
 # what is left of these is written back; shards first: who leads a job reads them
 LASTING = (topology.SHARDS_BUCKET, topology.JOBS_BUCKET, topology.POOLS_BUCKET)
 DAMAGED = "damaged"  # a folder of the data directory, for the files of streams that the broker could not read
@@ -185,7 +184,7 @@ def repair(cluster: Cluster, stream: str) -> None:
 
     \b
     KV_sie_keys, KV_sie_keys_copy              from each other: the stricter record of a key counts
-    KV_sie_catalogue                           empty: the config service fills it from the folders and the copy
+    KV_sie_catalogue                           from its copy; the config service adds what the folders have
     KV_sie_catalogue_copy                      from the catalogue
     KV_sie_jobs, KV_sie_shards, KV_sie_pools   with what can be read; then `sie restore FILE` writes the rest
     all others                                 empty: placement, demand, leases, poison, work and dead letters
@@ -245,10 +244,10 @@ async def _repair(broker: NatsBroker, cluster: Cluster, info: StreamInfo) -> str
     bucket = stream.removeprefix("KV_")
     left: list[Entry] = await salvage(broker, stream) if bucket in LASTING else []
     await remake(broker, info)
-    if stream == CATALOGUE_COPY:
+    if bucket in (topology.CATALOGUE_BUCKET, topology.CATALOGUE_COPY_BUCKET):
         store = await open_store(broker, cluster.settings)
         await retry_conflicts(store.recover)
-        return f"{stream} is made anew from the catalogue"
+        return f"{stream} is made anew, with what was written over the API; the config service adds what folders have"
     if left:
         entries = [(entry.key, entry.value) for entry in left if entry.value is not None]
         await _write_missing(await broker.key_value(bucket), entries)

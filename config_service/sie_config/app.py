@@ -56,6 +56,7 @@ class ConfigService:
     """
 
     def __init__(self, settings: Settings) -> None:
+        self.trouble = ""  # why the catalogue could not be built the last time
         self.leaving = False  # no new connections are wanted; what comes is answered
         self.broker: Broker | None = None
         self.store: CatalogueStore | None = None
@@ -69,6 +70,7 @@ class ConfigService:
     def begin(self, store: CatalogueStore, trust: Trust) -> None:
         """The catalogue is there. `trust` says what an entry that is written over HTTP may ask for."""
         self.store, self.writer, self.trust = store, Writer(store), trust
+        self.trouble = ""
 
     def end(self) -> None:
         """The catalogue is not there any more: all is refused as before it was seeded."""
@@ -84,7 +86,7 @@ class ConfigService:
             return "draining"
         if self.store is not None:
             return None
-        reason = "the catalogue is not built"
+        reason = f"the catalogue is not built: {self.trouble}" if self.trouble else "the catalogue is not built"
         return because(reason, self.broker) if self.broker is not None else reason
 
     def require(self) -> CatalogueStore:

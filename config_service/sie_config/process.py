@@ -90,7 +90,7 @@ async def keep(service: ConfigService, settings: Settings, broker: Broker, prepa
             return
         service.end()
         _logger.warning("the broker lost the catalogue: requests are refused until it is seeded again from the folders")
-        again = await seeded(settings, broker, stop, prepared.overlay)
+        again = await seeded(service, settings, broker, stop, prepared.overlay)
         if again is None:
             return
         present = again.store.last_read
@@ -101,10 +101,22 @@ async def keep(service: ConfigService, settings: Settings, broker: Broker, prepa
         prepared = again
 
 
-async def seeded(settings: Settings, broker: Broker, stop: Stop, known: Overlay | None = None) -> Prepared | None:
-    """`prepare` until it has worked; None at the stop. Raises SettingError."""
+async def seeded(
+    service: ConfigService, settings: Settings, broker: Broker, stop: Stop, known: Overlay | None = None
+) -> Prepared | None:
+    """`prepare` until it has worked; None at the stop. Meanwhile the readiness of the service says why not. Raises
+    SettingError.
+    """
+
+    async def attempt() -> Prepared:
+        try:
+            return await prepare(settings, broker, known)
+        except (BrokerError, NotReady) as error:
+            service.trouble = str(error)
+            raise
+
     found: Prepared | None = await retry(
-        lambda: prepare(settings, broker, known),
+        attempt,
         errors=(BrokerError, NotReady),
         stop=stop,
         logger=_logger,
@@ -161,7 +173,7 @@ async def run(
                     keys = Keys(broker, settings.stream_replicas)
                     service.gate.go_by(keys)
                     tasks.start(keys.run(served), "keys")
-                prepared = await seeded(settings, broker, stop)
+                prepared = await seeded(service, settings, broker, stop)
                 if prepared is not None:
                     broker.on_reconnect(service.reconnected)
                     tasks.start(keep(service, settings, broker, prepared, served), "catalogue")

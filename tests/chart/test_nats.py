@@ -503,6 +503,11 @@ FORBIDDEN_TO_PUBLISH = {
         "$JS.API.CONSUMER.CREATE.WORK__default.c.f",
     ),
 }
+# what holds of keys and catalogue holds of their copies
+FORBIDDEN_TO_PUBLISH = {
+    user: (*subjects, *(re.sub(r"(sie_(keys|catalogue))\b", r"\1_copy", each) for each in subjects if "sie_" in each))
+    for user, subjects in FORBIDDEN_TO_PUBLISH.items()
+}
 FORBIDDEN_TO_HEAR = {
     "gateway": (
         "sie.work.>",

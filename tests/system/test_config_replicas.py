@@ -217,9 +217,11 @@ async def test_an_unreadable_record_is_a_refusal_until_it_is_restored(one: Servi
 async def test_a_bucket_that_was_restored_from_an_older_copy_takes_nothing_from_who_serves(
     one: Service, tmp_path: Path
 ) -> None:
-    """C3: whoever has the newer revision keeps it, and says so, until the lost write is there again."""
-    path, stream = f"{MODELS}/{MODEL}", f"KV_{topology.CATALOGUE_BUCKET}"
-    (folder,) = [found for found in one.broker.folder.rglob(stream) if found.is_dir()]
+    """C3: whoever has the newer revision keeps it, and says so, until the lost write is there again. The bucket's copy
+    was restored with it.
+    """
+    path = f"{MODELS}/{MODEL}"
+    (folder,) = [found for found in one.broker.folder.rglob("streams") if found.is_dir()]
     kept = one.call("PATCH", path, {"max_tokens": 64}).json()["revision"]
     one.broker.stop()
     shutil.copytree(folder, tmp_path / "copy")
@@ -236,8 +238,11 @@ async def test_a_bucket_that_was_restored_from_an_older_copy_takes_nothing_from_
         assert one.revisions(MODEL)[0] == kept
         await eventually(lambda: feed.is_behind, "the reader's complaint", WITHIN_S)
         assert (feed.catalogue.revisions, feed.catalogue.entries[MODEL].max_tokens) == ({MODEL: kept + 1}, 32)
-        # and its epoch is that of the lost one
-        assert one.call("PATCH", path, {"max_tokens": 48}).json()["revision"] == kept + 1
+        # and its epoch is that of the lost one; for a moment the service looks what its bucket lacks
+        await asyncio.to_thread(
+            until, lambda: one.call("PATCH", path, {"max_tokens": 48}).status_code == 200, WITHIN_S, "the service"
+        )
+        assert one.revisions(MODEL)[0] == kept + 1
         await eventually(
             lambda: feed.catalogue.entries[MODEL].max_tokens == 48, "what was written in place of the lost", WITHIN_S
         )
@@ -247,3 +252,24 @@ async def test_a_bucket_that_was_restored_from_an_older_copy_takes_nothing_from_
         )
         assert feed.catalogue.entries[MODEL].max_tokens == 16
         assert [revisions[MODEL] for revisions in seen] == sorted(revisions[MODEL] for revisions in seen)
+
+
+async def test_a_bucket_that_lost_a_write_over_the_api_gets_it_from_its_copy(one: Service, tmp_path: Path) -> None:
+    path, stream = f"{MODELS}/{MODEL}", f"KV_{topology.CATALOGUE_BUCKET}"
+    (folder,) = [found for found in one.broker.folder.rglob(stream) if found.is_dir()]
+    first = one.call("PATCH", path, {"max_tokens": 64}).json()["revision"]
+    one.broker.stop()
+    shutil.copytree(folder, tmp_path / "copy")
+    one.broker.start()
+    await asyncio.to_thread(until, lambda: one.call("GET", path).status_code == 200, WITHIN_S, "the broker")
+    assert one.call("PATCH", path, {"max_tokens": 32}).json()["revision"] == first + 1
+    one.broker.stop()
+    shutil.rmtree(folder)
+    shutil.copytree(tmp_path / "copy", folder)
+    one.broker.start()
+
+    def is_back() -> bool:
+        return one.call("GET", path).status_code == 200 and one.revisions(MODEL)[0] == first + 1
+
+    await asyncio.to_thread(until, is_back, WITHIN_S, "the lost write")
+    assert one.call("PATCH", path, {"max_tokens": 16}).json()["revision"] == first + 2

@@ -13,7 +13,6 @@ import os
 import shlex
 import shutil
 import signal
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,7 @@ import httpx
 import psutil
 import pytest
 from cluster import SIE, Cluster, free_ports, until
-from diagnosis import ADMIN, BEATS, TOKEN, Examined, commands, doctor_templates, environ_of
+from diagnosis import ADMIN, BEATS, TOKEN, Examined, commands, doctor_templates, environ_of, ran
 from stack import Part, Plan, Stack
 
 from sie_broker.nats import NatsBroker
@@ -55,24 +54,14 @@ AGAIN, OTHER_PORTS, BROKER = (
     "brings one along",
 )
 SERVE, ROOM = "start one (`sie serve", "or lower SIE_QUEUE_MAX_BYTES"
-FOLLOWED = (CONFIG, GATEWAY, WORKER, LOOK, KEY, STREAMS, SETTINGS, AGAIN, OTHER_PORTS, BROKER, SERVE, ROOM)
+REPAIRED = ("`sie repair {}", "`sie restore FILE`")  # tests/system/test_damage.py runs them
+FOLLOWED = (*REPAIRED, CONFIG, GATEWAY, WORKER, LOOK, KEY, STREAMS, SETTINGS, AGAIN, OTHER_PORTS, BROKER, SERVE, ROOM)
 NO_COMMAND_TO_RUN = (
     "`sie serve` wrote",
     "of `sie serve` give --data-dir",
     "a socket of `sie serve`",
     "as the one of `sie serve`",
 )
-
-
-def ran(command: str, **environ: str) -> str:
-    """Standard output of a command that a user pastes into a shell, with these settings and no others."""
-    path = f"{Path(SIE).parent}{os.pathsep}{os.environ['PATH']}"
-    given = {**os.environ, "PATH": path, **environ}
-    done = subprocess.run(
-        ["bash", "-c", command], env=given, capture_output=True, text=True, timeout=BOUND_S, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ import oracle
 import pytest
 from cgroups import MemoryGroup
 from cluster import MODEL, SIE, Cluster, free_ports, running, until
+from diagnosis import Examined
 from load import TEXTS
 
 pytestmark = pytest.mark.debian
@@ -92,9 +93,9 @@ async def test_a_full_queue_refuses_the_newest_and_loses_nothing(tmp_path: Path)
 
 
 @pytest.mark.timeout(180)
-def test_a_full_disk_is_a_typed_error_and_serving_goes_on_when_there_is_room(small_disk: Path) -> None:
-    """P5: the broker cannot write: each request ends inside its deadline with a retryable 503 and the log says what to
-    do.
+def test_a_full_disk_is_a_typed_error_and_serving_goes_on_when_there_is_room(small_disk: Path, tmp_path: Path) -> None:
+    """P5: another program fills the disk, and the broker cannot write: each request ends inside its deadline with a
+    retryable 503, the log says what to do, and doctor whose files they are.
     """
     with running(small_disk / "data", "--preload", MODEL, "--no-spare", "--queue-max-bytes", str(8 << 20)) as cluster:
         assert cluster.encode(["warm"]).status_code == 200
@@ -116,6 +117,9 @@ def test_a_full_disk_is_a_typed_error_and_serving_goes_on_when_there_is_room(sma
         )
         assert time.monotonic() - started_s < 3 + 1
         until(lambda: cluster.said("free space on the disk"), 10, "the log's advice")
+        found = Examined(small_disk, {"SIE_QUEUE_MAX_BYTES": str(8 << 20), "SIE_LOCAL_CACHE": str(tmp_path)})
+        found.named("disk", f"the file system {small_disk} of 24.0 MiB has", "free space there")
+        found.named("disk", f"the data directory {cluster.data_dir} holds", "a --data-dir on a larger disk")
         ballast.unlink()
         until(lambda: cluster.encode(["after"], **{"x-sie-timeout-ms": "3000"}).status_code == 200, 60, "serving again")
 

@@ -53,7 +53,7 @@ BLOCKS = {
     "replay.md": {"machine": 1, "": 1},
     "request-lifecycle.md": {"": 1},
     "routing.md": {"": 1},
-    "runbook.md": {"kubernetes": 1},
+    "runbook.md": {"kubernetes": 1, "machine": 1},
     "sdk.md": {"install": 1, "": 9, "vision": 1},
     "security.md": {"server": 1, "": 2},
     "tuning.md": {"server": 2, "": 6},

@@ -23,7 +23,7 @@ from sie_broker import Entry, KeyValue, Subscription, Write
 from sie_broker.memory import MemoryServer
 from sie_contracts import topology
 from sie_runtime import keys as records
-from sie_runtime.keys import Key, Keys, Limits
+from sie_runtime.keys import Key, KeyBuckets, Keys, Limits
 from sie_runtime.process import Stop
 
 REVOKED_WITHIN_S = 1.0
@@ -325,3 +325,30 @@ async def test_a_gateway_that_is_ready_knows_its_keys(cluster: InProcess) -> Non
     gateway = await cluster.gateway(SIE_AUTH_MODE="token")
     answer = await gateway.client.get("/v1/models", headers={"authorization": tokens[-1]})
     assert answer.status_code == 200
+
+
+async def test_what_the_bucket_loses_its_copy_has_and_no_revocation_is_undone(
+    followed: Followed, caplog: pytest.LogCaptureFixture
+) -> None:
+    """1. Two keys, one of them revoked. 2. Damage takes one, and brings the other back as it was. 3. Both are as they
+    were, and the log names them. 4. A writer that died between bucket and copy is no damage.
+    """
+    buckets = await KeyBuckets.open(followed.server.connect("operator"), 1)
+    (kept, kept_token), (ended, ended_token), (young, young_token) = (
+        records.create(name, ("infer",), now_s=time.time()) for name in ("kept", "ended", "young")
+    )
+    for key in (kept, ended):
+        await buckets.write(key, 0)
+    revoked = replace(ended, revoked_s=1.0)
+    await buckets.write(revoked, next(revision for key, revision in await buckets.read() if key.id == ended.id))
+    await until(lambda: followed.keys.find(ended_token) == revoked, "the key is revoked")
+    await buckets.bucket.write([Write(kept.id, None), Write(ended.id, records.encode(ended))])
+    await until(lambda: f"it lost 2 keys, which the copy {topology.KEYS_COPY_BUCKET} has" in caplog.text, "the log")
+    assert f"{kept.id} kept, {ended.id} ended" in caplog.text
+    assert followed.keys.find(kept_token) == kept
+    assert followed.keys.find(ended_token) == revoked
+    await buckets.bucket.write([Write(young.id, records.encode(young), 0)])
+    await until(lambda: followed.keys.find(young_token), "the young key")
+    assert {key.id for key in followed.keys.lost()} == {kept.id, ended.id}
+    await buckets.remove(young.id, next(revision for key, revision in await buckets.read() if key.id == young.id))
+    await until(lambda: followed.keys.find(young_token) is None, "the young key is forgotten")

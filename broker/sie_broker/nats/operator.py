@@ -87,8 +87,11 @@ async def damage(broker: NatsBroker, info: StreamInfo) -> str:
     name, state = str(info.config["name"]), info.state
     bucket = name.removeprefix("KV_")
     if bucket == name:
-        is_readable = not state.messages or await broker.first_stored(name) is not None
-        return "" if is_readable else f"none of its {state.messages} messages can be read"
+        if not state.messages or await broker.first_stored(name) is not None:
+            return ""
+        later = await broker.stream_state(name)  # work may have been done meanwhile
+        is_same = later.messages and later.first_sequence == state.first_seq
+        return f"none of its {later.messages} messages can be read" if is_same else ""
     if state.num_subjects != state.messages:  # a bucket has one message for each key
         return f"it has {state.num_subjects} keys and {state.messages} entries"
     try:

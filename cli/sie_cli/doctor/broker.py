@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from sie_cli.cluster import BROKER_URL, SOURCE
 from sie_cli.doctor.finding import Finding, Found
 from sie_cli.doctor.gateway import broker_options
 from sie_cli.doctor.look import Blind, Look
@@ -32,6 +33,12 @@ async def broker(look: Look) -> Found:
             )
             fix = f"{where}, which the chart keeps in its secret as nats-operator"
             return "", [Finding(f"the broker at {url} refuses these credentials", fix)]
+        local = look.cluster.local()
+        if local is not None and local.unread_stream and look.cluster.sources.get(BROKER_URL) == SOURCE:
+            stream = local.unread_stream
+            fix = f"stop that `sie serve`, run `sie repair {stream}{await broker_options(look)}`, start it again"
+            wrong = f"the broker at {url} does not answer: it does not end reading the files of its stream {stream}"
+            return "", [Finding(wrong, fix)]
         fix = (
             f"start it (`{look.serve}` brings one along, in Kubernetes it is the StatefulSet of NATS), or set "
             "SIE_NATS_URL to where it is"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from pathlib import Path
 
 from sie_cli.display import counted, size
@@ -52,7 +53,10 @@ def _disks(look: Look) -> Found:
         seen.append(f"payloads {size(free)} free")
         if free < MIN_FREE_BYTES:
             fix = "free space there, or set SIE_PAYLOAD_STORE_URL to a larger folder or a bucket"
-            findings.append(Finding(f"the disk of the payload store ({payloads}) has {size(free)} left", fix))
+            wrong = (
+                f"the disk of the payload store ({payloads}) has {size(free)} left: {_filled(payloads, look.data_dir)}"
+            )
+            findings.append(Finding(wrong, fix))
         elif payloads.exists() and not os.access(payloads, os.W_OK):
             fix = f"`chown` {payloads} to the user of gateways and workers, or set SIE_PAYLOAD_STORE_URL"
             findings.append(Finding(f"the payload store {payloads} cannot be written by this user", fix))
@@ -62,10 +66,22 @@ def _disks(look: Look) -> Found:
         seen.append(f"queue {size(free)} free")
         if free < room:
             fix = "free space there, give `sie serve` a --data-dir on a larger disk, or lower SIE_QUEUE_MAX_BYTES"
-            findings.append(
-                Finding(f"the queue may grow by {size(room)}, but its disk ({store}) has {size(free)} left", fix)
-            )
+            wrong = f"the queue may grow by {size(room)}, but its disk ({store}) has {size(free)} left"
+            findings.append(Finding(f"{wrong}: {_filled(store, look.data_dir)}", fix))
     return ", ".join(seen), findings
+
+
+def _filled(folder: Path, data_dir: Path) -> str:
+    """The file system of a folder, and how much of it `sie serve` has filled itself."""
+    place = folder.absolute()
+    while not os.path.ismount(place):
+        place = place.parent
+    whole = shutil.disk_usage(place)
+    own = held_bytes(data_dir) if place in (data_dir, *data_dir.parents) else 0
+    return (
+        f"the file system {place} of {size(whole.total)} has {whole.free} bytes free, the data directory {data_dir} "
+        f"holds {size(own)} of it, other files {size(max(0, whole.used - own))}"
+    )
 
 
 def _payload_folder(look: Look) -> Path | None:

@@ -225,3 +225,15 @@ async def test_keys_of_a_bucket_with_an_age_are_gone_after_it(broker: Broker) ->
     assert await bucket.entries() == []
     last = await bucket.write([Write("old", b"2", 0)])
     assert await bucket.entries() == [Entry("old", b"2", last)]
+
+
+async def test_a_bucket_says_whether_it_reaches_a_revision(harness: Harness) -> None:
+    """Its last revision tells of writes that may be gone: here they are purged, else a damaged file lost them."""
+    bucket = await (await harness.connect()).key_value("things")
+    assert not await bucket.reaches(1)
+    first = await bucket.write([Write("a", b"1")])
+    last = await bucket.write([Write("b.c", b"2"), Write("b.d", b"3")])
+    assert [await bucket.reaches(revision) for revision in (first, last, last + 1)] == [True, True, False]
+    await bucket.purge("b")
+    assert [await bucket.reaches(revision) for revision in (first, first + 1, last)] == [True, False, False]
+    assert (await bucket.epoch()).endswith(f":{last}")
