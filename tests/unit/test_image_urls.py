@@ -239,6 +239,36 @@ async def test_an_image_has_bounds_of_size(server: ImageServer, monkeypatch: pyt
     assert counted == ["fetched", "refused", "refused", "refused"]
 
 
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        (
+            b"HTTP/1.1 100 Continue\r\n\r\n" * 100_000 + answer(FILE),
+            "the head of the server's answer has more than 65536",
+        ),
+        (b"HTTP/1.1 103 Early Hints\r\nLink: a\r\n\r\n" * 100_000 + answer(FILE), "the head of the server's answer"),
+        (b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 50_000, "the head of the server's answer has more than 65536"),
+        (
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 100_000 + b"0\r\n\r\n",
+            "the server of the URL sent pieces of less than 64 bytes",
+        ),
+    ],
+    ids=["interim answers", "early hints", "headers", "chunks"],
+)
+async def test_an_answer_in_very_small_pieces_is_given_up(server: ImageServer, sent: bytes, message: str) -> None:
+    """Each piece takes the event loop's time, in which no other request goes on."""
+    server.answers["/small"] = sent
+    urls, _, counted = urls_of(server)
+    assert (await fault(urls, f"{AT}/small"))[0].startswith(message)
+    assert counted == ["failed"]
+    server.answers["/chunks"] = (
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+        + (b"80\r\n" + bytes(128) + b"\r\n") * 20_000
+        + b"0\r\n\r\n"
+    )
+    assert (await fetched(urls, item(f"{AT}/chunks")))[0].images == (bytes(128 * 20_000),)
+
+
 async def test_an_image_has_a_bound_of_time(server: ImageServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that never answers costs its own image; the others of the request have theirs."""
     monkeypatch.setattr(image_urls, "MAX_S", 0.3)
