@@ -14,12 +14,13 @@ name again. Nothing of the client's request is sent. No message repeats a URL, w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import ipaddress
 import socket
 import ssl
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -70,9 +71,34 @@ class _Unfetched(Exception):
 
 
 async def resolved(host: str, port: int) -> list[str]:
-    """The addresses of a host, each once. Raises OSError."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+    """The addresses of a host, each once. Raises OSError, UnicodeError.
+
+    A client chooses the host, so its name server may take its time: each name has a thread of its own, since the event
+    loop has a few for all names, that of the broker too.
+    """
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[list[str]] = loop.create_future()
+
+    def settle(result: list[str] | Exception) -> None:
+        if answer.done():  # nobody waits any more
+            return
+        if isinstance(result, Exception):
+            answer.set_exception(result)
+        else:
+            answer.set_result(result)
+
+    def resolve() -> None:
+        result: list[str] | Exception
+        try:
+            addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            result = list(dict.fromkeys(str(address[0]) for *_, address in addresses))
+        except (OSError, UnicodeError) as error:
+            result = error
+        with contextlib.suppress(RuntimeError):  # the process has ended meanwhile
+            loop.call_soon_threadsafe(settle, result)
+
+    threading.Thread(target=resolve, name="resolve", daemon=True).start()
+    return await answer
 
 
 @dataclass(frozen=True)
@@ -125,7 +151,7 @@ class ImageUrls:
             message = f"{path}: the request has {len(found)} URLs of images, at most {MAX_URLS} are fetched"
             raise InvalidInput(message, reason="invalid_media", param=path, extras={"limit": MAX_URLS})
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def fetched(self, items: Sequence[Item], until_s: float) -> AsyncIterator[list[Item]]:
         """The items with the files in the place of their URLs, or with what is wrong. `until_s`: on the loop's clock.
 
@@ -192,7 +218,7 @@ class ImageUrls:
                 target = self._target(_joined(target, answer))
         raise _Unfetched(f"the URL leads to more than {MAX_REDIRECTS} redirects", limit=MAX_REDIRECTS)
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def _answer(self, target: httpx.URL) -> AsyncIterator[httpcore.Response]:
         """On a connection of its own: one that is kept may lead to what a name meant before."""
         url = httpcore.URL(scheme=target.raw_scheme, host=target.raw_host, port=target.port, target=target.raw_path)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -177,6 +179,28 @@ async def test_a_name_is_resolved_once_and_the_checked_address_is_connected_to(s
     assert (await fetched(urls, item(f"{AT}/a")))[0].images == (FILE,)
     assert (asked, connections.made) == ([HOST], [(PUBLIC, 80)])
     assert await fault(urls, f"{AT}/a") == ("the host of the URL has an address that is not public", {})
+
+
+async def test_slow_name_servers_of_clients_hold_up_no_other_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    go, real = threading.Event(), socket.getaddrinfo
+
+    def getaddrinfo(host: str, *arguments: Any, **options: Any) -> Any:
+        if host.endswith(".slow"):
+            go.wait()
+            raise socket.gaierror
+        return real(host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    slow = [asyncio.create_task(image_urls.resolved(f"{number}.slow", 80)) for number in range(image_urls.AT_ONCE)]
+    try:
+        await asyncio.sleep(0)
+        async with asyncio.timeout(30):
+            assert await asyncio.get_running_loop().getaddrinfo("127.0.0.1", 4222)
+            assert await image_urls.resolved("127.0.0.1", 80) == ["127.0.0.1"]
+        assert not any(task.done() for task in slow)
+    finally:
+        go.set()
+    assert all(isinstance(each, socket.gaierror) for each in await asyncio.gather(*slow, return_exceptions=True))
 
 
 async def test_the_next_address_is_tried_where_one_refuses(server: ImageServer) -> None:
