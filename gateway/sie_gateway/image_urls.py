@@ -360,14 +360,20 @@ class _Counted(httpcore.AsyncNetworkStream):
     def __init__(self, stream: httpcore.AsyncNetworkStream, count: Callable[[int], None]) -> None:
         self._stream = stream
         self._count = count
-        self.write = stream.write
-        self.aclose = stream.aclose
-        self.get_extra_info = stream.get_extra_info
 
     async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         data = await self._stream.read(min(max_bytes, MAX_HEAD_BYTES // 8), timeout)
         self._count(len(data))
         return data
+
+    async def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        await self._stream.write(buffer, timeout)
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
 
     async def start_tls(
         self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
