@@ -14,6 +14,8 @@ from sie_contracts.media import fault
 
 
 class FakeParser:
+    kept = b""
+
     def parse(self, job: ParseJob) -> Parsed:
         said = job.document.data.decode()
         match said.split():
@@ -33,6 +35,8 @@ class FakeParser:
                     bytearray(int(size))
                 except MemoryError as error:
                     raise fault("too_large", "it takes more memory than its process has") from error
+            case ["keep", size]:
+                self.kept = b"x" * int(size)
             case ["answer", number]:
                 job = ParseJob(int(number), job.document)
             case ["long", size]:

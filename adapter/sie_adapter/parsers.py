@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 
 import msgspec
 
@@ -34,6 +36,7 @@ from sie_contracts.media import fault
 
 DEADLINE_S = 60.0  # of one document, from the moment that a process is given it
 MEMORY_BYTES = 4 << 30  # address space of a process
+KEPT_BYTES = 1 << 30  # of memory between two documents; a process that holds more is replaced
 START_S = 120.0  # its imports take seconds, on a busy machine many
 LOOK_S = 0.2  # between two questions whether somebody still waits
 _DIED_S = 1.0  # until a process whose socket ended has ended too
@@ -149,6 +152,11 @@ class Parsers:
                 message = "the process that parsed the document was killed, as when a machine runs out of memory"
                 raise ResourceExhausted(message) from error
             raise fault("undecodable", "the parser of the document crashed") from error
+        if (held := process.resident_bytes()) > KEPT_BYTES:  # libraries keep what a document took
+            _logger.info(
+                "the parsing process %d holds %d MiB after a document; it is replaced", process.pid, held >> 20
+            )
+            self._dismiss()
         if isinstance(answer, Unusable):
             _logger.debug("a document is unusable, %s (%s)", answer.cause, answer.raised or "by its content")
             raise fault(answer.cause, answer.what)
@@ -233,6 +241,12 @@ class _Process:
     @property
     def runs(self) -> bool:
         return self._process.poll() is None
+
+    def resident_bytes(self) -> int:
+        """Memory that it has now; 0 where the system does not tell."""
+        with contextlib.suppress(OSError):
+            return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * resource.getpagesize()
+        return 0
 
     def run(self, document: Document, deadline_s: float) -> Parsed | Unusable:
         """Raises _Lost, _Late."""

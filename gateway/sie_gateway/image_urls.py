@@ -14,12 +14,13 @@ name again. Nothing of the client's request is sent. No message repeats a URL, w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import ipaddress
 import socket
 import ssl
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,6 +40,8 @@ MAX_REQUEST_BYTES = 256 << 20  # of the images of a request: as many as its body
 MAX_HELD_BYTES = 1 << 30  # of the images of all requests
 MAX_URLS = 256  # of a request
 MAX_URL = 8192  # characters of one
+MAX_HEAD_BYTES = 64 << 10  # of an answer: its headers, and interim answers before them
+MAX_PIECES, PIECE_BYTES = 1000, 64  # of an answer, and one more for so many bytes: each takes the event loop's time
 MAX_S = 10.0  # of an image, redirects included
 MAX_REDIRECTS = 3
 AT_ONCE, AT_ONCE_OF_A_REQUEST = 64, 8
@@ -95,9 +98,34 @@ class _Unfetched(Exception):
 
 
 async def resolved(host: str, port: int) -> list[str]:
-    """The addresses of a host, each once. Raises OSError."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+    """The addresses of a host, each once. Raises OSError, UnicodeError.
+
+    A client chooses the host, so its name server may take its time: each name has a thread of its own, since the event
+    loop has a few for all names, that of the broker too.
+    """
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[list[str]] = loop.create_future()
+
+    def settle(result: list[str] | Exception) -> None:
+        if answer.done():  # nobody waits any more
+            return
+        if isinstance(result, Exception):
+            answer.set_exception(result)
+        else:
+            answer.set_result(result)
+
+    def resolve() -> None:
+        result: list[str] | Exception
+        try:
+            addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            result = list(dict.fromkeys(str(address[0]) for *_, address in addresses))
+        except (OSError, UnicodeError) as error:
+            result = error
+        with contextlib.suppress(RuntimeError):  # the process has ended meanwhile
+            loop.call_soon_threadsafe(settle, result)
+
+    threading.Thread(target=resolve, name="resolve", daemon=True).start()
+    return await answer
 
 
 @dataclass(frozen=True)
@@ -127,7 +155,7 @@ class ImageUrls:
     ) -> None:
         self._hosts = tuple(host.strip().lower() for host in hosts or ())
         self._count = count
-        self._public = _Public(network)
+        self._network = network
         self._make_tls = functools.cache(network.tls)  # when the first URL comes: it reads some hundred certificates
         self._slots = asyncio.Semaphore(AT_ONCE)
         self.held_bytes = 0
@@ -150,7 +178,7 @@ class ImageUrls:
             message = f"{path}: the request has {len(found)} URLs of images, at most {MAX_URLS} are fetched"
             raise InvalidInput(message, reason="invalid_media", param=path, extras={"limit": MAX_URLS})
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def fetched(self, items: Sequence[Item], until_s: float) -> AsyncIterator[list[Item]]:
         """The items with the files in the place of their URLs, or with what is wrong. `until_s`: on the loop's clock.
 
@@ -217,13 +245,15 @@ class ImageUrls:
                 target = self._target(_joined(target, answer))
         raise _Unfetched(f"the URL leads to more than {MAX_REDIRECTS} redirects", limit=MAX_REDIRECTS)
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def _answer(self, target: httpx.URL) -> AsyncIterator[httpcore.Response]:
         """On a connection of its own: one that is kept may lead to what a name meant before."""
         url = httpcore.URL(scheme=target.raw_scheme, host=target.raw_host, port=target.port, target=target.raw_path)
         headers = [(b"host", target.netloc), *_HEADERS]
-        pool = httpcore.AsyncConnectionPool(self._make_tls(), network_backend=self._public)
+        public = _Public(self._network)
+        pool = httpcore.AsyncConnectionPool(self._make_tls(), network_backend=public)
         async with pool, pool.stream(b"GET", url, headers=headers) as answer:
+            public.is_answered = True
             yield answer
 
     def _target(self, url: str) -> httpx.URL:
@@ -295,8 +325,11 @@ async def _body(answer: httpcore.Response, take: Callable[[int], None]) -> bytes
     told = _header(answer, b"content-length")
     if told.isdigit() and (len(told) > 18 or int(told) > MAX_BYTES):
         raise _too_large()
-    body = bytearray()
+    body, pieces = bytearray(), 0
     async for piece in answer.aiter_stream():
+        pieces += 1
+        if pieces > MAX_PIECES + len(body) // PIECE_BYTES:
+            raise _Unfetched(f"the server of the URL sent pieces of less than {PIECE_BYTES} bytes", "failed")
         if len(body) + len(piece) > MAX_BYTES:
             raise _too_large()
         take(len(piece))
@@ -311,10 +344,12 @@ def _too_large() -> _Unfetched:
 
 
 class _Public(httpcore.AsyncNetworkBackend):
-    """Connections to public addresses. TLS still verifies the name, which httpcore passes on."""
+    """A connection to a public address, for one answer. TLS still verifies the name, which httpcore passes on."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
+        self._head_bytes = 0
+        self.is_answered = False
 
     async def connect_tcp(
         self,
@@ -333,10 +368,44 @@ class _Public(httpcore.AsyncNetworkBackend):
             raise _Unfetched("the host of the URL has an address that is not public")
         for address in addresses:
             try:
-                return await self._network.connections.connect_tcp(address, port, timeout=CONNECT_S)
+                stream = await self._network.connections.connect_tcp(address, port, timeout=CONNECT_S)
+                return _Counted(stream, self._count)
             except (httpcore.ConnectError, httpcore.ConnectTimeout):
                 continue
         raise httpcore.ConnectError("no address of the host can be reached")
+
+    def _count(self, nbytes: int) -> None:
+        """Raises _Unfetched for a server that sends headers and interim answers, and never its answer."""
+        self._head_bytes += 0 if self.is_answered else nbytes
+        if self._head_bytes > MAX_HEAD_BYTES:
+            raise _Unfetched(f"the head of the server's answer has more than {MAX_HEAD_BYTES} bytes", "failed")
+
+
+class _Counted(httpcore.AsyncNetworkStream):
+    """A stream that reads in small parts, so that the event loop has its turns, and counts their bytes."""
+
+    def __init__(self, stream: httpcore.AsyncNetworkStream, count: Callable[[int], None]) -> None:
+        self._stream = stream
+        self._count = count
+
+    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        data = await self._stream.read(min(max_bytes, MAX_HEAD_BYTES // 8), timeout)
+        self._count(len(data))
+        return data
+
+    async def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        await self._stream.write(buffer, timeout)
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
+
+    async def start_tls(
+        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
+    ) -> httpcore.AsyncNetworkStream:
+        return _Counted(await self._stream.start_tls(ssl_context, server_hostname, timeout), self._count)
 
 
 def is_public(address: str) -> bool:

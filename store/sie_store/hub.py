@@ -140,7 +140,7 @@ async def _file(session: Any, url: str, sibling: _Sibling, what: str) -> RemoteF
         """The first of these headers that the hub, or the server to which it redirects, sends."""
         async with _answered(session, f"{url}/{quote(name)}", method="HEAD") as response:
             answers = (*response.history, response)
-            return next((answer.headers[each] for each in names for answer in answers if each in answer.headers), "")
+            return next((answer.headers[key] for key in names for answer in answers if key in answer.headers), "")
 
     size = await _asked(lambda: header("X-Linked-Size", "Content-Length"), f"{what}: {name}")
     if not size.isdecimal():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import socket
 import ssl
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -218,6 +220,28 @@ async def test_a_name_is_resolved_once_and_the_checked_address_is_connected_to(s
     assert await fault(urls, f"{AT}/a") == ("the host of the URL has an address that is not public", {})
 
 
+async def test_slow_name_servers_of_clients_hold_up_no_other_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    go, real = threading.Event(), socket.getaddrinfo
+
+    def getaddrinfo(host: str, *arguments: Any, **options: Any) -> Any:
+        if host.endswith(".slow"):
+            go.wait()
+            raise socket.gaierror
+        return real(host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    slow = [asyncio.create_task(image_urls.resolved(f"{number}.slow", 80)) for number in range(image_urls.AT_ONCE)]
+    try:
+        await asyncio.sleep(0)
+        async with asyncio.timeout(30):
+            assert await asyncio.get_running_loop().getaddrinfo("127.0.0.1", 4222)
+            assert await image_urls.resolved("127.0.0.1", 80) == ["127.0.0.1"]
+        assert not any(task.done() for task in slow)
+    finally:
+        go.set()
+    assert all(isinstance(each, socket.gaierror) for each in await asyncio.gather(*slow, return_exceptions=True))
+
+
 async def test_the_next_address_is_tried_where_one_refuses(server: ImageServer) -> None:
     urls, connections, _ = urls_of(server, hosts={HOST: ["1.1.1.1", PUBLIC]}, dead=["1.1.1.1"])
     assert (await fetched(urls, item(f"{AT}/a")))[0].images == (FILE,)
@@ -276,6 +300,36 @@ async def test_an_image_has_bounds_of_size(server: ImageServer, monkeypatch: pyt
         found = await fault(urls, AT + path)
         assert found == ("the image has more than 1000 bytes, the limit of one that is fetched", {"limit": 1000})
     assert counted == ["fetched", "refused", "refused", "refused"]
+
+
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        (
+            b"HTTP/1.1 100 Continue\r\n\r\n" * 100_000 + answer(FILE),
+            "the head of the server's answer has more than 65536",
+        ),
+        (b"HTTP/1.1 103 Early Hints\r\nLink: a\r\n\r\n" * 100_000 + answer(FILE), "the head of the server's answer"),
+        (b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 50_000, "the head of the server's answer has more than 65536"),
+        (
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 100_000 + b"0\r\n\r\n",
+            "the server of the URL sent pieces of less than 64 bytes",
+        ),
+    ],
+    ids=["interim answers", "early hints", "headers", "chunks"],
+)
+async def test_an_answer_in_very_small_pieces_is_given_up(server: ImageServer, sent: bytes, message: str) -> None:
+    """Each piece takes the event loop's time, in which no other request goes on."""
+    server.answers["/small"] = sent
+    urls, _, counted = urls_of(server)
+    assert (await fault(urls, f"{AT}/small"))[0].startswith(message)
+    assert counted == ["failed"]
+    server.answers["/chunks"] = (
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+        + (b"80\r\n" + bytes(128) + b"\r\n") * 20_000
+        + b"0\r\n\r\n"
+    )
+    assert (await fetched(urls, item(f"{AT}/chunks")))[0].images == (bytes(128 * 20_000),)
 
 
 async def test_an_image_has_a_bound_of_time(server: ImageServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,8 +71,8 @@ def test_only_what_changed_is_read_again(faulty: Place) -> None:
     assert found.look() != before
     faulty.server.faults.requests.clear()
     assert own(found) == {"org/a": 9, "org/c": 8, "org/d": 7}
-    asked = [each.path.rpartition("/")[2] for each in faulty.server.faults.requests]
-    assert sorted(name for name in asked if name.endswith(".yaml")) == ["a.yaml", "d.yaml"]
+    names = [request.path.rpartition("/")[2] for request in faulty.server.faults.requests]
+    assert sorted(name for name in names if name.endswith(".yaml")) == ["a.yaml", "d.yaml"]
 
 
 def test_an_object_that_goes_while_the_others_are_read_is_left_out(faulty: Place) -> None:

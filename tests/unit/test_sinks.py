@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import struct
 import subprocess
 import sys
 
@@ -9,10 +12,11 @@ import numpy as np
 import pytest
 
 from sie_contracts.settings import SettingError
+from sie_store.object_stores import Patience, StoreError
 from sie_store.sinks.opening import opened
 from sie_store.sinks.pgvector import PgvectorSink
 from sie_store.sinks.qdrant import QdrantSink
-from sie_store.sinks.sink import RowsRefused, SinkRows
+from sie_store.sinks.sink import CollectionMismatch, RowsRefused, SinkRows, SinkUnsuitable
 
 SECRET = "s3cr3t"
 
@@ -70,3 +74,87 @@ def test_the_last_row_of_each_id_is_written() -> None:
     assert latest.vectors.tolist() == [[2.0, 3.0], [4.0, 5.0]]
     with pytest.raises(RowsRefused, match=r"\(3, 3\) is expected"):
         rows.latest(3)
+
+
+async def refused(answer: bytes, again: bytes, url: str) -> tuple[StoreError, int]:
+    """What a sink makes of a server that answers with this, and then with `again` until nobody listens; and the bytes
+    that were taken from it.
+    """
+    sent = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        await reader.read(1)
+        writer.write(answer)
+        while again and not writer.is_closing():
+            writer.write(again)
+            sent += len(again)
+            try:
+                await writer.drain()
+            except ConnectionError:
+                break
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        sink = opened(url.format(port), "SIE_JOBS_SINKS", Patience(stall_s=20.0, tries=2, pause_s=0.01))
+        try:
+            with pytest.raises(StoreError) as raised:
+                await sink.prepare("rows", 2, {})
+        finally:
+            await sink.close()
+    return raised.value, sent
+
+
+def collection(vectors: object) -> bytes:
+    return json.dumps({"result": {"config": {"params": {"vectors": vectors}}}}).encode()
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        *((body, SinkUnsuitable) for body in (b"<html>", b"", b"null", b"[]", b'{"result":"\xff"}', b"{}")),
+        (b'{"result":' + b"[" * 100_000 + b"]" * 100_000 + b"}", SinkUnsuitable),
+        (collection({"size": [2], "distance": "Cosine"}), SinkUnsuitable),
+        (collection({"size": 2, "distance": {"a": 1}}), SinkUnsuitable),
+        (collection({"size": 2, "distance": "SPAM\n" * 100_000}), SinkUnsuitable),
+        (collection({"size": 3, "distance": "Dot"}), CollectionMismatch),
+        (collection({"named": {"size": 2, "distance": "Dot"}}), CollectionMismatch),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+async def test_answers_that_are_not_qdrant_s_are_named_in_our_words(body: bytes, kind: type[StoreError]) -> None:
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body)
+    error, _ = await refused(head + body, b"", f"qdrant://{SECRET}@127.0.0.1:{{}}")
+    assert type(error) is kind
+    assert len(str(error)) < 200
+    assert SECRET not in str(error)
+
+
+@pytest.mark.parametrize("encoding", [b"", b"Content-Encoding: gzip\r\n"], ids=["plain", "compressed"])
+async def test_an_answer_of_qdrant_has_a_bound(encoding: bytes) -> None:
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n" + encoding + b"\r\n"
+    error, sent = await refused(head, b"100000\r\n" + bytes(1 << 20) + b"\r\n", "qdrant://127.0.0.1:{}")
+    assert type(error) is SinkUnsuitable
+    assert sent < 64 << 20
+
+
+def of_postgres(kind: bytes, body: bytes) -> bytes:
+    return kind + struct.pack(">I", len(body) + 4) + body
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        b"N" + b"R" + struct.pack(">I", 0) + bytes(100),
+        b"N" + b"R" + struct.pack(">I", 0xFFFF_FFFF) + bytes(100),
+        b"N" + of_postgres(b"R", struct.pack(">I", 99)),
+        b"N" + of_postgres(b"E", b"SFATAL\0C\n" + SECRET.encode() * 100 + b"\0M" + SECRET.encode() + b"\0\0"),
+    ],
+    ids=["http", "length 0", "length -1", "unknown authentication", "another state"],
+)
+async def test_a_server_that_is_not_postgresql_is_named_in_our_words(answer: bytes) -> None:
+    error, _ = await refused(answer, b"", f"postgresql://me:{SECRET}@127.0.0.1:{{}}/vectors")
+    assert len(str(error)) < 200
+    assert SECRET not in str(error)

@@ -48,11 +48,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     listing: Answer
     file: Answer
-    asked: list[str]
+    paths: list[str]
     sent: list[int]
 
     def do_GET(self) -> None:
-        self.asked.append(self.path)
+        self.paths.append(self.path)
         try:
             (self.listing if self.path.startswith("/api/") else self.file)()
         except ConnectionError:
@@ -105,7 +105,7 @@ def page(files: object) -> bytes:
 
 @contextlib.contextmanager
 def serving(listing: Answer, file: Answer = Handler.own_file) -> Iterator[type[Handler]]:
-    members = {"listing": listing, "file": file, "asked": [], "sent": []}
+    members = {"listing": listing, "file": file, "paths": [], "sent": []}
     handler = type("Serving", (Handler,), members)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         server.daemon_threads = True
@@ -165,7 +165,7 @@ def test_a_listing_that_is_none_is_a_typed_failure(
     with serving(lambda handler: handler.whole(body)) as server:
         assert message in refused(server, tmp_path, monkeypatch)
     # nothing else than the repository is asked of a hub
-    assert all(REPOSITORY in path for path in server.asked)
+    assert all(REPOSITORY in path for path in server.paths)
 
 
 def test_a_listing_has_a_bound_of_bytes_and_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +215,7 @@ def test_a_lora_that_a_client_names_does_not_fill_the_disk(tmp_path: Path, monke
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.url)  # type: ignore[attr-defined]
         with pytest.raises(LoraLoadFailed, match=f"has {size + 1} bytes, a LoRA has at most {size}"):
             WeightSources(tmp_path, True).locate_lora(REPOSITORY, ENTRY, None)
-    assert all(path.startswith("/api/") for path in server.asked)
+    assert all(path.startswith("/api/") for path in server.paths)
 
 
 META = {"ETag": '"1"', "Last_Modified": "Mon, 01 Jan 2024 00:00:00 GMT"}

@@ -36,6 +36,7 @@ MAX_DIMS = 16_000
 COPY_ROWS = 500
 CONNECT_S = 10.0
 BYTES_PER_S = 1 << 20  # a slower database is not waited for
+_STATE = re.compile(r"[0-9A-Z]{5}")
 _NUL = re.compile(r"(?<!\\)((?:\\\\)*)\\u0000")  # of JSON: an escape behind an even number of backslashes
 _SCHEMA_OF_EXTENSION = """
 SELECT n.nspname FROM pg_extension e JOIN pg_namespace n ON n.oid = e.extnamespace WHERE e.extname = 'vector'
@@ -117,7 +118,7 @@ class PgvectorSink:
             raise _failure(error) from None
         except asyncpg.exceptions.ClientConfigurationError:
             raise SinkUnsuitable("the URL of the database is not one of PostgreSQL") from None
-        except (asyncpg.InterfaceError, OSError) as error:
+        except (asyncpg.InterfaceError, asyncpg.InternalClientError, OSError) as error:
             raise StoreError(f"PostgreSQL cannot be reached ({type(error).__name__})") from None
 
     @contextlib.asynccontextmanager
@@ -189,7 +190,7 @@ def _quoted(name: str) -> str:
 
 def _failure(error: asyncpg.PostgresError) -> StoreError:
     """The error for one of PostgreSQL. Its text is not quoted: it quotes rows."""
-    state = error.sqlstate or ""
+    state = error.sqlstate if _STATE.fullmatch(error.sqlstate or "") else "no SQLSTATE"
     what = f"{type(error).__name__}, {state}"
     if state[:2] == "28" or state == "42501":
         return AccessRefused(f"PostgreSQL refuses this user ({what})")

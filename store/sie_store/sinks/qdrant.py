@@ -35,7 +35,9 @@ from sie_store.sinks.sink import (
 )
 
 DISTANCE = "Cosine"
+DISTANCES = (DISTANCE, "Dot", "Euclid", "Manhattan")
 MAX_DIMS = 65_536
+ANSWER_BYTES = 4 << 20  # what is asked for is a collection with the fields of its payloads
 BODY_BYTES = 8 << 20  # Qdrant takes 32 MiB, unless its operator changed that
 
 
@@ -54,7 +56,9 @@ class QdrantSink:
         self._body_bytes = body_bytes
         self._collection = ""
         self._dims = 0
-        headers = {"Content-Type": "application/json"} | ({"api-key": api_key} if api_key else {})
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"} | (
+            {"api-key": api_key} if api_key else {}
+        )
         verify: ssl.SSLContext | bool = ssl.create_default_context() if url.startswith("https:") else False
         self._client = httpx.AsyncClient(
             base_url=url, headers=headers, verify=verify, trust_env=False, timeout=patience.stall_s
@@ -130,21 +134,37 @@ class QdrantSink:
 
     async def _once(self, method: str, path: str, content: bytes | None, completed: bool) -> Any:
         try:
-            async with asyncio.timeout(self._patience.stall_s):
-                response = await self._client.request(method, path, content=content)
+            async with (
+                asyncio.timeout(self._patience.stall_s),
+                self._client.stream(method, path, content=content) as response,
+            ):
+                if response.status_code != 200:
+                    raise _refusal(response, rows=completed)
+                result = _result(await _body(response))
         except (TimeoutError, httpx.TimeoutException):
             raise StoreError(f"Qdrant did not answer within {self._patience.stall_s:.3g} s") from None
         except httpx.HTTPError as error:
             raise StoreError(f"Qdrant cannot be reached ({type(error).__name__})") from None
-        if response.status_code != 200:
-            raise _refusal(response, rows=completed)
-        try:
-            result = msgspec.json.decode(response.content, type=_Answer).result
-        except msgspec.MsgspecError:
-            raise SinkUnsuitable("the server does not answer as Qdrant does") from None
         if completed and (not isinstance(result, dict) or result.get("status") != "completed"):
             raise StoreError("Qdrant has not applied the rows yet")
         return result
+
+
+async def _body(response: httpx.Response) -> bytes:
+    """As it was sent: a compressed one, which was not asked for, is no JSON. Raises SinkUnsuitable."""
+    data = bytearray()
+    async for piece in response.aiter_raw():
+        data += piece
+        if len(data) > ANSWER_BYTES:
+            raise SinkUnsuitable(f"the server answers with more than {ANSWER_BYTES} bytes, which Qdrant does not")
+    return bytes(data)
+
+
+def _result(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body, type=_Answer).result
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        raise SinkUnsuitable("the server does not answer as Qdrant does") from None
 
 
 class _Exists(StoreError):
@@ -175,8 +195,11 @@ def _check(found: Any, collection: str, dims: int) -> None:
         raise SinkUnsuitable("the server does not answer as Qdrant does") from None
     if not isinstance(vectors, dict) or "size" not in vectors:
         raise CollectionMismatch(f"the collection {collection} has named vectors, where one without a name is written")
-    if (vectors["size"], vectors.get("distance")) != (dims, DISTANCE):
+    size, distance = vectors["size"], vectors.get("distance")
+    if not isinstance(size, int) or distance not in DISTANCES:
+        raise SinkUnsuitable("the server does not answer as Qdrant does")
+    if (size, distance) != (dims, DISTANCE):
         raise CollectionMismatch(
-            f"the collection {collection} has {vectors['size']} dimensions and the distance {vectors.get('distance')}, "
+            f"the collection {collection} has {size} dimensions and the distance {distance}, "
             f"where {dims} dimensions and the distance {DISTANCE} are written"
         )

@@ -117,6 +117,19 @@ def test_a_process_that_ended_while_it_had_nothing_to_do_is_replaced(parsers: Pa
     assert [each.text for each in parsed(parsers, "a", "b") if isinstance(each, Parsed)] == ["a", "b"]
 
 
+def test_a_process_that_keeps_the_memory_of_a_document_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sie_adapter.parsers.KEPT_BYTES", 300 << 20)
+    pool = Parsers(1, memory_bytes=MEMORY_BYTES, module="fake_parser")
+    first = pool.pids
+    assert told(pool, "small") == "small"
+    assert pool.pids == first
+    assert told(pool, f"keep {400 << 20}") == f"keep {400 << 20}"
+    assert told(pool, "next") == "next"
+    assert len(pool.pids) == 1
+    assert pool.pids != first
+    pool.close()
+
+
 def test_processes_end_with_their_pool() -> None:
     own = Parsers(1, deadline_s=60, memory_bytes=MEMORY_BYTES, module="fake_parser")
     (pid,) = own.pids
