@@ -99,7 +99,7 @@ def _list(folder: Path, layers: Sequence[Module]) -> None:
         ({"out_features": 33}, "weights are missing"),
         ({"bias": False}, "weights are missing"),
         ({"use_residual": True}, "residual weights are missing"),
-        ({"activation_function": "torch.nn.modules.activation.Threshold"}, "activation Threshold"),
+        ({"activation_function": "torch.nn.modules.activation.Threshold"}, r"activation torch.*\.Threshold"),
     ],
 )
 def test_a_dense_module_that_does_not_fit_is_refused(change: dict[str, object], message: str, tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def made(folder: Path) -> ModelEntry:
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
     kinds = {"": "Transformer", "1_Pooling": "Pooling"}
     (folder / "modules.json").write_text(
-        json.dumps([{"type": f"st.models.{kind}", "path": path} for path, kind in kinds.items()])
+        json.dumps([{"type": f"sentence_transformers.models.{kind}", "path": path} for path, kind in kinds.items()])
     )
     (folder / "config_sentence_transformers.json").write_text(
         json.dumps({"prompts": {"query": PROMPT, "document": ""}})
@@ -357,7 +357,7 @@ def test_a_swap_does_not_repeat_the_certificate_and_a_change_does(
     one.load(resolved(mine))
     assert len(calls) == 2
     (Path(copy.weights.path) / "1_Pooling" / "config.json").write_text(
-        json.dumps({"pooling_mode_mean_tokens": True, "note": 1})
+        json.dumps({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False})
     )
     with pytest.raises(ModelLoadFailed, match="1_Pooling"):
         one.load(resolved(copy))
