@@ -35,13 +35,20 @@ class FileObjects:
         self._store = store
 
     async def put(self, file: str, pieces: AsyncIterator[bytes], timeout_s: float) -> None:
-        """Write an object, which replaces one that is there. Raises what `pieces` raises; then, and when this call is
-        cancelled, there is no new object.
+        """Write an object, which replaces one that is there. Raises what `pieces` raises, StoreFull; then, and when
+        this call is cancelled, there is no new object.
         """
         import obstore
 
+        async def checked() -> AsyncIterator[bytes]:
+            unwritten = 0  # at most: what the writer has of the file and the disk perhaps not yet
+            async for piece in pieces:
+                unwritten = min(unwritten + len(piece), PARTS_AT_ONCE * PART_BYTES + len(piece))
+                object_stores.check_room(self._store, unwritten, reserves=object_stores.FILES)
+                yield piece
+
         writing = obstore.put_async(
-            self._store, _key(file), pieces, use_multipart=True, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE
+            self._store, _key(file), checked(), use_multipart=True, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE
         )
         await object_stores.within(timeout_s, writing)
 

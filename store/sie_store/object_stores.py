@@ -20,6 +20,7 @@ import errno
 import logging
 import random
 import re
+import shutil
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ _T = TypeVar("_T")
 _logger = logging.getLogger("sie.store")
 
 MAX_PAUSE_S = 30.0
+RESERVE_SHARE, MAX_RESERVE_BYTES = 0.1, 256 << 20  # of a disk
+PAYLOADS, FILES = 1, 2  # reserves that each leaves free
 EXIT_PAUSE_S = 0.1
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
@@ -132,6 +135,23 @@ def opened(url: str, setting: str) -> ObjectStore:
         return kind(where.bucket, prefix=where.path or None, **limits)
     except (BaseError, OSError) as error:
         raise SettingError(setting, _first_line(error)) from error
+
+
+def check_room(store: ObjectStore, size: int, *, reserves: int) -> None:
+    """Raises StoreFull where a folder's file system would have fewer than `reserves` free after `size` more bytes. A
+    bucket has quotas of its own.
+
+    The queue may share that disk, and takes no work when it is full. So payloads leave it one reserve, and what waits
+    for no answer, such as files and outputs of jobs, leaves payloads another one.
+    """
+    from obstore.store import LocalStore
+
+    if not isinstance(store, LocalStore):
+        return
+    disk = shutil.disk_usage(str(store.prefix))
+    reserve = min(MAX_RESERVE_BYTES, int(disk.total * RESERVE_SHARE))
+    if disk.free - size < reserves * reserve:
+        raise StoreFull(f"its disk has {disk.free} bytes free, {reserves * reserve} are kept free for the queue")
 
 
 def _let_threads_finish() -> None:

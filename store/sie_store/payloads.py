@@ -48,6 +48,7 @@ class PayloadStore:
             async with self._turns:
                 digest = await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest())
                 key = f"{digest}.{period}"
+                object_stores.check_room(self._store, len(data), reserves=object_stores.PAYLOADS)
                 failpoint("payloads.before_put")
                 await obstore.put_async(self._store, key, data)
                 failpoint("payloads.after_put")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 import random
 import secrets
@@ -25,8 +26,9 @@ from openai_client import client_of
 from sie_broker.nats import connect
 from sie_broker.record import Bucket, LeaderLease
 from sie_contracts import topology
-from sie_gateway.jobs.files import ABANDONED_S, MAX_FILE_BYTES, WRITES_AT_ONCE, FileStore
+from sie_gateway.jobs.files import ABANDONED_S, MAX_FILE_BYTES, UPLOADS_OF_A_KEY, FileStore
 from sie_gateway.jobs.records import JobsBucket
+from sie_gateway.jobs.usage import Bound, Usage, Use
 from sie_store.files import open_files
 
 ADMIN, ONE, OTHER = (f"file-token-{secrets.token_urlsafe(12)}" for _ in range(3))
@@ -195,7 +197,9 @@ def cleaned(cluster: Cluster, ahead_s: float) -> int:
             await jobs.follow()
             lease = LeaderLease(Bucket(broker, topology.LEASES_BUCKET, storage="memory"), "files-of-a-test")
             objects = open_files(str(cluster.data_dir / "payloads"))
-            return await FileStore(jobs, objects, lease, lambda: time.time() + ahead_s).clean()
+            unbounded = Bound(Use(1 << 30, 1 << 50), ("", ""))
+            usage = Usage(unbounded, unbounded, kinds=("", ""), remedy="", reason="")
+            return await FileStore(jobs, objects, lease, usage, lambda: time.time() + ahead_s).clean()
         finally:
             await broker.close()
 
@@ -249,40 +253,58 @@ def test_a_gateway_that_is_killed_in_the_middle_of_an_upload_leaves_nothing_afte
         client.files.delete(made.id)
 
 
-def test_more_uploads_at_once_than_a_gateway_takes_are_refused_and_may_come_again(cluster: Cluster) -> None:
-    """Uploads that have begun go on."""
-    begun = threading.Barrier(WRITES_AT_ONCE + 1)
-    go = threading.Event()
-    statuses = list[int]()
+def batch_s(client: openai.OpenAI) -> float:
+    """How long a file and its batch take this client, seconds."""
+    started_s = time.monotonic()
+    body = {"model": "sentence-transformers/all-MiniLM-L6-v2", "input": "a"}
+    lines = [
+        json.dumps({"custom_id": str(number), "method": "POST", "url": "/v1/embeddings", "body": body})
+        for number in range(100)
+    ]
+    file = client.files.create(file=("a.jsonl", "\n".join(lines).encode()), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
+    until(lambda: client.batches.retrieve(batch.id).status == "completed", 60, "the batch is completed")
+    output = client.batches.retrieve(batch.id).output_file_id
+    assert output is not None
+    assert len(client.files.content(output).text.splitlines()) == len(lines)
+    return time.monotonic() - started_s
+
+
+def test_slow_uploads_of_one_key_stop_neither_uploads_nor_batches_of_another(cluster: Cluster) -> None:
+    """32 uploads that send a byte and then nothing: those that have places go on, the rest may come again."""
+    go, statuses = threading.Event(), list[int]()
 
     def form() -> Iterator[bytes]:
         yield HEAD + b"a"
-        begun.wait(30)
-        go.wait(60)
+        go.wait(120)
         yield b"\r\n--x--\r\n"
 
     def send() -> None:
-        answer = httpx.post(f"{cluster.url}/v1/files", content=form(), headers={**FORM, **by(ONE)}, timeout=60)
+        try:
+            answer = httpx.post(f"{cluster.url}/v1/files", content=form(), headers={**FORM, **by(ONE)}, timeout=120)
+        except httpx.TransportError:  # refused, and closed since
+            return
         statuses.append(answer.status_code)
 
-    threads = [threading.Thread(target=send) for _ in range(WRITES_AT_ONCE)]
-    for thread in threads:
-        thread.start()
-    try:
-        begun.wait(30)
+    def refused() -> bool:
+        answer = httpx.post(f"{cluster.url}/v1/files", content=HEAD + b"a\r\n--x--\r\n", headers={**FORM, **by(ONE)})
+        return answer.status_code == 429 and "retry-after" in answer.headers
 
-        def refused() -> bool:
-            answer = httpx.post(
-                f"{cluster.url}/v1/files", content=HEAD + b"a\r\n--x--\r\n", headers={**FORM, **by(ONE)}
-            )
-            return answer.status_code == 503 and "retry-after" in answer.headers
-
-        until(refused, 10, "the gateway takes no more")
-    finally:
-        go.set()
+    with client_of(cluster, OTHER) as other:
+        batch_s(other)  # the model is loaded
+        quiet_s = batch_s(other)
+        threads = [threading.Thread(target=send) for _ in range(32)]
         for thread in threads:
-            thread.join(60)
-    assert statuses == [200] * WRITES_AT_ONCE
+            thread.start()
+        try:
+            until(refused, 60, "the key has all of its places")
+            attacked_s = batch_s(other)
+        finally:
+            go.set()
+            for thread in threads:
+                thread.join(120)
+    assert statuses.count(200) == UPLOADS_OF_A_KEY
+    assert attacked_s <= 2 * quiet_s, (attacked_s, quiet_s)
 
 
 def test_without_a_broker_it_works_too_and_a_restart_leaves_no_object_of_before(tmp_path: Path) -> None:

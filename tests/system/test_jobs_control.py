@@ -35,8 +35,9 @@ from stack import Stack
 from sie_broker.nats import connect
 from sie_contracts.api.jobs import JobInput, JobRequest
 from sie_contracts.jobs import JobRecord
-from sie_gateway.jobs.ledger import JobBound, JobBounds, JobUse, Ledger
+from sie_gateway.jobs.ledger import Ledger
 from sie_gateway.jobs.records import JobsBucket
+from sie_gateway.jobs.usage import Bound, Usage, Use
 
 pytestmark = shared.JOBS
 
@@ -175,8 +176,9 @@ def kept_bytes(folder: Path) -> int:
 async def test_a_thousand_jobs_are_listed_at_once(job_cluster: Stack, jobs: JobClient) -> None:
     broker = await connect(job_cluster.broker_urls, name="test")
     try:
-        many = JobBound(JobUse(10_000, 1 << 30), ("", ""))
-        ledger = Ledger(JobsBucket(broker, 1), broker, 1, JobBounds(many, many))
+        many = Bound(Use(10_000, 1 << 30), ("", ""))
+        usage = Usage(many, many, kinds=("", ""), remedy="", reason="")
+        ledger = Ledger(JobsBucket(broker, 1), broker, 1, usage)
         request = JobRequest(model=MODEL, input=JobInput(file="file-none", text="{text}"), name="listed")
         for number in range(1000):
             name = f"job-{number:032}"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import shutil
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -20,12 +21,13 @@ from object_stores import Place
 from sie_broker.memory import MemoryServer
 from sie_broker.record import Bucket, LeaderLease
 from sie_contracts import topology
-from sie_contracts.errors import NotFound, PayloadTooLarge, QueueUnavailable, ResourceExhausted
+from sie_contracts.errors import NotFound, PayloadTooLarge, QueueUnavailable, RateLimited, ResourceExhausted
 from sie_contracts.jobs import FileRecord
-from sie_gateway.jobs.files import ABANDONED_S, About, FileStore, new_id
+from sie_gateway.jobs.files import ABANDONED_S, UPLOADS_AT_ONCE, UPLOADS_OF_A_KEY, About, FileStore, new_id
 from sie_gateway.jobs.records import JobsBucket
+from sie_gateway.jobs.usage import Bound, Usage, Use
 from sie_store.files import open_files
-from sie_store.object_stores import ObjectMissing
+from sie_store.object_stores import RESERVE_SHARE, ObjectMissing, StoreFull
 from sie_store.payloads import open_store
 
 ADMIN, ONE, OTHER = "admin-token-of-a-test", "token-of-one", "token-of-another"
@@ -64,13 +66,26 @@ async def uploaded(
     return await gateway.client.post(PATH, data=form, files={"file": ("a.jsonl", data)}, headers=by(token))
 
 
-async def store_of(cluster: InProcess, folder: Path, ahead_s: float = 0.0, **limits: int) -> FileStore:
+MANY = Use(1000, 1 << 30)
+
+
+def file_usage(of_key: Use = MANY, in_all: Use = MANY) -> Usage:
+    names = ("SIE_FILES_PER_KEY", "SIE_FILES_BYTES_PER_KEY"), ("SIE_MAX_FILES", "SIE_MAX_FILES_BYTES")
+    return Usage(
+        Bound(of_key, names[0]), Bound(in_all, names[1]), kinds=("files", "bytes"), remedy="delete some", reason="files"
+    )
+
+
+async def store_of(
+    cluster: InProcess, folder: Path, ahead_s: float = 0.0, usage: Usage | None = None, **limits: int
+) -> FileStore:
     """That of a further gateway, whose clock is ahead."""
     broker = cluster.server.connect("further")
     jobs = JobsBucket(broker, 1)
     await jobs.follow()
     lease = LeaderLease(Bucket(broker, topology.LEASES_BUCKET), "further")
-    return FileStore(jobs, open_files(str(folder)), lease, lambda: time.time() + ahead_s, **limits)
+    files = open_files(str(folder))
+    return FileStore(jobs, files, lease, usage or file_usage(), lambda: time.time() + ahead_s, **limits)
 
 
 def records(server: MemoryServer) -> list[FileRecord]:
@@ -226,9 +241,9 @@ async def test_a_file_that_is_too_long_is_refused_by_counting(cluster: InProcess
         for _ in range(count):
             yield b"a" * 100
 
-    assert (await store.create("one", "a", "batch", data(10))).bytes == 1000
+    assert (await store.receive("one", data(10), about)).bytes == 1000
     with pytest.raises(PayloadTooLarge) as caught:
-        await store.create("one", "a", "batch", data(11))
+        await store.receive("one", data(11), about)
     assert caught.value.extras["limit"] == 1000
     assert len(objects(tmp_path)) == len(records(cluster.server)) == 1
 
@@ -245,17 +260,105 @@ async def test_a_form_that_is_announced_as_too_long_is_refused_before_it_is_read
     assert (objects(tmp_path), records(cluster.server)) == ([], [])
 
 
-async def test_more_files_than_gateways_can_know_are_refused(cluster: InProcess, tmp_path: Path) -> None:
-    store = await store_of(cluster, tmp_path / "store", max_files=1)
+def about() -> About:
+    return About("a", "batch")
 
-    async def data() -> AsyncIterator[bytes]:
-        yield b"a"
 
-    first = await store.create("one", "a", "batch", data())
-    with pytest.raises(ResourceExhausted, match="1 files"):
-        await store.create("one", "a", "batch", data())
+async def pieces(count: int = 1, size: int = 1) -> AsyncIterator[bytes]:
+    for _ in range(count):
+        yield bytes(size)
+
+
+@pytest.mark.parametrize(
+    ("limits", "setting"),
+    [
+        ({"of_key": Use(2, 1 << 20)}, "SIE_FILES_PER_KEY"),
+        ({"in_all": Use(2, 1 << 20)}, "SIE_MAX_FILES"),
+        ({"of_key": Use(9, 250)}, "SIE_FILES_BYTES_PER_KEY"),
+        ({"in_all": Use(9, 250)}, "SIE_MAX_FILES_BYTES"),
+    ],
+)
+async def test_files_have_bounds_of_a_key_and_of_all(
+    limits: dict[str, Use], setting: str, cluster: InProcess, tmp_path: Path
+) -> None:
+    """A refused upload leaves nothing; a removed file makes room; an output of a batch counts and is kept."""
+    store = await store_of(cluster, tmp_path / "store", usage=file_usage(**limits))
+    first = await store.receive("one", pieces(1, 100), about)
+    output = await store.create("one", "b", "batch_output", pieces(1, 100), file=new_id())
+    with pytest.raises(RateLimited, match=rf"\({setting}\): delete some") as caught:
+        await store.receive("one", pieces(2, 50), about)
+    assert (caught.value.reason, caught.value.retry_after_s) == ("files", 60)
+    assert len(objects(tmp_path)) == len(records(cluster.server)) == 2
+    if "of_key" in limits:
+        await store.remove(await store.receive("two", pieces(1, 100), about))
+    await store.create("one", "c", "batch_output", pieces(1, 100), file=new_id())
     await store.remove(first)
-    assert (await store.create("one", "a", "batch", data())).bytes == 1
+    await store.remove(output)
+    assert (await store.receive("one", pieces(1, 100), about)).bytes == 100
+
+
+@pytest.mark.parametrize(
+    ("setting", "limit", "accepted"),
+    [
+        ("SIE_FILES_PER_KEY", 2, [200, 200, 429]),
+        ("SIE_MAX_FILES", 1, [200, 429]),
+        ("SIE_FILES_BYTES_PER_KEY", 1 << 20, [200, 429]),
+        ("SIE_MAX_FILES_BYTES", 1 << 20, [200, 429]),
+    ],
+)
+async def test_a_gateway_bounds_files_by_its_settings(
+    setting: str, limit: int, accepted: list[int], cluster: InProcess, tmp_path: Path
+) -> None:
+    """SIE_FILES_PER_KEY, SIE_FILES_BYTES_PER_KEY, SIE_MAX_FILES, SIE_MAX_FILES_BYTES: the refusal names its own."""
+    gateway = await cluster.gateway(SIE_PAYLOAD_STORE_URL=str(tmp_path / "store"), **TOKENS, **{setting: str(limit)})
+    answers = [await uploaded(gateway, bytes(600 << 10)) for _ in accepted]
+    assert [answer.status_code for answer in answers] == accepted
+    body = answers[-1].json()
+    assert (body["code"], body["error"]["reason"]) == ("RATE_LIMITED", "files")
+    assert f"{limit} " in body["error"]["message"]
+    assert setting in body["error"]["message"]
+    expected = 200 if "PER_KEY" in setting else 429
+    assert (await uploaded(gateway, bytes(600 << 10), token=OTHER)).status_code == expected
+
+
+async def test_a_further_gateway_counts_what_others_stored(cluster: InProcess, tmp_path: Path) -> None:
+    store = await store_of(cluster, tmp_path / "store")
+    await store.receive("one", pieces(1, 100), about)
+    other = await store_of(cluster, tmp_path / "store", usage=file_usage(Use(1, 1 << 20)))
+    with pytest.raises(RateLimited, match="this key has 1 files"):
+        await other.receive("one", pieces(), about)
+
+
+async def test_uploads_of_a_key_take_neither_the_places_of_others_nor_those_of_outputs(
+    cluster: InProcess, tmp_path: Path
+) -> None:
+    store = await store_of(cluster, tmp_path / "store")
+    end = asyncio.Event()
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield b"a"
+        await end.wait()
+
+    uploads = [asyncio.create_task(store.receive("one", slow(), about)) for _ in range(UPLOADS_OF_A_KEY)]
+    await until(lambda: len(records(cluster.server)) == UPLOADS_OF_A_KEY, "all are begun")
+    with pytest.raises(RateLimited, match=f"this key has {UPLOADS_OF_A_KEY} uploads at once"):
+        await store.receive("one", pieces(), about)
+    assert (await store.receive("two", pieces(), about)).bytes == 1
+    assert (await store.create("one", "b", "batch_output", pieces(), file=new_id())).bytes == 1
+    others = UPLOADS_AT_ONCE - UPLOADS_OF_A_KEY
+    uploads += [asyncio.create_task(store.receive(f"key {number}", slow(), about)) for number in range(others)]
+    await until(lambda: len(records(cluster.server)) == UPLOADS_AT_ONCE + 2, "all places are taken")
+    with pytest.raises(ResourceExhausted, match=f"this gateway has {UPLOADS_AT_ONCE} uploads at once"):
+        await store.receive("two", pieces(), about)
+    assert (await store.create("one", "b", "batch_output", pieces(), file=new_id())).bytes == 1
+    ended = uploads.pop()
+    ended.cancel()  # as the end of a connection does
+    await asyncio.wait({ended})
+    assert (await store.receive("two", pieces(), about)).bytes == 1
+    end.set()
+    for done in await asyncio.gather(*uploads[:3]):
+        assert done.state == "ready"
+    assert (await store.receive("one", pieces(), about)).bytes == 1
 
 
 async def test_a_form_that_breaks_off_leaves_nothing(
@@ -292,6 +395,26 @@ async def test_a_full_disk_is_told_and_nothing_of_the_file_is_left(
     assert answer.json()["error"]["reason"] == "store_full"
     assert (objects(tmp_path), records(cluster.server)) == ([], [])
     assert (await uploaded(gateway, b"small")).status_code == 200
+
+
+async def test_files_leave_room_for_payloads_and_payloads_for_the_queue(
+    cluster: InProcess, small_disk: Path, tmp_path: Path
+) -> None:
+    """Of a disk that the queue shares: files take no more than what leaves two reserves, payloads one."""
+    store, payloads = await store_of(cluster, small_disk), open_store(str(small_disk))
+    assert payloads is not None
+    reserve = int(shutil.disk_usage(small_disk).total * RESERVE_SHARE)
+    with pytest.raises(ResourceExhausted) as caught:
+        await store.receive("one", pieces(16, 1 << 20), about)
+    assert caught.value.reason == "store_full"
+    free = shutil.disk_usage(small_disk).free
+    await store.receive("one", pieces(1, free - 2 * reserve - (64 << 10)), about)
+    with pytest.raises(ResourceExhausted):
+        await store.receive("one", pieces(1, 128 << 10), about)
+    await payloads.put(bytes(reserve), period=1, timeout_s=10)
+    with pytest.raises(StoreFull, match="are kept free for the queue"):
+        await payloads.put(bytes(256 << 10), period=1, timeout_s=10)
+    assert shutil.disk_usage(small_disk).free >= reserve
 
 
 # clean-up
@@ -331,7 +454,7 @@ async def test_what_a_killed_writer_left_is_removed_when_nobody_can_be_writing_i
         yield bytes(20 << 20)
         await held.wait()
 
-    writing = asyncio.create_task(store.create("one", "a", "batch", data()))
+    writing = asyncio.create_task(store.receive("one", data(), about))
     await until(lambda: objects(tmp_path), "a part of an object")
     (draft,) = records(cluster.server)
     (tmp_path / "store" / "files" / f"{draft.id}#7").write_bytes(b"of a killed process")
@@ -352,7 +475,7 @@ async def test_a_removal_that_stops_half_way_is_completed(cluster: InProcess, tm
     async def data() -> AsyncIterator[bytes]:
         yield b"abc"
 
-    record = await store.create("one", "a", "batch", data())
+    record = await store.receive("one", data(), about)
     assert record.sha256 == hashlib.sha256(b"abc").hexdigest()
     path = tmp_path / "store" / "files" / record.id
     path.unlink()
@@ -428,8 +551,14 @@ async def test_a_writer_that_is_repeated_makes_a_file_once(cluster: InProcess, t
 
     first = await store.create("one", "out.jsonl", "batch_output", data(), file=name)
     assert await store.create("one", "out.jsonl", "batch_output", data(), file=name) == first
-    # a writer that looked before the first one was done
-    assert await store.receive("one", data(), lambda: About("out.jsonl", "batch_output"), file=name) == first
     assert reads == 1
+    # two that both look before one of them is done
+    name = new_id()
+    first, again = await asyncio.gather(
+        *(store.create("one", "out.jsonl", "batch_output", data(), file=name) for _ in range(2)), return_exceptions=True
+    )
+    first = first if isinstance(first, FileRecord) else again  # one of them may find that the other one wrote it
+    assert isinstance(first, FileRecord)
+    assert await store.create("one", "out.jsonl", "batch_output", data(), file=name) == first
     assert await store.range(first, 2, 5) == b"234"
     assert b"".join([piece async for piece in await store.open(first)]) == b"0123456789"

@@ -22,16 +22,16 @@ from sie_gateway.jobs import run as runs
 from sie_gateway.jobs import sweeping
 from sie_gateway.jobs.asking import Halted
 from sie_gateway.jobs.keeper import Keeper
-from sie_gateway.jobs.ledger import JobBound, JobBounds, JobUse, Ledger
+from sie_gateway.jobs.ledger import Ledger
 from sie_gateway.jobs.records import JobsBucket
 from sie_gateway.jobs.run import JobRun, Progress, ShardBroken
 from sie_gateway.jobs.service import Jobs
 from sie_gateway.jobs.sweeping import Sweeper
+from sie_gateway.jobs.usage import Bound, Usage, Use
 from sie_runtime.process import Stop
 from sie_store.object_stores import StoreError
 
-_ALL = JobBound(JobUse(1000, 1 << 20), ("SIE_MAX_JOBS", "SIE_MAX_JOBS_BYTES"))
-BOUNDS = JobBounds(_ALL, _ALL)
+BOUND = Bound(Use(1000, 1 << 20), ("SIE_MAX_JOBS", "SIE_MAX_JOBS_BYTES"))
 JOB = JobRecord("job-1", "k", "key", 1.0, request=JobRequest(model="m", input=JobInput(file="f")))
 
 
@@ -124,7 +124,7 @@ class World:
     def gateway(self, name: str, at_once: int = 2) -> Ledger:
         broker = self.brokers[name] = self.server.connect(name)
         bucket, stop = JobsBucket(broker, 1), Stop()
-        ledger = Ledger(bucket, broker, 1, BOUNDS)
+        ledger = Ledger(bucket, broker, 1, Usage(BOUND, BOUND, kinds=("jobs", "bytes"), remedy="", reason="jobs"))
         keeper = Keeper(ledger, broker, name, self.output.work(name), at_once=at_once, storage="memory", replicas=1)
         self.stops[name] = stop, asyncio.gather(bucket.run(stop), keeper.run(stop)), keeper
         return ledger

@@ -331,6 +331,34 @@ class ClusterSettings:
         whole(64 << 10),
         "Bytes of the records of all jobs and batches.",
     )
+    files_per_key: int = row(
+        10_000,
+        "SIE_FILES_PER_KEY",
+        "gateway",
+        whole(1),
+        "Files of one key, outputs of its batches included. A further upload is refused with 429; an output is kept.",
+    )
+    files_bytes_per_key: int = row(
+        64 << 30,
+        "SIE_FILES_BYTES_PER_KEY",
+        "gateway",
+        whole(1 << 20),
+        "Bytes of the files of one key, those that are being uploaded included.",
+    )
+    max_files: int = row(
+        100_000,
+        "SIE_MAX_FILES",
+        "gateway",
+        whole(1),
+        "Files of all keys. Every gateway has their records in memory.",
+    )
+    max_files_bytes: int = row(
+        1 << 40,
+        "SIE_MAX_FILES_BYTES",
+        "gateway",
+        whole(1 << 20),
+        "Bytes of the files of all keys.",
+    )
     jobs_cache_bytes: int = row(
         4 << 30,
         "SIE_JOBS_CACHE_BYTES",

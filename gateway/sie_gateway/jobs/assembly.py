@@ -16,12 +16,13 @@ from sie_gateway.inference import Inference
 from sie_gateway.jobs.engine import Credentials, Engine
 from sie_gateway.jobs.files import FileStore
 from sie_gateway.jobs.keeper import Keeper
-from sie_gateway.jobs.ledger import JobBound, JobBounds, JobUse, Ledger
+from sie_gateway.jobs.ledger import Ledger
 from sie_gateway.jobs.pace import workers_needed
 from sie_gateway.jobs.records import JobsBucket
 from sie_gateway.jobs.results import Results
 from sie_gateway.jobs.service import Jobs
 from sie_gateway.jobs.sweeping import Sweeper
+from sie_gateway.jobs.usage import Bound, Usage, Use
 from sie_gateway.route_kinds import InferenceRoute
 from sie_gateway.routes import TABLE
 from sie_runtime.http import uuid7
@@ -60,9 +61,9 @@ def assembled(
     """Raises SettingError."""
     url, replicas = settings.payload_store_url, settings.stream_replicas
     bucket = JobsBucket(broker, replicas)
-    ledger = Ledger(bucket, broker, replicas, _bounds(settings))
+    ledger = Ledger(bucket, broker, replicas, _job_usage(settings))
     leases = leases_of(broker, storage=settings.stream_storage, replicas=replicas)
-    files = FileStore(bucket, open_files(url), LeaderLease(leases, "files"))
+    files = FileStore(bucket, open_files(url), LeaderLease(leases, "files"), _file_usage(settings))
     store = None if url is None else object_stores.opened(url, "SIE_PAYLOAD_STORE_URL")
 
     def charge(grant: Grant) -> Charge:
@@ -87,12 +88,25 @@ def assembled(
     return JobParts(files, jobs, Results(ledger, engine), bucket, keeper, sweeper)
 
 
-def _bounds(settings: Settings) -> JobBounds:
-    of_key = JobUse(settings.jobs_per_key, settings.jobs_bytes_per_key)
-    in_all = JobUse(settings.max_jobs, settings.max_jobs_bytes)
-    return JobBounds(
-        JobBound(of_key, ("SIE_JOBS_PER_KEY", "SIE_JOBS_BYTES_PER_KEY")),
-        JobBound(in_all, ("SIE_MAX_JOBS", "SIE_MAX_JOBS_BYTES")),
+def _job_usage(settings: Settings) -> Usage:
+    return Usage(
+        Bound(Use(settings.jobs_per_key, settings.jobs_bytes_per_key), ("SIE_JOBS_PER_KEY", "SIE_JOBS_BYTES_PER_KEY")),
+        Bound(Use(settings.max_jobs, settings.max_jobs_bytes), ("SIE_MAX_JOBS", "SIE_MAX_JOBS_BYTES")),
+        kinds=("jobs and batches", "bytes of records of jobs and batches"),
+        remedy="delete some that have ended",
+        reason="jobs",
+    )
+
+
+def _file_usage(settings: Settings) -> Usage:
+    return Usage(
+        Bound(
+            Use(settings.files_per_key, settings.files_bytes_per_key), ("SIE_FILES_PER_KEY", "SIE_FILES_BYTES_PER_KEY")
+        ),
+        Bound(Use(settings.max_files, settings.max_files_bytes), ("SIE_MAX_FILES", "SIE_MAX_FILES_BYTES")),
+        kinds=("files", "bytes of files"),
+        remedy="delete some, or let them expire",
+        reason="files",
     )
 
 

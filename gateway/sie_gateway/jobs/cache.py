@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from sie_gateway.jobs.values import pack, unpack
 from sie_store.datasets.answers import Answer
-from sie_store.object_stores import ObjectMissing, WrittenMeanwhile, within
+from sie_store.object_stores import FILES, ObjectMissing, WrittenMeanwhile, check_room, within
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -203,6 +203,7 @@ class Cache:
         if not values:
             return 0
         data = await asyncio.to_thread(segment, values)
+        check_room(self._store, len(data), reserves=FILES)
         try:
             await within(LONG_S, obstore.put_async(self._store, self._folder + name, data, mode="create"))
         except WrittenMeanwhile:

@@ -8,6 +8,7 @@ as it removes what has expired, so that no object is left for good.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import logging
@@ -24,14 +25,16 @@ from sie_contracts.errors import InvalidInput, NotFound, NotReady, PayloadTooLar
 from sie_contracts.jobs import FileRecord
 from sie_gateway.grant import Grant
 from sie_gateway.jobs.records import JobsBucket
+from sie_gateway.jobs.usage import Usage, Use
+from sie_gateway.slots import KeySlots
 from sie_runtime.asgi import uuid7
 from sie_runtime.process import Stop, Trouble
 from sie_store.files import FileObjects
 from sie_store.object_stores import ObjectMissing, StoreError, StoreFull
 
 MAX_FILE_BYTES = 512 << 20
-MAX_FILES = 100_000  # every gateway has all their records in memory
-WRITES_AT_ONCE = 16  # each takes some parts of an upload in memory
+UPLOADS_AT_ONCE, UPLOADS_OF_A_KEY = 16, 4  # each takes some parts of an upload in memory
+OUTPUTS_AT_ONCE = 4  # of batches, which never wait for uploads
 WRITE_S = 3600.0
 ABANDONED_S = WRITE_S + 600.0  # then nobody writes it any more; clocks of gateways may differ by the rest
 CLEAN_S = 20.0
@@ -70,10 +73,10 @@ class FileStore:
         bucket: JobsBucket,
         objects: FileObjects | None,
         lease: LeaderLease,
+        usage: Usage,
         wall_clock: Callable[[], float] = time.time,
         *,
         max_bytes: int = MAX_FILE_BYTES,
-        max_files: int = MAX_FILES,
     ) -> None:
         self._bucket = bucket
         self._records = bucket.files
@@ -81,8 +84,12 @@ class FileStore:
         self._lease = lease
         self._wall_clock = wall_clock
         self._max_bytes = max_bytes
-        self._max_files = max_files
-        self._writes = 0
+        self._usage = usage
+        for file, record in self._records.items():
+            self._charge(file, record)
+        self._records.listeners.append(self._charge)
+        self._uploads = KeySlots(UPLOADS_AT_ONCE, UPLOADS_OF_A_KEY, "uploads")
+        self._outputs = asyncio.Semaphore(OUTPUTS_AT_ONCE)
 
     # what there is
 
@@ -149,32 +156,41 @@ class FileStore:
         data: AsyncIterator[bytes],
         *,
         expires_after_s: float = 0.0,
-        file: str = "",
+        file: str,
     ) -> FileRecord:
-        """Store a file. `file`: its id, of `new_id`, so that a writer that is repeated makes it once: where that file
-        is there already, its record is returned and `data` is not read.
+        """Store an output. `file`: its id, of `new_id`, so that a writer that is repeated makes it once: where that
+        file is there already, its record is returned and `data` is not read.
         """
-        if file and (known := await self._refreshed(file)) is not None and known.state == "ready":
+        if (known := await self._refreshed(file)) is not None and known.state == "ready":
             return known
-        return await self.receive(owner, data, lambda: About(name, purpose, expires_after_s), file=file)
+        async with self._outputs:
+            return await self._receive(owner, data, lambda: About(name, purpose, expires_after_s), file, bounded=False)
 
-    async def receive(
-        self, owner: str, data: AsyncIterator[bytes], about: Callable[[], About], *, file: str = ""
-    ) -> FileRecord:
-        """Store a file of which all is known when `data` has ended: then `about` is called.
+    async def receive(self, owner: str, data: AsyncIterator[bytes], about: Callable[[], About]) -> FileRecord:
+        """Store a file that a client sends, of which all is known when `data` has ended: then `about` is called.
 
-        Raises InvalidInput for an empty file, PayloadTooLarge, ResourceExhausted for a full store, and what `data` and
-        `about` raise; then nothing of it is left. What a task leaves that is cancelled is removed by `clean`.
+        Raises InvalidInput for an empty file, PayloadTooLarge, RateLimited for what a key may not have,
+        ResourceExhausted for a full store, and what `data` and `about` raise; then nothing of it is left. What a task
+        leaves that is cancelled is removed by `clean`.
         """
+        with self._uploads.hold(owner):
+            return await self._receive(owner, data, about, new_id(), bounded=True)
+
+    async def _receive(
+        self, owner: str, data: AsyncIterator[bytes], about: Callable[[], About], file: str, *, bounded: bool
+    ) -> FileRecord:
+        """`bounded`: it is refused where its owner, or all, have as much as may be. An output counts and is kept."""
         objects = self._required()
-        if self._writes >= WRITES_AT_ONCE:
-            raise ResourceExhausted(f"this gateway receives {WRITES_AT_ONCE} files already", reason="uploads")
-        if len(self._records) >= self._max_files:
-            raise ResourceExhausted(
-                f"there are {self._max_files} files already: delete some, or let them expire", reason="files"
-            )
-        self._writes += 1
-        draft = FileRecord(file or new_id(), owner, "", "", 0, "", self._wall_clock(), state="writing")
+        if bounded:
+            self._usage.check(owner, Use(1))
+        draft = FileRecord(file, owner, "", "", 0, "", self._wall_clock(), state="writing")
+        self._usage.charge(draft.id, owner, 0)
+
+        def grow(size: int) -> None:
+            self._usage.charge(draft.id, owner, size)
+            if bounded:
+                self._usage.check(owner, Use())
+
         try:
             with _unavailable():
                 stands = await self._records.change(
@@ -184,19 +200,24 @@ class FileStore:
                 return stands
             try:
                 with _unavailable():
-                    return await self._write(objects, draft, data, about)
+                    return await self._write(objects, draft, _Read(data, self._max_bytes, grow), about)
             except Exception:
                 now = self._records.get(draft.id)
                 if now is None or now == draft:  # else somebody else writes this file
                     await self._forsake(draft.id)
                 raise
         finally:
-            self._writes -= 1
+            self._charge(draft.id, self._records.get(draft.id))
+
+    def _charge(self, file: str, record: FileRecord | None) -> None:
+        if record is None:
+            self._usage.release(file)
+        elif record.state != "writing" or file not in self._usage:  # else its writer counts what has arrived
+            self._usage.charge(file, record.owner, record.bytes)
 
     async def _write(
-        self, objects: FileObjects, draft: FileRecord, data: AsyncIterator[bytes], about: Callable[[], About]
+        self, objects: FileObjects, draft: FileRecord, read: _Read, about: Callable[[], About]
     ) -> FileRecord:
-        read = _Read(data, self._max_bytes)
         await read.begin()
         await objects.put(draft.id, read.pieces(), WRITE_S)
         told = about()
@@ -294,10 +315,13 @@ def sees_all(grant: Grant) -> bool:
 
 
 class _Read:
-    """Counts and digests what is read. Raises InvalidInput for nothing, PayloadTooLarge for too much."""
+    """Counts and digests what is read. Raises InvalidInput for nothing, PayloadTooLarge for too much, and what `grow`
+    raises, which hears of each size.
+    """
 
-    def __init__(self, data: AsyncIterator[bytes], limit: int) -> None:
+    def __init__(self, data: AsyncIterator[bytes], limit: int, grow: Callable[[int], None]) -> None:
         self.size = 0
+        self._grow = grow
         self.digest = hashlib.sha256()
         self._data = data
         self._limit = limit
@@ -320,6 +344,7 @@ class _Read:
         self.size += len(piece)
         if self.size > self._limit:
             raise PayloadTooLarge(f"file: more than {self._limit} bytes", param="file", extras={"limit": self._limit})
+        self._grow(self.size)
         self.digest.update(piece)
         return piece
 

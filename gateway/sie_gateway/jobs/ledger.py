@@ -4,53 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from sie_broker import Store, Write, WrongRevision
 from sie_broker.record import Bucket
 from sie_contracts import jobs as records
 from sie_contracts import topology
-from sie_contracts.errors import NotFound, RateLimited
+from sie_contracts.errors import NotFound
 from sie_contracts.jobs import JobRecord, ShardRecord
 from sie_gateway.jobs.records import JobsBucket
-
-
-class JobUse(NamedTuple):
-    """Jobs, and the bytes of their records."""
-
-    jobs: int = 0
-    size: int = 0
-
-    def plus(self, other: JobUse) -> JobUse:
-        return JobUse(self.jobs + other.jobs, self.size + other.size)
-
-
-class JobBound(NamedTuple):
-    """How many jobs, and bytes of their records, are kept, with the settings that say so."""
-
-    most: JobUse
-    settings: tuple[str, str]
-
-
-class JobBounds(NamedTuple):
-    """Of the jobs of one key, and of all."""
-
-    of_key: JobBound
-    in_all: JobBound
+from sie_gateway.jobs.usage import Usage, Use
 
 
 class Ledger:
     """All jobs, as this gateway knows them. `bucket` is followed by its own task.
 
-    `bounds` are judged by what this gateway knows: its own submissions count from their beginning, those of another
-    gateway when the watch has brought them. So each other gateway may exceed a bound by what it takes in this time. The
-    record of a job that runs grows by less than 20 KiB, which counts and ends no job.
+    The record of a job that runs grows by less than 20 KiB, which counts in `usage` and ends no job.
     """
 
-    def __init__(self, bucket: JobsBucket, broker: Store, replicas: int, bounds: JobBounds) -> None:
-        self._bounds = bounds
-        self._charged: dict[str, tuple[str, int]] = {}  # by job: its owner, bytes of its record
-        self._used: dict[str, JobUse] = {}  # by owner
+    def __init__(self, bucket: JobsBucket, broker: Store, replicas: int, usage: Usage) -> None:
+        self._usage = usage
         self._bucket = bucket
         self._jobs = bucket.jobs
         self._jobs.listeners.append(self._on_job)
@@ -85,25 +57,14 @@ class Ledger:
         """Keep a new job. One with its id stays as it is and is returned. Raises RateLimited where there are as many as
         may be, BrokerError.
         """
-        if job.id not in self._charged:  # else the same submission is on its way
+        if job.id not in self._usage:  # else the same submission is on its way
             size = len(records.encode(job))
-            new = JobUse(1, size)
-            whole = JobUse(len(self._charged), sum(used.size for used in self._used.values())).plus(new)
-            self._check(self._used.get(job.owner, JobUse()).plus(new), self._bounds.of_key, "this key has")
-            self._check(whole, self._bounds.in_all, "all keys together have")
-            self._charge(job.id, (job.owner, size))
+            self._usage.check(job.owner, Use(1, size))
+            self._usage.charge(job.id, job.owner, size)
         try:
             return await self.change(job.id, lambda before: job if before is None else before, created=True)
         finally:
-            self._charge(job.id, _charge_of(self._jobs.get(job.id)))
-
-    def _check(self, used: JobUse, bound: JobBound, who: str) -> None:
-        """Raises RateLimited."""
-        kinds = ("jobs and batches", "bytes of records of jobs and batches")
-        for have, most, kind, setting in zip(used, bound.most, kinds, bound.settings, strict=True):
-            if have > most:
-                message = f"{who} {most} {kind} ({setting}): delete some that have ended"
-                raise RateLimited(message, reason="jobs", retry_after_s=60)
+            self._charge(job.id, self._jobs.get(job.id))
 
     def require(self) -> None:
         """Raises NotReady while the records are not read."""
@@ -147,23 +108,14 @@ class Ledger:
         await self._shards.use(lambda bucket: bucket.purge(job_id))
         await self._jobs.remove(job_id)
 
-    def _charge(self, job_id: str, charge: tuple[str, int] | None) -> None:
-        """Have a job count as this, in place of what it counted as before."""
-        if (before := self._charged.pop(job_id, None)) is not None:
-            owner, size = before
-            self._used[owner] = self._used[owner].plus(JobUse(-1, -size))
-            if not self._used[owner].jobs:
-                del self._used[owner]
-        if charge is not None:
-            owner, size = self._charged[job_id] = charge
-            self._used[owner] = self._used.get(owner, JobUse()).plus(JobUse(1, size))
+    def _charge(self, job_id: str, job: JobRecord | None) -> None:
+        if job is None:
+            self._usage.release(job_id)
+        else:
+            self._usage.charge(job_id, job.owner, len(records.encode(job)))
 
     def _on_job(self, job_id: str, job: JobRecord | None) -> None:
-        self._charge(job_id, _charge_of(job))
+        self._charge(job_id, job)
         if (listener := self._listeners.get(job_id)) is not None:
             listener(job)
         self.woken.set()
-
-
-def _charge_of(job: JobRecord | None) -> tuple[str, int] | None:
-    return None if job is None else (job.owner, len(records.encode(job)))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sie_contracts import jobs as records
 from sie_contracts.jobs import Plan
 from sie_gateway.jobs.files import FileStore
-from sie_store.object_stores import ObjectMissing, WrittenMeanwhile, within
+from sie_store.object_stores import FILES, ObjectMissing, WrittenMeanwhile, check_room, within
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -55,6 +55,7 @@ class Workplace:
         """Store an object whole, unless it is there. Returns the one that is there then. Raises StoreError."""
         import obstore
 
+        check_room(self.store, len(data), reserves=FILES)
         try:
             await within(LONG_S, obstore.put_async(self.store, f"{self._prefix}/{name}", data, mode="create"))
         except WrittenMeanwhile:

@@ -1,0 +1,36 @@
+"""Places for work that a gateway does for clients: so many in all, and so many of one key."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+
+from sie_contracts.errors import RateLimited, ResourceExhausted
+
+
+class KeySlots:
+    """`total` places, of which one key has at most `per_key`. `work`: its name in a refusal, such as uploads."""
+
+    def __init__(self, total: int, per_key: int, work: str) -> None:
+        self._total, self._per_key, self._work = total, per_key, work
+        self._taken: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def hold(self, key: str) -> Iterator[None]:
+        """A place for as long as the context lasts. Raises RateLimited if the key has all of its own, ResourceExhausted
+        if there is none.
+        """
+        if self._taken[key] >= self._per_key:
+            raise RateLimited(
+                f"this key has {self._per_key} {self._work} at once already, at this gateway", reason=self._work
+            )
+        if self._taken.total() >= self._total:
+            raise ResourceExhausted(f"this gateway has {self._total} {self._work} at once already", reason=self._work)
+        self._taken[key] += 1
+        try:
+            yield
+        finally:
+            self._taken[key] -= 1
+            if not self._taken[key]:
+                del self._taken[key]
