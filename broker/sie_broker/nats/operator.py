@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from sie_broker import BrokerError, BrokerUnavailable, Entry
 from sie_broker.limits import check_room
 from sie_broker.nats.api import (
+    STREAM_EXISTS,
     ConsumerInfo,
     Refusal,
     StreamInfo,
@@ -119,7 +120,8 @@ async def remake(broker: NatsBroker, info: StreamInfo) -> None:
     """Delete a stream and create it again, empty, with its configuration. Raises BrokerError."""
     name = str(info.config["name"])
     await broker.delete_stream(name)
-    await broker.create_stream(name, info.config)
+    # there again already where a process asked its owner for it meanwhile
+    await broker.find(f"STREAM.CREATE.{name}", info.config, StreamInfo, STREAM_EXISTS)
 
 
 def plan(facts: Facts, spec: StreamSpec, ack_wait_s: float) -> list[Step]:
