@@ -93,9 +93,8 @@ async def keep(service: ConfigService, settings: Settings, broker: Broker, prepa
         again = await seeded(service, settings, broker, stop, prepared.overlay)
         if again is None:
             return
-        present = again.store.last_read
-        gone = [name for name in prepared.store.written_over_api() if present is None or name not in present.held]
-        if gone:
+        recovered = set(again.store.written_over_api())
+        if gone := [name for name in prepared.store.written_over_api() if name not in recovered]:
             told = ", ".join(gone[:MAX_TOLD]) + (", ..." if len(gone) > MAX_TOLD else "")
             _logger.warning("%d changes over the API were lost with it, make them again: %s", len(gone), told)
         prepared = again

@@ -270,7 +270,7 @@ class Protocol(HttpToolsProtocol):
             return
         self._head_done()
         if (
-            self._piece_bytes > MAX_HEAD_BYTES or self._head_bytes > 0
+            self._piece_bytes > MAX_HEAD_BYTES or self._head_bytes >= 0  # it came in several pieces
         ) and self._head_size() > MAX_HEAD_BYTES:  # else it cannot be
             self._stop(_HEAD_TOO_LARGE)
         self._is_chunked = any(name == b"transfer-encoding" for name, _ in self.headers)

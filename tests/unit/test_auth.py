@@ -59,6 +59,7 @@ DOCUMENTED = """
     infer  DELETE /v1/jobs/mine
     infer  GET /v1/batches /v1/batches/mine
     infer  POST /v1/batches /v1/batches/mine/cancel
+    infer  DELETE /v1/batches/mine
     read   GET /v1/models /v1/models/org/name /models /models/org/name /v1/pools /v1/pools/mine
     read   GET /v1/pools/assignments /health /docs /v1/cluster
     read   GET /v1/placement /v1/requests/{request}/log

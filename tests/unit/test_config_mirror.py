@@ -130,7 +130,9 @@ async def test_a_record_that_cannot_be_read_changes_nothing_and_is_named(replica
     good = await bucket.get(bundle_key("vision"))
     assert good is not None
     await bucket.write([Write(bundle_key("vision"), b"{")])
-    with pytest.raises(NotReady, match=rf"record {bundle_key('vision')} cannot be read .* restore it"):
+    with pytest.raises(
+        NotReady, match=rf"record {bundle_key('vision')} cannot be read .* run `sie repair KV_sie_catalogue`"
+    ):
         await replica.store.snapshot()
     await bucket.write([Write(bundle_key("vision"), good.value)])
     after = await replica.store.snapshot()

@@ -248,7 +248,7 @@ async def test_a_full_disk_is_an_error_and_leaves_nothing_under_the_name_of_a_pa
     """A smaller part, and the same one after there is room, are written."""
     place = output(str(small_disk))
     filler = small_disk / "filler"
-    filler.write_bytes(os.urandom(900_000))
+    filler.write_bytes(os.urandom(650_000))
     data, random = part(), np.random.default_rng(1)
     answers = [Answer(arrays={"dense": random.random(256, np.float32)}) for _ in range(300)]
     large = encode(

@@ -11,7 +11,6 @@ pytestmark = pytest.mark.xdist_group("sources")  # one process reads them
 SET_ELSEWHERE = {
     "sie_broker.nats.connection self._client.options": "the client has no way to reconnect only after a first success",
     "sie_runtime.http self.config.timeout_graceful_shutdown": "uvicorn's way to say how long its end may take",
-    "sie_runtime.protocol self.cycle.keep_alive": "uvicorn's cycle: the connection ends with this response",
     "sie_runtime.protocol self.cycle.server_state": "uvicorn makes its cycles itself",
     "sie_runtime.protocol self.cycle.transport": "uvicorn makes its cycles itself",
     "sie_adapter.backbone model.config.use_cache": "the configuration of a model of transformers",

@@ -16,7 +16,6 @@ import pytest
 from inprocess import GatewayProcess, InProcess, until_told
 from websockets.asyncio.client import connect
 
-from sie_broker import Write
 from sie_contracts import messages, topology
 from sie_contracts.heartbeats import Heartbeat
 from sie_gateway.pool_rules import HIDDEN, MAX_RESERVATIONS_OF_A_KEY
@@ -40,6 +39,7 @@ OWNED = """
     POST   /v1/jobs/{job}/pause /v1/jobs/{job}/resume /v1/jobs/{job}/cancel /v1/jobs/{job}/retry
     DELETE /v1/jobs/{job}
     GET    /v1/batches/{batch}
+    DELETE /v1/batches/{batch}
     POST   /v1/batches/{batch}/cancel
 """
 # A route that gives to A what A made, and the same without it to everybody else.
@@ -132,10 +132,10 @@ async def tenant(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> AsyncItera
     caplog.set_level(logging.INFO, "sie")
     async with InProcess(tmp_path) as cluster:
         tokens = {"": "", "static": STATIC, "admin": ADMIN}
-        bucket = await keys.open_bucket(cluster.server.connect("operator"), 1)
+        buckets = await keys.KeyBuckets.open(cluster.server.connect("operator"), 1)
         for who, scopes in (("A", DEFAULT), ("B", DEFAULT), ("R", ("read",))):
             key, tokens[who] = keys.create(who, scopes, now_s=time.time())
-            await bucket.write([Write(key.id, keys.encode(key))])
+            await buckets.write(key, 0)
         gateway = await cluster.gateway(
             SIE_AUTH_MODE="token",
             SIE_AUTH_TOKEN=STATIC,

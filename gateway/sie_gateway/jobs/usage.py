@@ -64,7 +64,7 @@ class Usage:
     def _check(self, use: Use, bound: Bound, who: str) -> None:
         for have, most, kind, setting in zip(use, bound.most, self._kinds, bound.settings, strict=True):
             if have > most:
-                message = f"{who} {most} {kind} at most ({setting}): {self._remedy}"
+                message = f"{who} {most} {kind} ({setting}): {self._remedy}"
                 raise RateLimited(message, reason=self._reason, retry_after_s=RETRY_S)
 
     def _add(self, owner: str, use: Use) -> None:
