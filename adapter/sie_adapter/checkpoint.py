@@ -7,7 +7,6 @@ with a random part answers as politely as a right one.
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from sie_adapter.device import Compute
+from sie_adapter.folder_files import read_json, read_value, reading
 from sie_contracts.entries import LoadOptions
 from sie_contracts.load_errors import load_failed
 
@@ -152,7 +152,9 @@ def _from_files(
             ]
         if names:
             raise load_failed(
-                "INCOMPATIBLE", f"the weights have {len(names)} {fault.replace('_', ' ')}: {', '.join(names[:5])}"
+                "INCOMPATIBLE",
+                f"the weights do not fit config.json, they have {len(names)} {fault.replace('_', ' ')}: "
+                f"{', '.join(names[:5])}",
             )
     found: PreTrainedModel = model
     return found
@@ -193,12 +195,6 @@ def _cast(model: PreTrainedModel, dtype: torch.dtype, *, float32_head: bool = Fa
     for name, parameter in cast.named_parameters():
         if kept.isdisjoint([*name.split("."), name.rpartition(".")[0]]):
             parameter.data = parameter.data.to(dtype)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON map of the folder; empty if there is no such file."""
-    found = json.loads(path.read_text()) if path.is_file() else {}
-    return found if isinstance(found, dict) else {}
 
 
 def tensor(folder: Path, name: str) -> Tensor | None:
@@ -246,10 +242,10 @@ def read_modules(folder: Path) -> Modules:
     """The modules that the folder lists; none without modules.json. Raises ModelLoadFailed INCOMPATIBLE for one that
     would be left out.
     """
-    path = folder / "modules.json"
-    if not path.is_file():
+    found = read_value(folder / "modules.json")
+    if found is None:
         return Modules(folder, folder)
-    listed = [(_kind(module["type"]), folder / module["path"]) for module in json.loads(path.read_text())]
+    listed = [(_kind(module["type"]), folder / module["path"]) for module in found]
     query_weights = None
     if [kind for kind, _ in listed] == ["Router"]:
         listed, query_weights = _routes(listed[0][1])
@@ -265,9 +261,11 @@ def read_modules(folder: Path) -> Modules:
             continue
         config = settings[kind] = read_json(place / "config.json")
         if kind == "Pooling":
-            pooling = _pooling(config)
+            with reading(place / "config.json"):
+                pooling = _pooling(config)
         elif kind == "Dense":
-            layers.append(_dense(place, config))
+            with reading(place / "config.json"):
+                layers.append(_dense(place, config))
     kinds = tuple(kind for kind, _ in listed)
     return Modules(folder, transformer, query_weights, kinds, pooling, tuple(layers), "Normalize" in kinds, settings)
 
@@ -303,7 +301,7 @@ def _pooling(config: dict[str, Any]) -> str:
     pooling = {"lasttoken": "last", "weightedmean": "weighted"}.get(pooling, pooling)
     if pooling and pooling not in POOLINGS:
         raise load_failed(
-            "INCOMPATIBLE", f"the pooling of the model is {pooling}, expected one of {', '.join(POOLINGS)}"
+            "INCOMPATIBLE", f"config.json: the pooling of the model is {pooling}, expected one of {', '.join(POOLINGS)}"
         )
     if config.get("include_prompt") is False:
         raise load_failed(

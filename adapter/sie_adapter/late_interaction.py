@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sie_adapter.checkpoint import Modules, read_json
+from sie_adapter.checkpoint import Modules
+from sie_adapter.folder_files import read_json
 from sie_adapter.packing import Items, expanded
 from sie_contracts.entries import HeadOptions
 from sie_contracts.load_errors import load_failed

@@ -21,10 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForZeroShotObjectDetection
 
-from sie_adapter.checkpoint import empty_model, load_model, read_json
+from sie_adapter.checkpoint import empty_model, load_model
 from sie_adapter.device import Compute, to_device
 from sie_adapter.families.boxes import Float32, Frame, Sight
 from sie_adapter.families.extraction import bytes_of, labels_refused
+from sie_adapter.folder_files import read_json
 from sie_adapter.images import PROCESSOR
 from sie_adapter.linear import block_linears
 from sie_adapter.packing import Shown
