@@ -27,8 +27,8 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from sie_adapter.checkpoint import read_json
 from sie_adapter.device import Compute
+from sie_adapter.folder_files import read_json
 from sie_adapter.heads import Row, States
 from sie_adapter.modules import MODEL_FILE, read_modules
 from sie_adapter.packing import Items

@@ -7,7 +7,6 @@ with a random part answers as politely as a right one.
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -143,7 +142,9 @@ def _from_files(
             ]
         if names:
             raise load_failed(
-                "INCOMPATIBLE", f"the weights have {len(names)} {fault.replace('_', ' ')}: {', '.join(names[:5])}"
+                "INCOMPATIBLE",
+                f"the weights do not fit config.json, they have {len(names)} {fault.replace('_', ' ')}: "
+                f"{', '.join(names[:5])}",
             )
     found: PreTrainedModel = model
     return found
@@ -184,12 +185,6 @@ def _cast(model: PreTrainedModel, dtype: torch.dtype, *, float32_head: bool = Fa
     for name, parameter in cast.named_parameters():
         if kept.isdisjoint([*name.split("."), name.rpartition(".")[0]]):
             parameter.data = parameter.data.to(dtype)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON map of the folder; empty if there is no such file."""
-    found = json.loads(path.read_text()) if path.is_file() else {}
-    return found if isinstance(found, dict) else {}
 
 
 def tensor(folder: Path, name: str) -> Tensor | None:

@@ -8,6 +8,7 @@ class of the entry, on the device `meta` ──► names and shapes of tensors �
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +34,7 @@ def compare_files(folder: Path, entry: ModelEntry) -> list[str]:
     if entry.load.trust_remote_code:
         return ["neither its tensors nor its tokenizer: load.trust_remote_code runs code that inspection does not"]
     try:
-        with _quiet():
+        with quiet():
             cause = family_of(entry.family).fault_of_files(folder, entry)
     except ImportError as error:
         return [f"neither its tensors nor its tokenizer: a package is not installed: {error}"]
@@ -43,13 +44,15 @@ def compare_files(folder: Path, entry: ModelEntry) -> list[str]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the progress and the advice of transformers, which are for whoever reads weights."""
+def quiet() -> Iterator[None]:
+    """Without the progress and the advice of transformers, for whoever reads weights, and torch's warnings."""
     bars, level = transformers.logging.is_progress_bar_enabled(), transformers.logging.get_verbosity()
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         transformers.logging.set_verbosity(level)
         if bars:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sie_adapter.checkpoint import read_json
+from sie_adapter.folder_files import read_json
 
 UNLIMITED = 1 << 24  # transformers writes 10^30 where a tokenizer has no limit
 _GLINER_WORDS, _TOKENS_PER_WORD = 384, 4
@@ -26,9 +26,9 @@ def described_by_package(folder: Path, raw: dict[str, Any]) -> Described | None:
     """What `folder`, whose config.json is `raw`, says if it is one of the packages; else None."""
     if (folder / "gliner_config.json").is_file():
         return _gliner(folder)
-    if raw.get("model_type") == "extractor" or "GLiNER2" in raw.get("architectures", ()):
+    if raw.get("model_type") == "extractor" or "GLiNER2" in (raw.get("architectures") or ()):
         return _gliner2(folder, raw)
-    if raw.get("model_type") == "GLiClass" or "GLiClassModel" in raw.get("architectures", ()):
+    if raw.get("model_type") == "GLiClass" or "GLiClassModel" in (raw.get("architectures") or ()):
         return _gliclass(raw)
     return None
 

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sie_adapter.checkpoint import read_json
 from sie_adapter.device import Compute, to_device
+from sie_adapter.folder_files import read_json
 from sie_adapter.packing import Shown, UInt8, missing
 from sie_adapter.tower_outputs import Output
 from sie_contracts.entries import LoadOptions, ModelEntry

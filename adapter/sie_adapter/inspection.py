@@ -10,7 +10,6 @@ The entry holds the digests of every file that decides a number, so the load tha
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,10 +23,11 @@ from transformers import AutoConfig, AutoModel, PretrainedConfig
 from transformers.quantizers import AutoHfQuantizer
 
 from sie_adapter.chat_pairs import pair_pieces
-from sie_adapter.checkpoint import construction, read_json, stored_rows
-from sie_adapter.comparison import compare_files
+from sie_adapter.checkpoint import construction, stored_rows
+from sie_adapter.comparison import compare_files, quiet
 from sie_adapter.extraction_folders import UNLIMITED, described_by_package, tokenizer_limit
 from sie_adapter.families.text_model import check_pair_prompt, stored_activation
+from sie_adapter.folder_files import line_of, read_json, read_value, reading
 from sie_adapter.image_folders import described_by_image_model
 from sie_adapter.late_interaction import late_interaction
 from sie_adapter.modules import MODEL_FILE, Modules, conversion, read_modules
@@ -71,11 +71,10 @@ def inspect(folder: Path, model: str, weights: Mapping[str, Any], known: ModelEn
         report.entry |= _choices(known, weights)
         report.found.append(f"the catalogue knows {known.id}: its options stay, the weights are new")
     else:
-        try:
+        with reading(folder), quiet():
             _describe(folder, report)
-        except json.JSONDecodeError as error:
-            raise load_failed("INCOMPATIBLE", f"a configuration in {folder} is not JSON: {error}") from error
-    report.assumed += compare_files(folder, parse_entry(report.entry))
+    with reading(folder):
+        report.assumed += compare_files(folder, parse_entry(report.entry))
     report.entry["weights"]["digests"] = digests(folder)
     if licence := _licence(folder):
         report.entry["license"] = licence
@@ -112,15 +111,13 @@ def digests(folder: Path) -> dict[str, str]:
     found = sorted({path for place in places for pattern in patterns for path in place.glob(pattern)})
     made = {}
     for path in found:
-        with path.open("rb") as file:
+        with reading(path), path.open("rb") as file:
             made[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
     return made
 
 
 def _module_folders(folder: Path) -> list[Path]:
-    if not (folder / "modules.json").is_file():
-        return []
-    names = [module["path"] for module in json.loads((folder / "modules.json").read_text())]
+    names = [module["path"] for module in read_value(folder / "modules.json") or ()]
     names += read_json(folder / "router_config.json").get("types", {})
     return [folder / name for name in names if (folder / name).is_dir()]
 
@@ -138,8 +135,9 @@ def _choices(known: ModelEntry, weights: Mapping[str, Any]) -> dict[str, Any]:
 def _transformer(folder: Path, report: Inspection) -> None:
     _refuse_other_folders(folder)
     modules = read_modules(folder)
-    config = _config(modules.folder)
-    backbone = _empty_backbone(config)
+    with reading(modules.folder / "config.json"):
+        config = _config(modules.folder)
+        backbone = _empty_backbone(config)
     named = next(iter(config.architectures or ()), "")
     report.found.append(f"architecture {named or config.model_type}: config.json")
     entry = report.entry
@@ -211,7 +209,7 @@ def _refuse_other_folders(folder: Path) -> None:
 def _config(folder: Path) -> PretrainedConfig:
     raw = read_json(folder / "config.json")
     if not raw:
-        raise load_failed("NOT_FOUND", f"{folder} has no config.json")
+        raise load_failed("NOT_FOUND", f"{folder}, which modules.json may name, has no config.json")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except ValueError as error:
@@ -251,7 +249,8 @@ def _empty_backbone(config: PretrainedConfig) -> Any:
             return AutoModel.from_config(config)
     except ValueError as error:
         raise load_failed(
-            "INCOMPATIBLE", f"transformers has no bare model for model_type {config.model_type!r}"
+            "INCOMPATIBLE",
+            f"config.json: transformers makes no bare model of model_type {config.model_type!r}: {line_of(error)}",
         ) from error
 
 
@@ -279,10 +278,11 @@ def _outputs(
 ) -> dict[str, int]:
     vocabulary = backbone.get_input_embeddings().num_embeddings
     if (folder / "sparse_linear.pt").is_file() and (folder / "colbert_linear.pt").is_file():
-        layer = torch.load(folder / "colbert_linear.pt", map_location="meta", weights_only=True)
+        with reading(folder / "colbert_linear.pt"):
+            rows = torch.load(folder / "colbert_linear.pt", map_location="meta", weights_only=True)["weight"].shape[0]
         report.found.append("dense, sparse and multivector of one pass: sparse_linear.pt, colbert_linear.pt")
         width = modules.width(config.hidden_size)
-        return {"dense": width, "sparse": vocabulary, "multivector": layer["weight"].shape[0], "score": 0}
+        return {"dense": width, "sparse": vocabulary, "multivector": rows, "score": 0}
     if "SpladePooling" in modules.kinds or (folder / "idf.json").is_file():
         report.found.append(
             f"sparse, {vocabulary} ids: {'SpladePooling' if 'SpladePooling' in modules.kinds else 'idf.json'}"

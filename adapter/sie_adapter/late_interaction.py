@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sie_adapter.checkpoint import read_json
+from sie_adapter.folder_files import read_json
 from sie_adapter.modules import Modules
 from sie_adapter.packing import Items, expanded
 from sie_contracts.entries import HeadOptions

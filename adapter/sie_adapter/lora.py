@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from sie_adapter.checkpoint import read_json
 from sie_adapter.device import Compute
+from sie_adapter.folder_files import read_json
 from sie_contracts.errors import LoraLoading
 from sie_contracts.load_errors import lora_rejected
 

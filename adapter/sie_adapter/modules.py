@@ -10,7 +10,6 @@ Source: sentence-transformers 6.2 (base/model.py, base/modules, sentence_transfo
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,14 +18,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sie_adapter.checkpoint import linear, read_json, tensor
+from sie_adapter.checkpoint import linear, tensor
+from sie_adapter.folder_files import TRANSFORMER_FILES, read_json, read_value, reading
 from sie_contracts.load_errors import load_failed
 
 POOLINGS = ("cls", "mean", "last", "weighted")
-TRANSFORMER_FILES = tuple(
-    f"sentence_{name}_config.json"
-    for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
-)
 # settings by module: those in the set are obeyed, or change no number
 FIELDS: Mapping[str, frozenset[str]] = {
     "Transformer": frozenset(
@@ -193,9 +189,10 @@ def read_modules(folder: Path) -> Modules:
     Raises ModelLoadFailed INCOMPATIBLE for a class, an order or a setting that would be left out, NOT_FOUND for a
     module whose files are missing.
     """
-    if not (folder / "modules.json").is_file():
+    entries = read_value(folder / "modules.json")
+    if entries is None:
         return Modules(folder, folder, transformer=read_transformer(folder))
-    listed = _listed(folder)
+    listed = _listed(folder, entries)
     query_weights = None
     if [kind for kind, _ in listed] == ["Router"]:
         listed, query_weights = _routes(listed[0][1])
@@ -215,9 +212,11 @@ def read_modules(folder: Path) -> Modules:
             raise _refused(f"modules.json lists {kind} twice")
         config = settings[kind] = _module_config(kind, place)
         if kind == "Pooling":
-            pooling, pooled_at = _pooling(place, config), len(steps)
+            with reading(place / "config.json"):
+                pooling, pooled_at = _pooling(place, config), len(steps)
         elif kind == "Dense":
-            steps.append((kind, _feature(kind, place, config, pooled=pooled_at is not None), _dense(place, config)))
+            with reading(place / "config.json"):
+                steps.append((kind, _feature(kind, place, config, pooled=pooled_at is not None), _dense(place, config)))
         elif kind == "Normalize":
             steps.append((kind, _feature(kind, place, config, pooled=pooled_at is not None), Normalization()))
         elif kind == "SpladePooling":
@@ -231,8 +230,8 @@ def read_modules(folder: Path) -> Modules:
     _check_steps(steps, pooled_at)
     model = read_json(folder / MODEL_FILE)
     if (width := model.get("truncate_dim")) and pooled_at is not None:
-        steps.append(("Truncation", _VECTOR, Truncation(_positive("truncate_dim", width))))
-    max_entries = _positive("max_active_dims", model.get("max_active_dims") or 0)
+        steps.append(("Truncation", _VECTOR, Truncation(width)))
+    max_entries = model.get("max_active_dims") or 0
     if max_entries and query_weights is not None:
         raise _refused(f"{MODEL_FILE} has max_active_dims, which this adapter does not apply to looked-up queries")
     normalizes = bool(steps) and steps[-1][0] == "Normalize" and pooled_at != len(steps)
@@ -254,17 +253,14 @@ def read_modules(folder: Path) -> Modules:
     )
 
 
-def _listed(folder: Path) -> list[tuple[str, Path]]:
+def _listed(folder: Path, entries: list[dict[str, str]]) -> list[tuple[str, Path]]:
     """The class and the folder of each module."""
     listed = []
-    entries = json.loads((folder / "modules.json").read_text("utf-8"))
-    for module in entries if isinstance(entries, list) else [None]:
-        name, place = (module.get("type"), module.get("path")) if isinstance(module, dict) else (None, None)
-        if not isinstance(name, str) or not isinstance(place, str):
-            raise _refused("modules.json: expected the type and the path of each module")
-        if not (folder / place).resolve().is_relative_to(folder.resolve()):
-            raise _refused(f"modules.json names {place}, which is outside of the folder")
-        listed.append((_stock_kind(name), folder / place))
+    for entry in entries:
+        place = folder / entry["path"]
+        if not place.resolve().is_relative_to(folder.resolve()):
+            raise _refused(f"modules.json names {entry['path']}, which is outside of the folder")
+        listed.append((_stock_kind(entry["type"]), place))
     return listed
 
 
@@ -288,12 +284,6 @@ def _module_config(kind: str, place: Path) -> dict[str, Any]:
     if unknown := sorted(config.keys() - known):
         raise _refused(f"{place.name}/config.json has the setting {unknown[0]}, which this adapter does not read")
     return config
-
-
-def _positive(name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise _refused(f"{MODEL_FILE}: {name} is not a whole number")
-    return value
 
 
 def _feature(kind: str, place: Path, config: Mapping[str, Any], *, pooled: bool) -> str:
@@ -403,9 +393,13 @@ def _pooling(place: Path, config: Mapping[str, Any]) -> str:
     pooling = "+".join([modes] if isinstance(modes, str) else modes)
     pooling = {"lasttoken": "last", "weightedmean": "weighted"}.get(pooling, pooling)
     if pooling not in POOLINGS:
-        raise _refused(f"the pooling of the model is {pooling}, expected one of {', '.join(POOLINGS)}")
+        raise _refused(
+            f"{place.name}/config.json: the pooling of the model is {pooling}, expected one of {', '.join(POOLINGS)}"
+        )
     if config.get("include_prompt") is False:
-        raise _refused("the pooling leaves the prompt out (include_prompt), which this adapter does not")
+        raise _refused(
+            f"{place.name}/config.json: the pooling leaves the prompt out (include_prompt), which this adapter does not"
+        )
     return pooling
 
 
@@ -420,7 +414,10 @@ def _dense(folder: Path, config: Mapping[str, Any]) -> Projection:
     activation = config.get("activation_function", "torch.nn.modules.activation.Tanh")  # the module's own default
     name = activation.rpartition(".")[2]
     if not activation.startswith("torch.") or name not in _ACTIVATIONS:
-        raise _refused(f"a Dense has the activation {activation}, expected one of {', '.join(_ACTIVATIONS)} of torch")
+        raise _refused(
+            f"{folder.name}/config.json: a Dense has the activation {activation}, expected one of "
+            f"{', '.join(_ACTIVATIONS)} of torch"
+        )
     weight, bias = tensor(folder, "linear.weight"), tensor(folder, "linear.bias")
     shape = (config.get("out_features"), config.get("in_features"))
     if weight is None and (folder / "pytorch_model.bin").is_file():

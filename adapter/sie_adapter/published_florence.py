@@ -20,8 +20,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import Florence2Config, Florence2ForConditionalGeneration, GenerationConfig, PreTrainedModel
 
-from sie_adapter.checkpoint import filled, placed, read_json
+from sie_adapter.checkpoint import filled, placed
 from sie_adapter.device import Compute
+from sie_adapter.folder_files import read_json
 from sie_contracts.entries import ModelEntry
 from sie_contracts.load_errors import load_failed
 

@@ -34,7 +34,8 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from sie_adapter.engine import Engine
-from sie_adapter.modules import FIELDS, TRANSFORMER_FILES
+from sie_adapter.folder_files import TRANSFORMER_FILES
+from sie_adapter.modules import FIELDS
 from sie_contracts.errors import ModelLoadFailed, ValidationFailed
 from sie_contracts.settings import Settings
 

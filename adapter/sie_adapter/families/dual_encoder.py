@@ -27,10 +27,11 @@ from transformers import AutoModel
 
 from sie_adapter import open_clip
 from sie_adapter.backbone import Backbone
-from sie_adapter.checkpoint import empty_model, load_model, read_json
+from sie_adapter.checkpoint import empty_model, load_model
 from sie_adapter.device import Compute, to_device
 from sie_adapter.families.extraction import bytes_of
 from sie_adapter.families.packed_model import PackedModel, fault_of_tokenizer
+from sie_adapter.folder_files import read_json
 from sie_adapter.heads import Head, Reduced, States
 from sie_adapter.images import Tower, processor_of
 from sie_adapter.linear import block_linears

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from sie_adapter.checkpoint import _cast, construction, read_json
+from sie_adapter.checkpoint import _cast, construction
 from sie_adapter.device import Compute
 from sie_adapter.families.extraction import (
     ExtractOptions,
@@ -40,6 +40,7 @@ from sie_adapter.families.extraction import (
     tokenizer_fault,
     windows,
 )
+from sie_adapter.folder_files import read_json
 from sie_adapter.tokenizer import bare_tokenizer, read_tokenizer
 from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.errors import InferenceFailed, InvalidInput, SIEError

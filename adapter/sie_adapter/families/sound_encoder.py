@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from transformers import AutoModel, ClapConfig, RobertaConfig, RobertaModel
 
 from sie_adapter.backbone import Backbone
-from sie_adapter.checkpoint import empty_model, load_model, read_json
+from sie_adapter.checkpoint import empty_model, load_model
 from sie_adapter.device import Compute, to_device
 from sie_adapter.families.dual_encoder import TwoTowers, VectorHead
 from sie_adapter.families.extraction import bytes_of
 from sie_adapter.families.packed_model import fault_of_tokenizer
+from sie_adapter.folder_files import read_json
 from sie_adapter.heads import Head
 from sie_adapter.images import PROCESSOR, passes, per_pass, read_processor
 from sie_adapter.linear import block_linears

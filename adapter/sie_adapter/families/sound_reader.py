@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import WhisperForConditionalGeneration
 from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 
-from sie_adapter.checkpoint import empty_model, load_model, read_json
+from sie_adapter.checkpoint import empty_model, load_model
 from sie_adapter.device import Compute, to_device
 from sie_adapter.families.extraction import ExtractOptions, bytes_of
 from sie_adapter.families.transcript import FRAMES_PER_STEP, TASKS, Segment, Told, segments
@@ -34,6 +34,7 @@ from sie_adapter.families.written import (
     text_entity,
     tokens_left,
 )
+from sie_adapter.folder_files import read_json
 from sie_adapter.greedy import Finish, Greedy, Rules, ends_of
 from sie_adapter.images import PROCESSOR, passes, read_processor
 from sie_adapter.linear import block_linears

@@ -28,9 +28,9 @@ from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel
 
 from sie_adapter import answers, checkpoint
 from sie_adapter.answers import Answers
-from sie_adapter.checkpoint import read_json
 from sie_adapter.device import Compute
 from sie_adapter.entities import entities
+from sie_adapter.folder_files import read_json
 from sie_adapter.heads import Head
 from sie_adapter.heads.classification import LastTokenHead, SequenceHead, TokenHead
 from sie_adapter.heads.keep import KeepHead

@@ -20,7 +20,7 @@ from transformers import (
     PaddleOCRVLForConditionalGeneration,
 )
 
-from sie_adapter.checkpoint import empty_model, load_model, read_json
+from sie_adapter.checkpoint import empty_model, load_model
 from sie_adapter.device import Compute, to_device
 from sie_adapter.families.extraction import ExtractOptions, bytes_of
 from sie_adapter.families.written import (
@@ -32,6 +32,7 @@ from sie_adapter.families.written import (
     text_entity,
     tokens_left,
 )
+from sie_adapter.folder_files import read_json
 from sie_adapter.greedy import Greedy, ends_of
 from sie_adapter.linear import block_linears
 from sie_adapter.packing import Shown

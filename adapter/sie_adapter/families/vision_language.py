@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from sie_adapter import answers
 from sie_adapter.answers import Answers
 from sie_adapter.backbone import Backbone
-from sie_adapter.checkpoint import read_json
 from sie_adapter.device import Compute
 from sie_adapter.families.colpali import ColPali
 from sie_adapter.families.extraction import bytes_of
 from sie_adapter.families.packed_model import PackedModel, fault_of_tokenizer, samples_of
 from sie_adapter.families.qwen3_vl import Qwen3Encoder, Qwen3Reranker
 from sie_adapter.families.qwen_vl import ColQwen
+from sie_adapter.folder_files import read_json
 from sie_adapter.heads import Head, Row
 from sie_adapter.images import processor_of
 from sie_adapter.linear import block_linears

@@ -77,7 +77,7 @@ def described(settings: Settings, source: str, name: str, revision: str | None) 
         report = inspect_folder(folder, model, weights, known)
         return _yaml(report.entry, report.found, report.assumed), parse_entry(report.entry)
     except SIEError as error:
-        raise Refused(error.message) from error
+        raise Refused(" ".join(error.message.split())) from error  # of libraries that write paragraphs
 
 
 def _yaml(entry: dict[str, Any], found: list[str], assumed: list[str]) -> str:

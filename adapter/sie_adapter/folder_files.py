@@ -1,0 +1,149 @@
+"""The files of a model folder, as a stranger may have written them: what a library raises over one of them is told in a
+line with the name of that file, and configurations have the form and the size that models have.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.load_errors import load_failed
+
+MAX_TEXT = 300  # characters of what a library says
+MAX_COUNT = 1_000  # layers, experts and the like, each of which is made
+MAX_SIZE = 1 << 24  # rows and columns of tables
+_COUNTS, _SIZES = ("_layers", "_layer", "_experts", "_blocks"), ("_size", "_dim", "_embeddings", "_heads", "_labels")
+
+TRANSFORMER_FILES = tuple(
+    f"sentence_{name}_config.json"
+    for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+
+Size = Annotated[int, Meta(ge=1, le=MAX_SIZE)]
+
+
+class Config(msgspec.Struct):
+    """`config.json`, of which this adapter reads these by itself."""
+
+    architectures: list[str] | None = None
+    model_type: str | None = None
+    auto_map: dict[str, Any] | None = None
+    id2label: dict[str, Any] | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    vocab_size: Size | None = None
+    hidden_size: Size | None = None
+    encoder_config: dict[str, Any] | None = None
+
+
+class Module(msgspec.Struct):
+    type: str
+    path: str
+
+
+class Sentences(msgspec.Struct):
+    """`sentence_bert_config.json`, or one of its older names."""
+
+    max_seq_length: Annotated[int, Meta(ge=1)] | None = None
+
+
+class Prompts(msgspec.Struct):
+    """`config_sentence_transformers.json`."""
+
+    prompts: dict[str, str | None] | None = None
+    default_prompt_name: str | None = None
+    truncate_dim: Size | None = None
+    max_active_dims: Size | None = None
+
+
+class TokenizerConfig(msgspec.Struct):
+    """`tokenizer_config.json`; without a limit transformers writes 10^30."""
+
+    model_max_length: Annotated[float, Meta(ge=1)] | None = None
+
+
+_FORMS: dict[str, Any] = {
+    "config.json": Config,
+    "modules.json": list[Module],
+    **dict.fromkeys(TRANSFORMER_FILES, Sentences),
+    "config_sentence_transformers.json": Prompts,
+    "tokenizer_config.json": TokenizerConfig,
+}
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Turn whatever is raised over `file` into ModelLoadFailed INCOMPATIBLE, which names it: libraries raise anything
+    over files of strangers.
+    """
+    try:
+        yield
+    except ModelLoadFailed:
+        raise
+    except OSError as error:
+        raise load_failed(
+            "INCOMPATIBLE", f"{error.filename or file} cannot be read: {error.strerror or line_of(error)}"
+        ) from error
+    except Exception as error:
+        said = f"{type(error).__name__}: {line_of(error)}"
+        raise load_failed("INCOMPATIBLE", f"{file} does not describe a model that can be made: {said}") from error
+
+
+def line_of(error: Exception) -> str:
+    """The text of an error as one line."""
+    return " ".join(str(error).split())[:MAX_TEXT]
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON map of the folder; empty if there is no such file. Raises ModelLoadFailed INCOMPATIBLE."""
+    found = read_value(file)
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise load_failed("INCOMPATIBLE", f"{file}: expected a JSON object, got {type(found).__name__}")
+    return found
+
+
+def read_value(file: Path) -> Any:
+    """What a JSON file holds, in the form that its name promises; None if there is no such file. Raises ModelLoadFailed
+    INCOMPATIBLE.
+    """
+    if not file.is_symlink() and not file.exists():
+        return None
+    try:
+        found = json.loads(file.read_text("utf-8"))
+        if found is None:
+            raise ValueError("expected a JSON object, got null")
+        msgspec.convert(found, _FORMS.get(file.name, Any))
+        _check_sizes(found)
+    except OSError as error:
+        raise load_failed("INCOMPATIBLE", f"{file} cannot be read: {error.strerror or line_of(error)}") from error
+    except RecursionError as error:
+        raise load_failed("INCOMPATIBLE", f"{file} is nested too deeply") from error
+    except UnicodeDecodeError as error:
+        raise load_failed("INCOMPATIBLE", f"{file} is not JSON: it is not UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise load_failed("INCOMPATIBLE", f"{file} is not JSON: {line_of(error)}") from error
+    except ValueError as error:
+        raise load_failed("INCOMPATIBLE", f"{file}: {line_of(error)}") from error
+    return found
+
+
+def _check_sizes(found: Any, path: str = "$") -> None:
+    """Raises ValueError for a number of layers or a size of a table that no model has: it would be made before the
+    weights are compared with it.
+    """
+    if not isinstance(found, dict):
+        return
+    for name, value in found.items():
+        most = MAX_COUNT if name.endswith(_COUNTS) else MAX_SIZE if name.endswith(_SIZES) else None
+        if most is not None and isinstance(value, int | float) and not 0 <= value <= most:
+            raise ValueError(f"{path}.{name}: expected 0 to {most}, got {value!r}"[:MAX_TEXT])
+        _check_sizes(value, f"{path}.{name}")

@@ -1,0 +1,162 @@
+"""A model folder of a stranger: each of its files, broken in each way, ends `sie models inspect` in one line that names
+the file, or is served rightly.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+from parity.checkpoints import ARCHITECTURES, add_modules, build, modules_of
+from selection import long_but
+
+from sie_cli.main import main
+from sie_contracts.entries import parse_entry
+
+VALUES: tuple[Any, ...] = (None, -1, 0, 10**12, 1e308, "x", [], {}, True, float("nan"), ["a", 1], {"a": None})
+USUAL_VALUES: tuple[Any, ...] = (-1, "x", {"a": None})
+WHOLE = {
+    "empty": b"",
+    "list": b"[]",
+    "number": b"3",
+    "null": b"null",
+    "not UTF-8": b'{"a":"\xff\xfe"}',
+    "UTF-16": '{"a":1}'.encode("utf-16"),
+    "deep list": b"[" * 100_000 + b"]" * 100_000,
+    "deep map": b'{"a":' * 50_000 + b"1" + b"}" * 50_000,
+    "long number": b'{"a":' + b"9" * 10_000 + b"}",
+}
+CONFIGURATIONS = (
+    "config.json",
+    "modules.json",
+    "1_Pooling/config.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "tokenizer_config.json",
+)
+
+
+class Command:
+    """Runs when it is unpickled, which nothing may do."""
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path("/tmp/sie-unpickled"),))
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good") / "mine"
+    return add_modules(build(folder, ARCHITECTURES["bert"]), modules_of(ARCHITECTURES["bert"]))
+
+
+def inspected(folder: Path) -> Any:
+    return CliRunner().invoke(main, ["models", "inspect", str(folder)], env={"SIE_HF_FALLBACK": "false"})
+
+
+def outcome(folder: Path, file: str, case: str) -> bool:
+    """Whether it was refused, in one line with the name of the file; else there is an entry."""
+    done = inspected(folder)
+    assert done.exception is None or isinstance(done.exception, SystemExit), (file, case, repr(done.exception))
+    if done.exit_code == 0:
+        parse_entry(yaml.safe_load(done.stdout))
+        return False
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("Error: "), (file, case, line)
+    assert Path(file).name in line, (file, case, line)
+    return True
+
+
+def mutations(data: bytes, values: tuple[Any, ...]) -> Iterator[tuple[str, bytes]]:
+    """Each field with each value, and without it."""
+    found = json.loads(data)
+    places = list(enumerate(found)) if isinstance(found, list) else [(None, found)]
+    for number, fields in places:
+        for name in fields:
+            for value in (*values, ...):
+                changed = {key: each for key, each in fields.items() if key != name}
+                if value is not ...:
+                    changed[name] = value
+                whole = changed if number is None else [*found[:number], changed, *found[number + 1 :]]
+                yield f"{number} {name}: {value!r}", json.dumps(whole).encode()
+
+
+@pytest.mark.parametrize("file", CONFIGURATIONS)
+def test_a_file_that_is_none_is_named(good: Path, file: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(good, tmp_path / "model")
+    data, broken = (folder / file).read_bytes(), folder / file
+    refused = 0
+    for case, content in (*WHOLE.items(), ("half", data[: len(data) // 2])):
+        broken.write_bytes(content)
+        refused += outcome(folder, file, case)
+    broken.unlink()
+    broken.mkdir()
+    refused += outcome(folder, file, "a folder")
+    broken.rmdir()
+    broken.symlink_to(broken)
+    refused += outcome(folder, file, "a loop")
+    assert refused >= len(WHOLE) + 1  # a list without modules is good
+
+
+@pytest.mark.parametrize(
+    ("file", "values"),
+    long_but(
+        [(file, values) for values in (USUAL_VALUES, VALUES) for file in CONFIGURATIONS],
+        [(file, USUAL_VALUES) for file in CONFIGURATIONS if file not in ("config.json", "tokenizer_config.json")],
+    ),
+)
+def test_a_field_of_another_form_is_refused_with_its_file_or_means_nothing(
+    good: Path, file: str, values: tuple[Any, ...], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(good, tmp_path / "model")
+    count = 0
+    for case, content in mutations((folder / file).read_bytes(), values):
+        (folder / file).write_bytes(content)
+        outcome(folder, file, case)
+        count += 1
+    assert count
+
+
+def cut(folder: Path) -> str:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    return file.name
+
+
+def long_header(folder: Path) -> str:
+    file = folder / "model.safetensors"
+    file.write_bytes((1 << 62).to_bytes(8, "little") + file.read_bytes()[8:])
+    return file.name
+
+
+def pickled(folder: Path) -> str:
+    for name in ("sparse_linear.pt", "colbert_linear.pt"):
+        (folder / name).write_bytes(pickle.dumps(Command()))
+    return "_linear.pt"
+
+
+def weights_folder(folder: Path) -> str:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").mkdir()
+    return "model.safetensors"
+
+
+def no_tokenizer(folder: Path) -> str:
+    (folder / "tokenizer.json").write_bytes(b"{}")
+    return "tokenizer"
+
+
+@pytest.mark.parametrize("spoil", [cut, long_header, pickled, weights_folder, no_tokenizer])
+def test_weights_and_tokenizers_of_strangers_are_named(
+    spoil: Callable[[Path], str], good: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(good, tmp_path / "model")
+    name = spoil(folder)
+    assert outcome(folder, name, spoil.__name__)
+    assert not Path("/tmp/sie-unpickled").exists()
