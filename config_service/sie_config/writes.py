@@ -64,6 +64,9 @@ class Answered:
     replayed: bool = False
 
 
+MAX_ENTRIES = 50_000  # every gateway and worker has the catalogue in memory; a removed one stays as a mark
+
+
 class Writer:
     """All writes of one replica, one at a time: between replicas compare-and-set decides."""
 
@@ -104,6 +107,12 @@ class Writer:
             raise await self._stale(asked.model, held, asked.if_match)
         entry = await asked.edit(held)
         changes = held.entry != entry
+        if entry is not None and held.revision == 0 and len((await store.snapshot()).held) >= MAX_ENTRIES:
+            raise ContentConflict(
+                f"there are {MAX_ENTRIES} models and aliases, removed ones included, at most that many are kept: use a "
+                "name that was used before",
+                param="model_id",
+            )
         guarded = await guard(store, asked.model, held, entry, force=asked.force) if changes else Guarded()
         body = self._body(asked, held, entry, held.revision + changes, await store.bundles()) | guarded.told
         created = bool(body["created_profiles"]) and asked.operation == "create"

@@ -19,6 +19,7 @@ from metrics_page import every
 from pages import DOCS, README, ROOT
 
 from sie_cli.main import main
+from sie_contracts import topology
 from sie_contracts.settings import BY_NAME, ROWS
 
 ALERTS = ROOT / "charts" / "sie-cluster" / "files" / "alerts.yaml"
@@ -204,3 +205,9 @@ def test_what_a_page_shows_is_compared_with_what_is_printed() -> None:
         assert pages.differences(shown, printed) == [f"{printed!r} in place of {shown!r}"]
     assert pages.differences("a 1 b\n", "a 1 c\n", measured=True) == ["'a 1 c' in place of 'a 1 b'"]
     assert pages.differences("a\nb\n", "a\n") == ["1 lines in place of 2"]
+
+
+def test_each_bucket_has_its_bound_in_the_page_of_security() -> None:
+    text = (ROOT / "docs" / "security.md").read_text("utf-8")
+    table = text.partition("### What the broker keeps of clients")[2].partition("\n## ")[0]
+    assert set(re.findall(r"`KV_(sie_[a-z_]+)`", table)) == topology.BUCKETS
