@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import functools
 import logging
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -158,8 +157,8 @@ async def serve(
     letters = DeadLetters(broker, settings, metrics, record.own, placer.note)
     residencies = Residencies(broker, fleet, placer, cold)
     quotas = Quotas(admission.peers.count)
-    jobs = assembled(settings, broker, inference, fleet, gate, quotas)
-    scaling.further.append(lambda lane: jobs.wanted_workers(lane, len(fleet.of_lane(lane)), time.time()))
+    jobs = assembled(settings, broker, inference, fleet, gate, quotas, clock.now_s)
+    scaling.further.append(lambda lane: jobs.wanted_workers(lane, len(fleet.of_lane(lane)), clock.now_s()))
     services = Services(Doctor(host, port, data_dir), letters, residencies, jobs, quotas)
     readiness = Readiness(broker, feed, keys)
     gateway = Gateway(settings, metrics, services, pools, admission.peers, inference, status, scaling)

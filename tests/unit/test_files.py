@@ -420,6 +420,16 @@ async def test_files_leave_room_for_payloads_and_payloads_for_the_queue(
 # clean-up
 
 
+async def test_a_clock_that_is_ahead_expires_nothing(gateway: GatewayProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broker's time decides: a gateway whose clock is wrong would remove the files of all."""
+    form = {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "86400"}
+    answer = await gateway.client.post(PATH, data=form, files={"file": ("a.jsonl", b"data")}, headers=by(ONE))
+    place = f"{PATH}/{answer.json()['id']}"
+    genuine = time.time
+    monkeypatch.setattr(time, "time", lambda: genuine() + 31 * 86400)
+    assert (await gateway.client.get(place, headers=by(ONE))).status_code == 200
+
+
 async def test_an_expired_file_is_not_served_and_then_removed(
     cluster: InProcess, gateway: GatewayProcess, tmp_path: Path
 ) -> None:

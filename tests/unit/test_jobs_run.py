@@ -675,7 +675,7 @@ def sweeper(world: World, ledger: Ledger, refused: dict[str, SIEError], *, has_s
 
     jobs = Jobs(ledger, check, lambda job: 0, forget, lambda file: None)
     lease = LeaderLease(leases_of(world.brokers["g1"], storage="memory", replicas=1), "jobs")
-    return Sweeper(jobs, lease, 60.0, has_store=has_store)
+    return Sweeper(jobs, lease, 60.0, time.time, has_store=has_store)
 
 
 async def test_a_job_that_cannot_be_removed_does_not_hold_the_others(world: World) -> None:

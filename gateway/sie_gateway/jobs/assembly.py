@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from sie_broker import Broker
@@ -56,14 +57,22 @@ class JobParts(NamedTuple):
 
 
 def assembled(
-    settings: Settings, broker: Broker, inference: Inference, fleet: Fleet, gate: Gate, quotas: Quotas
+    settings: Settings,
+    broker: Broker,
+    inference: Inference,
+    fleet: Fleet,
+    gate: Gate,
+    quotas: Quotas,
+    now_s: Callable[[], float],
 ) -> JobParts:
-    """Raises SettingError."""
+    """`now_s`: seconds since 1970 at the broker, by which files and jobs expire: a gateway whose clock is ahead would
+    remove those of all. Raises SettingError.
+    """
     url, replicas = settings.payload_store_url, settings.stream_replicas
     bucket = JobsBucket(broker, replicas)
     ledger = Ledger(bucket, broker, replicas, _job_usage(settings))
     leases = leases_of(broker, storage=settings.stream_storage, replicas=replicas)
-    files = FileStore(bucket, open_files(url), LeaderLease(leases, "files"), _file_usage(settings))
+    files = FileStore(bucket, open_files(url), LeaderLease(leases, "files"), _file_usage(settings), now_s)
     store = None if url is None else object_stores.opened(url, "SIE_PAYLOAD_STORE_URL")
 
     def charge(grant: Grant) -> Charge:
@@ -74,7 +83,7 @@ def assembled(
     def workers(job: JobRecord) -> int:
         return sum(str(Lane(beat.pool, beat.machine_profile, beat.bundle)) == job.lane for beat in fleet.healthy())
 
-    jobs = Jobs(ledger, engine.check, workers, engine.forget, files.content)
+    jobs = Jobs(ledger, engine.check, workers, engine.forget, files.content, now_s)
     keeper = Keeper(
         ledger,
         broker,
@@ -84,7 +93,7 @@ def assembled(
         storage=settings.stream_storage,
         replicas=replicas,
     )
-    sweeper = Sweeper(jobs, LeaderLease(leases, "jobs"), settings.jobs_keep_s, has_store=url is not None)
+    sweeper = Sweeper(jobs, LeaderLease(leases, "jobs"), settings.jobs_keep_s, now_s, has_store=url is not None)
     return JobParts(files, jobs, Results(ledger, engine), bucket, keeper, sweeper)
 
 

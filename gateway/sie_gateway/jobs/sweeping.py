@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-import time
 from collections.abc import Callable
 
 from sie_broker import BrokerError
@@ -23,7 +22,7 @@ class Sweeper:
     """
 
     def __init__(
-        self, jobs: Jobs, lease: LeaderLease, keep_s: float, now_s: Callable[[], float] = time.time, *, has_store: bool
+        self, jobs: Jobs, lease: LeaderLease, keep_s: float, now_s: Callable[[], float], *, has_store: bool
     ) -> None:
         self._jobs = jobs
         self._lease = lease
