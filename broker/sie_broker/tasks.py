@@ -65,8 +65,8 @@ class ReconnectHandlers:
 
 
 async def guarded(what: str, work: Awaitable[None]) -> None:
-    """Await a callback of a user. Its errors are logged, and a cancellation that came from inside it. One line where the
-    broker is away or refuses: that is no fault of the callback.
+    """Await a callback of a user. Its errors are logged, also a cancellation that came from inside it; an error of the
+    broker, which is no fault of the callback, as one line.
     """
     try:
         await work
