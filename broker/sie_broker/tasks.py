@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from sie_broker import BrokerUnavailable
+from sie_broker import BrokerError, BrokerUnavailable
 
 log = logging.getLogger("sie.broker")
 
@@ -65,7 +65,9 @@ class ReconnectHandlers:
 
 
 async def guarded(what: str, work: Awaitable[None]) -> None:
-    """Await a callback of a user. Its errors are logged, and also a cancellation that came from inside it."""
+    """Await a callback of a user. Its errors are logged, also a cancellation that came from inside it; an error of the
+    broker, which is no fault of the callback, as one line.
+    """
     try:
         await work
     except asyncio.CancelledError:
@@ -73,6 +75,8 @@ async def guarded(what: str, work: Awaitable[None]) -> None:
         if task is None or task.cancelling():
             raise
         log.exception("%s was cancelled from inside", what)
+    except BrokerError as error:
+        log.warning("%s was not completed: %s", what, error)
     except Exception:
         log.exception("%s failed", what)
 

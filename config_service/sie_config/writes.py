@@ -18,6 +18,8 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from sie_broker.record import retry_conflicts
 from sie_config.aliases import Guarded, guard
 from sie_config.documents import Document, checked, difference, invalid, merged
@@ -26,9 +28,18 @@ from sie_config.store import CatalogueStore, Change, digest_of, normalised, repl
 from sie_contracts.aliases import Alias
 from sie_contracts.bundles import Bundle, lacking, serving
 from sie_contracts.entries import ModelEntry
-from sie_contracts.errors import ContentConflict, IdempotencyMismatch, ModelNotFound, PermissionDenied, QueueUnavailable
+from sie_contracts.errors import (
+    ContentConflict,
+    IdempotencyMismatch,
+    ModelNotFound,
+    PayloadTooLarge,
+    PermissionDenied,
+    QueueUnavailable,
+)
 from sie_contracts.trust import Trust
 
+MAX_IDS = 50_000  # models and aliases, removed ones included, whose revisions are kept
+MAX_ENTRY_BYTES = 256 << 10  # of one in the bucket, where up to 100 revisions of it are
 WRITE_S = 10.0  # for one write, others of this replica before it included
 _FROM_NOTHING = ("create", "rollback")  # the others say that there is no such model
 _logger = logging.getLogger("sie.config")
@@ -62,9 +73,6 @@ class Answered:
     body: dict[str, Any]
     created: bool = False
     replayed: bool = False
-
-
-MAX_ENTRIES = 50_000  # every gateway and worker has the catalogue in memory; a removed one stays as a mark
 
 
 class Writer:
@@ -107,12 +115,8 @@ class Writer:
             raise await self._stale(asked.model, held, asked.if_match)
         entry = await asked.edit(held)
         changes = held.entry != entry
-        if entry is not None and held.revision == 0 and len((await store.snapshot()).held) >= MAX_ENTRIES:
-            raise ContentConflict(
-                f"there are {MAX_ENTRIES} models and aliases, removed ones included, at most that many are kept: use a "
-                "name that was used before",
-                param="model_id",
-            )
+        if changes and entry is not None:
+            await self._check_bounds(asked.model, entry)
         guarded = await guard(store, asked.model, held, entry, force=asked.force) if changes else Guarded()
         body = self._body(asked, held, entry, held.revision + changes, await store.bundles()) | guarded.told
         created = bool(body["created_profiles"]) and asked.operation == "create"
@@ -132,6 +136,16 @@ class Writer:
         elif reply is not None:
             await store.remember(reply)
         return Answered(body, created)
+
+    async def _check_bounds(self, model: str, entry: dict[str, Any]) -> None:
+        """Raises PayloadTooLarge, ContentConflict for what the bucket is not to hold."""
+        if (size := len(msgspec.json.encode(entry))) > MAX_ENTRY_BYTES:
+            message = f"{model} takes {size} bytes, at most {MAX_ENTRY_BYTES} are kept: split its profiles"
+            raise PayloadTooLarge(message, param="body", extras={"limit": MAX_ENTRY_BYTES})
+        ids = (await self._store.snapshot()).held
+        if model not in ids and len(ids) >= MAX_IDS:
+            message = f"the catalogue has {len(ids)} ids, the limit is {MAX_IDS}: give one that was there before"
+            raise ContentConflict(message, param="id", extras={"limit": MAX_IDS})
 
     def _body(
         self, asked: Asked, held: Held, entry: dict[str, Any] | None, revision: int, bundles: Mapping[str, Bundle]

@@ -256,8 +256,13 @@ def parse_document(raw: object) -> ModelEntry | Alias:
     return alias
 
 
+def is_id(model: str) -> bool:
+    """Whether a model or an alias may have this id: it is a path of documents, and never leads out of their folder."""
+    return bool(MODEL_ID.fullmatch(model)) and ".." not in model and not model.endswith(_RESERVED_SUFFIXES)
+
+
 def _check_id(model: str) -> None:
-    if not MODEL_ID.fullmatch(model) or ".." in model or model.endswith(_RESERVED_SUFFIXES):
+    if not is_id(model):
         raise _invalid(f"id {model!r} is not of the form {MODEL_ID.pattern} - at `$.id`")
 
 

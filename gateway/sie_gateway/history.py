@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 STEP_S = 10
 STEPS = 360
 MINUTE_S = 60
-SLOWEST, FAILED = 5, 5  # requests of each minute that are kept whole
+SLOWEST, FAILED = 5, 5  # requests of each minute and key that are kept whole
+MAX_OWNERS = 8  # keys of a minute with places of their own; all others share one more set
 MAX_TEXT = 300  # characters of a message, and of a name that no model has
 MAX_CHUNKS = 32  # of a request, that are told
 STAGES_TOLD = (*STAGES, "total_time")
@@ -74,10 +75,22 @@ class _Step:
 
 
 @dataclass
-class _Minute:
-    at: int
+class _Places:
     slowest: list[Note] = field(default_factory=list)  # a heap
     failed: deque[Note] = field(default_factory=lambda: deque(maxlen=FAILED))
+
+
+@dataclass
+class _Minute:
+    at: int
+    owners: dict[str, _Places] = field(default_factory=dict)
+    others: _Places = field(default_factory=_Places)
+
+    def places(self, owner: str) -> _Places:
+        """Those of a key, so that the requests of one do not push out those of another."""
+        if owner not in self.owners and len(self.owners) >= MAX_OWNERS:
+            return self.others
+        return self.owners.setdefault(owner, _Places())
 
 
 class History:
@@ -100,15 +113,15 @@ class History:
         self._step(now_s).count(code, times_ms)
         if code in REFUSED:  # overload is counted; its thousands would crowd out what ran
             return
-        minute, total_ms = self._minute(now_s), 1000 * seconds
-        is_slow = len(minute.slowest) < SLOWEST or total_ms > minute.slowest[0].total_ms
+        places, total_ms = self._minute(now_s).places(call.key), 1000 * seconds
+        is_slow = len(places.slowest) < SLOWEST or total_ms > places.slowest[0].total_ms
         if not (is_slow or code):
             return
         note = Note(total_ms, next(self._numbers), _told(call, endpoint, status, total_ms, now_s), call.key)
         if code:
-            minute.failed.append(note)
+            places.failed.append(note)
         if is_slow:
-            (heapq.heappush if len(minute.slowest) < SLOWEST else heapq.heappushpop)(minute.slowest, note)
+            (heapq.heappush if len(places.slowest) < SLOWEST else heapq.heappushpop)(places.slowest, note)
 
     def _step(self, now_s: float) -> _Step:
         at = int(now_s) // STEP_S * STEP_S
@@ -150,7 +163,8 @@ class History:
         oldest_s = self._clock() - STEPS * STEP_S
         for minute in self._minutes:
             if minute.at + MINUTE_S > oldest_s:
-                yield from (note for note in (*minute.slowest, *minute.failed) if grant.owns(note.owner))
+                for places in (*minute.owners.values(), minute.others):
+                    yield from (note for note in (*places.slowest, *places.failed) if grant.owns(note.owner))
 
 
 def quantile(counts: array[int], share: float) -> float:

@@ -271,6 +271,13 @@ def test_an_index_that_names_what_it_must_not_is_refused(folder: Path, name: str
     assert nothing_is_left(folder)
 
 
+@pytest.mark.parametrize("behind", [b"x", bytes(512) + b"x", bytes(20 * 512 + 1), made()])
+def test_bytes_behind_the_end_are_refused(folder: Path, behind: bytes) -> None:
+    with pytest.raises(Refused, match="something follows the end of the archive"):
+        load(made() + behind, folder)
+    assert nothing_is_left(folder)
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
@@ -281,6 +288,9 @@ def test_an_index_that_names_what_it_must_not_is_refused(folder: Path, name: str
         ({"entries": [{**ENTRY, "golden": "/etc/passwd"}]}, r"golden '/etc/passwd', which is no file of the archive"),
         ({"entries": [{**ENTRY, "surprise": 1}]}, r"sie 0\.1\.0 made it, and this sie cannot read the entry"),
         ({"aliases": [{"id": "a"}]}, r"has an alias that sie 0\.1\.0 made and this one cannot read"),
+        ({"aliases": [{"id": "../../x", "alias": "my/model"}]}, r"id '\.\./\.\./x' is not of the form"),
+        ({"aliases": [ENTRY]}, r"has a model among its aliases"),
+        ({"entries": [{**ENTRY, "id": "../../x"}]}, r"id '\.\./\.\./x' is not of the form"),
         (
             {"files": {"weights/my_2fmodel/a": FileFact(1 << 60, "0" * 64)}},
             r"free, the archive needs .* GiB: make room",

@@ -15,7 +15,7 @@ from inprocess import settings_of, until
 
 from sie_broker import BrokerUnavailable, Write
 from sie_broker.memory import MemoryServer
-from sie_config import access, writes
+from sie_config import access
 from sie_config.handlers import MAX_BODY_BYTES
 from sie_config.store import (
     REPLIES_PER_SLOT,
@@ -133,16 +133,6 @@ async def test_what_get_returns_is_accepted_by_post_in_both_languages(api: Api) 
     listed = await api.call("GET", "/v1/configs/models")
     assert listed["models"][0] == {"model_id": "org/one", "profiles": ["default", "plain"], "source": "api"}
     assert [each["model_id"] for each in listed["models"]] == ["org/one", "org/three", "org/two"]
-
-
-async def test_names_are_bounded_and_one_of_before_may_come_again(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    await api.call("POST", "/v1/configs/models", ENTRY, 201)
-    monkeypatch.setattr(writes, "MAX_ENTRIES", 1)
-    refused = await api.call("POST", "/v1/configs/models", {**ENTRY, "id": "org/two"}, 409)
-    assert "there are 1 models and aliases" in refused["error"]["message"]
-    await api.call("DELETE", ONE)
-    await api.call("POST", "/v1/configs/models", {**ENTRY, "id": "org/two"}, 409)
-    await api.call("POST", "/v1/configs/models", ENTRY, 201)
 
 
 async def test_post_only_adds(api: Api) -> None:

@@ -19,7 +19,6 @@ from metrics_page import every
 from pages import DOCS, README, ROOT
 
 from sie_cli.main import main
-from sie_contracts import topology
 from sie_contracts.settings import BY_NAME, ROWS
 
 ALERTS = ROOT / "charts" / "sie-cluster" / "files" / "alerts.yaml"
@@ -117,7 +116,7 @@ def test_no_page_names_a_metric_that_no_process_exports() -> None:
     # of the distribution, the broker's buckets, packages and recorded names
     others = re.compile(
         r"sie_(cli|sdk|contracts|broker|runtime|store|gateway|sidecar|adapter|config)(?![a-z_])"
-        r"|sie_(keys|leases|pools|placement)(?![a-z_])"
+        r"|sie_(catalogue|demand|jobs|keys|leases|placement|poison|pools|shards)(?![a-z_])"
     )
     wrong = [
         (page.name, name)
@@ -205,9 +204,3 @@ def test_what_a_page_shows_is_compared_with_what_is_printed() -> None:
         assert pages.differences(shown, printed) == [f"{printed!r} in place of {shown!r}"]
     assert pages.differences("a 1 b\n", "a 1 c\n", measured=True) == ["'a 1 c' in place of 'a 1 b'"]
     assert pages.differences("a\nb\n", "a\n") == ["1 lines in place of 2"]
-
-
-def test_each_bucket_has_its_bound_in_the_page_of_security() -> None:
-    text = (ROOT / "docs" / "security.md").read_text("utf-8")
-    table = text.partition("### What the broker keeps of clients")[2].partition("\n## ")[0]
-    assert set(re.findall(r"`KV_(sie_[a-z_]+)`", table)) == topology.BUCKETS

@@ -12,8 +12,19 @@ import pytest
 from inprocess import InProcess
 
 from sie_gateway.call import Call
-from sie_gateway.grant import ANYBODY
-from sie_gateway.history import BOUNDS_MS, FAILED, MINUTE_S, SLOWEST, STAGES_TOLD, STEP_S, STEPS, History, quantile
+from sie_gateway.grant import ANYBODY, Grant
+from sie_gateway.history import (
+    BOUNDS_MS,
+    FAILED,
+    MAX_OWNERS,
+    MINUTE_S,
+    SLOWEST,
+    STAGES_TOLD,
+    STEP_S,
+    STEPS,
+    History,
+    quantile,
+)
 
 START_S = 1_790_000_000  # a whole minute is not needed, a whole step is
 
@@ -155,3 +166,17 @@ async def test_a_gateway_tells_of_its_requests_and_never_of_their_inputs(tmp_pat
             answer = await client.get(gateway.url + path)
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
         assert (await client.get(f"{gateway.url}/v1/requests/unknown")).status_code == 404
+
+
+def test_the_requests_of_one_key_do_not_push_out_those_of_another(history: History) -> None:
+    """Each has places of its own, and so many keys at most."""
+    keys = [f"k{number}" for number in range(MAX_OWNERS + 20)]
+    for number in range(20):
+        for key in keys:
+            call = Call(f"{key}-{number}", 0.0, {}, {"model": "toy/one"}, code="INTERNAL_ERROR", grant=Grant(key))
+            history.ended(call, "encode", 500, 1 + number if key == "k1" else 0.001 * number)
+    for key in keys[:MAX_OWNERS]:
+        told = [each["id"] for each in history.requests(1000, Grant(key))]
+        assert told == [f"{key}-{number}" for number in range(19, 19 - SLOWEST, -1)]
+    everything = history.requests(10_000, Grant("admin", frozenset({"admin"})))
+    assert len(everything) <= (MAX_OWNERS + 1) * (SLOWEST + FAILED)

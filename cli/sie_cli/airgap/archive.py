@@ -30,7 +30,7 @@ VERSION = 1
 FOLDERS = ("cache", "golden", "licences", BILL, "weights")
 MAX_INDEX_BYTES = 64 << 20
 PIECE_BYTES = 1 << 20
-_BLOCK = 512
+_BLOCK, _RECORD = 512, 20 * 512
 _USTAR_LIMIT = 1 << 33  # the size that 11 octal digits cannot say
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -183,6 +183,9 @@ class Reader:
                 )
         if self._exactly(2 * _BLOCK) != bytes(2 * _BLOCK):
             raise Refused(f"something follows the last file of its index: {_DAMAGED}")
+        rest = self._stream.read(_RECORD + 1)  # other tars fill the last record up
+        if len(rest) > _RECORD or any(rest):
+            raise Refused(f"something follows the end of the archive, at byte {self._at}: {_DAMAGED}")
 
     def _small(self, name: str) -> bytes:
         """A file that is wanted whole, at the start."""

@@ -22,8 +22,8 @@ import msgspec
 from sie_cli import display
 from sie_cli.airgap.archive import INDEX, SUMS, Index, Reader, Told, decode, sums
 from sie_cli.refusal import Refused
-from sie_contracts.aliases import Alias, parse_alias
-from sie_contracts.entries import ModelEntry, parse_entry
+from sie_contracts.aliases import Alias
+from sie_contracts.entries import ModelEntry, parse_document, parse_entry
 from sie_contracts.errors import SIEError
 from sie_contracts.topology import token
 from sie_store import durable
@@ -54,11 +54,15 @@ def entries(index: Index) -> list[ModelEntry]:
 def aliases(index: Index) -> list[Alias]:
     """The aliases of an archive. Raises Refused."""
     try:
-        return [parse_alias(raw) for raw in index.aliases]
-    except (SIEError, KeyError) as error:
+        documents = [parse_document(raw) for raw in index.aliases]
+    except SIEError as error:
         raise Refused(
             f"{INDEX} has an alias that sie {index.made_by} made and this one cannot read: {error}"
         ) from error
+    found = [document for document in documents if isinstance(document, Alias)]
+    if len(found) < len(documents):
+        raise Refused(f"{INDEX} has a model among its aliases")
+    return found
 
 
 def check(index: Index) -> None:

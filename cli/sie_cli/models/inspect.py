@@ -16,7 +16,7 @@ import click
 from sie_cli.options import loaded
 from sie_cli.refusal import Refused
 from sie_contracts.catalogue import Catalogue, packaged_folder
-from sie_contracts.entries import MODEL_ID, ModelEntry, parse_entry
+from sie_contracts.entries import ModelEntry, is_id, parse_entry
 from sie_contracts.errors import SIEError
 from sie_contracts.settings import Settings
 from sie_runtime.feed import read_folder
@@ -71,7 +71,7 @@ def described(settings: Settings, source: str, name: str, revision: str | None) 
     try:
         folder, weights, model = _located(settings, source, revision)
         model = name or model
-        if not MODEL_ID.fullmatch(model):
+        if not is_id(model):
             raise Refused(f"{model!r} cannot be the id of a model: name one with --id")
         known = read_folder(packaged_folder() / "models").get(weights.get("hub", ""))
         report = inspect_folder(folder, model, weights, known)
