@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -41,7 +40,6 @@ from sie_gateway.call import Answer, Asked, Call, EntryChanged, route_key
 from sie_gateway.capabilities import CAN, Able, anything
 from sie_gateway.finished import Finished, Understood
 from sie_gateway.fleet import Fleet
-from sie_gateway.grant import ANYBODY
 from sie_gateway.image_urls import ImageUrls, links
 from sie_gateway.metrics import Metrics
 from sie_gateway.runner import Runner
@@ -84,7 +82,6 @@ class Inference:
         self.shadows = Shadows(lambda: feed.catalogue, fleet, admission, metrics, self.run)
         self.away: Attachments[Answer] = Attachments()
         self.in_progress = 0
-        self._in_progress_of: Counter[str] = Counter()  # by key
         self._pace = Pace()
         self.idle = asyncio.Event()  # set while nothing is in progress
         self.idle.set()
@@ -156,11 +153,11 @@ class Inference:
         self._resolve(call, route)
         call.budget_s = self._budget_s(call.headers)
         self._check_concurrency(call)
-        self._enter(call.key, 1)
+        self._enter(1)
         try:
             await send(await self._answer(call, route, read))
         finally:
-            self._enter(call.key, -1)
+            self._enter(-1)
 
     async def answered(self, call: Call, route: InferenceRoute, raw: bytes) -> Answer:
         """The answer to a body that no connection sent, such as a line of a batch. Raises SIEError, FailedRequest."""
@@ -216,21 +213,14 @@ class Inference:
         await self._feed.renewed(lambda catalogue: catalogue.entries.get(entry.id) != entry, timeout_s)
 
     def _check_concurrency(self, call: Call) -> None:
-        limit = self._settings.max_concurrent_requests
-        share = limit // 4
-        own = self._in_progress_of[call.key]
-        if self.in_progress >= limit:
-            message = f"{self.in_progress} requests are in progress, the limit of this gateway"
-        elif call.key != ANYBODY.key and self.in_progress >= limit - share and own >= max(1, share):
-            message = f"{own} requests of this key are in progress; the last {share} places are for keys with fewer"
-        else:
+        if self.in_progress < self._settings.max_concurrent_requests:
             return
         lane = self.lane(call.headers, call.resolved) if call.resolved is not None else None
         self._metrics.rejected.labels(
             lane.machine_profile if lane else "", lane.bundle if lane else "", "concurrency"
         ).inc()
         raise QueueFull(
-            message,
+            f"{self.in_progress} requests are in progress, the limit of this gateway",
             extras={"queue_depth": self.in_progress},
             retry_after_s=self._pace.retry_s(time.perf_counter()),
         )
@@ -303,11 +293,8 @@ class Inference:
             self._plain[resolved.canonical, operation] = kept
         return resolved, kept[1]
 
-    def _enter(self, key: str, change: int) -> None:
+    def _enter(self, change: int) -> None:
         self.in_progress += change
-        self._in_progress_of[key] += change
-        if not self._in_progress_of[key]:
-            del self._in_progress_of[key]
         self._pace.changed(time.perf_counter(), self.in_progress)
         if self.in_progress:
             self.idle.clear()

@@ -159,32 +159,6 @@ async def test_each_gateway_refuses_what_is_beyond_its_concurrent_requests(clust
     assert sorted(answer.status_code for answer in answers) == [200] * 40 + [503] * 6
 
 
-async def test_the_last_quarter_of_the_places_is_for_keys_that_have_fewer(cluster: InProcess) -> None:
-    tokens = {"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKENS": "token-of-one,token-of-another"}
-    gateway = await cluster.gateway(SIE_MAX_CONCURRENT_REQUESTS="20", **tokens)
-    adapter = await cluster.adapter()
-    adapter.hold_batches = True
-    await cluster.sidecar(adapter)
-
-    def send(token: str, count: int) -> list[asyncio.Task[httpx.Response]]:
-        headers = {"authorization": f"Bearer {token}"}
-        return [asyncio.create_task(gateway.encode(f"{number}", **headers)) for number in range(count)]
-
-    greedy = send("token-of-one", 20)
-    refused = await until(
-        lambda: len(done := [task for task in greedy if task.done()]) == 5 and done, "a quarter is refused"
-    )
-    for task in refused:
-        body = task.result().json()
-        assert (task.result().status_code, body["code"]) == (503, "QUEUE_FULL")
-        assert "the last 5 places are for keys with fewer" in body["error"]["message"]
-    modest = send("token-of-another", 6)
-    await until(lambda: len([task for task in modest if task.done()]) == 1, "one more than the places")
-    adapter.let_go()
-    answers = await asyncio.gather(*greedy, *modest)
-    assert sorted(answer.status_code for answer in answers) == [200] * 20 + [503] * 6
-
-
 async def test_the_budget_of_a_request_ends_it_and_what_was_queued_never_runs(cluster: InProcess) -> None:
     """SIE_GATEWAY_REQUEST_TIMEOUT: a smaller X-SIE-Timeout-Ms wins, a larger one does not; the work is withdrawn from
     the queue.
