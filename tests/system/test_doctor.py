@@ -234,7 +234,6 @@ def test_a_stream_with_another_setting_and_a_consumer_that_is_missing_are_named(
     )
     found.named(
         "streams",
-        "damage",
         f"stream {topology.dead_letter_stream('_default', storage='file', replicas=1).name} is missing",
         migrate,
     )
