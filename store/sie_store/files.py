@@ -33,6 +33,7 @@ class FileObjects:
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
+        self._unwritten = 0  # at most: bytes that writers have and the disk perhaps not yet
 
     async def put(self, file: str, pieces: AsyncIterator[bytes], timeout_s: float) -> None:
         """Write an object, which replaces one that is there. Raises what `pieces` raises, StoreFull; then, and when
@@ -41,11 +42,15 @@ class FileObjects:
         import obstore
 
         async def checked() -> AsyncIterator[bytes]:
-            unwritten = 0  # at most: what the writer has of the file and the disk perhaps not yet
-            async for piece in pieces:
-                unwritten = min(unwritten + len(piece), PARTS_AT_ONCE * PART_BYTES + len(piece))
-                object_stores.check_room(self._store, unwritten, reserves=object_stores.FILES)
-                yield piece
+            own = 0
+            try:
+                async for piece in pieces:
+                    more = min(len(piece), PARTS_AT_ONCE * PART_BYTES - own)
+                    own, self._unwritten = own + more, self._unwritten + more
+                    object_stores.check_room(self._store, self._unwritten, reserves=object_stores.FILES)
+                    yield piece
+            finally:
+                self._unwritten -= own
 
         writing = obstore.put_async(
             self._store, _key(file), checked(), use_multipart=True, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE

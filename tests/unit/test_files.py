@@ -5,6 +5,7 @@ uploads that break off.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import shutil
 import subprocess
@@ -379,11 +380,8 @@ async def test_a_form_that_breaks_off_leaves_nothing(
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "store"
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", folder], check=False).returncode:
-        pytest.skip("this user may not mount a file system")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+    with disk(folder, "16m"):
+        yield folder
 
 
 async def test_a_full_disk_is_told_and_nothing_of_the_file_is_left(
@@ -416,6 +414,38 @@ async def test_files_leave_room_for_payloads_and_payloads_for_the_queue(
     with pytest.raises(StoreFull, match="are kept free for the queue"):
         await payloads.put(bytes(256 << 10), period=1, timeout_s=10)
     assert shutil.disk_usage(small_disk).free >= reserve
+
+
+@contextlib.contextmanager
+def disk(folder: Path, size: str) -> Iterator[None]:
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], check=False).returncode:
+        pytest.skip("this user may not mount a file system")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+async def test_writers_at_once_leave_the_reserve_too(tmp_path: Path) -> None:
+    """Each is judged with what all others have and the disk has not yet."""
+    folder = tmp_path / "disk"
+    with disk(folder, "120m"):
+        files = open_files(str(folder))
+        assert files is not None
+        reserve = int(shutil.disk_usage(folder).total * RESERVE_SHARE)
+        least = shutil.disk_usage(folder).free
+
+        async def data() -> AsyncIterator[bytes]:
+            nonlocal least
+            async for piece in pieces(120, 1 << 20):
+                least = min(least, shutil.disk_usage(folder).free)
+                yield piece
+
+        puts = [files.put(f"file-{number}", data(), 60) for number in range(UPLOADS_AT_ONCE)]
+        results = await asyncio.gather(*puts, return_exceptions=True)
+        assert {type(result) for result in results} == {StoreFull}
+        assert least >= 2 * reserve
 
 
 # clean-up
