@@ -16,6 +16,7 @@ import contextlib
 import logging
 import math
 import os
+import select
 import signal
 import socket
 import sys
@@ -325,7 +326,12 @@ class _Worker:
 
     @property
     def is_gone(self) -> bool:
-        return self._process.returncode is not None or self._reader.at_eof()
+        """Whether it has ended, as the kernel says: the event loop may not know it yet."""
+        if self._process.returncode is not None or self._reader.at_eof() or self._writer.is_closing():
+            return True
+        ended = select.poll()
+        ended.register(self._writer.get_extra_info("socket").fileno(), select.POLLRDHUP)
+        return bool(ended.poll(0))
 
     @staticmethod
     async def start(memory_bytes: int) -> _Worker:
