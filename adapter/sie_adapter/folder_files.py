@@ -103,26 +103,26 @@ def line_of(error: Exception) -> str:
 
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON map of the folder; empty if there is no such file. Raises ModelLoadFailed INCOMPATIBLE."""
-    found = read_value(file)
-    if found is None:
+    value = read_value(file)
+    if value is None:
         return {}
-    if not isinstance(found, dict):
-        raise load_failed("INCOMPATIBLE", f"{file}: expected a JSON object, got {type(found).__name__}")
-    return found
+    if not isinstance(value, dict):
+        raise load_failed("INCOMPATIBLE", f"{file}: expected a JSON object, got {type(value).__name__}")
+    return value
 
 
 def read_value(file: Path) -> Any:
-    """What a JSON file holds, in the form that its name promises; None if there is no such file. Raises ModelLoadFailed
-    INCOMPATIBLE.
+    """The value of a JSON file, in the form that its name promises; None if there is no such file. Raises
+    ModelLoadFailed INCOMPATIBLE.
     """
     if not file.is_symlink() and not file.exists():
         return None
     try:
-        found = json.loads(file.read_text("utf-8"))
-        if found is None:
+        value = json.loads(file.read_text("utf-8"))
+        if value is None:
             raise ValueError("expected a JSON object, got null")
-        msgspec.convert(found, _FORMS.get(file.name, Any))
-        _check_sizes(found)
+        msgspec.convert(value, _FORMS.get(file.name, Any))
+        _check_sizes(value)
     except OSError as error:
         raise load_failed("INCOMPATIBLE", f"{file} cannot be read: {error.strerror or line_of(error)}") from error
     except RecursionError as error:
@@ -133,17 +133,17 @@ def read_value(file: Path) -> Any:
         raise load_failed("INCOMPATIBLE", f"{file} is not JSON: {line_of(error)}") from error
     except ValueError as error:
         raise load_failed("INCOMPATIBLE", f"{file}: {line_of(error)}") from error
-    return found
+    return value
 
 
-def _check_sizes(found: Any, path: str = "$") -> None:
+def _check_sizes(value: Any, path: str = "$") -> None:
     """Raises ValueError for a number of layers or a size of a table that no model has: it would be made before the
     weights are compared with it.
     """
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         return
-    for name, value in found.items():
+    for name, entry in value.items():
         most = MAX_COUNT if name.endswith(_COUNTS) else MAX_SIZE if name.endswith(_SIZES) else None
-        if most is not None and isinstance(value, int | float) and not 0 <= value <= most:
-            raise ValueError(f"{path}.{name}: expected 0 to {most}, got {value!r}"[:MAX_TEXT])
-        _check_sizes(value, f"{path}.{name}")
+        if most is not None and isinstance(entry, int | float) and not 0 <= entry <= most:
+            raise ValueError(f"{path}.{name}: expected 0 to {most}, got {entry!r}"[:MAX_TEXT])
+        _check_sizes(entry, f"{path}.{name}")

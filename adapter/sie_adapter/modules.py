@@ -110,8 +110,8 @@ class TransformerSettings:
 
 @dataclass(frozen=True)
 class Modules:
-    """What modules.json adds to a transformer. `layers` are applied in order to pooled vectors, or to the states of
-    late interaction; `token_layers` to states before they are pooled.
+    """Modules that modules.json adds to a transformer. `layers` are applied in order to pooled vectors, or to the
+    states of late interaction; `token_layers` to states before they are pooled.
 
     `root`: the folder of modules.json; `folder`: that of the transformer and its tokenizer. `query_weights`: of queries
     that need no pass, float32 [ids]. `normalizes`: the last module is a Normalize.

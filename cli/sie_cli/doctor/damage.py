@@ -29,7 +29,7 @@ KEYS, KEYS_COPY, CATALOGUE, CATALOGUE_COPY, JOBS, SHARDS = (
 
 
 async def damage(look: Look) -> Found:
-    """That every stream can be read, and that keys, catalogue and jobs have what their copies and shards have."""
+    """Check that every stream can be read, and that keys, catalogue and jobs have what their copies and shards have."""
     from sie_broker import BrokerError
     from sie_broker.nats.operator import damage as damage_of
     from sie_broker.nats.operator import streams
