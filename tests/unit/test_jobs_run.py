@@ -673,7 +673,7 @@ def sweeper(world: World, ledger: Ledger, refused: dict[str, SIEError], *, has_s
     async def check(call: object, job: JobRecord) -> JobRecord:
         return job
 
-    jobs = Jobs(ledger, check, lambda job: 0, forget, lambda file: None)
+    jobs = Jobs(ledger, check, lambda job: 0, forget, lambda file: None, time.time)
     lease = LeaderLease(leases_of(world.brokers["g1"], storage="memory", replicas=1), "jobs")
     return Sweeper(jobs, lease, 60.0, time.time, has_store=has_store)
 

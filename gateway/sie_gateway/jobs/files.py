@@ -13,7 +13,6 @@ import contextlib
 import hashlib
 import logging
 import random
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import NamedTuple
 
@@ -74,7 +73,7 @@ class FileStore:
         objects: FileObjects | None,
         lease: LeaderLease,
         usage: Usage,
-        wall_clock: Callable[[], float] = time.time,
+        wall_clock: Callable[[], float],
         *,
         max_bytes: int = MAX_FILE_BYTES,
     ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -56,7 +55,7 @@ class Jobs:
         workers: Callable[[JobRecord], int],
         forget: Callable[[JobRecord], Awaitable[None]],
         content: Callable[[str], tuple[str, str] | None],
-        now_s: Callable[[], float] = time.time,
+        now_s: Callable[[], float],
     ) -> None:
         self.ledger = ledger
         self._check = check
