@@ -280,7 +280,7 @@ class QueueFull(SIEError):
 
 
 class QueueUnavailable(SIEError):
-    """The broker, or the store of large inputs, could not be reached."""
+    """The broker, or the store of large inputs, could not be reached, or has no room (reason `store_full`)."""
 
     code, status, retryable, retry_after_s = "QUEUE_UNAVAILABLE", 503, True, 2
 

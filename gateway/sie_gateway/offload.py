@@ -19,7 +19,7 @@ from sie_contracts.messages import Payload, WorkItem
 from sie_contracts.settings import SettingError, Settings
 from sie_gateway.metrics import Metrics
 from sie_runtime.process import Stop
-from sie_store.object_stores import StoreError
+from sie_store.object_stores import StoreError, StoreFull
 from sie_store.payloads import PayloadStore
 
 TTL_MARGIN_S = 3600
@@ -61,6 +61,9 @@ class Offload:
             key = await self._store.put(data, period=int(self._wall_clock() // self._life_s), timeout_s=timeout_s)
         except StoreError as error:
             _logger.warning("request %s: %d bytes of input could not be stored: %s", item.request, len(data), error)
+            if isinstance(error, StoreFull):
+                message = "the payload store, which holds large inputs, has no room left: send fewer items in a request"
+                raise QueueUnavailable(message, reason="store_full") from error
             raise QueueUnavailable("the payload store, which holds large inputs, could not be written") from error
         self._metrics.payload_offloads.inc()
         return msgspec.structs.replace(item, inputs=(), query=None, payload=key, count=len(item.inputs))
