@@ -286,7 +286,7 @@ async def test_the_processes_do_all_their_work_as_their_users(server: NatsServer
         )
         url = f"http://127.0.0.1:{await listening}"
         async with httpx.AsyncClient(trust_env=False) as probe, asyncio.timeout(30):
-            while (await probe.get(f"{url}/readyz")).status_code != 200:  # it makes the streams of all from then on
+            while (await probe.get(f"{url}/readyz")).status_code != 200:  # noqa: ASYNC110  another process's state
                 await asyncio.sleep(0.02)
         side = free_port(2)
         gateway = settings_of(**shared, SIE_GATEWAY_METRICS_PORT=str(side), SIE_AUTH_MODE="token")
