@@ -19,12 +19,12 @@ from scipy.stats import spearmanr
 from sie_cli.evals import evaluation, opened, outputs, quality, report, results, targets, tasks
 from sie_cli.evals.evaluation import Asked
 from sie_cli.evals.kept import Kept
-from sie_cli.evals.load import Send
+from sie_cli.evals.load import Failed, Request, Send
 from sie_cli.evals.mteb_tasks import Mteb
 from sie_cli.evals.outputs import DENSE, Output
 from sie_cli.evals.perf import Plan
 from sie_cli.evals.quality import Found, Step, Work
-from sie_cli.evals.servers import BATCH, DIALECTS, Server
+from sie_cli.evals.servers import BATCH, DIALECTS, MAX_ANSWER_BYTES, Server
 from sie_cli.evals.targets import Target
 from sie_cli.evals.tasks import Retrieval, Similarity, Texts
 from sie_cli.refusal import Refused
@@ -98,6 +98,11 @@ def test_a_folder_in_the_format_of_beir_is_read(tmp_path: Path) -> None:
         ({"qrels": "1 a 1\n"}, "test.tsv, line 1: expected a query, a document and a whole number"),
         ({"qrels": "1\ta\t0\n"}, "no query of queries.jsonl has a relevant document"),
         ({"qrels": "1\ta\tmuch\n"}, "test.tsv, line 1: expected"),
+        ({"qrels": "1\ta\t\u00b2\n"}, "test.tsv, line 1: expected"),
+        ({"qrels": f"1\ta\t{'9' * 5000}\n"}, "test.tsv, line 1: expected"),
+        ({"corpus": '{"_id": "a", "x": ' + "[" * 100_000 + "\n"}, "corpus.jsonl, line 1: nested too deep"),
+        ({"corpus": '{"_id": "a", "image": "/etc/hostname"}\n'}, "hostname is outside of the folder of the task"),
+        ({"corpus": '{"_id": "a", "image": "../../x.png"}\n'}, "x.png is outside of the folder of the task"),
     ],
 )
 def test_what_is_wrong_in_a_folder_is_told_with_its_line(tmp_path: Path, changed: dict[str, str], message: str) -> None:
@@ -421,7 +426,7 @@ def server(answers: dict[str, Any], status: int = 200) -> Iterator[tuple[str, li
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             asked.append((self.path, body))
             made = answers[self.path]
-            told = json.dumps(made(body) if callable(made) else made).encode()
+            told = made if isinstance(made, bytes) else json.dumps(made(body) if callable(made) else made).encode()
             self.send_response(status)
             self.send_header("content-length", str(len(told)))
             self.end_headers()
@@ -468,6 +473,11 @@ def test_a_server_is_asked_in_parts_and_its_order_is_not_trusted() -> None:
         ),
         ({"data": 1}, 200, "answers otherwise"),
         ([[1.0], [1.0, 2.0]], 200, "answers otherwise"),
+        ([[1.0], [1e39]], 200, "not finite"),
+        (b"[[1.0], [NaN]]", 200, "JSON is malformed"),
+        (b"[" * 100_000, 200, "answers otherwise"),
+        (b" " * (MAX_ANSWER_BYTES + 1), 200, "its answer has more than 67108864 bytes"),
+        ([[1.0], {"a": 1}], 200, "answers otherwise"),
     ],
 )
 def test_a_server_that_answers_otherwise_is_told_of(answer: Any, status: int, message: str) -> None:
@@ -475,3 +485,22 @@ def test_a_server_that_answers_otherwise_is_told_of(answer: Any, status: int, me
         source = Server("tei:there", client, DIALECTS["tei"], "a/b", scores_pairs=False)
         with pytest.raises(Refused, match=f"tei:there.*{message}"):
             source.vectors(["a", "b"], DENSE, is_query=True)
+
+
+def test_a_server_whose_vectors_change_their_width_is_told_of() -> None:
+    def vectors(body: Any) -> Any:
+        return [[1.0] * len(body["inputs"]) for _ in body["inputs"]]
+
+    with server({"/embed": vectors}) as (url, _), httpx.Client(base_url=url) as client:
+        source = Server("tei", client, DIALECTS["tei"], "a/b", scores_pairs=False)
+        with pytest.raises(Refused, match="64 numbers, then 2"):
+            source.vectors(["a"] * (BATCH + 2), DENSE, is_query=False)
+
+
+@pytest.mark.parametrize("body", [[1], b"[" * 100_000, b"{", {"usage": 1}])
+async def test_a_load_counts_what_no_such_server_answers_as_failed(body: Any) -> None:
+    with server({"/embeddings": body}) as (url, _), httpx.Client(base_url=url) as client:
+        async with Server("openai", client, DIALECTS["openai"], "a/b", scores_pairs=False).sender() as send:
+            with pytest.raises(Failed) as caught:
+                await send(Request(["a"]))
+            assert caught.value.code == "NOT_UNDERSTOOD"

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from sie_cli.evals.inputs import only_texts
@@ -22,6 +23,29 @@ if TYPE_CHECKING:
     import httpx
 
 BATCH = 64  # texts of a request, of which a server may take no more
+MAX_ANSWER_BYTES = 64 << 20  # 64 vectors of 32,768 numbers
+_UNREADABLE = (ValueError, KeyError, TypeError, LookupError, AttributeError, RecursionError)
+
+
+class _Body:
+    """The body of an answer, which a server of somebody else may make as long as it likes."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def add(self, piece: bytes) -> None:
+        """Raises ValueError for more than MAX_ANSWER_BYTES."""
+        if len(self._data) + len(piece) > MAX_ANSWER_BYTES:
+            raise ValueError(f"its answer has more than {MAX_ANSWER_BYTES} bytes")
+        self._data += piece
+
+    @property
+    def text(self) -> str:
+        return self._data.decode("utf-8", "replace")
+
+    def json(self) -> Any:
+        """Raises ValueError, also for NaN and Infinity, which are no JSON; RecursionError for deep nesting."""
+        return msgspec.json.decode(self._data)
 
 
 @dataclass(frozen=True)
@@ -85,17 +109,18 @@ class Server:
                     path, body = "/rerank", self._dialect.rerank_body(self._model, request.query, request.texts)
                 else:
                     path, body = self._dialect.encode_path, self._dialect.encode_body(self._model, request.texts)
+                content = _Body()
                 try:
-                    answer = await client.post(path, json=body)
-                except httpx.TransportError as error:
-                    raise Failed(NOBODY, str(error)) from error
-                if answer.status_code != 200:
-                    raise Failed(str(answer.status_code), answer.text[:200])
-                try:
-                    told = self._dialect.tokens(answer.json())
-                except ValueError as error:
-                    raise Failed("NOT_JSON", str(error)) from error
-                return Answer(told)
+                    async with client.stream("POST", path, json=body) as answer:
+                        async for piece in answer.aiter_bytes():
+                            content.add(piece)
+                    if answer.status_code != 200:
+                        raise Failed(str(answer.status_code), content.text[:200])
+                    return Answer(self._dialect.tokens(content.json()))
+                except httpx.HTTPError as error:
+                    raise Failed(NOBODY, str(error) or type(error).__name__) from error
+                except _UNREADABLE as error:
+                    raise Failed("NOT_UNDERSTOOD", str(error)[:200]) from error
 
             yield send
 
@@ -107,9 +132,13 @@ class Server:
             part = texts[start : start + BATCH]
             body = self._asked(self._dialect.encode_path, self._dialect.encode_body(self._model, part))
             with self._understood():
-                rows = np.asarray(self._dialect.vectors(body), np.float32)
+                with np.errstate(over="ignore"):  # infinite then, and refused
+                    rows = np.asarray(self._dialect.vectors(body), np.float32)
                 if rows.ndim != 2 or len(rows) != len(part):
                     raise ValueError(f"{len(part)} texts were sent, vectors of the shape {rows.shape} came")
+                if parts and rows.shape[1] != parts[0].shape[1]:
+                    raise ValueError(f"vectors have {parts[0].shape[1]} numbers, then {rows.shape[1]}")
+                _check_finite(rows)
             parts.append(rows)
         return list(np.concatenate(parts))
 
@@ -125,23 +154,33 @@ class Server:
                     raise ValueError(f"{len(part)} documents were sent, {len(ranked)} scores came")
                 for each in ranked:
                     found[start + each["index"]] = float(each[self._dialect.score])
+                _check_finite(found)
         return found
 
     def _asked(self, path: str, body: Mapping[str, Any]) -> Any:
         import httpx
 
-        try:
-            answer = self._client.post(path, json=body)
-        except httpx.HTTPError as error:
-            raise Refused(f"{self.name} does not answer: {error or type(error).__name__}") from error
-        if answer.status_code != 200:
-            raise Refused(f"{self.name}: POST {path} answers {answer.status_code}: {answer.text[:200]}")
+        content = _Body()
         with self._understood():
-            return answer.json()
+            try:
+                with self._client.stream("POST", path, json=body) as answer:
+                    for piece in answer.iter_bytes():
+                        content.add(piece)
+            except httpx.HTTPError as error:
+                raise Refused(f"{self.name} does not answer: {error or type(error).__name__}") from error
+            if answer.status_code != 200:
+                raise Refused(f"{self.name}: POST {path} answers {answer.status_code}: {content.text[:200]}")
+            return content.json()
 
     @contextmanager
     def _understood(self) -> Iterator[None]:
         try:
             yield
-        except (ValueError, KeyError, TypeError, LookupError) as error:
+        except _UNREADABLE as error:
             raise Refused(f"{self.name} answers otherwise than such a server does: {error}") from error
+
+
+def _check_finite(numbers: Any) -> None:
+    """Raises ValueError."""
+    if not np.isfinite(numbers).all():
+        raise ValueError("numbers that are not finite came")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import importlib.metadata
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,6 +190,8 @@ def _texts(file: Path) -> Iterator[tuple[str, str]]:
             found = msgspec.json.decode(line, type=_Line)
         except msgspec.DecodeError as error:
             raise Refused(f"{where}: {error}: expected {_EXPECTED}") from error
+        except RecursionError as error:
+            raise Refused(f"{where}: nested too deep: expected {_EXPECTED}") from error
         if found.id in known:
             raise Refused(f"{where}: the _id {found.id[:100]!r} is there twice")
         known.add(found.id)
@@ -196,6 +199,9 @@ def _texts(file: Path) -> Iterator[tuple[str, str]]:
             yield found.id, f"{found.title or ''} {found.text}".strip()
         elif found.image is not None and found.text is None:
             picture = Picture(file.parent / found.image)
+            # a task of somebody else names no file of this machine, which would be sent to a server
+            if not picture.path.resolve().is_relative_to(file.parent.resolve()):
+                raise Refused(f"{where}: {picture} is outside of the folder of the task")
             if not picture.path.is_file():
                 raise Refused(f"{where}: there is no file {picture}")
             yield found.id, picture
@@ -209,7 +215,7 @@ def _judgements(file: Path) -> Iterator[tuple[str, str, str, int]]:
         parts = line.split("\t")
         if not number and parts[0] == "query-id":
             continue
-        if len(parts) != 3 or not parts[2].strip().lstrip("-").isdigit():
+        if len(parts) != 3 or not re.fullmatch(r" *-?[0-9]{1,9} *", parts[2]):
             raise Refused(f"{where}: expected a query, a document and a whole number with tabs between them")
         yield where, parts[0], parts[1], max(0, int(parts[2]))
 
