@@ -41,7 +41,7 @@ $(VENV)/.large: $(VENV)/.pip constraints.txt
 
 # and then what it compiles need not be compiled by all processes of tests at once
 PRODUCT := contracts broker runtime store gateway sidecar adapter config_service sdk cli
-LIBRARIES := sie_adapter.server, sie_adapter.families.text_encoder, sie_config.process, sie_gateway.process, sie_sidecar.process, \
+LIBRARIES := sie_adapter.server, sie_adapter.families.text_encoder, sie_config_service.process, sie_gateway.process, sie_sidecar.process, \
     sentence_transformers, gliner, gliner2, gliclass
 
 $(VENV)/.dev: pyproject.toml constraints.txt

@@ -20,12 +20,12 @@ from sie_cli import processes
 from sie_cli.main import main
 from sie_cli.ports import free_port
 from sie_cli.supervisor import Child, Supervisor
+from sie_client import SIEAsyncClient, SIEClient
 from sie_contracts.entries import ModelEntry, Weights
 from sie_contracts.errors import NotFound, SIEError
 from sie_contracts.settings import load
 from sie_gateway.auth import Gate
 from sie_runtime.process import QUIET_S, START_S, Trouble
-from sie_sdk import SIEAsyncClient, SIEClient
 from sie_store.sources import WeightSources
 
 
