@@ -27,9 +27,9 @@ $(VENV)/.pip:
 	touch $@
 
 # torch first and pinned: left to a resolver it is replaced by a build that brings gigabytes of CUDA libraries
-$(VENV)/.serve: $(VENV)/.pip pyproject.toml constraints.txt
+$(VENV)/.serve: $(VENV)/.pip pyproject.toml sdk/alias/pyproject.toml constraints.txt
 	$(PIP) torch==2.13.0
-	$(PIP) --constraint constraints.txt --editable '.[serve]'
+	$(PIP) --constraint constraints.txt --editable '.[serve]' --editable sdk/alias
 	touch $@
 
 # pip needs one core: the other one has a pip of its own, for what only tests need and of which serve needs nothing
@@ -41,7 +41,7 @@ $(VENV)/.large: $(VENV)/.pip constraints.txt
 
 # and then what it compiles need not be compiled by all processes of tests at once
 PRODUCT := contracts broker runtime store gateway sidecar adapter config_service sdk cli
-LIBRARIES := sie_adapter.server, sie_adapter.families.text_encoder, sie_config.process, sie_gateway.process, sie_sidecar.process, \
+LIBRARIES := sie_adapter.server, sie_adapter.families.text_encoder, sie_config_service.process, sie_gateway.process, sie_sidecar.process, \
     sentence_transformers, gliner, gliner2, gliclass
 
 $(VENV)/.dev: pyproject.toml constraints.txt

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from sie_client.errors import codes
 from sie_contracts.errors import (
     FAMILIES,
     AllItemsFailed,
@@ -22,7 +23,6 @@ from sie_contracts.errors import (
     envelope,
 )
 from sie_gateway.dialects import tei
-from sie_sdk.errors import codes
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "errors.md"

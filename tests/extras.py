@@ -25,12 +25,12 @@ OF_DEVELOPERS = {"dev", "clients-test", "bench"}  # need a checkout
 _SHARED = ("sie_contracts", "sie_broker", "sie_runtime", "sie_store")
 # packages and modules of ours by extra
 FOR = {
-    "sdk": ("sie_sdk", "sie_contracts"),
-    "watch": ("sie_sdk.watching",),
+    "sdk": ("sie_client", "sie_contracts"),
+    "watch": ("sie_client.watching",),
     "broker": ("sie_broker",),
     "gateway": ("sie_gateway",),
     "jobs": ("sie_store.datasets",),
-    "config": ("sie_config",),
+    "config": ("sie_config_service",),
     "sidecar": ("sie_sidecar",),
     "adapter": ("sie_adapter",),
     "gliner": ("sie_adapter.families.gliner", "sie_adapter.families.gliner_folder"),
@@ -52,7 +52,7 @@ _HUB = ("sie_store.hub", "sie_store.found", "sie_cli.airgap", "sie_cli.models.in
 # commands that bring components into their own process
 _COMPONENTS = ("sie_cli.bench", "sie_cli.replay", "sie_cli.standalone", "sie_cli.processes")
 APART: dict[str, tuple[str, ...]] = {
-    "sdk": ("sie_sdk.watching", "sie_contracts.configs"),  # the client reads no configuration
+    "sdk": ("sie_client.watching", "sie_contracts.configs"),  # the client reads no configuration
     "gateway": ("sie_store.datasets", "sie_store.sinks.pgvector"),
     "adapter": (
         "sie_adapter.families.gliner",
@@ -137,7 +137,7 @@ def modules_of(extra: str) -> list[str]:
     """The modules that an extra is for, and those of ours that they need."""
     roots, apart = FOR[extra], APART.get(extra, ())
     packages = {root.partition(".")[0] for root in roots}
-    near = {*packages, *_SHARED, *(("sie_sdk",) if "sie_cli" in packages else ())}
+    near = {*packages, *_SHARED, *(("sie_client",) if "sie_cli" in packages else ())}
     found: set[str] = set()
     # an import of __main__ would run it
     waiting = [name for name in modules() if _is_in(name, roots) and not name.endswith(".__main__")]

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from sie_broker.nats import connect
-from sie_config.mirror import Held
-from sie_config.store import SEED_BATCH, Change, normalised, open_store
+from sie_config_service.mirror import Held
+from sie_config_service.store import SEED_BATCH, Change, normalised, open_store
 from sie_contracts import configs, messages
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.configs import ConfigDelta, ConfigExport, ConfigModel

@@ -26,8 +26,8 @@ PACKAGES = {  # by the folder that each is in
     "gateway": "sie_gateway",
     "sidecar": "sie_sidecar",
     "adapter": "sie_adapter",
-    "config_service": "sie_config",
-    "sdk": "sie_sdk",
+    "config_service": "sie_config_service",
+    "sdk": "sie_client",
     "cli": "sie_cli",
 }
 FOLDERS = {package: folder for folder, package in PACKAGES.items()}

@@ -1,6 +1,7 @@
 """Builds what a release hands out, into one folder. `make release` runs it.
 
     checkout ──► source archive ──► wheel
+        ├──────► wheel                         the import package sie_sdk, another name of the client
         ├──────► chart                         helm package
         ├──────► images.txt                    make image-NAME, where a builder is installed: names and ids
         ├──────► bill of materials             CycloneDX, of what the wheel needs with the extra `serve`
@@ -57,7 +58,9 @@ def checked_version(*, dirty: bool) -> str:
 def distributions(out: Path) -> None:
     """The wheel is built from the source archive, so that the archive is known to have all that it needs."""
     at = run("git", "log", "-1", "--format=%ct").strip()
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, ROOT, SOURCE_DATE_EPOCH=at)
+    build = (sys.executable, "-m", "build", "--no-isolation", "--outdir", out)
+    run(*build, ROOT, SOURCE_DATE_EPOCH=at)
+    run(*build, "--wheel", ROOT / "sdk" / "alias", SOURCE_DATE_EPOCH=at)
 
 
 def chart(out: Path) -> None:

@@ -13,7 +13,7 @@ from sie_cli.refusal import Refused
 from sie_contracts.settings import public_url
 
 if TYPE_CHECKING:
-    from sie_sdk import SIEClient
+    from sie_client import SIEClient
 
 FIRST_S = 5.0  # of attempts to connect
 
@@ -25,8 +25,8 @@ def gateway_client(cluster: Cluster, scopes: str, *, is_patient: bool = False) -
 
     Where nobody answers, or the token is refused, the process ends with status 2. Other errors become Refused.
     """
-    from sie_sdk import SIEClient
-    from sie_sdk.errors import AuthenticationError, ModelNotFoundError, SIEConnectionError, SIEError
+    from sie_client import SIEClient
+    from sie_client.errors import AuthenticationError, ModelNotFoundError, SIEConnectionError, SIEError
 
     url, secret = cluster.gateway_urls[0], cluster.gateway_token
     try:

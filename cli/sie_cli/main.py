@@ -182,7 +182,7 @@ def gateway(host: str, port: int, **values: Any) -> None:
 @settings_options("config")
 def config(host: str, port: int, lame_duck_s: float, **values: Any) -> None:
     """The config service: the catalogue's only writer."""
-    from sie_config.process import run
+    from sie_config_service.process import run
 
     settings = loaded(values).settings
     _run(settings.log_json, lambda stop: run(settings, stop, host=host, port=port, lame_duck_s=lame_duck_s))

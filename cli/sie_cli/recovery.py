@@ -23,8 +23,8 @@ from sie_cli.cluster import BROKER_URL, Cluster, cluster_options
 from sie_cli.display import counted
 from sie_cli.moments import moment
 from sie_cli.refusal import Refused, refusing
-from sie_config.mirror import Stored
-from sie_config.store import open_store
+from sie_config_service.mirror import Stored
+from sie_config_service.store import open_store
 from sie_contracts import topology
 from sie_runtime import keys as key_records
 from sie_runtime.keys import Key, KeyBuckets

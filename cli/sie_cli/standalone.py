@@ -15,9 +15,9 @@ import click
 from sie_broker.memory import MemoryServer
 from sie_cli.data_dir import socket_path
 from sie_cli.options import loaded, refuse, settings_options
-from sie_config.process import prepare
-from sie_config.reload import Reload
-from sie_config.store import CatalogueStore
+from sie_config_service.process import prepare
+from sie_config_service.reload import Reload
+from sie_config_service.store import CatalogueStore
 from sie_contracts.configs import ConfigEpoch, ConfigExport
 from sie_contracts.errors import SIEError
 from sie_contracts.settings import SettingError, Settings

@@ -53,7 +53,7 @@ def top(cluster: Cluster, once: bool) -> None:
     """
     from rich.console import Console
 
-    from sie_sdk.errors import AuthenticationError, SIEConnectionError, SIEError
+    from sie_client.errors import AuthenticationError, SIEConnectionError, SIEError
 
     url, secret = cluster.gateway_urls[0], cluster.gateway_token
     token = secret.reveal() if secret else None
@@ -82,7 +82,7 @@ def top(cluster: Cluster, once: bool) -> None:
 @contextlib.contextmanager
 def quiet_client() -> Iterator[None]:
     """Without the client's warnings of attempts: they would break a picture, and the error at the end says it all."""
-    logger = logging.getLogger("sie_sdk")
+    logger = logging.getLogger("sie_client")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
@@ -124,8 +124,8 @@ async def _shown(view: View, url: str, token: str | None, console: Console, once
 
 async def _frames(view: View, url: str, token: str | None) -> AsyncGenerator[Frame, None]:
     """Frames for ever. Raises SIEError at a first connection that fails, and at any refusal."""
-    from sie_sdk import SIEAsyncClient
-    from sie_sdk.errors import RequestError, SIEConnectionError, SIEError
+    from sie_client import SIEAsyncClient
+    from sie_client.errors import RequestError, SIEConnectionError, SIEError
 
     async with SIEAsyncClient(url, api_key=token, connection_budget_s=FIRST_S) as client:
         while True:

@@ -34,7 +34,7 @@ function asPython(submission: Submission): string {
     ...(key() ? ["import os"] : []),
     ...(submission.file ? ["from pathlib import Path"] : []),
     ...(key() || submission.file ? [""] : []),
-    "from sie_sdk import SIEClient",
+    "from sie_client import SIEClient",
     "",
     `with SIEClient(${JSON.stringify(serverUrl())}${key() ? ', api_key=os.environ["SIE_API_KEY"]' : ""}) as client:`,
     "    job = client.jobs.submit(",

@@ -88,7 +88,7 @@ function asPython({ verb, model, body }: Call): string {
   const options = Object.keys(others).length ? `, options=${pythonic(others)}` : "";
   return [
     ...(key() ? ["import os", ""] : []),
-    "from sie_sdk import SIEClient",
+    "from sie_client import SIEClient",
     "",
     ...(body.query ? [`query = ${pythonic(body.query)}`] : []),
     `items = ${pythonic(body.items)}`,

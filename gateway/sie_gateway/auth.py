@@ -9,6 +9,7 @@ from the same table (`tests/unit/test_auth.py`).
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, MutableMapping
 from dataclasses import replace
@@ -34,6 +35,10 @@ def require_tokens(settings: Settings) -> None:
     """Raises SettingError for the mode static without a token: nobody could call."""
     if settings.auth_mode == "static" and not (settings.auth_token or settings.auth_tokens):
         raise SettingError("SIE_AUTH_MODE", "static needs SIE_AUTH_TOKEN or SIE_AUTH_TOKENS")
+
+
+# routes of servers of language models, for which clients have methods
+_GENERATIVE = re.compile(r"/v1/(chat/completions|completions|responses|generate|estimate|recommend)(/|$)")
 
 
 class Gate:
@@ -79,6 +84,11 @@ class Gate:
                 grant = replace(grant, scopes=self._usable(grant.scopes))
         if row is None or not row.served:
             if not match.methods:
+                if _GENERATIVE.match(path):
+                    raise NotFound(
+                        "this server does not generate text: use /v1/encode, /v1/score or /v1/extract here, and a"
+                        " server of language models for generation"
+                    )
                 raise NotFound(
                     f"no such path; did you mean {near}?"
                     if (near := TABLE.near(path))

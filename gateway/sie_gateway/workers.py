@@ -15,12 +15,14 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import httpx
 import msgspec
 from websockets.asyncio.client import connect
 from websockets.exceptions import WebSocketException
+from websockets.version import version
 
 from sie_contracts.settings import Secret, SettingError, Settings, public_url
 from sie_runtime.process import Stop, Trouble
@@ -30,6 +32,8 @@ OPEN_S = 2.0
 MAX_FRAME_BYTES = 8 << 20
 WATCH_S = 60  # how long the API server keeps a watch open
 MIN_PAUSE_S = 1.0  # between two lists of endpoints
+# workers are reached directly; before version 15 websockets knows no proxies
+_DIRECT: dict[str, Any] = {} if version.startswith("14.") else {"proxy": None}
 API = "https://kubernetes.default.svc"
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # where a pod finds its credentials
 _logger = logging.getLogger("sie.gateway.workers")
@@ -125,7 +129,7 @@ class WorkerSocket:
                     max_size=MAX_FRAME_BYTES,
                     max_queue=2,
                     compression=None,
-                    proxy=None,
+                    **_DIRECT,
                 ) as socket:
                     async for frame in socket:
                         if isinstance(frame, str):

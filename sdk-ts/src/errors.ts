@@ -1,4 +1,4 @@
-// What a call may throw. The classes and their tree are those of the Python client (sdk/sie_sdk/errors.py).
+// What a call may throw. The classes and their tree are those of the Python client (sdk/sie_client/errors.py).
 
 export interface ErrorFacts {
   code?: string;

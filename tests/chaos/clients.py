@@ -1,6 +1,6 @@
 """Clients that retry as the SDK does and check every answer.
 
-    Request ──► sie_sdk.core.call ──► attempt at one of the gateways ──► Received or TransportFailed ──► ... ──► Outcome
+    Request ─► sie_client.core.call ─► attempt at one of the gateways ─► Received or TransportFailed ─► ... ─► Outcome
 
 A connection that is refused is tried at the other gateway at once: that is the balancer's part. Everything else is an
 attempt.
@@ -22,9 +22,9 @@ from client import Connection, connect, request
 from fake_adapter import ids_of, vector_of
 from numpy.typing import NDArray
 
+from sie_client.core import Policy, Received, Send, TransportFailed, call
+from sie_client.errors import SIEError
 from sie_contracts import arrays
-from sie_sdk.core import Policy, Received, Send, TransportFailed, call
-from sie_sdk.errors import SIEError
 
 COSINE = 0.998
 # that an answer may be late before the attempt counts as unanswered: a frozen gateway answers when it runs again

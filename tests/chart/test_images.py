@@ -32,7 +32,7 @@ IMAGES = images()
 SLIM = ("gateway", "config", "sidecar")
 PROCESSES = {
     "gateway": "sie_gateway.process",
-    "config": "sie_config.process",
+    "config": "sie_config_service.process",
     "sidecar": "sie_sidecar.process",
     "adapter": "sie_adapter.process",
 }

@@ -28,7 +28,7 @@ from sie_broker.nats import connect, connection, transport
 from sie_broker.owner import own
 from sie_cli.embedded import MAX_PAYLOAD_BYTES, SYNC_INTERVAL
 from sie_cli.ports import free_port
-from sie_config.process import run as run_config
+from sie_config_service.process import run as run_config
 from sie_contracts import messages, topology
 from sie_contracts.contents import content_keys
 from sie_contracts.errors import ErrorInfo

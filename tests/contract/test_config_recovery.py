@@ -17,7 +17,7 @@ from inprocess import settings_of
 from nats_server import NatsServer
 
 from sie_cli.ports import free_port
-from sie_config.process import run
+from sie_config_service.process import run
 from sie_runtime.process import Stop
 
 WITHIN_S = 30.0

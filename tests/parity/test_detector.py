@@ -33,10 +33,10 @@ from sie_adapter.engine import Engine
 from sie_adapter.families import owlv2
 from sie_adapter.families.detector import Detector
 from sie_adapter.packing import Shown
+from sie_client import draw
 from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ErrorInfo, ModelLoadFailed
 from sie_contracts.messages import RunOptions
-from sie_sdk import draw
 
 FOLDERS: dict[str, Callable[[Path], Path]] = {
     "grounding-dino": detector_checkpoints.grounding_dino,

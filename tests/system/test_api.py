@@ -18,8 +18,8 @@ from click.testing import CliRunner
 from cluster import MODEL, Cluster, running, until
 
 from sie_cli.main import main
+from sie_client import EncodeResult, Item, ModelNotFoundError, RequestError, SIEAsyncClient, SIEClient
 from sie_contracts import arrays
-from sie_sdk import EncodeResult, Item, ModelNotFoundError, RequestError, SIEAsyncClient, SIEClient
 
 TIMING_KEYS = {
     "queue_time",

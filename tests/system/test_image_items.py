@@ -21,7 +21,7 @@ from parity.toys import image, png
 from PIL import Image
 from transformers import AutoImageProcessor, CLIPModel
 
-from sie_sdk import SIEClient
+from sie_client import SIEClient
 
 CLIP = "test/clip"
 PICTURES = [

@@ -12,7 +12,7 @@ from cluster import Cluster, running
 from image_files import encoded, picture
 from local_models import LocalModels
 
-from sie_sdk import SIEClient
+from sie_client import SIEClient
 
 CLIP = "test/clip"
 IMAGES, BATCH, CLIENTS = 20_000, 50, 4

@@ -22,7 +22,7 @@ from parity.test_detector import CLOSE, LABELS, ROUNDED, GroundingDino, _differe
 from parity.toys import image, png
 from PIL import Image
 
-from sie_sdk import SIEClient, draw
+from sie_client import SIEClient, draw
 
 MODEL = "test/grounding-dino"
 OF_THE_PAGE = "IDEA-Research/grounding-dino-tiny"

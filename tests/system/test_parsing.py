@@ -22,8 +22,8 @@ import psutil
 import pytest
 from cluster import Cluster, until
 
-from sie_sdk import SIEClient
-from sie_sdk.errors import InvalidInputError
+from sie_client import SIEClient
+from sie_client.errors import InvalidInputError
 
 ROOT = Path(__file__).parents[2]
 OF_THE_CHECKOUT = {"PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in measure.PACKAGES)}

@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.xdist_group("release")]
 NOW = version.current()
 WHEEL = f"sie_cluster-{NOW}-py3-none-any.whl"
+ALIAS = f"sie_sdk_alias-{NOW}-py3-none-any.whl"
 CHART = f"sie-cluster-{NOW}.tgz"
 BILL = f"sie-cluster-{NOW}.cdx.json"
 SUMS = "SHA256SUMS"
@@ -57,7 +58,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.long
 def test_all_that_is_handed_out_is_there_and_has_its_sum(dist: Path) -> None:
     names = {path.name for path in dist.iterdir()}
-    assert names == {WHEEL, f"sie_cluster-{NOW}.tar.gz", CHART, BILL, SUMS}
+    assert names == {WHEEL, ALIAS, f"sie_cluster-{NOW}.tar.gz", CHART, BILL, SUMS}
     assert {line.split("  ")[1] for line in (dist / SUMS).read_text().splitlines()} == names - {SUMS}
     subprocess.run(["sha256sum", "--check", "--strict", SUMS], cwd=dist, capture_output=True, check=True)
 

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from oracle import model_folder, ragged_texts
 from transformers import AutoTokenizer
 
+from sie_client import SIEClient
 from sie_contracts import arrays
-from sie_sdk import SIEClient
 
 Array = NDArray[np.float32]
 TEXT = "Who wrote the first program, and for which machine?"

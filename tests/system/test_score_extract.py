@@ -29,10 +29,10 @@ from oracle import ragged_texts
 from parity.heads_checkpoints import M3_WIDTH
 
 from sie_adapter.precision import bfloat16_lacks
+from sie_client import SIEAsyncClient, SIEClient
 from sie_contracts import arrays
 from sie_contracts.muvera import Muvera
 from sie_contracts.options import DTYPES
-from sie_sdk import SIEAsyncClient, SIEClient
 
 TEXTS = ["river search queue", "the winter garden (of music)", "Zürich, 東京 and 😀", "kernel"]
 PAIRED = "planet history of the harbour"

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from stack import Device, Plan, Stack
 from tokenizers import Tokenizer
 
-import sie_sdk
-from sie_sdk import SIEAsyncClient, SIEClient
+import sie_client
+from sie_client import SIEAsyncClient, SIEClient
 
 MODEL = "toy/one"
 BATCH_MS = 20.0
@@ -29,7 +29,7 @@ BATCH_MS = 20.0
 CLIENT = """
 import sys
 import numpy as np
-from sie_sdk import SIEClient
+from sie_client import SIEClient
 
 url, count, path, part_tokens, concurrency = sys.argv[1:]
 with SIEClient(url, part_tokens=int(part_tokens), concurrency=int(concurrency)) as client:
@@ -178,20 +178,23 @@ def test_a_list_in_parts_equals_its_texts_one_by_one(using: Callable[..., Any]) 
 
 
 def test_a_server_that_is_not_there_is_told_at_once_to_who_will_not_wait(stack: Stack) -> None:
-    with SIEClient("http://127.0.0.1:9", wait_for_capacity=False) as client, pytest.raises(sie_sdk.SIEConnectionError):
+    with (
+        SIEClient("http://127.0.0.1:9", wait_for_capacity=False) as client,
+        pytest.raises(sie_client.SIEConnectionError),
+    ):
         client.encode(MODEL, "text")
 
 
 def test_errors_have_their_classes_and_tell_what_to_do(using: Callable[..., Any]) -> None:
-    with pytest.raises(sie_sdk.ModelNotFoundError) as unknown:
+    with pytest.raises(sie_client.ModelNotFoundError) as unknown:
         using(lambda client: client.encode("toy/on", "text"))
     assert MODEL in unknown.value.details["suggestions"]
-    with pytest.raises(sie_sdk.InvalidInputError) as wrong:
+    with pytest.raises(sie_client.InvalidInputError) as wrong:
         using(lambda client: client.encode(MODEL, ["a"] * 30 + [{"text": 5}], part_tokens=16))
     assert (wrong.value.reason, wrong.value.param) == ("schema", "items[30].text"), (
         "the place in the list that was given"
     )
-    with pytest.raises(sie_sdk.PoolNotFoundError):
+    with pytest.raises(sie_client.PoolNotFoundError):
         using(lambda client: client.encode(MODEL, "text", pool="nowhere"))
 
 
@@ -213,11 +216,11 @@ def test_pools_are_reserved_and_given_back(stack: Stack) -> None:
             assert (pool["name"], pool["spec"]["gpus"]) == ("eval", {"cpu": 1})
             assert client.renew_pool("eval") >= pool["status"]["expires_at"]
             assert {each["name"] for each in client.list_pools()} == {"default", "eval"}
-            with pytest.raises(sie_sdk.PoolConflictError):
+            with pytest.raises(sie_client.PoolConflictError):
                 client.create_pool("eval", {"cpu": 2})
-        with pytest.raises(sie_sdk.PoolNotFoundError):
+        with pytest.raises(sie_client.PoolNotFoundError):
             client.get_pool("eval")
-        with pytest.raises(sie_sdk.PoolOperationForbiddenError):
+        with pytest.raises(sie_client.PoolOperationForbiddenError):
             client.delete_pool("default")
 
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from pages import DOCS, blocks, run
 from sound_files import encoded, tone
 
-from sie_sdk import SIEClient
+from sie_client import SIEClient
 
 CLAP, RATE = "test/clap", 16_000
 WHISPER = "openai/whisper-small"

@@ -17,7 +17,7 @@ from cluster import MODEL, Cluster, running
 from local_models import M3_OUTPUTS, LocalModels
 
 from sie_cli.main import main
-from sie_sdk import SIEClient
+from sie_client import SIEClient
 
 pytestmark = shared.OPEN
 TEXTS = ["river search queue", "the winter garden (of music)", "Zürich, 東京 and 😀", "kernel"]

@@ -22,7 +22,7 @@ from safetensors.numpy import save
 
 from sie_cli.airgap import placing
 from sie_cli.airgap.command import airgap
-from sie_config.overlay import Overlay
+from sie_config_service.overlay import Overlay
 from sie_contracts.catalogue import fingerprint, profile_fingerprint
 from sie_contracts.entries import ModelEntry
 from sie_contracts.settings import Settings, load

@@ -32,7 +32,7 @@ from sie_cli.models.compare import (
     similarities,
     svg,
 )
-from sie_sdk.errors import SIEError
+from sie_client.errors import SIEError
 
 TEXTS = [f"text number {number}" for number in range(30)]
 
@@ -154,7 +154,7 @@ def test_the_administrators_token_goes_to_no_address_of_the_command_line(
         given.append((url, api_key))
         raise SIEError("enough")
 
-    monkeypatch.setattr("sie_sdk.SIEClient", noted)
+    monkeypatch.setattr("sie_client.SIEClient", noted)
     here, there = "http://here:1", "http://there:1"
     admin, auth, named = {"SIE_ADMIN_TOKEN": "admin"}, {"SIE_AUTH_TOKEN": "auth"}, {"SIE_GATEWAY_URL": here}
     for environ, arguments in (

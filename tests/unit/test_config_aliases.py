@@ -14,8 +14,8 @@ from config_api import ADMIN
 from inprocess import until
 
 from sie_broker.memory import MemoryServer
-from sie_config.aliases import ALIAS_BROKEN, VECTORS_CHANGED
-from sie_config.store import Change
+from sie_config_service.aliases import ALIAS_BROKEN, VECTORS_CHANGED
+from sie_config_service.store import Change
 from sie_contracts import topology
 from sie_contracts.bundles import Bundle
 from sie_contracts.entries import parse_document

@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from sie_config.documents import MAX_DEPTH, MAX_DIFFERENCES, MAX_EVENTS, Document, checked, difference, merged, read
+from sie_config_service.documents import (
+    MAX_DEPTH,
+    MAX_DIFFERENCES,
+    MAX_EVENTS,
+    Document,
+    checked,
+    difference,
+    merged,
+    read,
+)
 from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import ValidationFailed
 

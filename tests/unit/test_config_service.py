@@ -15,9 +15,9 @@ from inprocess import settings_of, until
 
 from sie_broker import BrokerUnavailable, Write
 from sie_broker.memory import MemoryServer
-from sie_config import access
-from sie_config.handlers import MAX_BODY_BYTES
-from sie_config.store import (
+from sie_config_service import access
+from sie_config_service.handlers import MAX_BODY_BYTES
+from sie_config_service.store import (
     REPLIES_PER_SLOT,
     REPLY_KEPT_S,
     REVISIONS_KEPT,

@@ -26,6 +26,9 @@ from fake_adapter import FakeAdapter, toy_entry
 from inprocess import GatewayProcess, InProcess, Source, until
 
 from sie_broker import Write
+from sie_client import SIEAsyncClient
+from sie_client import errors as client_errors
+from sie_client.core import Received, failure_of
 from sie_contracts.configs import ConfigExport
 from sie_contracts.errors import ErrorInfo, LoraLoadFailed, ModelLoadFailed, catalogue
 from sie_gateway import app, operations, queue
@@ -33,9 +36,6 @@ from sie_gateway.routes import ROUTES
 from sie_runtime import keys
 from sie_runtime.keys import Limits
 from sie_runtime.routes import OPEN
-from sie_sdk import SIEAsyncClient
-from sie_sdk import errors as client_errors
-from sie_sdk.core import Received, failure_of
 from sie_sidecar import loras
 
 ONE = "toy/one"

@@ -42,5 +42,5 @@ def test_a_name_is_that_of_one_place() -> None:
 
 def test_a_name_begins_with_its_component_or_its_module() -> None:
     for folder, name in names():
-        component = measure.PACKAGES[folder].removeprefix("sie_")
+        component = measure.PACKAGES[folder].removeprefix("sie_").removesuffix("_service")
         assert name.split(".")[0] in {component, *(module.file.stem for module in measure.modules(folder))}, name

@@ -169,6 +169,18 @@ async def test_another_content_type_is_refused(gateway: GatewayProcess, kind: st
 # owners and lists
 
 
+async def test_a_body_is_the_file_where_the_query_names_its_purpose(gateway: GatewayProcess) -> None:
+    query = {"purpose": "batch", "filename": "a.jsonl"}
+    answer = await gateway.client.post(PATH, params=query, content=b"data", headers=by(ONE))
+    assert answer.status_code == 200, answer.text
+    stored = answer.json()
+    assert (stored["filename"], stored["purpose"], stored["bytes"]) == ("a.jsonl", "batch", 4)
+    assert (await gateway.client.get(f"{PATH}/{stored['id']}/content", headers=by(ONE))).content == b"data"
+    for wrong in ({"purpose": "fine-tune", "filename": "a"}, {"purpose": "batch"}, {**query, "filename": "a\nb"}):
+        refused = await gateway.client.post(PATH, params=wrong, content=b"data", headers=by(ONE))
+        assert refused.status_code == 400, refused.text
+
+
 async def test_a_key_sees_its_own_files_and_an_administrator_all(gateway: GatewayProcess) -> None:
     mine = (await uploaded(gateway)).json()["id"]
     theirs = (await uploaded(gateway, token=OTHER)).json()["id"]

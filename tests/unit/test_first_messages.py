@@ -20,12 +20,12 @@ from sie_cli import processes
 from sie_cli.main import main
 from sie_cli.ports import free_port
 from sie_cli.supervisor import Child, Supervisor
+from sie_client import SIEAsyncClient, SIEClient
 from sie_contracts.entries import ModelEntry, Weights
 from sie_contracts.errors import NotFound, SIEError
 from sie_contracts.settings import load
 from sie_gateway.auth import Gate
 from sie_runtime.process import QUIET_S, START_S, Trouble
-from sie_sdk import SIEAsyncClient, SIEClient
 from sie_store.sources import WeightSources
 
 
@@ -47,7 +47,17 @@ def test_a_path_that_is_none_names_the_route_that_is_like_it(path: str, near: st
     assert caught.value.message == f"no such path; did you mean {near}?"
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/none", "/v1", "/x" * 5000, "/" + "é" * 300])
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/generate/org/m", "/v1/estimate", "/v1/recommend"],
+)
+def test_a_route_of_language_models_names_what_this_server_does(path: str) -> None:
+    with pytest.raises(NotFound) as caught:
+        Gate(load(environ={}).settings).check("POST", path, "")
+    assert caught.value.message.startswith("this server does not generate text: use /v1/encode, /v1/score or /v1/extr")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat", "/none", "/v1", "/x" * 5000, "/" + "é" * 300])
 def test_a_path_that_is_like_no_route_names_the_page_of_all(path: str) -> None:
     with pytest.raises(NotFound) as caught:
         Gate(load(environ={}).settings).check("GET", path, "")

@@ -14,9 +14,9 @@ from config_api import ADMIN, Api
 
 from sie_broker.memory import MemoryServer
 from sie_cli.keys import MAX_KEYS
-from sie_config import writes
-from sie_config.handlers import MAX_BODY_BYTES
-from sie_config.store import REVISIONS_KEPT
+from sie_config_service import writes
+from sie_config_service.handlers import MAX_BODY_BYTES
+from sie_config_service.store import REVISIONS_KEPT
 from sie_contracts import topology
 from sie_contracts.bundles import Bundle
 from sie_gateway.log_tail import MAX_LINES

@@ -26,6 +26,7 @@ from image_server import answer as served
 from inprocess import GatewayProcess, InProcess
 from PIL import Image
 
+from sie_client import SIEAsyncClient, SIEClient
 from sie_contracts import arrays, messages
 from sie_contracts.costs import IMAGE_TOKENS
 from sie_contracts.errors import ErrorInfo, InvalidInput
@@ -35,7 +36,6 @@ from sie_gateway import image_headers, images
 from sie_gateway.body import Item
 from sie_gateway.chunk import Chunk, Files, Limits, split
 from sie_gateway.image_urls import ImageUrls
-from sie_sdk import SIEAsyncClient, SIEClient
 
 STREAM = "WORK__default"
 SEEN = "toy/seen"

@@ -14,7 +14,7 @@ import measure
 import pytest
 from measure import FOLDERS
 
-import sie_sdk
+import sie_client
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.xdist_group("sources")  # one process reads them
@@ -28,8 +28,8 @@ BELOW = {
     "sie_gateway": SHARED,
     "sie_sidecar": SHARED,
     "sie_adapter": ("sie_contracts", "sie_runtime", "sie_store"),
-    "sie_config": SHARED,
-    "sie_sdk": SHARED[:1],
+    "sie_config_service": SHARED,
+    "sie_client": SHARED[:1],
     "sie_cli": tuple(FOLDERS),
 }
 WITHOUT_TORCH = (
@@ -39,8 +39,8 @@ WITHOUT_TORCH = (
     "sie_store",
     "sie_gateway",
     "sie_sidecar",
-    "sie_config",
-    "sie_sdk",
+    "sie_config_service",
+    "sie_client",
     "sie_cli",
 )
 HEAVY = {"torch", "transformers", "safetensors", "sentence_transformers"}
@@ -162,7 +162,7 @@ def test_the_core_is_pure() -> None:
 
 
 @pytest.mark.parametrize(
-    "package", [package for package in FOLDERS if package not in ("sie_contracts", "sie_broker", "sie_sdk")]
+    "package", [package for package in FOLDERS if package not in ("sie_contracts", "sie_broker", "sie_client")]
 )
 def test_a_component_has_no_other_surface_than_its_modules(package: str) -> None:
     (body,) = (tree.body for module, tree in files(package) if module == package)
@@ -176,7 +176,9 @@ def python(code: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "packages", [("sie_gateway",), ("sie_sidecar",), ("sie_config",), ("sie_sdk",)], ids=lambda names: names[0]
+    "packages",
+    [("sie_gateway",), ("sie_sidecar",), ("sie_config_service",), ("sie_client",)],
+    ids=lambda names: names[0],
 )
 def test_torch_is_not_even_imported_by_what_is_imported(packages: tuple[str, ...]) -> None:
     """Every module of the component and of the contract, in a process of its own."""
@@ -234,7 +236,7 @@ def test_nothing_can_execute_what_was_received(package: str) -> None:
 
 
 def test_the_public_surface_of_the_sdk() -> None:
-    assert sie_sdk.__all__ == [
+    assert sie_client.__all__ == [
         "AllItemsFailedError",
         "AsyncJob",
         "AuthenticationError",
@@ -295,7 +297,7 @@ def test_the_public_surface_of_the_sdk() -> None:
         "maxsim",
         "region",
     ]
-    public = {name for name in vars(sie_sdk) if not name.startswith("_")} | {"__version__"}
+    public = {name for name in vars(sie_client) if not name.startswith("_")} | {"__version__"}
     modules = {
         "async_client",
         "async_client_jobs",
@@ -319,7 +321,7 @@ def test_the_public_surface_of_the_sdk() -> None:
         "watching",
         "wire",
     }
-    assert public - modules == set(sie_sdk.__all__)
+    assert public - modules == set(sie_client.__all__)
 
 
 def test_a_process_of_the_cluster_does_not_import_the_operators_commands() -> None:

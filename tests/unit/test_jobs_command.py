@@ -22,9 +22,9 @@ from job_server import FILE, HANGING, JOB, JobServer
 
 from sie_cli.jobs import told
 from sie_cli.main import main
+from sie_client import jobs
+from sie_client.jobs import JobInfo
 from sie_contracts.api.jobs import JobInput, JobOutput, JobRequest
-from sie_sdk import jobs
-from sie_sdk.jobs import JobInfo
 
 SIE = str(Path(sys.executable).with_name("sie"))
 COUNTS = {"rows": 1_000_000, "done": 120_000, "failed": 3, "reused": 40}

@@ -9,7 +9,7 @@ from inprocess import InProcess, until
 
 from sie_broker import BrokerUnavailable, Subscription
 from sie_broker.memory import MemoryBroker, MemoryServer
-from sie_config.workers import Workers
+from sie_config_service.workers import Workers
 from sie_contracts import messages, topology
 from sie_contracts.heartbeats import Heartbeat
 from sie_runtime.process import Stop

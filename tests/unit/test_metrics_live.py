@@ -19,8 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sie_broker import BrokerError
 from sie_broker.memory import MemoryServer
-from sie_config import routes as config_routes
-from sie_config.app import create_app
+from sie_config_service import routes as config_routes
+from sie_config_service.app import create_app
 from sie_contracts import topology
 from sie_contracts.bundles import Bundle
 from sie_contracts.errors import ModelLoadFailed

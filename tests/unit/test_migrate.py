@@ -22,8 +22,8 @@ from sie_cli.migrating.migration import merged, shadow_line
 from sie_cli.migrating.quality import Measured, Queries
 from sie_cli.migrating.steps import STEPS, Seen, key_of, left
 from sie_cli.models.compare import Agreement
-from sie_sdk import SIEClient
-from sie_sdk.jobs import JobInfo
+from sie_client import SIEClient
+from sie_client.jobs import JobInfo
 
 # ---- what is left
 

@@ -13,9 +13,9 @@ from object_stores import S3, Faults, Moto, Place, Request, aws_environ
 from overlays import wanted_models
 
 from sie_broker.memory import MemoryServer
-from sie_config import reload
-from sie_config.overlay import Overlay
-from sie_config.process import prepare
+from sie_config_service import reload
+from sie_config_service.overlay import Overlay
+from sie_config_service.process import prepare
 from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import ValidationFailed
 from sie_contracts.settings import SettingError

@@ -15,12 +15,12 @@ from inprocess import settings_of, until
 
 from sie_broker import BrokerUnavailable
 from sie_broker.memory import MemoryServer
-from sie_config import reload
-from sie_config.overlay import Overlay
-from sie_config.process import Prepared, prepare
-from sie_config.reload import Reload
-from sie_config.store import CatalogueStore, normalised
-from sie_config.workers import Workers
+from sie_config_service import reload
+from sie_config_service.overlay import Overlay
+from sie_config_service.process import Prepared, prepare
+from sie_config_service.reload import Reload
+from sie_config_service.store import CatalogueStore, normalised
+from sie_config_service.workers import Workers
 from sie_contracts.aliases import Alias, Target
 from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import SIEError, ValidationFailed

@@ -13,7 +13,7 @@ import pytest
 from inprocess import InProcess, free_port, settings_of, until
 from prometheus_client.parser import text_string_to_metric_families
 
-import sie_config.process
+import sie_config_service.process
 from sie_contracts.errors import PermissionDenied
 from sie_contracts.settings import SettingError
 from sie_runtime.origins import Names
@@ -201,7 +201,7 @@ async def test_every_listener_checks_the_names_that_the_setting_lists(tmp_path: 
     stop = Stop()
     listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     settings = settings_of(**environ, SIE_NATS_URL=f"nats://{LOOPBACK}:{free_port()}")  # where nobody listens
-    serving = sie_config.process.run(settings, stop, host=LOOPBACK, port=0, on_listening=listening.set_result)
+    serving = sie_config_service.process.run(settings, stop, host=LOOPBACK, port=0, on_listening=listening.set_result)
     config = asyncio.create_task(serving)
     try:
         async with InProcess(tmp_path) as cluster, httpx.AsyncClient(trust_env=False, timeout=30) as client:

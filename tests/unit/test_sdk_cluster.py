@@ -10,9 +10,9 @@ import msgspec
 import pytest
 from PIL import Image
 
-import sie_sdk
-from sie_sdk import cluster
-from sie_sdk.core import Plan, Received, Send, Session, Work
+import sie_client
+from sie_client import cluster
+from sie_client.core import Plan, Received, Send, Session, Work
 
 TOLD = {
     "model": "m",
@@ -72,7 +72,7 @@ def test_waiting_for_capacity_sends_the_smallest_thing_that_the_model_takes(
 
 
 def test_a_model_whose_input_cannot_be_made_up_is_told() -> None:
-    with pytest.raises(sie_sdk.InvalidInputError, match="video"):
+    with pytest.raises(sie_client.InvalidInputError, match="video"):
         replied(cluster.warmed("m", {}, Session()), {"name": "m", "inputs": ["video"], "tasks": ["encode"]})
 
 
@@ -110,12 +110,12 @@ PLANS = {
 )
 def test_a_reply_that_is_none_is_an_error_of_the_server(name: str, reply: Any) -> None:
     """No KeyError, no AttributeError."""
-    with pytest.raises(sie_sdk.ServerError, match="could not be read"):
+    with pytest.raises(sie_client.ServerError, match="could not be read"):
         replied(PLANS[name](), reply)
 
 
 def test_a_name_that_cannot_be_a_path_is_refused() -> None:
-    with pytest.raises(sie_sdk.InvalidInputError):
+    with pytest.raises(sie_client.InvalidInputError):
         next(cluster.get_model("\ud800", SESSION))
-    with pytest.raises(sie_sdk.InvalidInputError):
+    with pytest.raises(sie_client.InvalidInputError):
         next(cluster.create_pool("p", {"l4": object()}, {}, SESSION))  # type: ignore[dict-item]

@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 
-import sie_sdk
+import sie_client
+from sie_client import SIEClient, transport, verbs
+from sie_client.core import Answered, Hedges, Pause, Plan, Received, Send, Session, Together, TransportFailed, Work
 from sie_contracts import arrays, errors
-from sie_sdk import SIEClient, transport, verbs
-from sie_sdk.core import Answered, Hedges, Pause, Plan, Received, Send, Session, Together, TransportFailed, Work
 
 
 def refused(code: str, status: int, *, retryable: bool, retry_after_s: int | None = None) -> Received:
@@ -44,7 +44,7 @@ def replied(**body: object) -> Received:
     return Received(200, {"x-sie-request-id": "r2"}, msgspec.msgpack.encode({**SHARED, **body}))
 
 
-def plan(items: list[str], **options: object) -> Plan[list[sie_sdk.EncodeResult]]:
+def plan(items: list[str], **options: object) -> Plan[list[sie_client.EncodeResult]]:
     session = Session.of({"api_key": "secret", "timeout_s": 2.5})
     return verbs.encode("org/model:fast", items, options, session)
 
@@ -93,7 +93,7 @@ def test_a_request_carries_key_deadline_lane_and_an_escaped_model() -> None:
     assert dict(step.headers) == {
         "accept": "application/msgpack",
         "content-type": "application/msgpack",
-        "x-sie-sdk-version": sie_sdk.__version__,
+        "x-sie-sdk-version": sie_client.__version__,
         "authorization": "Bearer secret",
         "x-sie-timeout-ms": "2500",
         "x-sie-machine-profile": "eval/l4",
@@ -137,7 +137,7 @@ def test_a_call_may_want_other_options_than_its_client_and_they_are_no_parameter
     ],
 )
 def test_options_that_cannot_be_meant_are_named_and_secrets_are_not(wrong: dict[str, object]) -> None:
-    with pytest.raises(sie_sdk.InvalidInputError) as caught:
+    with pytest.raises(sie_client.InvalidInputError) as caught:
         Session.of(wrong)
     (name,) = wrong
     assert {"headers": "x-a", "api_key": "authorization", "pool": "x-sie-pool"}.get(name, name) in str(caught.value)
@@ -237,7 +237,7 @@ def test_patience_ends_with_the_class_of_the_last_cause() -> None:
     next(steps)
     steps.send(refused("MODEL_LOADING", 503, retryable=True, retry_after_s=4))
     steps.send(None)
-    with pytest.raises(sie_sdk.ModelLoadingError, match="MODEL_LOADING") as caught:
+    with pytest.raises(sie_client.ModelLoadingError, match="MODEL_LOADING") as caught:
         steps.send(refused("MODEL_LOADING", 503, retryable=True, retry_after_s=4))
     assert (caught.value.code, caught.value.status, caught.value.request_id) == ("MODEL_LOADING", 503, "r1")
 
@@ -245,14 +245,14 @@ def test_patience_ends_with_the_class_of_the_last_cause() -> None:
 def test_not_waiting_for_capacity_waits_for_nothing() -> None:
     steps = plan(["a"], wait_for_capacity=False)
     next(steps)
-    with pytest.raises(sie_sdk.QueueFullError):
+    with pytest.raises(sie_client.QueueFullError):
         steps.send(refused("QUEUE_FULL", 503, retryable=True, retry_after_s=1))
 
 
 def test_not_waiting_is_not_waiting_for_a_connection_either() -> None:
     steps = plan(["a"], wait_for_capacity=False)
     next(steps)
-    with pytest.raises(sie_sdk.SIEConnectionError) as caught:
+    with pytest.raises(sie_client.SIEConnectionError) as caught:
         steps.send(TransportFailed(ConnectionRefusedError("nobody there")))
     assert caught.value.retryable
 
@@ -268,14 +268,14 @@ def test_a_quota_is_waited_for_as_the_server_says() -> None:
 @pytest.mark.parametrize(
     ("answer", "kind"),
     [
-        (refused("INFERENCE_ERROR", 500, retryable=False), sie_sdk.InferenceError),
-        (refused("MODEL_LOAD_FAILED", 502, retryable=False), sie_sdk.ModelLoadFailedError),
-        (refused("BUNDLE_CONFLICT", 409, retryable=False), sie_sdk.BundleConflictError),
-        (Received(500, {}, b"oops"), sie_sdk.ServerError),
-        (Received(301, {"location": "https://x"}, b""), sie_sdk.ServerError),
+        (refused("INFERENCE_ERROR", 500, retryable=False), sie_client.InferenceError),
+        (refused("MODEL_LOAD_FAILED", 502, retryable=False), sie_client.ModelLoadFailedError),
+        (refused("BUNDLE_CONFLICT", 409, retryable=False), sie_client.BundleConflictError),
+        (Received(500, {}, b"oops"), sie_client.ServerError),
+        (Received(301, {"location": "https://x"}, b""), sie_client.ServerError),
     ],
 )
-def test_only_what_the_server_calls_retryable_is_sent_again(answer: Received, kind: type[sie_sdk.SIEError]) -> None:
+def test_only_what_the_server_calls_retryable_is_sent_again(answer: Received, kind: type[sie_client.SIEError]) -> None:
     steps = plan(["a"])
     next(steps)
     with pytest.raises(kind):
@@ -290,7 +290,7 @@ def test_a_proxy_with_nobody_behind_it_is_a_connection_that_failed() -> None:
     assert isinstance(pause, Pause)
     assert pause.seconds <= 1.25
     next(steps)
-    with pytest.raises(sie_sdk.ServerError, match="503"):
+    with pytest.raises(sie_client.ServerError, match="503"):
         steps.send(Received(503, {}, b""))
 
 
@@ -325,9 +325,9 @@ def test_the_last_cause_is_chained_to_the_one_before_and_says_how_long_it_took()
     next(steps)
     steps.send(refused("MODEL_LOADING", 503, retryable=True, retry_after_s=4))
     next(steps)
-    with pytest.raises(sie_sdk.QueueFullError, match=r"QUEUE_FULL: no \(attempt 2, after \d+ s\)") as caught:
+    with pytest.raises(sie_client.QueueFullError, match=r"QUEUE_FULL: no \(attempt 2, after \d+ s\)") as caught:
         steps.send(refused("QUEUE_FULL", 503, retryable=True, retry_after_s=4))
-    assert isinstance(caught.value.__cause__, sie_sdk.ModelLoadingError)
+    assert isinstance(caught.value.__cause__, sie_client.ModelLoadingError)
 
 
 def test_patience_for_a_connection_and_for_capacity_are_two() -> None:
@@ -352,7 +352,7 @@ def test_an_answer_to_one_part_renews_the_patience_of_the_others() -> None:
     next(first)
     assert isinstance(first.send(waiting), Pause), "without the other's answer this would be the end"
     next(first)
-    with pytest.raises(sie_sdk.QueueFullError):
+    with pytest.raises(sie_client.QueueFullError):
         first.send(waiting)
 
 
@@ -371,7 +371,7 @@ def test_hedges_are_one_and_then_one_for_each_five_requests() -> None:
 def test_time_spent_waiting_for_answers_counts_against_patience() -> None:
     steps = plan(["a"], connection_budget_s=120)
     next(steps)
-    with pytest.raises(sie_sdk.SIEConnectionError):
+    with pytest.raises(sie_client.SIEConnectionError):
         steps.send(TransportFailed(TimeoutError("read"), elapsed_s=150))
 
 
@@ -379,13 +379,13 @@ def test_what_can_never_be_sent_is_not_tried_again() -> None:
     """E3"""
     steps = plan(["a"])
     next(steps)
-    with pytest.raises(sie_sdk.SIEConnectionError):
+    with pytest.raises(sie_client.SIEConnectionError):
         steps.send(TransportFailed(ValueError("no scheme"), is_permanent=True))
-    with pytest.raises(sie_sdk.RequestError):
+    with pytest.raises(sie_client.RequestError):
         next(plan([object()]))  # type: ignore[list-item]
     with (
-        sie_sdk.SIEClient("http://:80") as client,
-        pytest.raises(sie_sdk.SIEConnectionError, match="UnsupportedProtocol"),
+        sie_client.SIEClient("http://:80") as client,
+        pytest.raises(sie_client.SIEConnectionError, match="UnsupportedProtocol"),
     ):
         client.encode("m", "text")
 
@@ -394,7 +394,7 @@ def test_a_broken_connection_is_tried_again_and_then_named() -> None:
     """E3: a wrong host ends in a connection error that names its cause."""
     steps = plan(["a"], connection_budget_s=0.5)
     next(steps)
-    with pytest.raises(sie_sdk.SIEConnectionError, match="ConnectionRefusedError") as caught:
+    with pytest.raises(sie_client.SIEConnectionError, match="ConnectionRefusedError") as caught:
         steps.send(TransportFailed(ConnectionRefusedError("nobody there")))
     assert isinstance(caught.value.__cause__, ConnectionRefusedError)
 
@@ -402,16 +402,16 @@ def test_a_broken_connection_is_tried_again_and_then_named() -> None:
 @pytest.mark.parametrize(
     ("code", "status", "kind"),
     [
-        ("MODEL_NOT_FOUND", 404, sie_sdk.ModelNotFoundError),
-        ("UNHEARD_OF", 500, sie_sdk.ServerError),
-        ("SOMETHING_NEW", 418, sie_sdk.RequestError),
-        ("SOMETHING_NEW", 404, sie_sdk.NotFoundError),
-        ("SOMETHING_NEW", 429, sie_sdk.RateLimitedError),
-        ("SOMETHING_NEW", 301, sie_sdk.ServerError),
+        ("MODEL_NOT_FOUND", 404, sie_client.ModelNotFoundError),
+        ("UNHEARD_OF", 500, sie_client.ServerError),
+        ("SOMETHING_NEW", 418, sie_client.RequestError),
+        ("SOMETHING_NEW", 404, sie_client.NotFoundError),
+        ("SOMETHING_NEW", 429, sie_client.RateLimitedError),
+        ("SOMETHING_NEW", 301, sie_client.ServerError),
     ],
 )
 def test_an_answer_has_the_class_of_its_code_else_of_its_status(
-    code: str, status: int, kind: type[sie_sdk.SIEError]
+    code: str, status: int, kind: type[sie_client.SIEError]
 ) -> None:
     steps = plan(["a"])
     next(steps)
@@ -429,10 +429,10 @@ def test_every_error_of_the_server_has_a_class_of_its_own_that_tells_all_of_it(l
     headers = {"x-sie-error-code": leaf.code, "x-should-retry": str(error.retryable).lower(), "retry-after": "1"}
     steps = plan(["a"], wait_for_capacity=False)
     next(steps)
-    with pytest.raises(sie_sdk.SIEError, match=f"{leaf.code}: why") as caught:
+    with pytest.raises(sie_client.SIEError, match=f"{leaf.code}: why") as caught:
         steps.send(Received(error.status, headers, json.dumps(body).encode()))
     told = caught.value
-    assert type(told) is sie_sdk.errors.codes()[leaf.code]
+    assert type(told) is sie_client.errors.codes()[leaf.code]
     assert (told.code, told.status, told.reason, told.param, told.request_id, told.retryable) == (
         leaf.code,
         error.status,
@@ -445,16 +445,16 @@ def test_every_error_of_the_server_has_a_class_of_its_own_that_tells_all_of_it(l
 
 
 def test_every_class_of_the_client_is_an_error_of_the_server() -> None:
-    assert sie_sdk.errors.codes().keys() == {leaf.code for leaf in errors.catalogue()}
+    assert sie_client.errors.codes().keys() == {leaf.code for leaf in errors.catalogue()}
     assert all(
-        kind.__name__ in sie_sdk.__all__ and code in (sie_sdk.errors.__doc__ or "")
-        for code, kind in sie_sdk.errors.codes().items()
+        kind.__name__ in sie_client.__all__ and code in (sie_client.errors.__doc__ or "")
+        for code, kind in sie_client.errors.codes().items()
     )
 
 
 def test_the_page_of_the_client_has_every_code_beside_its_class() -> None:
     page = (Path(__file__).parents[2] / "docs" / "sdk.md").read_text("utf-8")
-    assert all(f"| `{code}` | `{kind.__name__}` |" in page for code, kind in sie_sdk.errors.codes().items())
+    assert all(f"| `{code}` | `{kind.__name__}` |" in page for code, kind in sie_client.errors.codes().items())
 
 
 def test_an_error_of_a_part_names_the_places_of_the_whole_list() -> None:
@@ -463,7 +463,7 @@ def test_an_error_of_a_part_names_the_places_of_the_whole_list() -> None:
         "errors": [{"index": 1, "code": "INVALID_INPUT", "message": "items[1].text: too long"}],
     }
     steps = plan(["a" * 40] * 4, part_tokens=24, on_item_error="fail")
-    with pytest.raises(sie_sdk.InvalidInputError, match=r"INVALID_INPUT: items\[3\].text: too long") as caught:
+    with pytest.raises(sie_client.InvalidInputError, match=r"INVALID_INPUT: items\[3\].text: too long") as caught:
         outcome(steps, answered(2), Received(400, {}, json.dumps(body).encode()))
     assert caught.value.param == "items[3].text"
     assert caught.value.details["errors"] == [
@@ -478,7 +478,7 @@ def test_an_unreadable_reply_is_a_server_error(body: bytes) -> None:
     """No codec error leaves the client."""
     steps = plan(["a"])
     next(steps)
-    with pytest.raises(sie_sdk.ServerError, match="could not be read"):
+    with pytest.raises(sie_client.ServerError, match="could not be read"):
         steps.send(Received(200, {}, body))
 
 
@@ -507,7 +507,7 @@ def test_a_lane_that_starts_is_waited_for_and_then_named() -> None:
     assert isinstance(pause, Pause)
     assert (3.75 <= pause.seconds <= 6.25, pause.cause) == (True, "PROVISIONING")
     steps.send(None)
-    with pytest.raises(sie_sdk.ProvisioningError, match="PROVISIONING: no worker is ready yet") as caught:
+    with pytest.raises(sie_client.ProvisioningError, match="PROVISIONING: no worker is ready yet") as caught:
         steps.send(provisioning())
     error = caught.value
     assert (error.code, error.status, error.request_id, error.details["estimated_wait_s"]) == (
@@ -521,7 +521,7 @@ def test_a_lane_that_starts_is_waited_for_and_then_named() -> None:
 def test_an_unreadable_error_still_has_its_status() -> None:
     steps = plan(["a"], wait_for_capacity=False)
     next(steps)
-    with pytest.raises(sie_sdk.ServerError, match="502") as caught:
+    with pytest.raises(sie_client.ServerError, match="502") as caught:
         steps.send(Received(502, {}, b"<html>bad gateway</html>"))
     assert (caught.value.status, caught.value.retryable) == (502, True)
 
@@ -681,15 +681,15 @@ def test_an_unreadable_score_or_extraction_is_a_server_error(
 ) -> None:
     monkeypatch.setattr(verbs, "MAX_ITEMS", 1)
     for steps in (verbs.score("m", "q", ["a", "b"], {}, Session()), verbs.extract("m", ["a"], {}, Session())):
-        with pytest.raises(sie_sdk.ServerError, match="could not be read"):
+        with pytest.raises(sie_client.ServerError, match="could not be read"):
             outcome(steps, *[replied(**body)] * 2)
 
 
 def test_items_that_are_neither_text_nor_map_are_refused_before_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verbs, "MAX_ITEMS", 1)
-    with pytest.raises(sie_sdk.RequestError, match="got int"):
+    with pytest.raises(sie_client.RequestError, match="got int"):
         next(verbs.score("m", "q", ["a", 5], {}, Session()))  # type: ignore[list-item]
-    with pytest.raises(sie_sdk.RequestError):
+    with pytest.raises(sie_client.RequestError):
         next(verbs.extract("m", ["a"], {"threshold": object()}, Session()))
 
 
@@ -699,7 +699,7 @@ def test_what_is_no_list_of_items_is_one_item_and_told_as_it_is(wrong: object, t
         for call in (client.encode, client.extract, client.rerank):
             args = ("m", "q", wrong) if call == client.rerank else ("m", wrong)
             with pytest.raises(
-                sie_sdk.InvalidInputError, match=rf"(items|documents)\[0\]: expected a str or a map, {told}"
+                sie_client.InvalidInputError, match=rf"(items|documents)\[0\]: expected a str or a map, {told}"
             ):
                 call(*args)
 
@@ -711,7 +711,7 @@ def test_one_text_is_one_item_not_its_letters() -> None:
 
 
 def test_a_reply_with_fewer_results_than_items_is_refused_not_shifted() -> None:
-    with pytest.raises(sie_sdk.ServerError, match="expected 2, got 1"):
+    with pytest.raises(sie_client.ServerError, match="expected 2, got 1"):
         outcome(plan(["a", "b"]), answered(1))
 
 
@@ -723,5 +723,5 @@ def test_a_ranking_has_positions_and_documents_and_no_failures() -> None:
     assert sent["params"] == {"on_item_error": "fail"}
     assert ranked == [{"index": 2, "score": 0.9, "document": "c"}, {"index": 1, "score": 0.5, "document": documents[1]}]
     assert outcome(verbs.rerank("m", "q", [], None, {}, Session())) == ([], [])
-    with pytest.raises(sie_sdk.InvalidInputError, match="top_n"):
+    with pytest.raises(sie_client.InvalidInputError, match="top_n"):
         next(verbs.rerank("m", "q", ["a"], 0, {}, Session()))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from sie_sdk import InvalidInputError, RequestError, draw
+from sie_client import InvalidInputError, RequestError, draw
 
 GROUND = (200, 200, 200)
 SQUARE, DISC = (60, 50, 81, 41), (200, 120, 61, 61)  # x, y, width, height

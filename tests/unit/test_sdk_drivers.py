@@ -22,9 +22,9 @@ import pytest
 import websockets.sync.server as websocket_server
 from websockets.exceptions import ConnectionClosed
 
-import sie_sdk
+import sie_client
+from sie_client import SIEAsyncClient, SIEClient, cluster, core, watching
 from sie_contracts import arrays
-from sie_sdk import SIEAsyncClient, SIEClient, cluster, core, watching
 
 HANGING = 10.0  # seconds that nothing here takes, unless it hangs
 
@@ -162,7 +162,7 @@ def test_parts_run_so_many_at_a_time_and_their_results_are_in_order(server: Serv
         time.sleep(0.02 if int(body["items"][0]) % 40 == 0 else 0.0)  # what comes first is not what was sent first
 
     server.special = special
-    told: list[sie_sdk.Progress] = []
+    told: list[sie_client.Progress] = []
     results = using(
         server.url,
         lambda client: client.encode("m", TEXTS, on_progress=told.append),
@@ -188,7 +188,7 @@ def test_the_first_part_that_fails_ends_the_call_and_nothing_more_is_sent(
 
     server.special = special
     started_s = time.monotonic()
-    with pytest.raises(sie_sdk.InvalidInputError, match=r"items\[20\].text"):
+    with pytest.raises(sie_client.InvalidInputError, match=r"items\[20\].text"):
         using(server.url, lambda client: client.encode("m", TEXTS), part_tokens=TEN_A_PART, concurrency=3)
     assert time.monotonic() - started_s < HANGING / 2, "what is still under way is not waited for"
     released.set()
@@ -215,7 +215,7 @@ def test_a_connection_that_is_made_while_the_client_is_closed_does_not_stay(
     monkeypatch.setattr(socket, "create_connection", slow)
     server.special = special
     with (
-        pytest.raises(sie_sdk.InvalidInputError),
+        pytest.raises(sie_client.InvalidInputError),
         SIEClient(server.url, part_tokens=TEN_A_PART, concurrency=2) as client,
     ):
         client.encode("m", TEXTS)
@@ -236,13 +236,13 @@ def test_a_wait_ends_when_another_part_fails(server: Server, using: Callable[...
         return 400, failure("INVALID_INPUT")
 
     server.special = special
-    with pytest.raises(sie_sdk.InvalidInputError):
+    with pytest.raises(sie_client.InvalidInputError):
         using(server.url, lambda client: client.encode("m", TEXTS), part_tokens=100, concurrency=2)
 
 
 def test_a_file_that_cannot_be_read_ends_the_call(server: Server, using: Callable[..., Any]) -> None:
     items: list[Any] = ["1"] * 30 + [{"document": "/no/such/file"}]
-    with pytest.raises(sie_sdk.InvalidInputError, match=r"items\[30\].document"):
+    with pytest.raises(sie_client.InvalidInputError, match=r"items\[30\].document"):
         using(server.url, lambda client: client.encode("m", items), part_tokens=TEN_A_PART)
 
 
@@ -287,7 +287,7 @@ def test_no_second_copy_goes_where_the_first_is_answered_in_time(server: Server,
 def test_a_client_that_was_closed_says_so(server: Server) -> None:
     client = SIEClient(server.url)
     client.close()
-    with pytest.raises(sie_sdk.SIEConnectionError, match="closed"):
+    with pytest.raises(sie_client.SIEConnectionError, match="closed"):
         client.encode("m", "1")
 
 
@@ -304,7 +304,7 @@ def test_a_host_that_does_not_exist_is_told_at_once(
 
     monkeypatch.setattr(socket, "getaddrinfo", nobody)
     monkeypatch.setattr(core, "CONNECTION_PAUSE_S", 0.01)
-    with pytest.raises(sie_sdk.SIEConnectionError, match="told by the resolver"):
+    with pytest.raises(sie_client.SIEConnectionError, match="told by the resolver"):
         using("http://no.such.host", lambda client: client.health(), connection_budget_s=0.1)
     assert (len(asked) > 1) == (errno == socket.EAI_AGAIN)
 
@@ -399,7 +399,7 @@ def test_the_end_of_a_reservation_is_bounded_and_keeps_the_block_s_own_error(
     """
     monkeypatch.setattr(cluster, "RENEW_EVERY_S", 0.01)
     monkeypatch.setattr(cluster, "CLOSE_S", 0.1)
-    monkeypatch.setattr("sie_sdk.transport.CLOSE_S", 0.1)
+    monkeypatch.setattr("sie_client.transport.CLOSE_S", 0.1)
     released, well = threading.Event(), pools(server)
 
     def special(method: str, path: str, body: Any, number: int) -> tuple[int, Any]:
@@ -470,9 +470,9 @@ def test_frames_are_watched_across_connections(frames: tuple[str, list[str]], us
 def test_a_watch_that_may_not_or_cannot_be_is_a_typed_error(
     frames: tuple[str, list[str]], using: Callable[..., Any]
 ) -> None:
-    with pytest.raises(sie_sdk.AuthenticationError):
+    with pytest.raises(sie_client.AuthenticationError):
         using(frames[0], lambda client: first(client, 1), api_key="bad")
-    with pytest.raises(sie_sdk.SIEConnectionError):
+    with pytest.raises(sie_client.SIEConnectionError):
         using("http://127.0.0.1:1", lambda client: first(client, 1), wait_for_capacity=False)
-    with pytest.raises(sie_sdk.SIEConnectionError):
+    with pytest.raises(sie_client.SIEConnectionError):
         using("http://:80", lambda client: first(client, 1))

@@ -10,16 +10,16 @@ from typing import Any
 import msgspec
 import pytest
 
-import sie_sdk
-from sie_sdk import SIEAsyncClient, SIEClient, verbs
-from sie_sdk.core import CONNECTION_BUDGET_S, NOBODY_BUDGET_S, Pause, Received, Send, Session, TransportFailed
-from sie_sdk.progress import Meter
+import sie_client
+from sie_client import SIEAsyncClient, SIEClient, verbs
+from sie_client.core import CONNECTION_BUDGET_S, NOBODY_BUDGET_S, Pause, Received, Send, Session, TransportFailed
+from sie_client.progress import Meter
 
 NOBODY = "http://127.0.0.1:9"
 BOUND_S = 3 * NOBODY_BUDGET_S
 
 
-def check_refused(error: sie_sdk.SIEConnectionError, log: str, began_s: float) -> None:
+def check_refused(error: sie_client.SIEConnectionError, log: str, began_s: float) -> None:
     assert str(error).startswith(f"no answer from {NOBODY}: ConnectError: ")
     assert "is a server running there? `sie serve` starts one" in str(error)
     assert f"waiting for connection at {NOBODY}: next attempt in" in log
@@ -28,7 +28,7 @@ def check_refused(error: sie_sdk.SIEConnectionError, log: str, began_s: float) -
 
 def test_a_server_of_this_machine_that_is_not_there_is_told_within_seconds(caplog: pytest.LogCaptureFixture) -> None:
     began_s = time.monotonic()
-    with SIEClient(NOBODY) as client, pytest.raises(sie_sdk.SIEConnectionError) as caught:
+    with SIEClient(NOBODY) as client, pytest.raises(sie_client.SIEConnectionError) as caught:
         client.encode("org/one", "a")
     check_refused(caught.value, caplog.text, began_s)
 
@@ -36,7 +36,7 @@ def test_a_server_of_this_machine_that_is_not_there_is_told_within_seconds(caplo
 async def test_the_async_client_tells_the_same(caplog: pytest.LogCaptureFixture) -> None:
     began_s = time.monotonic()
     async with SIEAsyncClient("http://user:secret@127.0.0.1:9") as client:
-        with pytest.raises(sie_sdk.SIEConnectionError) as caught:
+        with pytest.raises(sie_client.SIEConnectionError) as caught:
             await client.encode("org/one", "a")
     check_refused(caught.value, caplog.text, began_s)
     assert "secret" not in str(caught.value) + caplog.text

@@ -18,11 +18,11 @@ import msgspec
 import pytest
 from job_server import FILE, JOB, JobServer
 
-import sie_sdk
+import sie_client
+from sie_client import SIEAsyncClient, SIEClient, core, files, jobs
+from sie_client.types import JobOptions
+from sie_client.types import JobOutput as OutputOptions
 from sie_contracts.api.jobs import JobInfo, JobInput, JobOutput, JobRequest
-from sie_sdk import SIEAsyncClient, SIEClient, core, files, jobs
-from sie_sdk.types import JobOptions
-from sie_sdk.types import JobOutput as OutputOptions
 
 COMPLETED = {"state": "completed", "counts": {"rows": 3, "done": 3}}
 
@@ -73,7 +73,7 @@ def rows(tmp_path: Path) -> Path:
 
 
 def test_a_local_file_is_sent_and_then_the_job(server: JobServer, using: Callable[..., Any], rows: Path) -> None:
-    told: list[sie_sdk.Progress] = []
+    told: list[sie_client.Progress] = []
     at = datetime(2030, 1, 31, 6, tzinfo=UTC)
 
     def submit(client: Any, do: Callable[[Any], Any]) -> Any:
@@ -100,7 +100,7 @@ def test_a_local_file_is_sent_and_then_the_job(server: JobServer, using: Callabl
     assert file.expires_at == file.created_at + 30 * 86_400
     assert server.digests[file.id] == hashlib.sha256(rows.read_bytes()).hexdigest()
     assert [each.done for each in told] == sorted(each.done for each in told)
-    assert told[-1] == sie_sdk.Progress(file.bytes, file.bytes)
+    assert told[-1] == sie_client.Progress(file.bytes, file.bytes)
     assert len(told) > 3
     assert (job.id, job.state, job.has_ended) == (f"{JOB}0", "queued", False)
     assert server.bodies[job.id] == JobRequest(
@@ -157,7 +157,7 @@ def test_a_file_that_was_sent_for_a_refused_job_is_deleted(
     server: JobServer, using: Callable[..., Any], rows: Path
 ) -> None:
     server.refuses["POST /v1/jobs"] = 400, "INVALID_INPUT", "input.text: there is no column titel"
-    with pytest.raises(sie_sdk.InvalidInputError, match="titel") as caught:
+    with pytest.raises(sie_client.InvalidInputError, match="titel") as caught:
         using(lambda client, do: do(client.jobs.submit("org/m", rows, text="{titel}")))
     assert (caught.value.request_id, caught.value.status) == ("r", 400)
     assert server.files == {}
@@ -170,7 +170,7 @@ def test_a_file_that_cannot_be_deleted_then_is_told_of(
         "POST /v1/jobs": (404, "MODEL_NOT_FOUND", "no model org/m"),
         "DELETE /v1/files": (503, "QUEUE_UNAVAILABLE", "no broker"),
     }
-    with caplog.at_level(logging.WARNING, "sie_sdk"), pytest.raises(sie_sdk.ModelNotFoundError):
+    with caplog.at_level(logging.WARNING, "sie_client"), pytest.raises(sie_client.ModelNotFoundError):
         using(lambda client, do: do(client.jobs.submit("org/m", rows)))
     assert f"{FILE}0, which no job reads, could not be deleted" in caplog.text
 
@@ -179,7 +179,7 @@ def test_what_is_no_input_is_refused_before_anything_is_sent(
     server: JobServer, using: Callable[..., Any], tmp_path: Path
 ) -> None:
     for source, why in ((tmp_path / "none.csv", "none.csv: No such file"), (tmp_path, "is a folder"), (7, "got int")):
-        with pytest.raises(sie_sdk.InvalidInputError, match=why):
+        with pytest.raises(sie_client.InvalidInputError, match=why):
             using(lambda client, do, source=source: do(client.jobs.submit("org/m", source)))
     with pytest.raises(TypeError, match="'txt'; did you mean 'text'"):
         using(lambda client, do: do(client.jobs.submit("org/m", "s3://b/", txt="{title}")))
@@ -189,18 +189,18 @@ def test_what_is_no_input_is_refused_before_anything_is_sent(
 def test_a_file_that_grows_while_it_is_sent_is_refused(
     server: JobServer, using: Callable[..., Any], rows: Path
 ) -> None:
-    def grow(progress: sie_sdk.Progress) -> None:
+    def grow(progress: sie_client.Progress) -> None:
         with rows.open("a") as file:
             file.write("more\n")
 
-    with pytest.raises(sie_sdk.InvalidInputError, match="was changed while it was sent"):
+    with pytest.raises(sie_client.InvalidInputError, match="was changed while it was sent"):
         using(lambda client, do: do(client.files.upload(rows, on_progress=grow)))
     assert server.files == {}
 
 
 UPLOAD = """
 import asyncio, resource, sys
-from sie_sdk import SIEAsyncClient, SIEClient
+from sie_client import SIEAsyncClient, SIEClient
 
 url, path, save, kind = sys.argv[1:]
 
@@ -245,7 +245,7 @@ def test_an_error_in_the_shape_of_another_api_has_the_class_of_its_code() -> Non
     headers = {"x-sie-error-code": "NOT_FOUND", "x-should-retry": "false"}
     plan = files.get(f"{FILE}0", core.Session())
     next(plan)
-    with pytest.raises(sie_sdk.NotFoundError, match="NOT_FOUND: there is no such file") as caught:
+    with pytest.raises(sie_client.NotFoundError, match="NOT_FOUND: there is no such file") as caught:
         plan.send(core.Received(404, headers, msgspec.json.encode(body)))
     assert caught.value.code == "NOT_FOUND"
 
@@ -272,13 +272,13 @@ def test_a_job_is_steered(server: JobServer, using: Callable[..., Any]) -> None:
     def steer(client: Any, do: Callable[[Any], Any]) -> Any:
         job = do(client.jobs.get(f"{JOB}0"))
         states = [job.state, do(job.pause()).state, do(job.resume()).state, do(job.refresh()).state]
-        with pytest.raises(sie_sdk.ContentConflictError):
+        with pytest.raises(sie_client.ContentConflictError):
             do(job.delete())
         states.append(do(job.cancel()).state)
         other = do(job.retry())
         failed, fine = do(job.rows(failed=True)), do(job.rows(limit=5, failed=False))
         do(client.jobs.delete(job.id))
-        with pytest.raises(sie_sdk.NotFoundError):
+        with pytest.raises(sie_client.NotFoundError):
             do(job.refresh())
         return states, other.id, failed[0]["error"]["code"], fine
 
@@ -305,11 +305,11 @@ def test_a_job_that_ends_otherwise_raises_and_one_that_takes_too_long(
     server: JobServer, using: Callable[..., Any]
 ) -> None:
     server.add(state="running")
-    with pytest.raises(sie_sdk.JobTimeoutError, match=r"not ended within 0\.05 s: it is running") as late:
+    with pytest.raises(sie_client.JobTimeoutError, match=r"not ended within 0\.05 s: it is running") as late:
         using(lambda client, do: do(do(client.jobs.get(f"{JOB}0")).wait(timeout_s=0.05)))
     assert late.value.retryable
     server.script = [{"state": "failed", "error": {"code": "MODEL_LOAD_FAILED", "message": "no weights"}}]
-    with pytest.raises(sie_sdk.JobFailedError, match="ended as failed: MODEL_LOAD_FAILED: no weights") as failed:
+    with pytest.raises(sie_client.JobFailedError, match="ended as failed: MODEL_LOAD_FAILED: no weights") as failed:
         using(lambda client, do: do(do(client.jobs.get(f"{JOB}0")).wait()))
     assert (failed.value.code, failed.value.details["state"]) == ("MODEL_LOAD_FAILED", "failed")
 
@@ -318,7 +318,7 @@ def test_a_job_that_ends_otherwise_raises_and_one_that_takes_too_long(
 def test_what_is_no_id_asks_nothing(server: JobServer, name: Any) -> None:
     with SIEClient(server.url) as client:
         for ask in (client.jobs.get, client.jobs.delete, client.files.get, client.files.content):
-            with pytest.raises(sie_sdk.InvalidInputError):
+            with pytest.raises(sie_client.InvalidInputError):
                 ask(name)
     assert server.seen == []
 
@@ -339,14 +339,14 @@ def test_all_parts_arrive_and_none_comes_twice(server: JobServer, using: Callabl
     """1. A part is cut off twice. 2. All are there. 3. Of the second call only the part that was spoilt is fetched."""
     finished(server)
     server.cuts["part-00003.parquet"] = 2
-    told: list[sie_sdk.Progress] = []
+    told: list[sie_client.Progress] = []
     folder = tmp_path / "a" / "out"
     paths = using(download(folder, on_progress=told.append))
     assert [path.name for path in paths] == list(server.parts)
     assert [path.read_bytes() for path in paths] == list(server.parts.values())
     assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", *server.parts]
     assert len(json.loads((folder / "manifest.json").read_text())["parts"]) == 5
-    assert told[-1] == sie_sdk.Progress(1_500_000, 1_500_000)
+    assert told[-1] == sie_client.Progress(1_500_000, 1_500_000)
     assert len(server.asked("GET", f"/v1/jobs/{JOB}0/part")) == 7
 
     server.seen.clear()
@@ -361,7 +361,7 @@ def test_a_part_with_another_digest_does_not_appear(
 ) -> None:
     finished(server, 1)
     server.announced["part-00000.parquet"] = "0" * 64
-    with pytest.raises(sie_sdk.ServerError, match=r"part-00000\.parquet: the 300000 bytes that came are not those"):
+    with pytest.raises(sie_client.ServerError, match=r"part-00000\.parquet: the 300000 bytes that came are not those"):
         using(download(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
@@ -370,7 +370,7 @@ def test_a_part_with_another_digest_does_not_appear(
 def test_no_part_is_written_elsewhere(server: JobServer, tmp_path: Path, name: str) -> None:
     finished(server, 1)
     server.parts[name] = b"x"
-    with pytest.raises(sie_sdk.ServerError, match="cannot be written"), SIEClient(server.url) as client:
+    with pytest.raises(sie_client.ServerError, match="cannot be written"), SIEClient(server.url) as client:
         client.jobs.get(f"{JOB}0").download(tmp_path / "out")
     assert list(tmp_path.rglob("*")) == [tmp_path / "out"]
 
@@ -379,17 +379,17 @@ def test_the_folder_of_another_job_is_left_alone(server: JobServer, using: Calla
     finished(server, 1)
     using(download(tmp_path))
     finished(server, 1)
-    with pytest.raises(sie_sdk.InvalidInputError, match=f"has the files of {JOB}0: name another folder"):
+    with pytest.raises(sie_client.InvalidInputError, match=f"has the files of {JOB}0: name another folder"):
         using(lambda client, do: do(do(client.jobs.get(f"{JOB}1")).download(tmp_path)))
     (tmp_path / "manifest.json").write_text("{}")
-    with pytest.raises(sie_sdk.InvalidInputError, match="not the manifest of a job"):
+    with pytest.raises(sie_client.InvalidInputError, match="not the manifest of a job"):
         using(download(tmp_path))
 
 
 def test_files_that_are_elsewhere_are_read_there(server: JobServer, using: Callable[..., Any], tmp_path: Path) -> None:
     output = {"url": "s3://bucket/out/"}
     server.add(**COMPLETED, request={"model": "org/m", "input": {"file": "f"}, "output": output})
-    with pytest.raises(sie_sdk.InvalidInputError, match="its files are at s3://bucket/out/"):
+    with pytest.raises(sie_client.InvalidInputError, match="its files are at s3://bucket/out/"):
         using(download(tmp_path))
 
 
@@ -406,7 +406,7 @@ def test_a_reply_that_is_none_is_an_error_of_the_server(broken: bytes) -> None:
         jobs.manifest("job-1", session),
     ):
         next(plan)
-        with pytest.raises(sie_sdk.ServerError, match="could not be read"):
+        with pytest.raises(sie_client.ServerError, match="could not be read"):
             plan.send(core.Received(200, {}, broken))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sie_sdk import InvalidInputError, late_interaction, maxsim
+from sie_client import InvalidInputError, late_interaction, maxsim
 
 
 def naive(query: np.ndarray, document: np.ndarray) -> float:

@@ -7,9 +7,9 @@ import logging
 
 import pytest
 
-from sie_sdk import Progress
-from sie_sdk.core import Answered, Pause, Session
-from sie_sdk.progress import Meter
+from sie_client import Progress
+from sie_client.core import Answered, Pause, Session
+from sie_client.progress import Meter
 
 
 class Terminal(io.StringIO):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from sie_sdk import InvalidInputError, region
+from sie_client import InvalidInputError, region
 
 
 @pytest.mark.parametrize(

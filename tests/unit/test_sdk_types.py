@@ -1,7 +1,7 @@
 """Shapes of the client are those of the HTTP API.
 
 The API declares them as structs in `sie_contracts.api`. The client returns plain dicts and takes keyword arguments, and
-type checkers read neither from a struct, so `sie_sdk.types` declares them as TypedDicts.
+type checkers read neither from a struct, so `sie_client.types` declares them as TypedDicts.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, Union
 import pytest
 from msgspec import UnsetType
 
+from sie_client import types as client
 from sie_contracts.api import operations, shapes
-from sie_sdk import types as client
 
 POSITIONAL = {"name", "gpus"}  # of create_pool and reserve
 

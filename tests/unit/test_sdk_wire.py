@@ -13,9 +13,9 @@ import pytest
 import soundfile
 from PIL import Image
 
+from sie_client import InvalidInputError, Item, wire
+from sie_client.media import media
 from sie_contracts import arrays
-from sie_sdk import InvalidInputError, Item, wire
-from sie_sdk.media import media
 
 
 def png(mode: str = "RGB") -> bytes:

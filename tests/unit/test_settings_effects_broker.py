@@ -20,7 +20,7 @@ from fake_adapter import FakeAdapter, toy_entry
 from inprocess import free_port, settings_of
 from nats_server import NatsServer
 
-import sie_config.process
+import sie_config_service.process
 import sie_gateway.process
 import sie_sidecar.process
 from sie_broker.nats import transport
@@ -57,7 +57,9 @@ class Processes:
         listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         settings = settings_of(SIE_CONFIG_READ_TOKEN=READ_TOKEN, **environ)
         self.start(
-            sie_config.process.run(settings, self._stop, host="127.0.0.1", port=0, on_listening=listening.set_result)
+            sie_config_service.process.run(
+                settings, self._stop, host="127.0.0.1", port=0, on_listening=listening.set_result
+            )
         )
         url = f"http://127.0.0.1:{await listening}"
         await self._ready(url)
@@ -192,7 +194,7 @@ async def test_a_process_of_the_cluster_without_a_broker_refuses_to_start(proces
     work = {
         "gateway": lambda: sie_gateway.process.run(settings_of(), Stop(), host="127.0.0.1", port=0),
         "sidecar": lambda: sie_sidecar.process.run(settings_of(), Stop(), host="127.0.0.1"),
-        "config": lambda: sie_config.process.run(settings_of(), Stop(), host="127.0.0.1", port=0),
+        "config": lambda: sie_config_service.process.run(settings_of(), Stop(), host="127.0.0.1", port=0),
     }[process]
     with pytest.raises(SettingError, match=r"^SIE_NATS_URL: "):
         await work()

@@ -11,8 +11,8 @@ from fake_adapter import toy_entry
 from inprocess import settings_of
 from overlays import wanted_models
 
-from sie_config import access
-from sie_config.app import ConfigService, create_app
+from sie_config_service import access
+from sie_config_service.app import ConfigService, create_app
 from sie_contracts.catalogue import packaged_folder
 from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import PermissionDenied, SIEError, Unauthenticated

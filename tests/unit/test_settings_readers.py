@@ -240,7 +240,7 @@ READS_HOME = {
     "contracts/sie_contracts/settings/__init__.py": "~ in SIE_LOCAL_CACHE and HF_HOME",
     "store/sie_store/sources.py": "~ in the path of a catalogue entry",
     "adapter/sie_adapter/dependencies.py": "~ in SIE_MODELS_DIR",
-    "config_service/sie_config/overlay.py": "~ in SIE_MODELS_DIR",
+    "config_service/sie_config_service/overlay.py": "~ in SIE_MODELS_DIR",
     "store/sie_store/models_folder.py": "~ in SIE_MODELS_DIR and SIE_MODEL_PATHS",
     "contracts/sie_contracts/trust.py": "~ in SIE_MODELS_DIR, in SIE_MODEL_PATHS and in the paths of a catalogue entry",
     "cli/sie_cli/data_dir.py": "the default data directory",
@@ -360,7 +360,8 @@ def readers() -> dict[str, frozenset[str]]:
     }
     assert set(commands) == set(COMPONENTS)
     for component in COMPONENTS:
-        own = [commands[component], *(tree for _, tree in trees(measure.FOLDERS[f"sie_{component}"]))]
+        folder = next(folder for folder in measure.PACKAGES if folder.partition("_")[0] == component)
+        own = [commands[component], *(tree for _, tree in trees(folder))]
         imported = {node.module for tree in own for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         stores = [tree for file, tree in trees("store") if f"sie_store.{Path(file).stem}" in imported]
         for tree in own + stores:

@@ -522,9 +522,9 @@ def test_a_pipe_gets_one_picture_after_the_other_and_may_close() -> None:
 def test_once_is_one_picture() -> None:
     port = free_port()
     with gateway(port, frame()):
-        level = logging.getLogger("sie_sdk").level
+        level = logging.getLogger("sie_client").level
         found = CliRunner().invoke(main, ["top", "--once", "--url", f"http://127.0.0.1:{port}"])
-        assert logging.getLogger("sie_sdk").level == level, "who calls it goes on to log"
+        assert logging.getLogger("sie_client").level == level, "who calls it goes on to log"
     assert found.exit_code == 0, found.output
     assert found.stdout.count("sie top") == 1
     assert "\x1b" not in found.stdout

@@ -506,7 +506,7 @@ def imported():
     there = (name.split(".") for name in sys.modules)
     return {".".join(parts[:2]) for parts in there if parts[0] in ("opentelemetry", "grpc")}
 assert not imported()
-import sie_config.process
+import sie_config_service.process
 from inprocess import InProcess
 async def main():
     async with InProcess(Path(tempfile.mkdtemp())) as cluster:

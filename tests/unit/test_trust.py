@@ -27,7 +27,7 @@ from sie_adapter.process import allowed
 from sie_adapter.server import Server
 from sie_broker import Write
 from sie_broker.memory import MemoryServer
-from sie_config.overlay import Overlay
+from sie_config_service.overlay import Overlay
 from sie_contracts import ipc
 from sie_contracts.bundles import Bundle
 from sie_contracts.entries import ModelEntry, Profile, parse_entry

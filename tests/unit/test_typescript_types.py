@@ -6,7 +6,7 @@ import json
 
 import typescript_types
 
-import sie_sdk
+import sie_client
 
 
 def test_the_types_are_those_of_the_openapi_document() -> None:
@@ -15,5 +15,7 @@ def test_the_types_are_those_of_the_openapi_document() -> None:
 
 def test_the_version_is_that_of_the_python_packages() -> None:
     package = json.loads((typescript_types.CLIENT / "package.json").read_text("utf-8"))
-    assert package["version"] == sie_sdk.__version__
-    assert f'VERSION = "{sie_sdk.__version__}"' in (typescript_types.CLIENT / "src" / "version.ts").read_text("utf-8")
+    assert package["version"] == sie_client.__version__
+    assert f'VERSION = "{sie_client.__version__}"' in (typescript_types.CLIENT / "src" / "version.ts").read_text(
+        "utf-8"
+    )

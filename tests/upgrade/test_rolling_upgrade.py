@@ -45,8 +45,8 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
 from sie_cli.ports import free_port
+from sie_client import SIEAsyncClient, SIEError
 from sie_runtime.websocket import GOING_AWAY
-from sie_sdk import SIEAsyncClient, SIEError
 
 pytestmark = [pytest.mark.long, pytest.mark.serial, pytest.mark.timeout(3600)]
 

@@ -74,7 +74,7 @@ def create(names: tuple[str, ...], profiles: tuple[str, ...], output: Path, forc
 
 def _create(settings: Settings, names: list[str], profiles: tuple[str, ...], output: Path, force: bool) -> None:
     from sie_cli.airgap.contents import Gathering, choose, contents
-    from sie_config.overlay import Overlay
+    from sie_config_service.overlay import Overlay
     from sie_store.sources import WeightSources
 
     if output.exists() and not force:

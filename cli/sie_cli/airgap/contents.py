@@ -25,7 +25,7 @@ import msgspec
 from sie_cli.airgap import sbom
 from sie_cli.airgap.archive import BILL, Index, Told, digest
 from sie_cli.refusal import Refused
-from sie_config.overlay import PLUG_INS, Folders
+from sie_config_service.overlay import PLUG_INS, Folders
 from sie_contracts import families
 from sie_contracts.aliases import Alias
 from sie_contracts.bundles import Bundle, serving

@@ -119,7 +119,7 @@ def place(folder: Path, index: Index, at: Path) -> None:
     """Write what names the folder's own place, where it is not yet so: entries, settings. Raises Refused, OSError."""
     import yaml
 
-    from sie_config.overlay import BUNDLES
+    from sie_config_service.overlay import BUNDLES
 
     def document(value: Any) -> bytes:
         plain = msgspec.json.decode(msgspec.json.encode(value))

@@ -116,7 +116,7 @@ def _drifted(who: str, stands: str, wanted: str) -> Finding:
 
 async def models(look: Look) -> Found:
     """The folder of models that the local `sie serve` reads: one file that is refused keeps all of it back."""
-    from sie_config.overlay import Overlay
+    from sie_config_service.overlay import Overlay
 
     access = look.cluster.local()
     folder = access.models_dir if access is not None else ""

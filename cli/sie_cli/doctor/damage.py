@@ -82,7 +82,7 @@ async def _keys(broker: NatsBroker) -> dict[str, str]:
 async def _catalogue(broker: NatsBroker) -> dict[str, str]:
     import msgspec
 
-    from sie_config.mirror import Stored
+    from sie_config_service.mirror import Stored
 
     found: list[dict[str, Stored]] = []
     for bucket in (topology.CATALOGUE_BUCKET, topology.CATALOGUE_COPY_BUCKET):

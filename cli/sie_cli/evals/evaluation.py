@@ -77,7 +77,7 @@ class _Known:
 
 def run(asked: Asked, cluster: Cluster) -> Measured:
     """Measure and compare. Raises Refused; what would make the result useless is told before anything is measured."""
-    from sie_sdk.errors import SIEConnectionError, SIEError
+    from sie_client.errors import SIEConnectionError, SIEError
 
     task = tasks.find(asked.task)
     if isinstance(task, Texts) and asked.kind == "quality":

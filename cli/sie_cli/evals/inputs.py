@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from sie_cli.refusal import Refused
 
 if TYPE_CHECKING:
-    from sie_sdk.types import Item
+    from sie_client.types import Item
 
 
 class Picture(str):

@@ -64,8 +64,8 @@ class Opened:
 
     def of_cluster(self, name: str, url: str, model: str) -> Sie:
         """A model of the cluster at `url`, or of the one that the command asks, loaded. Raises Refused."""
-        from sie_sdk import SIEClient
-        from sie_sdk.errors import SIEConnectionError, SIEError
+        from sie_client import SIEClient
+        from sie_client.errors import SIEConnectionError, SIEError
 
         # the token of this cluster is no business of another one
         where, token = (url, None) if url else self._address()
@@ -96,7 +96,7 @@ class Opened:
         """By the source before, or by the catalogue of this installation; what that does not know has vectors."""
         if self.sources:
             return self.sources[0].scores_pairs
-        from sie_config.overlay import Overlay
+        from sie_config_service.overlay import Overlay
         from sie_contracts.entries import ModelEntry
         from sie_contracts.settings import Settings
 

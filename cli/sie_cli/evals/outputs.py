@@ -86,7 +86,7 @@ def _sparse(queries: Sequence[Any], documents: Sequence[Any]) -> Matrix:
 
 
 def _maxsim(queries: Sequence[Any], documents: Sequence[Any]) -> Matrix:
-    from sie_sdk import maxsim
+    from sie_client import maxsim
 
     return np.stack([maxsim(query, list(documents)) for query in queries])
 

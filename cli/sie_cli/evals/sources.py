@@ -22,7 +22,7 @@ from sie_cli.refusal import Refused
 from sie_contracts.settings import Secret
 
 if TYPE_CHECKING:
-    from sie_sdk import SIEClient
+    from sie_client import SIEClient
 
 
 class Source(Protocol):
@@ -80,8 +80,8 @@ class Sie:
 
     @asynccontextmanager
     async def sender(self) -> AsyncIterator[Send]:
-        from sie_sdk import SIEAsyncClient
-        from sie_sdk.errors import SIEConnectionError, SIEError
+        from sie_client import SIEAsyncClient
+        from sie_client.errors import SIEConnectionError, SIEError
 
         token = self.token.reveal() if self.token else None
         async with SIEAsyncClient(self.url, api_key=token, wait_for_capacity=False, progress=False) as client:
@@ -192,7 +192,7 @@ def _weights_of(model: str) -> str:
     """What sentence-transformers is to load: the folder of the package that the catalogue names, its own folder, or an
     id of the hub.
     """
-    from sie_config.overlay import Overlay
+    from sie_config_service.overlay import Overlay
     from sie_contracts.entries import ModelEntry
     from sie_contracts.settings import Settings
     from sie_store.sources import package_folder

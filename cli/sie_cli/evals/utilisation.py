@@ -43,8 +43,8 @@ class WorkerWatch:
         self._url, self._token, self._is_local = url, token, is_local
 
     async def run(self, start_s: float, end_s: float) -> Device:
-        from sie_sdk import SIEAsyncClient
-        from sie_sdk.errors import SIEError
+        from sie_client import SIEAsyncClient
+        from sie_client.errors import SIEError
 
         frames: list[dict[str, Any]] = []
         energy = Energy() if self._is_local else None

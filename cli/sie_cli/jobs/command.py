@@ -20,7 +20,7 @@ from sie_cli.jobs.submitting import Place, options
 from sie_cli.options import AnyPosition
 
 if TYPE_CHECKING:
-    from sie_sdk import Job
+    from sie_client import Job
 
 F = TypeVar("F", bound=Callable[..., Any])
 SCOPE = "the scope infer"

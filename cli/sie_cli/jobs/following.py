@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.progress import Progress as Bars
 
-    from sie_sdk import Job
-    from sie_sdk.jobs import JobInfo
-    from sie_sdk.types import Progress
+    from sie_client import Job
+    from sie_client.jobs import JobInfo
+    from sie_client.types import Progress
 
 INTERRUPTED = 130  # as a shell tells of Ctrl-C
 BAR = 40
@@ -35,7 +35,7 @@ def follow(job: Job, *, err: bool, as_json: bool = False, also: str = "") -> Non
     """Until it has ended, however that is, or is paused by an error, which only people mend. `err`: progress goes to
     standard error. Ctrl-C ends the process, and says that the job goes on, and `also` what goes on with it.
     """
-    from sie_sdk.errors import JobFailedError
+    from sie_client.errors import JobFailedError
 
     try:
         with _view(err=err, as_json=as_json) as show:

@@ -15,7 +15,7 @@ from sie_cli.moments import future
 from sie_cli.refusal import Refused
 
 if TYPE_CHECKING:
-    from sie_sdk.types import JobOptions
+    from sie_client.types import JobOptions
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from sie_cli.display import counted, printable
 from sie_cli.moments import local, moment, span
 
 if TYPE_CHECKING:
+    from sie_client.jobs import JobInfo
     from sie_contracts.api.jobs import Forecast, JobError
-    from sie_sdk.jobs import JobInfo
 
 COMPLETED, OTHERWISE, ROWS_FAILED = 0, 1, 3  # statuses
 

@@ -17,8 +17,8 @@ from sie_cli.refusal import Refused
 from sie_contracts.api.jobs import JobManifest
 
 if TYPE_CHECKING:
-    from sie_sdk import Job, SIEClient
-    from sie_sdk.jobs import JobInfo
+    from sie_client import Job, SIEClient
+    from sie_client.jobs import JobInfo
 
 KEY = "migration"  # in the metadata of a job
 LOST = ("failed", "cancelled", "expired")

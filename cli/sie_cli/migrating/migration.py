@@ -30,7 +30,7 @@ from sie_cli.models.compare import MIN_TEXTS
 from sie_cli.refusal import Refused
 
 if TYPE_CHECKING:
-    from sie_sdk import Job, SIEClient
+    from sie_client import Job, SIEClient
 
 PROBE = "A text that shows whether the model answers."
 LOOK_S = 0.5  # between two looks at what the gateways measured

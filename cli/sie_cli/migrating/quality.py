@@ -18,7 +18,7 @@ from sie_cli.refusal import Refused
 
 if TYPE_CHECKING:
     from sie_cli.evals.tasks import Retrieval
-    from sie_sdk import SIEClient
+    from sie_client import SIEClient
 
 NEIGHBOURS = 10
 NDCG = "ndcg@10"

@@ -106,7 +106,7 @@ def _entry_of(settings: Settings, source: str, name: str, revision: str | None) 
         return described(settings, source, name, revision)
     if name or revision:
         raise click.UsageError("--id and --revision are for a model; an entry says both itself")
-    from sie_config.documents import checked, read
+    from sie_config_service.documents import checked, read
 
     body, kind = document(Path(source))
     try:

@@ -26,7 +26,7 @@ from sie_contracts.settings import public_url
 from sie_runtime.ranks import spearman
 
 if TYPE_CHECKING:
-    from sie_sdk import SIEClient
+    from sie_client import SIEClient
 
 MAX_TEXTS = 2000  # of a sample: all of them are compared with each other
 MIN_TEXTS = 3
@@ -119,8 +119,8 @@ def compare(
     """
     url, token = cluster.gateway_urls[0], cluster.gateway_token
     sample, asked = read(sample_file, limit), read(queries, limit) if queries else Sample()
-    from sie_sdk import SIEClient
-    from sie_sdk.errors import SIEConnectionError, SIEError
+    from sie_client import SIEClient
+    from sie_client.errors import SIEConnectionError, SIEError
 
     try:
         with SIEClient(url, api_key=token.reveal() if token else None, connection_budget_s=PATIENCE_S) as client:

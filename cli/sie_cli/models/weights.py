@@ -292,7 +292,7 @@ def _entry(settings: Settings, model: str, commit: str) -> ModelEntry:
     """The entry of a model whose weights have a name and a commit; of what the catalogue does not know a stub. Raises
     Refused.
     """
-    from sie_config.overlay import Overlay
+    from sie_config_service.overlay import Overlay
     from sie_contracts.entries import parse_entry
 
     known = Overlay(settings).folders().models.get(model, (None, ""))[0]

@@ -16,8 +16,8 @@ from sie_cli.refusal import Refused
 from sie_cli.trying.inputs import Input
 
 if TYPE_CHECKING:
-    from sie_sdk import SIEClient
-    from sie_sdk.types import ExtractParams
+    from sie_client import SIEClient
+    from sie_client.types import ExtractParams
 
 STRONGEST = 10  # words of a sparse vector
 DECODE_S = 10.0
@@ -119,7 +119,7 @@ def strongest(sparse: Mapping[str, Any]) -> tuple[list[int], list[float]]:
 
 def words_of(ids: Iterable[int], model: str, url: str, token: str | None) -> dict[int, str]:
     """The text of each token id, by the model's tokenizer; nothing where the gateway does not tell."""
-    from sie_sdk.core import quoted
+    from sie_client.core import quoted
 
     asked = sorted(ids)
     if not asked:

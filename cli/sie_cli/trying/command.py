@@ -72,7 +72,7 @@ def try_model(
 
 def _answered(cluster: Cluster, question: Question) -> Answer:
     """What the gateway answers. Where it does not the process ends."""
-    from sie_sdk.errors import InvalidInputError
+    from sie_client.errors import InvalidInputError
 
     url, secret = cluster.gateway_urls[0], cluster.gateway_token
     with gateway_client(cluster, "the scopes read and infer") as client:

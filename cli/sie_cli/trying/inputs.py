@@ -13,7 +13,7 @@ from sie_cli.display import printable
 from sie_cli.refusal import Refused
 
 if TYPE_CHECKING:
-    from sie_sdk.types import Item
+    from sie_client.types import Item
 
 STDIN, FILE = "-", "@"
 

@@ -17,7 +17,7 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.jobs import FileRecord
 from sie_gateway.call import Call, family
 from sie_gateway.jobs.files import MAX_FILE_BYTES, About, sees_all
-from sie_gateway.jobs.form import Form
+from sie_gateway.jobs.form import Form, check_name
 from sie_gateway.operations import json_response, number
 from sie_gateway.route_kinds import GatewayRoute, control
 from sie_runtime.routes import FORM, RAW, Content, Parameter
@@ -36,10 +36,23 @@ _FIELDS = ("file", "purpose", _ANCHOR, _SECONDS)
 
 
 async def upload(gateway: Gateway, request: Request) -> Response:
-    """Store a file. Raises InvalidInput, PayloadTooLarge, ResourceExhausted, NotReady, QueueUnavailable."""
-    form = Form(request.headers.get("content-type", ""), request.stream())
-    record = await gateway.files.receive(_call(request).key, form.file(), functools.partial(_about, form))
+    """Store a file: that of a form, or the whole body where the query names its purpose. Raises InvalidInput,
+    PayloadTooLarge, ResourceExhausted, NotReady, QueueUnavailable.
+    """
+    if "purpose" in request.query_params:
+        name, purpose = request.query_params.get("filename", ""), _purpose(request.query_params["purpose"])
+        check_name(name)
+        record = await gateway.files.receive(_call(request).key, request.stream(), lambda: About(name, purpose, 0))
+    else:
+        form = Form(request.headers.get("content-type", ""), request.stream())
+        record = await gateway.files.receive(_call(request).key, form.file(), functools.partial(_about, form))
     return json_response(_shown(record))
+
+
+def _purpose(text: str) -> str:
+    if text not in UPLOADED:
+        raise InvalidInput(f"purpose: expected one of {', '.join(UPLOADED)}", reason="schema", param="purpose")
+    return text
 
 
 def _about(form: Form) -> About:
@@ -48,10 +61,7 @@ def _about(form: Form) -> About:
             raise InvalidInput(
                 f"{name[:80]}: no such field here, expected {', '.join(_FIELDS)}", reason="schema", param=name[:80]
             )
-    purpose = form.fields.get("purpose", "")
-    if purpose not in UPLOADED:
-        raise InvalidInput(f"purpose: expected one of {', '.join(UPLOADED)}", reason="schema", param="purpose")
-    return About(form.file_name, purpose, _expires_after_s(form))
+    return About(form.file_name, _purpose(form.fields.get("purpose", "")), _expires_after_s(form))
 
 
 def _expires_after_s(form: Form) -> int:
@@ -155,6 +165,10 @@ FILES: tuple[GatewayRoute, ...] = (
         f"Upload a file, of {MAX_FILE_BYTES >> 20} MiB at most",
         api.FileObject,
         body=Content(api.FileUpload, (FORM,)),
+        parameters=(
+            Parameter("purpose", "query", Literal[UPLOADED], "The body is the file itself, and no form."),
+            Parameter("filename", "query", str, "The name of a file that is sent as the body."),
+        ),
         body_bytes=MAX_FILE_BYTES + FORM_BYTES,
         body_s=UPLOAD_S,
     ),

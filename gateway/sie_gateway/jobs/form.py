@@ -101,9 +101,7 @@ class Form:
                 f"{self._field[:80]}: expected no file but `file`", reason="schema", param=self._field[:80]
             )
         name = _text(options[b"filename"], "the name of the file")
-        if not 1 <= len(name) <= MAX_NAME_CHARS or not name.isprintable():
-            message = f"file: expected a name of 1 to {MAX_NAME_CHARS} printable characters, got {len(name)} characters"
-            raise InvalidInput(message, reason="schema", param="file")
+        check_name(name)
         self.file_name, self._has_file = name, True
 
     def _on_part_data(self, data: bytes, start: int, end: int) -> None:
@@ -132,3 +130,10 @@ def _text(data: bytes, what: str) -> str:
 
 def _malformed(why: str) -> InvalidInput:
     return InvalidInput(f"body: {why}", reason="malformed", param="body")
+
+
+def check_name(name: str) -> None:
+    """Raises InvalidInput for what is no name of a file."""
+    if not 1 <= len(name) <= MAX_NAME_CHARS or not name.isprintable():
+        message = f"file: expected a name of 1 to {MAX_NAME_CHARS} printable characters, got {len(name)} characters"
+        raise InvalidInput(message, reason="schema", param="file")

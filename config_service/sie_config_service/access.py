@@ -1,0 +1,87 @@
+"""Who may do what at the config service: the scopes of `routes.ROUTES`, two tokens, and with SIE_AUTH_MODE=token the
+keys of clients.
+
+SIE_ADMIN_TOKEN may do everything, SIE_CONFIG_READ_TOKEN reads, a key what its scopes say. Nothing is open: a token that
+is not configured lets nobody in.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from starlette.exceptions import HTTPException
+
+from sie_config_service.routes import TABLE
+from sie_contracts.errors import NotFound, NotReady, PermissionDenied, Unauthenticated
+from sie_contracts.settings import Settings
+from sie_runtime.keys import Key, Keys
+from sie_runtime.routes import bearer
+
+
+class Gate:
+    """Checks a call's credentials: both tokens are compared, whatever matched, each in constant time."""
+
+    def __init__(self, settings: Settings, clock: Callable[[], float] = time.time) -> None:
+        self._admin = settings.admin_token
+        self._reader = settings.config_read_token
+        self._by_key = settings.auth_mode == "token"
+        self._clock = clock
+        self._keys: Keys | None = None
+
+    def go_by(self, keys: Keys) -> None:
+        """There is a broker, which has the keys."""
+        self._keys = keys
+
+    def check(self, method: str, path: str, authorization: str) -> str:
+        """Let the call in or not; returns who it is, as the history of a model names its authors.
+
+        Raises Unauthenticated, PermissionDenied, NotReady while the keys are not known; then, to those who may read,
+        NotFound and HTTPException 405 with `Allow`.
+        """
+        match = TABLE.match(path)
+        row = match.route(method)
+        token = bearer(authorization)
+        is_admin = self._admin is not None and self._admin.matches(token)
+        is_reader = self._reader is not None and self._reader.matches(token)
+        reads = row is None or row.reader or row.scope == "read"
+        key = None
+        if not (is_admin or (is_reader and reads)):
+            key = self._key_with(token, "read" if row is None else row.scope, is_reader)
+        if not (is_admin or (is_reader and reads) or key):
+            if is_reader:
+                raise PermissionDenied("the read token reads only; this needs SIE_ADMIN_TOKEN")
+            if not self._by_key and self._admin is None and (not reads or self._reader is None):
+                names = "neither SIE_ADMIN_TOKEN nor SIE_CONFIG_READ_TOKEN is" if reads else "no SIE_ADMIN_TOKEN is"
+                raise PermissionDenied(
+                    f"{names} configured at the config service, so nobody may do this: start it with one"
+                )
+            needed = "SIE_ADMIN_TOKEN or SIE_CONFIG_READ_TOKEN" if reads else "SIE_ADMIN_TOKEN"
+            if self._by_key:
+                needed += f", or that of a key with scope {'read' if row is None else row.scope},"
+            given = "this token is not known" if token else "a token is missing"
+            raise Unauthenticated(
+                f"{given}: send `Authorization: Bearer` and the value that {needed} has at the config service"
+            )
+        if not match.methods:
+            raise NotFound("no such path; /docs lists all")
+        if row is None:
+            raise HTTPException(405, headers={"Allow": ", ".join(match.methods)})
+        return f"key {key.name} ({key.id})" if key else "SIE_ADMIN_TOKEN" if is_admin else "SIE_CONFIG_READ_TOKEN"
+
+    def _key_with(self, token: str, scope: str, is_known: bool) -> Key | None:
+        """The key of the token, if it has the scope. Raises PermissionDenied, Unauthenticated of a key without,
+        NotReady.
+        """
+        if not self._by_key or not token or is_known:
+            return None
+        if self._keys is None or not self._keys.loaded:
+            raise NotReady("the keys are not read yet")
+        key = self._keys.find(token)
+        if key is None:
+            return None
+        if why := key.ended(self._clock()):
+            raise Unauthenticated(f"this key {why}: `sie keys create` makes another")
+        if scope not in key.scopes:
+            raise PermissionDenied(f"this needs a key with scope {scope}, this one has {', '.join(key.scopes)}")
+        return key

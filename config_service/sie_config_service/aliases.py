@@ -1,0 +1,207 @@
+"""What keeps aliases and models in step: no write may leave an alias that holds now without what it names.
+
+    a write of an alias ──► its targets are there, and alike ──► stored together with its row of the index
+    a write of a model  ──► does the index name it? ──► would those aliases still hold? ──► else 409, unless forced
+
+The index is one key of the bucket: what each alias names. Whoever writes an alias, or a model that one names, or
+removes a model, writes it by compare-and-set in the same batch, so between replicas neither an alias of what is gone
+nor a removal of what is named comes about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from sie_broker import Write
+from sie_contracts.aliases import Alias, changes_vectors, check, is_alias, model_of
+from sie_contracts.catalogue import Catalogue
+from sie_contracts.entries import ModelEntry, parse_document
+from sie_contracts.errors import ContentConflict, ValidationFailed
+
+if TYPE_CHECKING:
+    from sie_config_service.mirror import Held, Snapshot
+    from sie_config_service.store import CatalogueStore
+
+INDEX_KEY = "aliases"
+VECTORS_CHANGED = "alias_vectors_changed"  # warnings: what was indexed through the alias does not fit what it gives now
+ALIAS_BROKEN = "alias_broken"  # a forced write left an alias without what it names
+_index = msgspec.json.Decoder(dict[str, tuple[str, ...]])
+
+
+@dataclass(frozen=True)
+class Index:
+    """What each alias names, and the bucket's revision of that for compare-and-set."""
+
+    models: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    sequence: int = 0
+
+    @classmethod
+    def read(cls, value: bytes | None, sequence: int) -> Index:
+        return cls(_index.decode(value) if value else {}, sequence)
+
+    def naming(self, model: str) -> list[str]:
+        """The aliases that name a model."""
+        folded = model.casefold()
+        return sorted(alias for alias, models in self.models.items() if folded in map(model_of, models))
+
+    def written(self, changes: Mapping[str, Alias | None] | None = None) -> Write:
+        """The write that keeps the index after some aliases were written or, where None, removed."""
+        models = dict(self.models)
+        for name, alias in (changes or {}).items():
+            models.pop(name, None)
+            if alias is not None:
+                models[name] = alias.models
+        return Write(INDEX_KEY, msgspec.json.encode(models, order="sorted"), self.sequence)
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """What goes with a write that may be done: the index if that must be as it was, and what the reply
+    tells otherwise.
+    """
+
+    index: Write | None = None
+    told: dict[str, Any] = field(default_factory=dict)
+
+
+async def guard(store: CatalogueStore, model: str, held: Held, entry: dict[str, Any] | None, *, force: bool) -> Guarded:
+    """Look at a write before it is done: the checked document `entry`, or None for a removal, over what was `held`.
+
+    `force` lets a model be written or removed although an alias needs it as it is.
+    Raises ValidationFailed for what an alias may not say, ContentConflict naming the aliases that need the model.
+    """
+    was_alias, after = is_alias(held.entry), None if entry is None else parse_document(entry)
+    if held.entry is not None and after is not None and was_alias is not isinstance(after, Alias):
+        raise _invalid(
+            "$.id", f"{model} is {'an alias' if was_alias else 'a model'}: take another id, or DELETE it first"
+        )
+    index = await store.alias_index()
+    if isinstance(after, Alias):
+        before = _known(held.entry)
+        catalogue = _those(
+            await store.snapshot(), [model, *after.models, *(before.models if isinstance(before, Alias) else ())]
+        )
+        try:
+            check(after, catalogue)
+        except ValidationFailed:
+            check(after, await store.catalogue())  # which knows the names that are nearly right
+            raise
+        changed = was_alias and (not isinstance(before, Alias) or changes_vectors(before, after, catalogue))
+        bundles = {catalogue.resolve(target.model).bundle for target in after.alias}
+        routable = {"routable_bundles_by_profile": {"default": sorted(bundles)}}
+        return Guarded(index.written({model: after}), routable | ({"warnings": [VECTORS_CHANGED]} if changed else {}))
+    if was_alias:
+        return Guarded(index.written({model: None}))
+    if held.entry is None and (
+        twin := next((alias for alias in index.models if alias.casefold() == model.casefold()), None)
+    ):
+        raise _invalid("$.id", f"there is an alias {twin!r}: take another id, or DELETE the alias first")
+    if not (named := index.naming(model)):
+        return Guarded(index.written() if after is None else None)
+    present = _those(
+        await store.snapshot(), [model, *named, *(each for alias in named for each in index.models[alias])]
+    )
+    broken = _broken(present, named, model, after)
+    if broken and not force:
+        name, why = next(iter(broken.items()))
+        needs = (
+            f"the alias {name} names {model}"
+            if after is None
+            else f"the alias {name} needs {model} as it is; after this change {why}"
+        )
+        raise ContentConflict(
+            f"{needs}: first point the alias elsewhere or remove it, or repeat with ?force=true (--force)",
+            reason="aliased",
+            param="id",
+            extras={"aliases": sorted(broken), "revision": held.revision, "diff": []},
+        )
+    return Guarded(index.written(), {"warnings": [ALIAS_BROKEN]} if broken else {})
+
+
+def _those(read: Snapshot, names: Iterable[str]) -> Catalogue:
+    """The catalogue as far as these names, in whatever case, revision or profile, are concerned: of ten thousand
+    documents few are read.
+    """
+    wanted = {model_of(name) for name in names}
+    found = {name: _known(stored.entry) for name, stored in read.live.items() if name.casefold() in wanted}
+    return Catalogue.of({name: each for name, each in found.items() if each is not None}, {}, read.bundles, read.epoch)
+
+
+def _known(entry: dict[str, Any] | None) -> ModelEntry | Alias | None:
+    """A stored document. None where there is none, or one that an older schema let in: then a write is
+    what mends it.
+    """
+    try:
+        return None if entry is None else parse_document(entry)
+    except ValidationFailed:
+        return None
+
+
+def _broken(present: Catalogue, named: list[str], model: str, after: ModelEntry | None) -> dict[str, str]:
+    """The aliases that hold now and would not once the model is `after`, each with the reason."""
+    changed = present.with_model(model, after, 0, "")
+    found = {}
+    for name in named:
+        if (alias := present.aliases.get(name)) is not None and _fault(alias, present) is None:
+            why = _fault(alias, changed)
+            if why is not None:
+                found[name] = why
+    return found
+
+
+def broken_by(read: Snapshot, index: Index, models: Iterable[str]) -> dict[str, str]:
+    """The aliases that do not hold, of those that name one of these models or have its id, each with the reason."""
+    folded = {model.casefold() for model in models}
+    named = sorted(
+        alias
+        for alias, targets in index.models.items()
+        if not folded.isdisjoint({alias.casefold(), *map(model_of, targets)})
+    )
+    present = _those(read, [*named, *(each for alias in named for each in index.models[alias])])
+    faults = {name: _fault(present.aliases[name], present) for name in named if name in present.aliases}
+    return {name: why for name, why in faults.items() if why is not None}
+
+
+def _fault(alias: Alias, catalogue: Catalogue) -> str | None:
+    try:
+        check(alias, catalogue)
+    except ValidationFailed as error:
+        return str(error.extras["errors"][0]["message"])
+    return None
+
+
+def seeded(documents: Mapping[str, ModelEntry | Alias]) -> None:
+    """Check the aliases that folders bring. Raises ValidationFailed naming the alias and its field."""
+    catalogue = Catalogue.of(documents, {}, {}, "")
+    for name, alias in sorted(catalogue.aliases.items()):
+        if (why := _fault(alias, catalogue)) is not None:
+            raise ValidationFailed(f"the alias {name}: {why}", param="alias")
+
+
+def index_of(models: Mapping[str, dict[str, Any] | None]) -> dict[str, Alias | None]:
+    """What a batch of documents, None for those that are removed, means for the index. Of a removed one it is not known
+    what it was.
+    """
+    found: dict[str, Alias | None] = {}
+    for name, entry in models.items():
+        document = parse_document(entry) if entry is not None and is_alias(entry) else None
+        found[name] = document if isinstance(document, Alias) else None
+    return found
+
+
+def index_in(read: Snapshot, index: Index) -> dict[str, tuple[str, ...]]:
+    """The index as the aliases of the catalogue make it; of one that cannot be parsed, as it is in `index`."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name, stored in read.live.items():
+        if is_alias(stored.entry):
+            alias = _known(dict(stored.entry))
+            found[name] = alias.models if isinstance(alias, Alias) else index.models.get(name, ())
+    return found
+
+
+def _invalid(loc: str, message: str) -> ValidationFailed:
+    return ValidationFailed(f"{loc}: {message}", param=loc, extras={"errors": [{"loc": loc, "message": message}]})

@@ -1,0 +1,196 @@
+"""The config service over HTTP: its parts, and the edge that every request passes.
+
+request ──► Gate ──► handler of its route ──► reply
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+import sie_contracts
+from sie_broker import Broker, BrokerError
+from sie_config_service.access import Gate
+from sie_config_service.handlers import json_response
+from sie_config_service.metrics import Metrics
+from sie_config_service.routes import TABLE, openapi_document
+from sie_config_service.store import CatalogueStore
+from sie_config_service.workers import Workers
+from sie_config_service.writes import Edits, Writer
+from sie_contracts import configs
+from sie_contracts.errors import (
+    InternalFailure,
+    InvalidInput,
+    MethodNotAllowed,
+    NotFound,
+    QueueUnavailable,
+    SIEError,
+)
+from sie_contracts.settings import Settings
+from sie_contracts.trust import Trust
+from sie_runtime.asgi import documented
+from sie_runtime.connection import because
+from sie_runtime.http import App, Receive, Scope, Send, common_headers, headers_of, probes, uuid7
+from sie_runtime.metrics_table import OTHER
+from sie_runtime.tracing import begin_request, end_request
+
+if TYPE_CHECKING:
+    from sie_runtime.spans import Tracer
+
+PAGE_FILES = "https://cdn.jsdelivr.net https://fastapi.tiangolo.com"  # where FastAPI's page of documents has its files
+CLIENT_GONE = 499  # in metrics only, as at a gateway
+WORKER_TIMEOUT_S = 15.0  # silence after which a worker no longer counts
+_POLLED = ("epoch", "export")  # by every gateway and worker, and not traced
+_logger = logging.getLogger("sie.config")
+
+
+class ConfigService:
+    """What the routes share. `store` is None until the broker was reached and the catalogue seeded, also again after
+    the broker lost it.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.trouble = ""  # why the catalogue could not be built the last time
+        self.leaving = False  # no new connections are wanted; what comes is answered
+        self.broker: Broker | None = None
+        self.store: CatalogueStore | None = None
+        self.writer: Writer | None = None
+        self.trust: Trust | None = None
+        self.workers = Workers(WORKER_TIMEOUT_S)
+        self.gate = Gate(settings)
+        self.tracer: Tracer | None = None
+        self.metrics = Metrics(lambda: self.store.last_read if self.store is not None else None)
+
+    def begin(self, store: CatalogueStore, trust: Trust) -> None:
+        """The catalogue is there. `trust` says what an entry that is written over HTTP may ask for."""
+        self.store, self.writer, self.trust = store, Writer(store), trust
+        self.trouble = ""
+
+    def end(self) -> None:
+        """The catalogue is not there any more: all is refused as before it was seeded."""
+        self.store = self.writer = None
+
+    async def reconnected(self) -> None:
+        """The broker was away."""
+        if self.store is not None:
+            await self.store.reconnected()
+
+    def not_ready(self) -> str | None:
+        if self.leaving:
+            return "draining"
+        if self.store is not None:
+            return None
+        reason = f"the catalogue is not built: {self.trouble}" if self.trouble else "the catalogue is not built"
+        return because(reason, self.broker) if self.broker is not None else reason
+
+    def require(self) -> CatalogueStore:
+        if self.store is None:
+            raise QueueUnavailable("the catalogue is not built yet: no broker")
+        return self.store
+
+    def require_writer(self) -> Writer:
+        """Raises QueueUnavailable."""
+        self.require()
+        assert self.writer is not None
+        return self.writer
+
+    async def edits(self) -> Edits:
+        store = self.require()
+        assert self.trust is not None
+        return Edits(store, await store.bundles(), self.trust)
+
+
+def create_app(service: ConfigService) -> App:
+    app = FastAPI(title="SIE config service", version=sie_contracts.__version__, redoc_url=None, redirect_slashes=False)
+    about = app.openapi()
+    app.openapi = lambda: openapi_document(about)  # type: ignore[method-assign]  # FastAPI's way to set its schema
+    for kind in (HTTPException, Exception):
+        app.add_exception_handler(kind, _on_error)
+    inner = probes(service.not_ready, service.metrics.registry)
+
+    async def edge(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        if not scope["path"].startswith(("/v1/", "/docs", "/openapi.json")):
+            await inner(scope, receive, send)
+            return
+        match = TABLE.match(scope["path"])
+        route = match.route(scope["method"]) or next(iter(match.methods.values()), None)
+        endpoint = OTHER if route is None else route.endpoint
+        received_s, path = time.perf_counter(), scope["path"]
+        request_id = scope["sie.request_id"] = uuid7()
+        headers = headers_of(scope)
+        status, code = 0, b""  # none yet
+        tracer = None if endpoint in _POLLED else service.tracer
+        _, span = begin_request(tracer, headers, scope["method"], request_id, received_s)
+
+        async def tagged(message: Any) -> None:
+            nonlocal status, code
+            if message["type"] == "http.response.start":
+                status, code = message["status"], dict(message.get("headers", ())).get(b"x-sie-error-code", b"")
+                own = common_headers(headers, request_id, span.trace_id if span is not None else None)
+                message["headers"] = [*message.get("headers", ()), *own]
+            await send(message)
+
+        try:
+            scope["sie.author"] = service.gate.check(scope["method"], path, headers.get("authorization", ""))
+            if ".." in path.split("/"):
+                raise InvalidInput("path: expected no `..` in it", reason="malformed", param="path")
+            assert route is not None, "a path without a route is not let in"
+            if route.handler is None:
+                page = documented(tagged, PAGE_FILES)
+                await app({**scope, "path": path.removesuffix("/")}, receive, page)  # one final slash says nothing
+            elif scope["method"] != route.method:
+                raise HTTPException(405, headers={"Allow": route.method})
+            else:
+                request = Request({**scope, "path_params": match.parameters}, receive)
+                await (await route.handler(service, request))(scope, receive, tagged)
+        except ClientDisconnect:  # in the middle of its body, and nobody reads an answer
+            status = CLIENT_GONE
+        except Exception as error:  # noqa: BLE001  the root of a request; what FastAPI has answered already it raises again
+            if not status:
+                await _answer_to(error, request_id)(scope, receive, tagged)
+        finally:
+            status = status or InternalFailure.status  # cancelled: this process ends, and its server says as much
+            service.metrics.answered(endpoint, scope["method"], status, time.perf_counter() - received_s)
+            if span is not None:
+                end_request(span, "configs", status, code.decode())
+
+    return edge
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    return _answer_to(error, request.scope["sie.request_id"])
+
+
+def _answer_to(error: Exception, request_id: str) -> Response:
+    """The envelope of any exception. What is not of the tree is a fault of ours: logged with its traceback, told as
+    INTERNAL_ERROR.
+    """
+    headers: dict[str, str] = {}
+    if isinstance(error, HTTPException):
+        headers = dict(error.headers or {})
+        allowed = headers.get("Allow", headers.get("allow", "another one"))
+        is_method = error.status_code == 405
+        error = (
+            MethodNotAllowed(f"this path takes {allowed}") if is_method else NotFound("no such path; /docs lists all")
+        )
+    elif isinstance(error, BrokerError):
+        _logger.warning("request %s: %s", request_id, error)
+        error = QueueUnavailable("the broker could not be reached")
+    if not isinstance(error, SIEError):
+        _logger.error("request %s failed", request_id, exc_info=error)
+        error = InternalFailure("the config service failed; its log has the details under this request id")
+    headers |= {"X-SIE-Error-Code": error.code, "x-should-retry": "true" if error.retryable else "false"}
+    if error.retryable:
+        headers["Retry-After"] = str(max(1, error.retry_after_s))
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    status, body = configs.config_shape(error, request_id, None)
+    return json_response(body, headers, status)

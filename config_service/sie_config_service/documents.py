@@ -1,0 +1,263 @@
+"""Model configurations as people write them: read, checked by the schema that workers use, merged, compared.
+
+bytes ──read──► Document ──checked──► ModelEntry, Alias or Bundle
+                            └ ValidationFailed: the field, what is wrong with it, and of YAML the line
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import yaml
+
+from sie_config_service.fields import said
+from sie_contracts import plain
+from sie_contracts.aliases import Alias, is_alias
+from sie_contracts.bundles import Bundle, parse_bundle
+from sie_contracts.entries import ModelEntry, parse_document
+from sie_contracts.errors import ValidationFailed
+
+T = TypeVar("T")
+MAX_DEPTH = 64
+MAX_EVENTS = 50_000  # of YAML, which takes hundreds of times as long and as much memory as JSON: a third of a second
+MAX_DIFFERENCES = 100
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast where it is there
+_GOT = re.compile(r", got (a string|a whole number|a number)$")
+MAX_SHOWN = 60  # characters of a value in a message
+_ANY_KEY = "[...]"  # what msgspec says for whichever key of a map
+
+
+@dataclass(frozen=True)
+class Document:
+    """A decoded document. `node` has the places of a YAML document's fields, and is None of JSON."""
+
+    value: Any
+    node: yaml.Node | None = None
+
+    def line(self, loc: str) -> int | None:
+        """The line of a field, from 1, or of the last part of its path that is there. None where no line is known."""
+        return None if self.node is None else _line(self.node, loc.removeprefix("$"))
+
+
+def read(body: bytes, content_type: str) -> Document:
+    """Decode JSON where `content_type` says so, else YAML. Raises ValidationFailed.
+
+    In YAML no key may stand twice and nothing may be an alias: a few lines of those are a document of gigabytes.
+    """
+    if content_type.partition(";")[0].strip().lower().endswith("json"):
+        try:
+            return Document(plain.from_json(body))
+        except plain.Malformed as error:
+            raise invalid("$", str(error)) from None
+    try:
+        _check_events(body)
+        loader = _LOADER(body)
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                raise invalid("$", "expected a document, got nothing")
+            _check_nodes(node)
+            return Document(loader.construct_document(node), node)
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        raise invalid("$", f"not YAML: {error.problem}", mark.line + 1 if mark else None) from None
+    except (yaml.YAMLError, ValueError, UnicodeDecodeError) as error:
+        raise invalid("$", f"not YAML: {type(error).__name__}") from None
+    except RecursionError:
+        raise _too_deep() from None
+
+
+def _check_events(body: bytes) -> None:
+    """Refuse what is nested too deep, or has too many values, before a tree is made of it, which takes a call for each
+    level, in C without any limit.
+    """
+    depth = 0
+    for number, event in enumerate(yaml.parse(body, _LOADER)):
+        if number > MAX_EVENTS:
+            raise invalid("$", f"holds more than {MAX_EVENTS:,} values; JSON may have more", _line_of(event))
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise _too_deep(_line_of(event))
+
+
+def _line_of(event: yaml.Event) -> int | None:
+    return event.start_mark.line + 1 if event.start_mark else None
+
+
+def _check_nodes(root: yaml.Node) -> None:
+    seen: set[int] = set()
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:
+            raise invalid("$", "an alias: expected its value written out", node.start_mark.line + 1)
+        seen.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            names: set[str] = set()
+            for key, value in node.value:
+                if not isinstance(key, yaml.ScalarNode) or key.value in names:
+                    got = f"{key.value[:60]!r} twice" if isinstance(key, yaml.ScalarNode) else "a list or a map"
+                    raise invalid("$", f"keys: expected each once and a text, got {got}", key.start_mark.line + 1)
+                names.add(key.value)
+                waiting.append(value)
+        elif isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+
+
+def _too_deep(line: int | None = None) -> ValidationFailed:
+    return invalid("$", f"nested more than {MAX_DEPTH} deep", line)
+
+
+def invalid(loc: str, message: str, line: int | None = None) -> ValidationFailed:
+    """A fault of one field."""
+    place = {} if line is None else {"line": line}
+    where = loc if line is None else f"{loc} (line {line})"
+    return ValidationFailed(
+        f"{where}: {message}", param=loc, extras={"errors": [{"loc": loc, "message": message, **place}]}
+    )
+
+
+def checked(raw: Any, document: Document) -> ModelEntry | Alias:
+    """The entry that `raw` is, which came from `document` as it is or in part. Raises ValidationFailed."""
+    found = _parsed(raw, document, parse_document, Alias if is_alias(raw) else ModelEntry)
+    revision = found.weights.revision if isinstance(found, ModelEntry) and found.weights.hub else ""
+    if revision and not _COMMIT.fullmatch(revision):
+        loc = "$.weights.revision"
+        fault = f"expected a commit of 40 hex digits, since a branch or a tag moves, got {revision[:60]!r}"
+        raise invalid(loc, f"{fault}; `sie models add` finds it, and the hub shows it", document.line(loc))
+    return found
+
+
+def checked_bundle(document: Document) -> Bundle:
+    """The bundle that a document is. Raises ValidationFailed."""
+    return _parsed(document.value, document, parse_bundle, Bundle)
+
+
+def _parsed(raw: Any, document: Document, parse: Callable[[Any], T], kind: type) -> T:
+    try:
+        return parse(raw)
+    except ValidationFailed as error:
+        (fault,) = error.extras["errors"]
+        loc, message = said(kind, _narrowed(raw, fault["loc"], parse), fault["message"])
+        raise invalid(loc, message + _given(raw, loc.removeprefix("$"), message), document.line(loc)) from None
+
+
+def _given(value: Any, path: str, message: str) -> str:
+    """What a message about a wrong type ends with: the text or number that stands at the path."""
+    if not _GOT.search(message):
+        return ""
+    while path:
+        index = re.match(r"\[(\d+)\]", path)
+        if index and isinstance(value, list) and int(index[1]) < len(value):
+            value, path = value[int(index[1])], path[index.end() :]
+            continue
+        step = next(_steps(value, path), None) if isinstance(value, dict) else None
+        if step is None:
+            return ""
+        value, path = value[step[0]], step[1]
+    if isinstance(value, str):
+        return f": {value[:MAX_SHOWN]!r}"
+    # an integer may have more digits than Python makes a text of
+    is_short = isinstance(value, float) or (type(value) is int and abs(value) < 1 << 63)
+    return f": {value!r}" if is_short else ""
+
+
+def _narrowed(raw: Any, told: str, parse: Callable[[Any], object]) -> str:
+    """A path in which the key that is at fault stands for each `[...]`: the one with which alone the fault is still the
+    same.
+    """
+    loc = told
+    while _ANY_KEY in loc:
+        head, _, tail = loc.partition(_ANY_KEY)
+        for key, trial in _with_one_key(raw, head.removeprefix("$")):
+            try:
+                parse(trial)
+            except ValidationFailed as error:
+                if error.param == told:
+                    loc = f"{head}.{key}{tail}"
+                    break
+        else:
+            break
+    return loc
+
+
+def _with_one_key(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """`value` with one key at a time in the map at `path`."""
+    if not isinstance(value, dict):
+        return
+    if not path:
+        for key, inner in value.items():
+            yield str(key), {key: inner}
+        return
+    for key, rest in _steps(value, path):
+        for found, inner in _with_one_key(value[key], rest):
+            yield found, {**value, key: inner}
+
+
+def _steps(keys: Any, path: str) -> Iterator[tuple[str, str]]:
+    """The keys that `path` may begin with, and what comes behind each; the longest first, since a key may have dots."""
+    for key in sorted((key for key in keys if isinstance(key, str)), key=len, reverse=True):
+        rest = path.removeprefix(f".{key}")
+        if rest != path and rest[:1] in ("", ".", "["):
+            yield key, rest
+
+
+def _line(node: yaml.Node, path: str) -> int:
+    found: int = node.start_mark.line + 1
+    if isinstance(node, yaml.MappingNode):
+        pairs = {key.value: (key, value) for key, value in node.value}
+        for name, rest in _steps(pairs, path):
+            key, value = pairs[name]
+            return _line(value, rest) if rest else int(key.start_mark.line) + 1
+    elif (
+        isinstance(node, yaml.SequenceNode)
+        and (index := re.match(r"\[(\d+)\]", path))
+        and int(index[1]) < len(node.value)
+    ):
+        return _line(node.value[int(index[1])], path[index.end() :])
+    return found
+
+
+def merged(target: Any, patch: Any) -> Any:
+    """A JSON merge patch applied (RFC 7396): null removes a key, a map is merged, anything else replaces."""
+    if not isinstance(patch, dict):
+        return patch
+    result = dict(target) if isinstance(target, dict) else {}
+    for key, value in patch.items():
+        if value is None:
+            result.pop(key, None)
+        else:
+            result[key] = merged(result.get(key), value)
+    return result
+
+
+def difference(before: Any, after: Any) -> list[dict[str, Any]]:
+    """What differs, field by field, at most MAX_DIFFERENCES: `path` with `before` and `after`, without the one that is
+    not there.
+    """
+    found: list[dict[str, Any]] = []
+    for each in _differences(before, after, "$"):
+        found.append(each)
+        if len(found) == MAX_DIFFERENCES:
+            break
+    return found
+
+
+def _differences(before: Any, after: Any, path: str) -> Iterator[dict[str, Any]]:
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in dict.fromkeys((*before, *after)):
+            here = f"{path}.{key}"
+            if key not in after:
+                yield {"path": here, "before": before[key]}
+            elif key not in before:
+                yield {"path": here, "after": after[key]}
+            else:
+                yield from _differences(before[key], after[key], here)
+    elif before != after:
+        yield {"path": path, "before": before, "after": after}

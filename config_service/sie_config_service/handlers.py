@@ -1,0 +1,287 @@
+"""Handlers of the catalogue's routes: reads, and the writes that nobody else takes.
+
+request ──► body, at most 1 MiB ──► Document ──► Writer ──► reply with the new revision as ETag
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from fastapi import Request
+from fastapi.responses import Response
+
+from sie_config_service.documents import Document, difference, read
+from sie_config_service.mirror import Held, bundles_of
+from sie_config_service.store import digest_of
+from sie_config_service.writes import Asked, Edit, profiles_of
+from sie_contracts import configs
+from sie_contracts.aliases import is_alias
+from sie_contracts.errors import GatewayTimeout, InvalidInput, PayloadTooLarge
+from sie_contracts.names import did_you_mean
+
+if TYPE_CHECKING:
+    from sie_config_service.app import ConfigService
+
+MAX_BODY_BYTES = 1 << 20
+BODY_S = 30.0
+MAX_KEY_CHARS = 255
+
+
+# reads
+
+
+async def models(service: ConfigService, _request: Request) -> Response:
+    """All models."""
+    found = (await service.require().snapshot()).live
+    return json_response(
+        {
+            "models": [
+                configs.listed(model, stored.entry or {}, stored.source) for model, stored in sorted(found.items())
+            ]
+        }
+    )
+
+
+async def history(service: ConfigService, request: Request) -> Response:
+    """The revisions of a model, newest first."""
+    model = request.path_params["id"]
+    revisions = await service.require().history(model)
+    if not revisions:
+        raise await service.require().not_found(model)
+    return json_response(
+        {
+            "model_id": model,
+            "revisions": [
+                {
+                    "revision": each.revision,
+                    "created_at": each.created_at,
+                    "operation": each.operation,
+                    "author": each.author or each.source,
+                    "changes": [] if before is None else difference(before.entry, each.entry),
+                }
+                for each, before in itertools.zip_longest(revisions, revisions[1:])
+            ],
+        }
+    )
+
+
+async def status(service: ConfigService, request: Request) -> Response:
+    """Which gateways and workers serve which revision of a model."""
+    model = request.path_params["id"]
+    store = service.require()
+    read = await store.snapshot()
+    held = read.held.get(model, Held())
+    if held.stored is None or held.entry is None:
+        raise await store.not_found(model)
+    bundles = (
+        None
+        if is_alias(held.entry)
+        else {
+            bundle: (configs.bundle_hash(read.revisions(bundle)), service.workers.of(bundle))
+            for bundle in bundles_of(read.bundles, held.entry)
+        }
+    )
+    since = f"{read.created}:{held.written}"
+    return json_response(
+        configs.model_status(
+            model,
+            held.revision,
+            read.epoch,
+            since,
+            bundles,
+            service.workers.gateways(),
+            await store.revisions_at(model),
+            held.stored.source,
+        )
+    )
+
+
+async def model(service: ConfigService, request: Request) -> Response:
+    """One model."""
+    model = request.path_params["id"]
+    held = await service.require().held(model)
+    if held.entry is None:
+        raise await service.require().not_found(model)
+    return _document(request, held.entry, configs.JSON, {"ETag": f'"{held.revision}"'})
+
+
+async def bundles(service: ConfigService, _request: Request) -> Response:
+    """All bundles."""
+    return json_response(configs.bundle_list(await service.require().bundles()))
+
+
+async def bundle(service: ConfigService, request: Request) -> Response:
+    """One bundle."""
+    bundle = request.path_params["id"]
+    return _document(request, configs.bundle_of(await service.require().bundles(), bundle), configs.YAML)
+
+
+async def resolve(service: ConfigService, request: Request) -> Response:
+    """The model and profile that a name stands for, and the bundles that can serve it."""
+    body = await _body(request)
+    return json_response(configs.resolution(await service.require().catalogue(), body))
+
+
+async def epoch(service: ConfigService, _request: Request) -> Response:
+    """The epoch: equal epochs are equal catalogues."""
+    return json_response(msgspec.to_builtins(await service.require().told()))
+
+
+async def export(service: ConfigService, _request: Request) -> Response:
+    """The whole catalogue at one epoch."""
+    return Response(await service.require().exported(), media_type=configs.JSON)
+
+
+# writes
+
+
+async def create(service: ConfigService, request: Request) -> Response:
+    """Add a model, or profiles to one."""
+    given, body = await _read(request)
+    edits = await service.edits()
+    wanted = edits.entry(given.value, given)
+    return await _write(service, request, "create", wanted["id"], edits.create(wanted), body, profiles_of(wanted))
+
+
+async def rollback(service: ConfigService, request: Request) -> Response:
+    """Make a former revision the newest again."""
+    model = request.path_params["id"]
+    given, body = await _read(request)
+    return await _write(service, request, "rollback", model, (await service.edits()).rollback(model, given), body)
+
+
+async def put(service: ConfigService, request: Request) -> Response:
+    """Replace a model."""
+    model = request.path_params["id"]
+    given, body = await _read(request)
+    return await _write(service, request, "put", model, (await service.edits()).put(model, given), body)
+
+
+async def patch(service: ConfigService, request: Request) -> Response:
+    """Change a model by a JSON merge patch."""
+    model = request.path_params["id"]
+    given, body = await _read(request)
+    return await _write(service, request, "patch", model, (await service.edits()).patch(model, given), body)
+
+
+async def delete(service: ConfigService, request: Request) -> Response:
+    """Remove a model."""
+    model = request.path_params["id"]
+    return await _write(service, request, "delete", model, (await service.edits()).delete(model), b"")
+
+
+async def _write(
+    service: ConfigService,
+    request: Request,
+    operation: str,
+    model: str,
+    edit: Edit,
+    body: bytes,
+    profiles: Collection[str] | None = None,
+) -> Response:
+    """Do one write and answer it."""
+    dry_run, force = _flags(request, "dry_run", "force")
+    answered = await service.require_writer().write(
+        Asked(
+            operation,
+            model,
+            edit,
+            digest_of(operation.encode(), model.encode(), body),
+            _key(request),
+            _if_match(request),
+            dry_run,
+            profiles,
+            force,
+            request.scope["sie.author"],
+        )
+    )
+    status = 201 if answered.created and not answered.replayed else 200
+    return json_response(answered.body, {"ETag": f'"{answered.body["revision"]}"'}, status)
+
+
+async def _read(request: Request) -> tuple[Document, bytes]:
+    body = await _body(request)
+    # a large YAML takes seconds
+    return await asyncio.to_thread(read, body, request.headers.get("content-type", "")), body
+
+
+async def _body(request: Request) -> bytes:
+    """The whole body. Raises PayloadTooLarge, GatewayTimeout."""
+    data = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for piece in request.stream():
+                data += piece
+                if len(data) > MAX_BODY_BYTES:
+                    message = (
+                        f"body: expected at most {MAX_BODY_BYTES} bytes, got more; the configuration of a model has "
+                        "some thousand"
+                    )
+                    raise PayloadTooLarge(message, param="body", extras={"limit": MAX_BODY_BYTES})
+    except TimeoutError:
+        raise GatewayTimeout(f"the body was not complete within {BODY_S:g} s", param="body") from None
+    return bytes(data)
+
+
+def _key(request: Request) -> str:
+    given = request.headers.get("idempotency-key", "")
+    if len(given) > MAX_KEY_CHARS:
+        message = f"Idempotency-Key: expected at most {MAX_KEY_CHARS} characters, got {len(given)}"
+        raise InvalidInput(message, reason="schema", param="Idempotency-Key")
+    return given
+
+
+def _if_match(request: Request) -> int | None:
+    given = request.headers.get("if-match")
+    if given is None:
+        return None
+    # a proxy that compresses makes an ETag a weak one
+    text = given.strip().removeprefix("W/").removeprefix('"').removesuffix('"')
+    if not (text.isascii() and text.isdigit() and len(text) < 19):
+        message = f"If-Match: expected the number of a revision, as the ETag of the model gives it, got {given[:60]!r}"
+        raise InvalidInput(message, reason="schema", param="If-Match")
+    return int(text)
+
+
+def _flags(request: Request, *names: str) -> list[bool]:
+    """Those of a write's address. Any other parameter is refused: a misspelt `dry_run` would write."""
+    for name in request.query_params:
+        if name not in names:
+            message = f"{name[:60]}: no such parameter of a write{did_you_mean(name, names)}"
+            raise InvalidInput(message, reason="schema", param=name[:60])
+    found = [request.query_params.get(name, "false") for name in names]
+    for name, given in zip(names, found, strict=True):
+        if given not in ("true", "false"):
+            raise InvalidInput(f"{name}: expected true or false, got {given[:60]!r}", reason="schema", param=name)
+    return [given == "true" for given in found]
+
+
+def _document(request: Request, document: Any, default: str, headers: dict[str, str] | None = None) -> Response:
+    content_type = configs.negotiated(request.headers.get("accept", ""), default)
+    return Response(configs.rendered(document, content_type), 200, headers, media_type=content_type)
+
+
+def json_response(body: Any, headers: dict[str, str] | None = None, status: int = 200) -> Response:
+    return Response(configs.rendered(body, configs.JSON), status, headers, media_type=configs.JSON)
+
+
+HANDLERS = {
+    ("GET", "models"): models,
+    ("GET", "model"): model,
+    ("GET", "status"): status,
+    ("GET", "history"): history,
+    ("GET", "bundles"): bundles,
+    ("GET", "bundle"): bundle,
+    ("POST", "resolve"): resolve,
+    ("GET", "epoch"): epoch,
+    ("GET", "export"): export,
+    ("POST", "models"): create,
+    ("PUT", "model"): put,
+    ("PATCH", "model"): patch,
+    ("DELETE", "model"): delete,
+    ("POST", "rollback"): rollback,
+}

@@ -1,0 +1,50 @@
+"""The metrics of the config service: its requests, and the catalogue as it read it last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+import sie_contracts
+from sie_config_service.mirror import Snapshot
+from sie_runtime.metrics import Maker, Scrape, epoch_number
+from sie_runtime.metrics_table import OTHER
+from sie_runtime.refusals import REFUSED
+
+_METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE"})
+
+
+class Metrics(Collector):
+    """`last_read` gives the catalogue as it was read last, None before the first time."""
+
+    def __init__(self, last_read: Callable[[], Snapshot | None]) -> None:
+        make = Maker("config")
+        self.registry = make.registry
+        self._requests = make.counters("sie_config_requests")
+        self._seconds = make.histograms("sie_config_request_seconds")
+        self.refused = make.counters("sie_config_refused_below_routes")
+        for reason in REFUSED:
+            self.refused.labels(reason)
+        self._scrape = Scrape("config")
+        self._last_read = last_read
+        self.registry.register(self)
+
+    def count_refused(self, reason: str) -> None:
+        """Count a request that no route saw; `reason` is one of REFUSED."""
+        self.refused.labels(reason).inc()
+
+    def answered(self, route: str, method: str, status: int, seconds: float) -> None:
+        """Account for a request, once its answer has left. `route` is the name of its route, which no client can make
+        more of: without the names of models and bundles.
+        """
+        self._requests.labels(route, method if method in _METHODS else OTHER, str(status)).inc()
+        self._seconds.labels(route).observe(seconds)
+
+    def collect(self) -> Iterator[Metric]:
+        gauge, read = self._scrape.gauge, self._last_read()
+        yield gauge("sie_config_build_info", {(sie_contracts.__version__,): 1})
+        yield gauge("sie_config_ready", read is not None)
+        yield gauge("sie_config_catalogue_epoch", {} if read is None else epoch_number(read.epoch))
+        yield gauge("sie_config_models", {} if read is None else len(read.live))

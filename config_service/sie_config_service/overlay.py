@@ -1,0 +1,207 @@
+"""The packaged catalogue and an operator's folder laid over it: read at start, and a local folder again whenever it
+changes.
+
+    packaged models, bundles ──┐
+    SIE_MODELS_DIR/**/*.yaml ──┴──► documents, checked ──► SIE_MODEL_FILTER ──► Folders
+
+Below `bundles/` of the folder are bundles, everywhere else models and aliases. All files are read or none: one that is
+broken is named with its field and line. Hidden files and folders are not looked at, nor where a link to a folder leads
+(a mounted ConfigMap has both).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import msgspec
+
+from sie_config_service.aliases import seeded
+from sie_config_service.documents import checked, checked_bundle, invalid, read
+from sie_contracts.aliases import Alias
+from sie_contracts.bundles import DEFAULT, Bundle, lacking, serving
+from sie_contracts.catalogue import packaged_folder
+from sie_contracts.configs import YAML
+from sie_contracts.entries import ModelEntry
+from sie_contracts.errors import ValidationFailed
+from sie_contracts.names import Names
+from sie_contracts.settings import SettingError, Settings
+from sie_contracts.trust import USUAL, Allowed, Trust
+from sie_runtime.feed import read_bundles, read_folder
+from sie_store.models_bucket import BucketFolder
+from sie_store.models_folder import MAX_FILE_BYTES, SUFFIXES, examined, in_use
+
+BUNDLES = "bundles"
+MAX_TOLD = 20
+_logger = logging.getLogger("sie.config")
+PLUG_INS = "sie.adapters"  # entry points of families that other distributions bring
+
+Signature = Mapping[str, tuple[int, int, int]]
+"""What tells whether a file is still the same, by its path within the folder: time, size, number."""
+
+
+@dataclass(frozen=True)
+class Folders:
+    """What the folders say: models and aliases with where each is from, `packaged` or `overlay`, and the file of those
+    of the overlay.
+    """
+
+    models: Mapping[str, tuple[ModelEntry | Alias, str]]
+    bundles: Mapping[str, Bundle]
+    files: Mapping[str, str] = field(default_factory=dict)
+
+
+class Overlay:
+    """SIE_MODELS_DIR. What was read of a file is kept until the file changes."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._allowed = Allowed(settings.allow_remote_code, settings.model_paths, settings.models_dir)
+        self.name = settings.models_dir or USUAL
+        self.is_remote = self.name.startswith(("s3://", "gs://"))
+        self._bucket = BucketFolder(self.name, SUFFIXES) if self.is_remote else None
+        self._packaged: dict[str, tuple[ModelEntry | Alias, str]] = {}
+        self._kept: dict[str, tuple[tuple[int, int, int], Any]] = {}
+        self.last: Folders | None = None  # that could be read
+
+    def told(self) -> str:
+        """Which folder is in use, for the log of a start. Warns of one that somebody else may write to. Raises
+        SettingError, OSError.
+        """
+        if warning := examined(self._allowed):
+            _logger.warning("%s", warning)
+        folder = in_use(self._allowed)
+        return (
+            f"models are those of the package and of {folder}"
+            if folder
+            else f"models are those of the package: there is no {self.name}"
+        )
+
+    def trust(self) -> Trust:
+        """What an entry that is written over HTTP may ask for, as the package and the folder were read last."""
+        return Trust(self._allowed, read_bundles(packaged_folder() / "bundles").values(), self._entries)
+
+    def _entries(self) -> list[ModelEntry]:
+        documents = [
+            *(document for document, _ in self._packaged.values()),
+            *(document for _, document in self._kept.values()),
+        ]
+        return [each for each in documents if isinstance(each, ModelEntry)]
+
+    def look(self) -> Signature:
+        """The files as they are now. Raises SettingError for a named folder that is not there, or a store that does not
+        help, OSError.
+        """
+        if self._bucket is not None:
+            return self._bucket.look()
+        root = Path(self.name).expanduser()
+        if not root.is_dir():
+            if self._settings.models_dir:
+                raise SettingError("SIE_MODELS_DIR", f"{self.name} is not a folder: make it, or name another one")
+            return {}
+        found: dict[str, tuple[int, int, int]] = {}
+        waiting = [""]
+        while waiting:
+            place = waiting.pop()
+            with os.scandir(root / place) as entries:
+                for entry in entries:
+                    if entry.name.startswith("."):
+                        continue
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(f"{place}{entry.name}/")
+                    elif entry.name.endswith(SUFFIXES) and entry.is_file():
+                        stat = entry.stat()
+                        found[place + entry.name] = stat.st_mtime_ns, stat.st_size, stat.st_ino
+        return found
+
+    def folders(self) -> Folders:
+        """Everything, read and checked. Raises ValidationFailed naming file, field and line, SettingError, OSError."""
+        if not self._packaged:  # which does not change
+            self._packaged = {
+                model: (entry, "packaged") for model, entry in read_folder(packaged_folder() / "models").items()
+            }
+        models = dict(self._packaged)
+        bundles = dict(read_bundles(packaged_folder() / "bundles"))
+        bundles[DEFAULT] = _with_plug_ins(bundles[DEFAULT])
+        files: dict[str, str] = {}
+        of_bundles: dict[str, str] = {}
+        for path, document in sorted(self._documents().items()):
+            place = of_bundles if isinstance(document, Bundle) else files
+            if (twin := place.get(document.id)) is not None:
+                raise _in_file(invalid("$.id", f"{document.id} is in {twin} too: remove one of the two"), path)
+            place[document.id] = path
+            if isinstance(document, Bundle):
+                bundles[document.id] = document
+            else:
+                models[document.id] = document, "overlay"
+        for model, (entry, _) in models.items():
+            if isinstance(entry, ModelEntry) and not serving(bundles, entry.family, entry.bundle):
+                loc, why = lacking(bundles, entry.family, entry.bundle)
+                path = files.get(model, model)
+                raise _in_file(invalid(loc, why, self._line(path, loc)), path)
+        wanted = _filtered(models, self._settings.model_filter)
+        seeded({model: entry for model, (entry, _) in wanted.items()})
+        self.last = Folders(wanted, bundles, files)
+        return self.last
+
+    def _line(self, path: str, loc: str) -> int | None:
+        file = Path(self.name).expanduser() / path
+        return read(file.read_bytes(), YAML).line(loc) if file.is_file() else None
+
+    def _documents(self) -> dict[str, ModelEntry | Alias | Bundle]:
+        found = self.look()
+        kept = {path: known for path, known in self._kept.items() if found.get(path) == known[0]}
+        bodies = self._bodies({path: size for path, (_, size, _) in found.items() if path not in kept})
+        self._kept = kept | {path: (found[path], _document(path, body)) for path, body in bodies.items()}
+        return {path: document for path, (_, document) in self._kept.items()}
+
+    def _bodies(self, paths: Collection[str]) -> dict[str, bytes]:
+        """What is in these files, of too large ones enough to tell."""
+        if self._bucket is not None:
+            return self._bucket.read(paths, MAX_FILE_BYTES + 1)
+        root = Path(self.name).expanduser()
+        return {path: (root / path).read_bytes() for path in paths}
+
+
+def _document(path: str, body: bytes) -> ModelEntry | Alias | Bundle:
+    """What is in one file. Raises ValidationFailed naming it."""
+    try:
+        if len(body) > MAX_FILE_BYTES:
+            raise invalid("$", f"expected at most {MAX_FILE_BYTES} bytes, got {len(body)}")
+        document = read(body, YAML)
+        is_bundle = PurePosixPath(path).parts[0] == BUNDLES
+        return checked_bundle(document) if is_bundle else checked(document.value, document)
+    except ValidationFailed as error:
+        raise _in_file(error, path) from None
+
+
+def _in_file(error: ValidationFailed, path: str) -> ValidationFailed:
+    return ValidationFailed(f"{path}: {error.message}", param=error.param, extras={**error.extras, "file": path})
+
+
+def _with_plug_ins(bundle: Bundle) -> Bundle:
+    """The packaged bundle serves what is installed beside this process as well: on one machine that is where its
+    workers run.
+    """
+    found = {point.name for point in metadata.entry_points(group=PLUG_INS)} - set(bundle.families)
+    return msgspec.structs.replace(bundle, families=(*bundle.families, *sorted(found))) if bundle.families else bundle
+
+
+def _filtered(
+    models: dict[str, tuple[ModelEntry | Alias, str]], names: tuple[str, ...] | None
+) -> dict[str, tuple[ModelEntry | Alias, str]]:
+    if names is None:
+        return models
+    unknown = [name for name in names if name not in models]
+    if unknown:
+        like = Names(models).near(unknown[0])
+        fix = f"did you mean {' or '.join(like)}?" if like else f"there are {', '.join(sorted(models)[:MAX_TOLD])}"
+        raise SettingError(
+            "SIE_MODEL_FILTER", f"neither the packaged models nor SIE_MODELS_DIR has {', '.join(unknown)}; {fix}"
+        )
+    return {model: found for model, found in models.items() if model in names}

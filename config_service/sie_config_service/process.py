@@ -1,0 +1,192 @@
+"""The config service process: connect, seed the catalogue, serve it, follow the folder of models. A catalogue that the
+broker lost is seeded again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sie_broker import Broker, BrokerError
+from sie_broker.owner import own
+from sie_broker.record import retry_conflicts
+from sie_config_service.app import ConfigService, create_app
+from sie_config_service.overlay import MAX_TOLD, Overlay, Signature
+from sie_config_service.reload import Reload, tell_broken, warn_of_others
+from sie_config_service.store import CatalogueStore, open_store
+from sie_contracts import topology
+from sie_contracts.errors import NotReady, ValidationFailed
+from sie_contracts.settings import SettingError, Settings
+from sie_runtime import tracing
+from sie_runtime.connection import connected
+from sie_runtime.http import HttpServer
+from sie_runtime.keys import Keys
+from sie_runtime.process import Stop, Tasks, retry
+
+_logger = logging.getLogger("sie.config")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The seeded catalogue, and the folder that it was seeded from as it was then."""
+
+    store: CatalogueStore
+    overlay: Overlay
+    seen: Signature
+
+
+async def prepare(settings: Settings, broker: Broker, known: Overlay | None = None) -> Prepared:
+    """Open the store and bring it up to what the folders say. `known`: as they were read before, which counts where
+    they cannot be read now. Raises SettingError, BrokerError, NotReady.
+    """
+    overlay = known or Overlay(settings)
+    seen: Signature = {}
+    try:
+        _logger.info("%s", await asyncio.to_thread(overlay.told))
+        seen = await asyncio.to_thread(overlay.look)
+        folders = await asyncio.to_thread(overlay.folders)
+    except (SettingError, ValidationFailed, OSError) as error:
+        if overlay.last is None:
+            if isinstance(error, SettingError):
+                raise
+            raise SettingError("SIE_MODELS_DIR", f"{overlay.name}: {error}") from error
+        _logger.error("the models are seeded as they were read last: %s: %s", overlay.name, error)
+        folders = overlay.last
+    store = await open_store(broker, settings)
+    await store.snapshot()  # from here on the store goes by this bucket and no later one
+    if lost := await retry_conflicts(store.recover):
+        names = ", ".join(lost[:MAX_TOLD]) + (", ..." if len(lost) > MAX_TOLD else "")
+        _logger.warning(
+            "%s had lost %d entries that were written over the API; they were written again from %s: %s",
+            topology.CATALOGUE_BUCKET,
+            len(lost),
+            topology.CATALOGUE_COPY_BUCKET,
+            names,
+        )
+    await store.seed_bundles(folders.bundles)
+    changes = await store.seed(folders.models)
+    read = await store.snapshot()
+    warn_of_others(folders, read)
+    tell_broken(read, await store.alias_index(), changes)
+    _logger.info("the catalogue holds %d models, seeding changed %d", len(folders.models), len(changes))
+    return Prepared(store, overlay, seen)
+
+
+async def keep(service: ConfigService, settings: Settings, broker: Broker, prepared: Prepared, stop: Stop) -> None:
+    """Serve the catalogue and follow the folder of models. If the broker loses the catalogue, seed it again.
+
+    Each replica does so; compare-and-set decides between them, and what is written over the API meanwhile stays.
+    """
+    while True:
+        service.begin(prepared.store, prepared.overlay.trust())
+        following = Stop()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(Reload(prepared.store, prepared.overlay, prepared.seen, service.workers).run(following))
+            is_lost = await prepared.store.lost(stop)
+            following.request()
+        if not is_lost:
+            return
+        service.end()
+        _logger.warning("the broker lost the catalogue: requests are refused until it is seeded again from the folders")
+        again = await seeded(service, settings, broker, stop, prepared.overlay)
+        if again is None:
+            return
+        recovered = set(again.store.written_over_api())
+        if gone := [name for name in prepared.store.written_over_api() if name not in recovered]:
+            told = ", ".join(gone[:MAX_TOLD]) + (", ..." if len(gone) > MAX_TOLD else "")
+            _logger.warning("%d changes over the API were lost with it, make them again: %s", len(gone), told)
+        prepared = again
+
+
+async def seeded(
+    service: ConfigService, settings: Settings, broker: Broker, stop: Stop, known: Overlay | None = None
+) -> Prepared | None:
+    """`prepare` until it has worked; None at the stop. Meanwhile the readiness of the service says why not. Raises
+    SettingError.
+    """
+
+    async def attempt() -> Prepared:
+        try:
+            return await prepare(settings, broker, known)
+        except (BrokerError, NotReady) as error:
+            service.trouble = str(error)
+            raise
+
+    found: Prepared | None = await retry(
+        attempt,
+        errors=(BrokerError, NotReady),
+        stop=stop,
+        logger=_logger,
+        what="seeding the catalogue",
+    )
+    return found
+
+
+async def _make_streams(settings: Settings, stop: Stop) -> None:
+    """Make streams and buckets for all processes until `stop`, over a connection of its own."""
+    password = settings.nats_streams_password
+    async with connected(settings.nats_url, "sie-streams", stop, password=password, user="streams") as broker:
+        if broker is not None:
+            await retry(lambda: own(broker), errors=(BrokerError,), stop=stop, logger=_logger, what="owning streams")
+            await stop.wait()
+
+
+async def run(
+    settings: Settings,
+    stop: Stop,
+    *,
+    host: str,
+    port: int,
+    lame_duck_s: float = 0.0,
+    on_listening: Callable[[int], None] | None = None,
+) -> int:
+    """Serve until `stop`, go on for `lame_duck_s`, then finish what was begun. Raises SettingError."""
+    tracer = tracing.start(settings.tracing, "config")
+    service = ConfigService(settings)
+    service.tracer = tracer
+    server = HttpServer(
+        create_app(service),
+        host,
+        port,
+        setting="--port",
+        allowed_hosts=settings.allowed_hosts,
+        refused=service.metrics.count_refused,
+        min_rate=settings.min_body_rate,
+    )
+    await server.start()
+    _logger.info("config service listening on %s:%d", host, server.port)
+    if on_listening is not None:
+        on_listening(server.port)
+    tasks = Tasks(_logger, stop.request)
+    served = Stop()  # what runs beside requests is cancelled after the last one
+    try:
+        if settings.nats_streams_password is not None:
+            tasks.start(_make_streams(settings, served), "streams")
+        async with connected(settings.nats_url, "sie-config", stop, password=settings.nats_password) as broker:
+            service.broker = broker
+            if broker is not None:
+                await service.workers.follow(broker, stop)
+                if settings.auth_mode == "token":
+                    keys = Keys(broker, settings.stream_replicas)
+                    service.gate.go_by(keys)
+                    tasks.start(keys.run(served), "keys")
+                prepared = await seeded(service, settings, broker, stop)
+                if prepared is not None:
+                    broker.on_reconnect(service.reconnected)
+                    tasks.start(keep(service, settings, broker, prepared, served), "catalogue")
+            await stop.wait()
+            service.leaving = True
+            server.leave()
+            if lame_duck_s and service.store is not None:  # nobody is sent to one that was never ready
+                _logger.info("config service is a lame duck for %g s", lame_duck_s)
+                await stop.lame_duck(lame_duck_s)
+            await server.stop()  # before its broker goes: writes in progress are finished
+            await tasks.cancel()
+    finally:
+        await tasks.cancel()
+        await server.stop()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
+    return 1 if tasks.failed else 0

@@ -1,0 +1,167 @@
+"""Changes of SIE_MODELS_DIR become writes of source `overlay`, without a restart.
+
+    look ──changed, and the same at the next look──► all files read and checked ──► seeded ──► read back, told
+      ▲            └ one is broken: nothing changes, the log names file, field and line                 │
+      └── until workers have it, or WATCHED_S have passed: told too ◄───────────────────────────────────┘
+
+It looks at names, sizes and times, which also tells on file systems that send no events, and takes a hundredth of the
+time at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from sie_broker import BrokerError
+from sie_config_service.aliases import Index, broken_by
+from sie_config_service.mirror import Held, Snapshot
+from sie_config_service.overlay import Folders, Overlay, Signature
+from sie_config_service.store import CatalogueStore, Change, normalised
+from sie_config_service.workers import Workers
+from sie_contracts import configs
+from sie_contracts.errors import SIEError
+from sie_contracts.settings import SettingError
+from sie_runtime.process import Stop, Trouble
+
+LOOK_S = 0.5
+BUCKET_LOOK_S = 30.0  # of s3:// and gs://: each look is a list of all objects
+IDLE_SHARE = 0.01
+WATCHED_S = 30.0
+_logger = logging.getLogger("sie.config")
+
+
+def warn_of_others(folders: Folders, read: Snapshot) -> None:
+    """Say which files are not applied, because somebody wrote their models over the API."""
+    for model, path in folders.files.items():
+        stored, wanted = read.held.get(model, Held()).stored, folders.models.get(model)
+        if (
+            stored is not None
+            and stored.source == "api"
+            and wanted is not None
+            and stored.entry != normalised(wanted[0])
+        ):
+            does = "removed" if stored.entry is None else "written"
+            _logger.warning(
+                "%s is not applied: %s was %s over the API, which keeps it; change it there", path, model, does
+            )
+
+
+def tell_broken(read: Snapshot, index: Index, done: Iterable[Change]) -> None:
+    """Say which aliases do not hold after these changes: what a folder says is not refused for what was written over
+    the API.
+    """
+    for alias, why in broken_by(read, index, (change.model for change in done)).items():
+        _logger.error("the alias %s does not hold with the models as the folder has them: %s", alias, why)
+
+
+@dataclass
+class _Watched:
+    """A change that is stored, until the workers of its bundles stand at its epoch."""
+
+    told: str
+    epoch: str
+    bundles: tuple[str, ...]
+    due_s: float
+
+
+@dataclass
+class Reload:
+    """Follows the folder from what it was when the catalogue was seeded from it. `workers` None: nobody says what it
+    has.
+    """
+
+    store: CatalogueStore
+    overlay: Overlay
+    seen: Signature
+    workers: Workers | None = None
+    _refused: Signature | None = None  # told once
+    _trouble: Trouble = field(default_factory=lambda: Trouble(_logger, "a change of the folder of models waits"))
+    _watched: list[_Watched] = field(default_factory=list)
+
+    async def run(self, stop: Stop) -> None:
+        """Until `stop`."""
+        look_s = BUCKET_LOOK_S if self.overlay.is_remote else LOOK_S
+        last, pause_s = self.seen, look_s
+        while not await stop.wait_for(pause_s):
+            begun_s = time.monotonic()
+            try:
+                now = await asyncio.to_thread(self.overlay.look)
+            except (SettingError, OSError) as error:
+                now = {"": (0, 0, 0)}
+                if self._refused != now:
+                    _logger.error("the models stay as they were: %s", error)
+                self._refused = now
+                continue
+            pause_s = max(look_s, (time.monotonic() - begun_s) / IDLE_SHARE)
+            if now != last:
+                self._trouble.passed()  # whatever it was, it was of another change
+            elif now not in (self.seen, self._refused):  # nobody is writing any more
+                await self._apply(now)
+            last = now
+            self._report()
+
+    async def _apply(self, now: Signature) -> None:
+        try:
+            folders = await asyncio.to_thread(self.overlay.folders)
+            if await asyncio.to_thread(self.overlay.look) != now:
+                return  # written to meanwhile
+            bundles = await self.store.seed_bundles(folders.bundles)
+            done = await self.store.seed(folders.models)
+            await self._read_back(folders, done)
+        except (BrokerError, SIEError, SettingError, OSError) as error:
+            if (
+                not isinstance(error, SIEError) or error.retryable
+            ):  # it may pass and no file change for it: the next look finds it again
+                self._trouble.met(error)
+                return
+            _logger.error("%s was changed, and the models stay as they were: %s", self.overlay.name, error)
+            self._refused = now
+            return
+        self._trouble.passed()
+        self.seen, self._refused = now, None
+        if not done:
+            told = "the bundles are as it says" if bundles else "the catalogue has nothing to change for it"
+            _logger.info("%s was changed: %s", self.overlay.name, told)
+
+    async def _read_back(self, folders: Folders, done: list[Change]) -> None:
+        """Look at what the broker has now, and say that."""
+        read = await self.store.snapshot()
+        for change in done:
+            held = read.held[change.model]
+            where = folders.files.get(change.model, "the packaged catalogue")
+            if held.entry != change.entry:
+                _logger.warning("%s of %s was overwritten at once by revision %d", change.model, where, held.revision)
+                continue
+            told = f"{change.model} is at revision {held.revision}, " + (
+                "removed" if held.entry is None else f"as in {where}"
+            )
+            _logger.info("%s", told)
+            bundles = tuple(sorted(change.told(read.bundles)))
+            self._watched.append(
+                _Watched(told, f"{read.created}:{held.written}", bundles, time.monotonic() + WATCHED_S)
+            )
+        warn_of_others(folders, read)
+        tell_broken(read, await self.store.alias_index(), done)
+
+    def _report(self) -> None:
+        """Say which changes all gateways, and all workers of their bundles, have, or not in time."""
+        left = []
+        for each in self._watched if self.workers is not None else ():
+            assert self.workers is not None
+            epochs = {beat.worker: beat.config_epoch for bundle in each.bundles for beat in self.workers.of(bundle)}
+            lag = sorted(
+                name
+                for name, epoch in (epochs | self.workers.gateways()).items()
+                if not configs.has_seen(epoch, each.epoch)
+            )
+            if not lag:
+                _logger.info("%s; every gateway and worker has it", each.told)
+            elif time.monotonic() < each.due_s:
+                left.append(each)
+            else:
+                _logger.warning("%s; after %g s it is not on %s", each.told, WATCHED_S, ", ".join(lag))
+        self._watched = left

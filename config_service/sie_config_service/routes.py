@@ -1,0 +1,30 @@
+"""All routes of the config service: those of the catalogue with its handlers, and the pages that describe them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sie_config_service.handlers import HANDLERS
+from sie_contracts.configs import config_shape
+from sie_runtime import config_routes, openapi
+from sie_runtime.routes import HTML, JSON, Content, Route, Table
+
+
+def _page(path: str, summary: str, media: str) -> Route:
+    replies = {200: Content(dict[str, Any], (media,))}
+    return Route(method="GET", path=path, scope="read", summary=summary, tag="Operations", replies=replies)
+
+
+ROUTES: tuple[Route, ...] = (
+    *config_routes.bound(HANDLERS),
+    _page("/docs", "This document as a page", HTML),
+    _page("/docs/oauth2-redirect", "Files of that page", HTML),
+    _page("/openapi.json", "This document", JSON),
+)
+TABLE = Table(ROUTES)
+
+
+def openapi_document(about: Mapping[str, Any]) -> dict[str, Any]:
+    """The OpenAPI document of the config service. `about` is its head."""
+    return openapi.document(ROUTES, config_routes.PLACEHOLDERS, lambda _: openapi.statuses(config_shape), about=about)

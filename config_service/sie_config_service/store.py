@@ -1,0 +1,518 @@
+"""The catalogue in a key-value bucket. Stateless over it: any number of replicas may run, compare-and-set decides
+between them.
+
+    packaged folder + SIE_MODELS_DIR ──seed──► bucket ──► export, epoch
+                     an operator ──── write ──►   └──► one delta for each write of a model, with the epoch before it
+
+    model.<id>             the model as it is: what compare-and-set goes by
+    bundle.<id>            a bundle, as the folders have it; who reads the catalogue hears of a change by the epoch
+    history.<id>.<number>  each of its last REVISIONS_KEPT revisions, in one batch with the model; the newest takes the
+                           oldest's place
+    replies.<number>       answers to writes that had an Idempotency-Key, by a hash of it, written in the same batch too
+    aliases                what each alias names; an alias itself is kept as a model is
+
+Files of the broker can be damaged. The folders have what was seeded; what was written over the API is in a second
+bucket too, the copy, by the same key `model.<id>`. It is written after the bucket, so what it has is the least that the
+bucket must have: `recover` writes again what is missing.
+
+A removed model stays as a record that says so: its revisions go on, and seeding does not bring it back. What an
+operator wrote or removed over the API stays the API's: seeding leaves it alone, whatever the folders say.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from sie_broker import Broker, BrokerError, Bus, Entry, Write
+from sie_broker.record import Bucket, retry_conflicts
+from sie_config_service.aliases import INDEX_KEY, Index, index_in, index_of
+from sie_config_service.mirror import Held, Mirror, Snapshot, Stored, bundle_key, bundles_of, concerns, decoded
+from sie_contracts import messages, topology
+from sie_contracts.aliases import Alias, is_alias
+from sie_contracts.bundles import Bundle
+from sie_contracts.catalogue import Catalogue
+from sie_contracts.configs import ConfigDelta, ConfigEpoch, ConfigExport, ConfigModel
+from sie_contracts.entries import ModelEntry
+from sie_contracts.errors import ModelNotFound, NotReady
+from sie_contracts.names import Names
+from sie_contracts.settings import Settings
+from sie_runtime.failpoints import failpoint
+from sie_runtime.feed import snapshot
+from sie_runtime.process import Stop, retry
+
+PRODUCER = "sie-config"
+SEED_ATTEMPTS = 5
+SEED_BATCH = 200  # models; a batch of the broker has at most 1,000 messages
+REVISIONS_KEPT = 100
+REPLY_SLOTS = 256
+REPLIES_PER_SLOT = 64
+REPLY_KEPT_S = 86400.0
+_logger = logging.getLogger("sie.config")
+
+
+@dataclass(frozen=True)
+class Change:
+    """One write: the new entry or None for a removal, over what was `held`."""
+
+    model: str
+    held: Held
+    entry: dict[str, Any] | None
+    source: str
+    operation: str
+    author: str = ""
+
+    def told(self, bundles: Mapping[str, Bundle]) -> set[str]:
+        """The bundles that hear of it."""
+        return concerns(bundles, self.entry, self.held.entry)
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """The answer to a write. `key` and `request` are digests: of the Idempotency-Key, and of what came with it."""
+
+    key: str
+    request: str
+    at_s: float
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The replies that share a key of the bucket."""
+
+    number: int
+    replies: tuple[Reply, ...]
+    sequence: int
+
+    def find(self, key: str) -> Reply | None:
+        return next((reply for reply in self.replies if reply.key == key), None)
+
+    def with_reply(self, reply: Reply) -> Write:
+        """Adds a reply; what is older than REPLY_KEPT_S goes, and the oldest of too many."""
+        young = [each for each in self.replies if reply.at_s - each.at_s < REPLY_KEPT_S][-REPLIES_PER_SLOT + 1 :]
+        return Write(_slot_key(self.number), msgspec.json.encode([*young, reply]), self.sequence)
+
+
+_stored = msgspec.json.Decoder(Stored)
+_replies = msgspec.json.Decoder(tuple[Reply, ...])
+
+
+def model_key(model: str) -> str:
+    return f"model.{topology.token(model)}"
+
+
+def _history_key(model: str, revision: int) -> str:
+    return f"history.{topology.token(model)}.{revision % REVISIONS_KEPT}"
+
+
+def _slot_key(number: int) -> str:
+    return f"replies.{number}"
+
+
+def normalised(entry: ModelEntry | Alias) -> dict[str, Any]:
+    """An entry as it is stored, exported and shown: equal entries are equal maps."""
+    found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(entry))
+    return found
+
+
+class CatalogueStore:
+    """Reads and writes of the bucket. What it remembers it can read again."""
+
+    def __init__(self, broker: Bus, bucket: Bucket, copy: Bucket) -> None:
+        self._broker = broker
+        self._bucket = bucket
+        self._copy = copy
+        self._mirror = Mirror(bucket)
+        self._exported: tuple[Snapshot | None, bytes] = (None, b"")
+        self._parsed: tuple[Snapshot | None, Catalogue] = (None, Catalogue())
+
+    async def epoch(self) -> str:
+        return (await self.snapshot()).epoch
+
+    async def told(self) -> ConfigEpoch:
+        """Where the catalogue stands, for whoever follows."""
+        return (await self.snapshot()).told
+
+    async def snapshot(self) -> Snapshot:
+        """All models at one epoch, as the broker's leader has them now. Raises BrokerError, NotReady."""
+        return await self._mirror.snapshot()
+
+    @property
+    def last_read(self) -> Snapshot | None:
+        """What was read last, without asking the broker."""
+        return self._mirror.last
+
+    async def reconnected(self) -> None:
+        """The broker was away: what it has now may be an older copy, or nothing."""
+        await self._mirror.forget()
+
+    async def lost(self, stop: Stop) -> bool:
+        """Wait until the broker has lost the bucket, which is True, or until `stop`.
+
+        Asks the broker after a reconnect and after a read that failed, not otherwise.
+        """
+        while not await stop.wait_woken(self._mirror.suspect):
+            what = "looking whether the broker still has the catalogue"
+            if await retry(self._mirror.check, errors=(BrokerError, NotReady), stop=stop, logger=_logger, what=what):
+                return True
+        return False
+
+    def written_over_api(self) -> list[str]:
+        """The models and aliases that were written or removed over the API, as they were read last. No file has
+        them.
+        """
+        held = (self._mirror.last or self._mirror.before).held
+        return sorted(model for model, each in held.items() if each.stored is not None and each.stored.source == "api")
+
+    async def bundles(self) -> dict[str, Bundle]:
+        """All bundles, by id."""
+        return dict((await self.snapshot()).bundles)
+
+    async def export(self) -> ConfigExport:
+        """The whole catalogue at one epoch."""
+        return _export(await self.snapshot())
+
+    async def exported(self) -> bytes:
+        """The export in JSON, made once for each epoch: all gateways and workers ask for it at the same time."""
+        read = await self.snapshot()
+        if self._exported[0] is not read:
+            self._exported = read, msgspec.json.encode(_export(read))
+        return self._exported[1]
+
+    async def catalogue(self) -> Catalogue:
+        """The catalogue as gateways resolve names by. Raises ValidationFailed for a stored entry that is
+        none any more.
+        """
+        read = await self.snapshot()
+        if self._parsed[0] is not read:
+            self._parsed = read, await snapshot(_export(read))
+        return self._parsed[1]
+
+    async def held(self, model: str) -> Held:
+        """One model as the broker's leader has it now."""
+        entry = await self._bucket.get(model_key(model))
+        return Held() if entry is None or entry.value is None else Held(_stored.decode(entry.value), entry.revision)
+
+    async def _entries(self, within: str) -> list[Entry]:
+        return await self._bucket.use(lambda bucket: bucket.entries(within))
+
+    async def not_found(self, model: str) -> ModelNotFound:
+        """The error for a model that is not there: it was removed, or its name is nearly another's."""
+        held = await self.held(model)
+        if held.stored is not None:
+            fix = "roll back to an earlier revision, which /history lists, or POST it again"
+            return ModelNotFound(
+                f"{model} was removed with revision {held.revision}: {fix}", param="id", extras={"suggestions": []}
+            )
+        like = Names((await self.snapshot()).live).near(model)
+        fix = (
+            f"did you mean {' or '.join(like)}?"
+            if like
+            else "GET /v1/configs/models lists all, and POST there adds one"
+        )
+        return ModelNotFound(f"no model named {model[:200]!r}; {fix}", param="id", extras={"suggestions": like})
+
+    async def history(self, model: str) -> list[Stored]:
+        """The revisions of a model that are kept, newest first."""
+        entries = await self._entries(f"history.{topology.token(model)}")
+        found = [_stored.decode(entry.value) for entry in entries if entry.value is not None]
+        return sorted(found, key=lambda each: -each.revision)
+
+    async def revisions_at(self, model: str) -> Callable[[str], int | None]:
+        """What tells the revision that a model has at an epoch: 0 before there was one, None where it is not known any
+        more.
+        """
+        created = (await self.snapshot()).created
+        entries = await self._entries(f"history.{topology.token(model)}")
+        found = sorted((entry.revision, decoded(_stored, entry).revision) for entry in entries)
+
+        def revision_at(epoch: str) -> int | None:
+            began, _, number = epoch.rpartition(":")
+            if began != created or not number.isdecimal():
+                return None
+            seen = bisect_right(found, int(number), key=lambda each: each[0])
+            return found[seen - 1][1] if seen else None if not found or found[0][1] > 1 else 0
+
+        return revision_at
+
+    async def revision(self, model: str, revision: int) -> Stored | None:
+        """One revision of a model, if it is kept."""
+        entry = await self._bucket.get(_history_key(model, revision))
+        stored = None if entry is None or entry.value is None else _stored.decode(entry.value)
+        return stored if stored is not None and stored.revision == revision else None
+
+    async def backup(self) -> list[Stored]:
+        """What was written over the API, the revisions before it too: what no folder has."""
+        models = [
+            name for name, held in (await self.snapshot()).held.items() if held.stored and held.stored.source == "api"
+        ]
+        return [stored for name in sorted(models) for stored in reversed(await self.history(name))]
+
+    async def slot(self, key: str) -> Slot:
+        """Where the reply to a write with the digest `key` is kept, or would be."""
+        number = int(key[:8], 16) % REPLY_SLOTS
+        entry = await self._bucket.get(_slot_key(number))
+        return (
+            Slot(number, (), 0)
+            if entry is None or entry.value is None
+            else Slot(number, _replies.decode(entry.value), entry.revision)
+        )
+
+    async def remember(self, reply: Write) -> None:
+        """Keep the reply to a write that changed nothing. Raises WrongRevision."""
+        await self._bucket.write([reply])
+
+    async def alias_index(self) -> Index:
+        """What each alias names, as the broker's leader has it now."""
+        entry = await self._bucket.get(INDEX_KEY)
+        return Index() if entry is None else Index.read(entry.value, entry.revision)
+
+    async def write(
+        self, changes: Sequence[Change], reply: Write | None = None, index: Write | None = None, *, tell: bool = True
+    ) -> tuple[int, int]:
+        """Apply the changes, each of another model, as one atomic batch and broadcast each, or leave that to polls
+        where not to `tell`. Returns how many deltas were sent, of how many.
+
+        Raises WrongRevision if any model or slot, or the index of aliases, was written meanwhile; then nothing is
+        stored.
+        """
+        writes: list[Write] = []
+        revisions: list[Stored] = []
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        for change in changes:
+            stored = Stored(
+                change.entry,
+                change.source,
+                change.held.revision + 1,
+                change.operation,
+                now,
+                change.model,
+                change.author,
+            )
+            value = msgspec.json.encode(stored)
+            writes.append(Write(model_key(change.model), value, change.held.sequence))
+            writes.append(Write(_history_key(change.model, stored.revision), value))
+            revisions.append(stored)
+        writes += [each for each in (index, reply) if each is not None]
+        created = (await self.snapshot()).created
+        failpoint("config.before_write")
+        before, last = await self._mirror.write(writes)
+        for stored in revisions:
+            if stored.source == "api":
+                await self._copy_kept(stored)
+        return (
+            await self._broadcast(changes, revisions, before, created, last - len(writes), index is not None)
+            if tell
+            else (0, 0)
+        )
+
+    async def _copy_kept(self, stored: Stored) -> None:
+        """Write a revision into the copy, unless that has it or a later one."""
+        key = model_key(stored.model)
+
+        async def attempt() -> None:
+            entry = await self._copy.get(key)
+            present = _copied(entry)
+            if present is None or present.revision < stored.revision:
+                revision = 0 if entry is None else entry.revision
+                await self._copy.write([Write(key, msgspec.json.encode(stored), revision)])
+
+        try:
+            await retry_conflicts(attempt)
+        except BrokerError as error:
+            _logger.warning("%s lacks %s until the next start: %s", self._copy.name, stored.model, error)
+
+    async def recover(self, backup: Sequence[Stored] = ()) -> list[str]:
+        """Write again what the bucket lacks and the copy or a backup has, and into the copy what that lacks; then the
+        index of aliases where that is not what the aliases say. Returns the models that the bucket had lost, or had at
+        an earlier revision.
+
+        `backup`: revisions of models, also earlier ones. Raises WrongRevision where another replica does the same at
+        the same time.
+        """
+        entries = await self._copy.use(lambda bucket: bucket.entries())
+        copies = {stored.model: stored for stored in map(_copied, entries) if stored is not None}
+        newest = dict(copies)
+        for stored in backup:
+            if stored.model not in newest or newest[stored.model].revision < stored.revision:
+                newest[stored.model] = stored
+        present = (await self.snapshot()).held
+        for stored in sorted(backup, key=lambda stored: stored.revision):
+            if present.get(stored.model, Held()).revision < stored.revision < newest[stored.model].revision:
+                write = Write(_history_key(stored.model, stored.revision), msgspec.json.encode(stored))
+                await self._bucket.write([write])
+        lost = [
+            Change(
+                model,
+                Held(
+                    msgspec.structs.replace(stored, revision=stored.revision - 1), present.get(model, Held()).sequence
+                ),
+                stored.entry,
+                stored.source,
+                stored.operation,
+                stored.author,
+            )
+            for model, stored in sorted(newest.items())
+            if stored.revision > present.get(model, Held()).revision
+        ]
+        for start in range(0, len(lost), SEED_BATCH):
+            await self.write(lost[start : start + SEED_BATCH], tell=False)
+        read, index = await self.snapshot(), await self.alias_index()
+        for model, held in read.held.items():
+            is_new = model not in copies or copies[model].revision < held.revision
+            if is_new and held.stored is not None and held.stored.source == "api":
+                await self._copy_kept(held.stored)
+        aliases = index_in(read, index)
+        if aliases != index.models:
+            await self._bucket.write([Index(aliases, index.sequence).written()])
+        return [change.model for change in lost]
+
+    async def _broadcast(
+        self,
+        changes: Sequence[Change],
+        revisions: Sequence[Stored],
+        before: Snapshot | None,
+        created: str,
+        first: int,
+        with_index: bool,
+    ) -> tuple[int, int]:
+        """One delta for each change and each bundle that it concerns. Where `before` is not known each reader is made
+        to ask.
+        """
+        previous, since = (
+            (before.epoch, {bundle: before.since(bundle) for bundle in before.bundles})
+            if before is not None
+            else ("", {})
+        )
+        bundles = before.bundles if before is not None else (await self.snapshot()).bundles
+        sent = wanted = 0
+        for number, (change, stored) in enumerate(zip(changes, revisions, strict=True), 1):
+            epoch = f"{created}:{first + 2 * number + (with_index and number == len(changes))}"
+            for bundle in sorted(change.told(bundles)):
+                delta = ConfigDelta(
+                    PRODUCER, previous, epoch, change.model, stored.revision, stored.entry, since.get(bundle, "")
+                )
+                since[bundle] = epoch
+                failpoint("config.before_broadcast")
+                wanted += 1
+                try:
+                    await self._broker.send(topology.config_subject(bundle), messages.encode(delta))
+                    sent += 1
+                except BrokerError as error:  # who polls hears of it
+                    _logger.warning("a delta of bundle %s was not sent: %s", bundle, error)
+            previous = epoch
+        return sent, wanted
+
+    async def seed_bundles(self, wanted: Mapping[str, Bundle]) -> bool:
+        """Make the bucket hold these bundles and no other. Returns whether it held anything else. Raises WrongRevision
+        where others kept changing them during SEED_ATTEMPTS attempts.
+        """
+        values = {bundle_key(name): msgspec.json.encode(bundle) for name, bundle in wanted.items()}
+
+        async def attempt() -> bool:
+            present = {entry.key: entry for entry in await self._entries("bundle")}
+            writes = [
+                Write(key, value, present[key].revision if key in present else 0)
+                for key, value in values.items()
+                if key not in present or present[key].value != value
+            ]
+            writes += [Write(key, None, entry.revision) for key, entry in present.items() if key not in values]
+            if writes:
+                await self._bucket.write(writes)
+            return bool(writes)
+
+        return await retry_conflicts(attempt, SEED_ATTEMPTS)
+
+    async def seed(self, wanted: Mapping[str, tuple[ModelEntry | Alias, str]]) -> list[Change]:
+        """Make the bucket hold what the folders hold; models written over the API stay as they are. Returns what was
+        changed. Raises WrongRevision where others kept changing the catalogue during SEED_ATTEMPTS attempts.
+        """
+        done: list[Change] = []
+
+        async def attempt() -> None:
+            changes = _to_seed((await self.snapshot()).held, wanted)
+            for start in range(0, len(changes), SEED_BATCH):
+                batch = changes[start : start + SEED_BATCH]
+                aliases = {
+                    change.model: change.entry
+                    for change in batch
+                    if is_alias(change.entry) or is_alias(change.held.entry)
+                }
+                index = (await self.alias_index()).written(index_of(aliases)) if aliases else None
+                # gateways and workers need to look once, at the end
+                await self.write(batch, index=index, tell=start + SEED_BATCH >= len(changes))
+                done.extend(batch)
+
+        await retry_conflicts(attempt, SEED_ATTEMPTS)
+        return done
+
+
+def _to_seed(present: Mapping[str, Held], wanted: Mapping[str, tuple[ModelEntry | Alias, str]]) -> list[Change]:
+    """The changes that make `present` what the folders hold; models written over the API are left out."""
+    changes: list[Change] = []
+    for model, (entry, source) in wanted.items():
+        held, document = present.get(model, Held()), normalised(entry)
+        if held.stored is None or (held.stored.source != "api" and held.entry != document):
+            changes.append(Change(model, held, document, source, "seed"))
+    for model, held in present.items():
+        if model not in wanted and held.stored is not None and held.stored.source != "api" and held.entry is not None:
+            changes.append(Change(model, held, None, held.stored.source, "seed"))
+    return changes
+
+
+def _export(read: Snapshot) -> ConfigExport:
+    listed = tuple(
+        ConfigModel(
+            model,
+            held.entry,
+            held.revision,
+            bundles_of(read.bundles, held.entry),
+            written=held.written,
+            raw_yaml=msgspec.json.encode(
+                held.entry
+            ).decode(),  # which is YAML too, and made a hundred times faster than other
+        )
+        for model, held in sorted(read.held.items())
+        if held.entry is not None
+    )
+    bundles = tuple(msgspec.to_builtins(bundle) for bundle in read.bundles.values())
+    return ConfigExport(read.epoch, listed, bundles, generated_at=datetime.now(UTC).isoformat(timespec="seconds"))
+
+
+def _copied(entry: Entry | None) -> Stored | None:
+    """The revision in an entry of the copy. One that is damaged counts as absent: it is written anew."""
+    try:
+        return None if entry is None or entry.value is None else _stored.decode(entry.value)
+    except msgspec.DecodeError as error:
+        _logger.warning("%s: %s cannot be read: %s", topology.CATALOGUE_COPY_BUCKET, entry and entry.key, error)
+        return None
+
+
+def digest_of(*parts: bytes) -> str:
+    """A SHA-256 of parts, none of which can pass for two."""
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(len(part).to_bytes(8, "big") + part)
+    return found.hexdigest()
+
+
+def reply_of(key: str, request: str, body: dict[str, Any]) -> Reply:
+    return Reply(key, request, time.time(), body)
+
+
+async def open_store(broker: Broker, settings: Settings) -> CatalogueStore:
+    """The store, with its bucket made if it is not there."""
+    bucket, copy = (
+        Bucket(broker, name, storage=settings.stream_storage, replicas=settings.stream_replicas)
+        for name in (topology.CATALOGUE_BUCKET, topology.CATALOGUE_COPY_BUCKET)
+    )
+    await bucket.open()
+    return CatalogueStore(broker, bucket, copy)

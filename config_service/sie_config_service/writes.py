@@ -1,0 +1,304 @@
+"""Writes of an operator: each is one compare-and-set over the model as it is, tried again while somebody else was
+quicker.
+
+    asked ──► known Idempotency-Key? its reply ──► the model as it is ──► If-Match? ──► edited, checked ──► one batch
+    ──► deltas
+                                                        ▲                                                    │
+                                                        └──────────────── somebody else was quicker ◄────────┘
+
+What an operator asks for is applied to what the model is then, so no update is lost: a patch is merged anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from sie_broker.record import retry_conflicts
+from sie_config_service.aliases import Guarded, guard
+from sie_config_service.documents import Document, checked, difference, invalid, merged
+from sie_config_service.mirror import Held, bundles_of
+from sie_config_service.store import CatalogueStore, Change, digest_of, normalised, reply_of
+from sie_contracts.aliases import Alias
+from sie_contracts.bundles import Bundle, lacking, serving
+from sie_contracts.entries import ModelEntry
+from sie_contracts.errors import (
+    ContentConflict,
+    IdempotencyMismatch,
+    ModelNotFound,
+    PayloadTooLarge,
+    PermissionDenied,
+    QueueUnavailable,
+)
+from sie_contracts.trust import Trust
+
+MAX_IDS = 50_000  # models and aliases, removed ones included, whose revisions are kept
+MAX_ENTRY_BYTES = 256 << 10  # of one in the bucket, where up to 100 revisions of it are
+WRITE_S = 10.0  # for one write, others of this replica before it included
+_FROM_NOTHING = ("create", "rollback")  # the others say that there is no such model
+_logger = logging.getLogger("sie.config")
+
+Edit = Callable[[Held], Awaitable[dict[str, Any] | None]]
+"""The entry that a model is to have, None to remove it, given what it is."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A write. `request` is a digest of all that makes it this write and no other; `if_match` the revision that it must
+    find.
+    """
+
+    operation: str
+    model: str
+    edit: Edit
+    request: str = ""
+    key: str = ""
+    if_match: int | None = None
+    dry_run: bool = False
+    profiles: Collection[str] | None = None  # that it names; None: all that there are
+    force: bool = False  # although an alias needs the model as it is
+    author: str = ""  # who asked
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The reply. `created`: a model, or profiles of it, that were not there; `replayed`: it was given before."""
+
+    body: dict[str, Any]
+    created: bool = False
+    replayed: bool = False
+
+
+class Writer:
+    """All writes of one replica, one at a time: between replicas compare-and-set decides."""
+
+    def __init__(self, store: CatalogueStore) -> None:
+        self._store = store
+        self._lock = asyncio.Lock()
+        self.id = f"sie-config-{secrets.token_hex(4)}"
+
+    async def write(self, asked: Asked) -> Answered:
+        """Raises ModelNotFound, ContentConflict, ValidationFailed, PermissionDenied, IdempotencyMismatch,
+        QueueUnavailable, BrokerError.
+        """
+        try:
+            async with asyncio.timeout(WRITE_S), self._lock:
+                return await retry_conflicts(lambda: self._attempt(asked), attempts=None)
+        except TimeoutError:
+            message = (
+                f"the write was not done within {WRITE_S:g} s; whether it was stored is told by a retry with the same "
+                "Idempotency-Key"
+            )
+            raise QueueUnavailable(message) from None
+
+    async def _attempt(self, asked: Asked) -> Answered:
+        store = self._store
+        key = digest_of(asked.key.encode()) if asked.key else ""
+        slot = await store.slot(key) if key else None
+        if slot is not None and (known := slot.find(key)) is not None:
+            if known.request != asked.request:
+                message = "this Idempotency-Key was used for another request; a new write needs a new key"
+                raise IdempotencyMismatch(message, param="Idempotency-Key")
+            return Answered(known.body, replayed=True)
+        held = await store.held(asked.model)
+        if (
+            asked.if_match is not None
+            and asked.if_match != held.revision
+            and (held.entry is not None or asked.operation in _FROM_NOTHING)
+        ):
+            raise await self._stale(asked.model, held, asked.if_match)
+        entry = await asked.edit(held)
+        changes = held.entry != entry
+        if changes and entry is not None:
+            await self._check_bounds(asked.model, entry)
+        guarded = await guard(store, asked.model, held, entry, force=asked.force) if changes else Guarded()
+        body = self._body(asked, held, entry, held.revision + changes, await store.bundles()) | guarded.told
+        created = bool(body["created_profiles"]) and asked.operation == "create"
+        if asked.dry_run:
+            return Answered(body, created)
+        reply = None if slot is None else slot.with_reply(reply_of(key, asked.request, body))
+        if changes:
+            sent, wanted = await store.write(
+                [Change(asked.model, held, entry, "api", asked.operation, asked.author)], reply, guarded.index
+            )
+            if sent < wanted:
+                body = {
+                    **body,
+                    "warnings": [*body["warnings"], "nats_publish_partial" if sent else "nats_publish_failed"],
+                }
+            _logger.info("%s of %s: revision %d", asked.operation, asked.model, held.revision + 1)
+        elif reply is not None:
+            await store.remember(reply)
+        return Answered(body, created)
+
+    async def _check_bounds(self, model: str, entry: dict[str, Any]) -> None:
+        """Raises PayloadTooLarge, ContentConflict for what the bucket is not to hold."""
+        if (size := len(msgspec.json.encode(entry))) > MAX_ENTRY_BYTES:
+            message = f"{model} takes {size} bytes, at most {MAX_ENTRY_BYTES} are kept: split its profiles"
+            raise PayloadTooLarge(message, param="body", extras={"limit": MAX_ENTRY_BYTES})
+        ids = (await self._store.snapshot()).held
+        if model not in ids and len(ids) >= MAX_IDS:
+            message = f"the catalogue has {len(ids)} ids, the limit is {MAX_IDS}: give one that was there before"
+            raise ContentConflict(message, param="id", extras={"limit": MAX_IDS})
+
+    def _body(
+        self, asked: Asked, held: Held, entry: dict[str, Any] | None, revision: int, bundles: Mapping[str, Bundle]
+    ) -> dict[str, Any]:
+        before, after = (profiles_of(each) for each in (held.entry, entry))
+        named = after if asked.profiles is None else asked.profiles
+        routable = [] if entry is None else list(bundles_of(bundles, entry))
+        return {
+            "model_id": asked.model,
+            "revision": revision,
+            "created_profiles": [name for name in after if name not in before],
+            "existing_profiles_skipped": [name for name in named if name in before and after[name] == before[name]],
+            "warnings": [],
+            "routable_bundles_by_profile": dict.fromkeys(after, routable),
+            "router_id": self.id,
+        }
+
+    async def _stale(self, model: str, held: Held, wanted: int) -> ContentConflict:
+        """`diff`: what became of the revision that was asked for, as far as it is still known."""
+        base = await self._store.revision(model, wanted)
+        return ContentConflict(
+            f"{model} is at revision {held.revision}, not {wanted}; read it again and repeat the change",
+            param="If-Match",
+            extras={"revision": held.revision, "diff": [] if base is None else difference(base.entry, held.entry)},
+        )
+
+
+def profiles_of(entry: dict[str, Any] | None) -> dict[str, Any]:
+    """What an entry has by profile; all that is not of a profile is the default's."""
+    if entry is None:
+        return {}
+    return {"default": {key: value for key, value in entry.items() if key != "profiles"}, **entry.get("profiles", {})}
+
+
+class Edits:
+    """What each operation makes of a model as it is.
+
+    All that is stored has passed `checked`, has a bundle that serves it, and asks for no code and no path that is not
+    allowed.
+    """
+
+    def __init__(self, store: CatalogueStore, bundles: Mapping[str, Bundle], trust: Trust) -> None:
+        self._store = store
+        self._bundles = bundles
+        self._trust = trust
+
+    def entry(self, raw: Any, document: Document) -> dict[str, Any]:
+        """A checked document. Raises ValidationFailed, PermissionDenied."""
+        return normalised(self._allowed(self._routable(checked(raw, document), document)))
+
+    def _allowed(self, entry: ModelEntry | Alias) -> ModelEntry | Alias:
+        refused = self._trust.refused(entry, is_here=False) if isinstance(entry, ModelEntry) else None
+        if refused is not None:
+            raise PermissionDenied(refused.message, reason=refused.reason, param=refused.loc)
+        return entry
+
+    def _routable(self, entry: ModelEntry | Alias, document: Document) -> ModelEntry | Alias:
+        if isinstance(entry, ModelEntry) and not serving(self._bundles, entry.family, entry.bundle):
+            loc, why = lacking(self._bundles, entry.family, entry.bundle)
+            raise invalid(loc, why, document.line(loc))
+        return entry
+
+    def create(self, wanted: dict[str, Any]) -> Edit:
+        """Adds a model, or profiles to one that has none that differ."""
+
+        async def edit(held: Held) -> dict[str, Any]:
+            if held.entry is None:
+                return wanted
+            before, given = profiles_of(held.entry), profiles_of(wanted)
+            differing = [name for name in given if name in before and given[name] != before[name]]
+            if differing:
+                present = {key: value for key, value in held.entry.items() if key != "profiles"}
+                present["profiles"] = {name: before[name] for name in given if name != "default" and name in before}
+                asked = {**wanted, "profiles": wanted.get("profiles", {})}
+                raise ContentConflict(
+                    f"{wanted['id']} is there with another {', '.join(differing)}; POST only adds, PUT replaces, PATCH "
+                    "changes",
+                    extras={"revision": held.revision, "diff": difference(present, asked), "profiles": differing},
+                )
+            profiles = {**held.entry.get("profiles", {}), **wanted.get("profiles", {})}
+            return {**held.entry, "profiles": profiles} if profiles else held.entry
+
+        return edit
+
+    def put(self, model: str, document: Document) -> Edit:
+        raw = {"id": model, **document.value} if isinstance(document.value, dict) else document.value
+        wanted = self._same(model, self.entry(raw, document), document)
+
+        async def edit(held: Held) -> dict[str, Any]:
+            await self._present(model, held)
+            return wanted
+
+        return edit
+
+    def patch(self, model: str, document: Document) -> Edit:
+        if not isinstance(document.value, dict):
+            raise invalid("$", f"expected a map, got {type(document.value).__name__}", document.line("$"))
+
+        async def edit(held: Held) -> dict[str, Any]:
+            return self._same(
+                model, self.entry(merged(await self._present(model, held), document.value), document), document
+            )
+
+        return edit
+
+    def delete(self, model: str) -> Edit:
+        async def edit(held: Held) -> None:
+            await self._present(model, held)
+
+        return edit
+
+    def rollback(self, model: str, document: Document) -> Edit:
+        value = document.value
+        wanted = value.get("revision") if isinstance(value, dict) else None
+        if (
+            not isinstance(value, dict)
+            or value.keys() != {"revision"}
+            or not isinstance(wanted, int)
+            or isinstance(wanted, bool)
+        ):
+            message = "expected {revision: N} with the number of a revision, as /history lists them, and nothing else"
+            raise invalid("$.revision", message, document.line("$"))
+
+        async def edit(held: Held) -> dict[str, Any]:
+            if held.stored is None:
+                raise await self._store.not_found(model)
+            found = await self._store.revision(model, wanted)
+            if found is None:
+                kept = [each.revision for each in await self._store.history(model)]
+                raise ModelNotFound(
+                    f"{model} has no revision {wanted}; kept are {', '.join(map(str, kept[:20]))}",
+                    reason="revision_not_found",
+                    param="revision",
+                    extras={"revisions": kept},
+                )
+            if found.entry is None:
+                raise invalid(
+                    "$.revision",
+                    f"revision {wanted} is a removal: DELETE removes, an earlier revision brings the model back",
+                )
+            return self.entry(found.entry, Document(None))
+
+        return edit
+
+    @staticmethod
+    def _same(model: str, entry: dict[str, Any], document: Document) -> dict[str, Any]:
+        if entry["id"] != model:
+            raise invalid(
+                "$.id", f"expected {model!r}, the one of the path, got {entry['id']!r}", document.line("$.id")
+            )
+        return entry
+
+    async def _present(self, model: str, held: Held) -> dict[str, Any]:
+        if held.entry is None:
+            raise await self._store.not_found(model)
+        return held.entry

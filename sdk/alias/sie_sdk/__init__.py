@@ -1,0 +1,12 @@
+"""Another name of `sie_client` and of each of its modules: the same objects, so errors and types are equal in both."""
+
+import importlib
+import pkgutil
+import sys
+
+import sie_client
+from sie_client import *  # noqa: F403  for type checkers
+
+for _module in pkgutil.iter_modules(sie_client.__path__):
+    sys.modules[f"{__name__}.{_module.name}"] = importlib.import_module(f"sie_client.{_module.name}")
+sys.modules[__name__] = sie_client

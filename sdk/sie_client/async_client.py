@@ -1,0 +1,172 @@
+"""The client for asyncio: the methods of `SIEClient`, driven by tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+from sie_client import cluster, transport, verbs, watching
+from sie_client.async_client_jobs import AsyncFiles, AsyncJobs
+from sie_client.core import Session, call
+from sie_client.tasks import Driver
+from sie_client.types import (
+    CallOptions,
+    Capacity,
+    ClientOptions,
+    EncodeParams,
+    EncodeResult,
+    ExtractParams,
+    ExtractResult,
+    Item,
+    ModelFilters,
+    Params,
+    Pool,
+    PoolOptions,
+    Ranked,
+    Results,
+    ScoreResult,
+)
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+
+class SIEAsyncClient:
+    """`SIEClient` for asyncio, in one event loop. Use it as an async context manager, or `await close()`."""
+
+    def __init__(self, base_url: str, **options: Unpack[ClientOptions]) -> None:
+        self._session = Session.of(options)
+        self._driver = Driver(transport.address(base_url), self._session)
+        self.jobs = AsyncJobs(self._driver, self._session)
+        self.files = AsyncFiles(self._driver, self._session)
+
+    async def __aenter__(self) -> SIEAsyncClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._driver.close()
+
+    @overload
+    async def encode(  # type: ignore[overload-overlap]  # a str is also a Sequence[str]
+        self, model: str, items: Item | str, **params: Unpack[EncodeParams]
+    ) -> EncodeResult: ...
+    @overload
+    async def encode(
+        self, model: str, items: Sequence[Item | str], **params: Unpack[EncodeParams]
+    ) -> Results[EncodeResult]: ...
+    async def encode(self, model: str, items: Item | str | Sequence[Item | str], **params: Unpack[EncodeParams]) -> Any:
+        """As SIEClient.encode."""
+        listed = transport.as_list(items)
+        results = await self._driver.run(verbs.encode(model, listed, params, self._session), params, len(listed))
+        return results[0] if transport.is_single(items) else results
+
+    async def score(
+        self, model: str, query: Item | str, items: Item | str | Sequence[Item | str], **params: Unpack[Params]
+    ) -> ScoreResult:
+        """As SIEClient.score."""
+        listed = transport.as_list(items)
+        return await self._driver.run(verbs.score(model, query, listed, params, self._session), params, len(listed))
+
+    async def rerank(
+        self,
+        model: str,
+        query: Item | str,
+        documents: Sequence[Item | str],
+        *,
+        top_n: int | None = None,
+        **params: Unpack[Params],
+    ) -> list[Ranked]:
+        """As SIEClient.rerank."""
+        listed = transport.as_list(documents)
+        return await self._driver.run(
+            verbs.rerank(model, query, listed, top_n, params, self._session), params, len(listed)
+        )
+
+    @overload
+    async def extract(  # type: ignore[overload-overlap]  # a str is also a Sequence[str]
+        self, model: str, items: Item | str, **params: Unpack[ExtractParams]
+    ) -> ExtractResult: ...
+    @overload
+    async def extract(
+        self, model: str, items: Sequence[Item | str], **params: Unpack[ExtractParams]
+    ) -> Results[ExtractResult]: ...
+    async def extract(
+        self, model: str, items: Item | str | Sequence[Item | str], **params: Unpack[ExtractParams]
+    ) -> Any:
+        """As SIEClient.extract."""
+        listed = transport.as_list(items)
+        results = await self._driver.run(verbs.extract(model, listed, params, self._session), params, len(listed))
+        return results[0] if transport.is_single(items) else results
+
+    async def list_models(self, **filters: Unpack[ModelFilters]) -> list[dict[str, Any]]:
+        """As SIEClient.list_models."""
+        return await self._driver.run(cluster.list_models(filters, self._session))
+
+    async def get_model(self, model: str) -> dict[str, Any]:
+        """As SIEClient.get_model."""
+        return await self._driver.run(cluster.get_model(model, self._session))
+
+    async def health(self) -> dict[str, Any]:
+        """As SIEClient.health."""
+        return await self._driver.run(cluster.health(self._session))
+
+    async def get_capacity(self, gpu: str | None = None) -> Capacity:
+        """As SIEClient.get_capacity."""
+        return await self._driver.run(cluster.capacity(gpu, self._session))
+
+    async def get_scaling(self, lane: str) -> dict[str, Any]:
+        """As SIEClient.get_scaling."""
+        return await self._driver.run(cluster.scaling(lane, self._session))
+
+    async def wait_for_capacity(self, model: str, **options: Unpack[CallOptions]) -> dict[str, Any]:
+        """As SIEClient.wait_for_capacity."""
+        return await self._driver.run(cluster.warmed(model, options, self._session), options)
+
+    async def create_pool(self, name: str, gpus: Mapping[str, int], **options: Unpack[PoolOptions]) -> Pool:
+        """As SIEClient.create_pool."""
+        return await self._driver.run(cluster.create_pool(name, gpus, options, self._session))
+
+    async def list_pools(self) -> list[Pool]:
+        """As SIEClient.list_pools."""
+        return await self._driver.run(cluster.list_pools(self._session))
+
+    async def get_pool(self, name: str) -> Pool:
+        """As SIEClient.get_pool."""
+        return await self._driver.run(cluster.get_pool(name, self._session))
+
+    async def renew_pool(self, name: str) -> float:
+        """As SIEClient.renew_pool."""
+        return await self._driver.run(cluster.renew_pool(name, self._session))
+
+    async def delete_pool(self, name: str) -> None:
+        """As SIEClient.delete_pool."""
+        await self._driver.run(cluster.delete_pool(name, self._session))
+
+    @contextlib.asynccontextmanager
+    async def reserve(self, name: str, gpus: Mapping[str, int], **options: Unpack[PoolOptions]) -> AsyncIterator[Pool]:
+        """As SIEClient.reserve."""
+        created = await self.create_pool(name, gpus, **options)
+        end = self._driver.start(cluster.kept(name, gpus, options, self._session))
+        try:
+            yield created
+        finally:
+            await end(transport.CLOSE_S)
+            await self._driver.run(cluster.released(name, self._session))
+
+    async def watch(self, path: str = watching.CLUSTER_STATUS) -> AsyncGenerator[dict[str, Any]]:
+        """As SIEClient.watch."""
+        socket, request = watching.AsyncSocket(self._driver.url), watching.request(path, self._session)
+        async with contextlib.aclosing(socket):
+            while True:
+                frame: bytes | None = (
+                    await self._driver.run(call(request, self._session.policy), send=socket.open)
+                ).body
+                while frame is not None:
+                    yield watching.decoded(frame)
+                    frame = await socket.next()
+                await asyncio.sleep(watching.AGAIN_AFTER_S)

@@ -1,0 +1,177 @@
+"""Everything but the three verbs, as plans: models, health, capacity, pools."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, NoReturn, TypeVar, cast
+from urllib.parse import urlencode
+
+import numpy as np
+
+from sie_client import verbs
+from sie_client.core import CONTROL_S, Pause, Plan, Session, json_call, quoted
+from sie_client.errors import InvalidInputError, PoolNotFoundError, ServerError, SIEError
+from sie_client.types import Capacity, Item, Pool
+
+T = TypeVar("T")
+RENEW_EVERY_S = 60.0
+LEASE_S = 1200.0
+CLOSE_S = 5.0  # for the end of a reservation
+_logger = logging.getLogger("sie_client")
+_DOT = bytes.fromhex(  # an image of one pixel
+    "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c63606060000000040001f61738550000000049454e44"
+    "ae426082"
+)
+_SILENCE = np.zeros(800, np.int16)
+_SMALLEST: dict[str, Item] = {
+    "text": {"text": "."},
+    "image": {"images": [_DOT]},
+    "audio": {"audio": {"data": _SILENCE, "sample_rate": 8000}},
+    "document": {"document": {"data": b".", "format": "md"}},
+}
+
+
+def _told(reply: Any, name: str, kind: type[T]) -> T:
+    """A member of a reply. Raises ServerError where it is not, or is something else."""
+    value = reply.get(name) if isinstance(reply, dict) else None
+    if not isinstance(value, kind):
+        raise ServerError(
+            f"the server's reply could not be read: {name}: expected {kind.__name__}, got {type(value).__name__}",
+            status=200,
+        )
+    return value
+
+
+def list_models(filters: Mapping[str, Any], session: Session) -> Plan[list[dict[str, Any]]]:
+    """`GET /v1/models`."""
+    given = {
+        name: str(value).lower() if isinstance(value, bool) else value
+        for name, value in filters.items()
+        if value is not None
+    }
+    reply = yield from json_call("GET", "/v1/models" + (f"?{urlencode(given)}" if given else ""), session)
+    return _told(reply, "data", list)
+
+
+def get_model(model: str, session: Session) -> Plan[dict[str, Any]]:
+    """`GET /v1/models/{model}`."""
+    reply = yield from json_call("GET", f"/v1/models/{quoted(model)}", session)
+    _told(reply, "name", str)
+    return cast("dict[str, Any]", reply)
+
+
+def health(session: Session) -> Plan[dict[str, Any]]:
+    """`GET /health`."""
+    reply = yield from json_call("GET", "/health", session)
+    _told(reply, "status", str)
+    return cast("dict[str, Any]", reply)
+
+
+def capacity(gpu: str | None, session: Session) -> Plan[Capacity]:
+    """The healthy workers of one machine profile, or of all."""
+    reply = yield from json_call("GET", "/health", session)
+    wanted = None if gpu is None else gpu.strip().lower()
+    workers = [
+        worker for worker in _told(reply, "workers", list) if wanted in (None, _told(worker, "gpu", str).lower())
+    ]
+    return {
+        "worker_count": len(workers),
+        "gpu_count": sum(_told(worker, "gpu_count", int) for worker in workers),
+        "workers": workers,
+    }
+
+
+def scaling(lane: str, session: Session) -> Plan[dict[str, Any]]:
+    """`GET /v1/scaling/{lane}`."""
+    reply = yield from json_call("GET", f"/v1/scaling/{quoted(lane)}", session)
+    _told(reply, "wanted_replicas", int)
+    return cast("dict[str, Any]", reply)
+
+
+def warmed(model: str, options: Mapping[str, Any], session: Session) -> Plan[dict[str, Any]]:
+    """Send the smallest input that the model takes, which makes a worker start and load it; return what the catalogue
+    says then.
+
+    Raises what a call raises, and InvalidInputError for a model that takes neither text, images nor sounds.
+    """
+    session, params = session.for_call({"wait_for_capacity": True, **options})
+    info = yield from get_model(model, session)
+    inputs, tasks = _told(info, "inputs", list), _told(info, "tasks", list)
+    item = next((each for name, each in _SMALLEST.items() if name in inputs), None)
+    if item is None:
+        raise InvalidInputError(
+            f"{model}: takes {', '.join(map(str, inputs))}, which cannot be made up", code="INVALID_INPUT"
+        )
+    if "encode" in tasks:
+        yield from verbs.encode(model, [item], params, session)
+    elif "score" in tasks:
+        yield from verbs.score(model, item, [item], params, session)
+    else:
+        yield from verbs.extract(model, [item], {"labels": ["."], **params}, session)
+    return (yield from get_model(model, session))
+
+
+def _pool(reply: Any) -> Pool:
+    _told(reply, "name", str)
+    _told(reply, "spec", dict)
+    _told(reply, "status", dict)
+    return cast(Pool, reply)
+
+
+def create_pool(name: str, gpus: Mapping[str, int], options: Mapping[str, Any], session: Session) -> Plan[Pool]:
+    """`POST /v1/pools`."""
+    given = {key: value for key, value in options.items() if value is not None}
+    return _pool((yield from json_call("POST", "/v1/pools", session, {"name": name, "gpus": dict(gpus), **given})))
+
+
+def list_pools(session: Session) -> Plan[list[Pool]]:
+    """`GET /v1/pools`."""
+    return [_pool(each) for each in _told((yield from json_call("GET", "/v1/pools", session)), "pools", list)]
+
+
+def get_pool(name: str, session: Session) -> Plan[Pool]:
+    """`GET /v1/pools/{name}`."""
+    return _pool((yield from json_call("GET", f"/v1/pools/{quoted(name)}", session)))
+
+
+def renew_pool(name: str, session: Session) -> Plan[float]:
+    """`POST /v1/pools/{name}/renew`; when the lease ends, in seconds since 1970."""
+    reply = yield from json_call("POST", f"/v1/pools/{quoted(name)}/renew", session)
+    expires_at = reply.get("expires_at") if isinstance(reply, dict) else None
+    return float(expires_at) if isinstance(expires_at, int) else _told(reply, "expires_at", float)
+
+
+def delete_pool(name: str, session: Session, within_s: float = CONTROL_S) -> Plan[None]:
+    """`DELETE /v1/pools/{name}`."""
+    yield from json_call("DELETE", f"/v1/pools/{quoted(name)}", session, within_s=within_s)
+
+
+def released(name: str, session: Session) -> Plan[None]:
+    """Delete a pool at once or not at all: what cannot be reached is left to its lease, with a warning."""
+    session, _ = session.for_call({"wait_for_capacity": False})
+    try:
+        yield from delete_pool(name, session, CLOSE_S)
+    except PoolNotFoundError:
+        pass
+    except SIEError as error:
+        _logger.warning("pool %s could not be deleted and is left to its lease: %s", name, error)
+
+
+def kept(name: str, gpus: Mapping[str, int], options: Mapping[str, Any], session: Session) -> Plan[NoReturn]:
+    """Renew a reservation until the shell stops; one whose lease lapsed is made again. A failure is told as the cause
+    of a wait.
+    """
+    session, _ = session.for_call({"wait_for_capacity": False})
+    lease_s = float(options.get("ttl_seconds") or LEASE_S)
+    cause = ""
+    while True:
+        yield Pause(min(RENEW_EVERY_S, lease_s / 4), cause, lease_s)
+        cause = ""
+        try:
+            try:
+                yield from renew_pool(name, session)
+            except PoolNotFoundError:
+                yield from create_pool(name, gpus, options, session)
+        except SIEError as error:
+            cause = f"renewal of pool {name}: {error}"

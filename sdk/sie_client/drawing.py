@@ -1,0 +1,77 @@
+"""What an extraction found in an image, drawn on a copy of it with Pillow."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from sie_client.errors import InvalidInputError, RequestError
+from sie_client.media import media
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_COLOURS = ("#e6194b", "#0082c8", "#3cb44b", "#f58231", "#911eb4", "#008080", "#aa6e28", "#800000")
+_DARKEST_FOR_BLACK = 150  # of a colour's brightness: text on it is black above, else white
+
+
+def draw(image: Any, result: Mapping[str, Any], *, least: float = 0.0) -> Image:
+    """A copy of an image with a frame around each object and entity that has a box: upright, RGB.
+
+    `image`: what was sent for it. `result`: of `extract`. `least`: the score that is drawn at least. A label has one
+    colour; of two frames in one place the better one is on top. Raises InvalidInputError for what is no image that
+    Pillow reads, RequestError without Pillow.
+    """
+    try:
+        from PIL import Image, ImageDraw, ImageFont, ImageOps
+    except ImportError as error:
+        raise RequestError("draw needs the package Pillow: pip install pillow") from error
+    try:
+        with Image.open(io.BytesIO(_bytes_of(image))) as opened:
+            drawn = ImageOps.exif_transpose(opened).convert("RGB")
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
+        message = f"image: Pillow cannot read it: {error}"
+        raise InvalidInputError(
+            message, code="INVALID_INPUT", details={"param": "image", "reason": "invalid_media"}
+        ) from error
+    found = [
+        each
+        for kind in ("objects", "entities")
+        for each in result.get(kind) or ()
+        if each.get("bbox") and each["score"] >= least
+    ]
+    labels = list(dict.fromkeys(each["label"] for each in found))
+    pen = ImageDraw.Draw(drawn)
+    width = max(1, round(max(drawn.size) / 400))
+    font = ImageFont.load_default(max(10, round(max(drawn.size) / 50)))
+    for each in sorted(found, key=lambda each: float(each["score"])):
+        colour = _COLOURS[labels.index(each["label"]) % len(_COLOURS)]
+        x, y, across, down = each["bbox"]
+        pen.rectangle((x, y, x + max(1, across) - 1, y + max(1, down) - 1), outline=colour, width=width)
+        text = f"{' '.join(each['label'].split())} {each['score']:.2f}"
+        left, top, right, bottom = pen.textbbox((0, 0), text, font=font)
+        wide, tall = right - left + 2 * width, bottom - top + 2 * width
+        beside, above = max(0, min(x, drawn.width - wide)), y - tall if y >= tall else y
+        pen.rectangle((beside, above, beside + wide - 1, above + tall - 1), fill=colour)
+        pen.text((beside + width - left, above + width - top), text, fill=_readable_on(colour), font=font)
+    return drawn
+
+
+def _readable_on(colour: str) -> str:
+    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return "black" if (299 * red + 587 * green + 114 * blue) / 1000 > _DARKEST_FOR_BLACK else "white"
+
+
+def _bytes_of(image: Any) -> bytes:
+    """Of the file, as it travels. Raises InvalidInputError, ValueError."""
+    found = media(image, "image")
+    data = found["data"] if isinstance(found, Mapping) else found
+    if isinstance(data, bytes):
+        return data
+    try:
+        return base64.b64decode(data.partition(",")[2], validate=True)
+    except binascii.Error as error:
+        raise ValueError("it is no base64") from error

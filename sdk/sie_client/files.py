@@ -1,0 +1,209 @@
+"""Files as plans. None is ever whole in memory: an upload is read from the disk, and a download written to it, piece by
+piece.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import secrets
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import BinaryIO, NoReturn, cast
+
+import msgspec
+
+from sie_client.core import Plan, Send, Session, Stream, Work, call, json_call, reading
+from sie_client.errors import InvalidInputError, ServerError
+from sie_client.types import Progress
+from sie_contracts.api.batches import FileDeleted, FileObject
+
+PIECE_BYTES = 1 << 18
+PURPOSE = "jobs"
+_ID = re.compile(r"[A-Za-z0-9][\w-]*", re.ASCII)
+
+
+def invalid(message: str) -> NoReturn:
+    """Raises InvalidInputError."""
+    raise InvalidInputError(message, code="INVALID_INPUT")
+
+
+def identifier(value: object, what: str) -> str:
+    """The id of a file or a job as part of a path. Raises InvalidInputError."""
+    if isinstance(value, str) and _ID.fullmatch(value):
+        return value
+    invalid(f"{what}: expected an id, such as {what}-0192f0c17d3e70008000000000000000, got {str(value)[:80]!r}")
+
+
+@contextlib.contextmanager
+def on_disk(path: Path) -> Iterator[None]:
+    """What the disk refuses becomes InvalidInputError."""
+    try:
+        yield
+    except OSError as error:
+        raise InvalidInputError(f"{path}: {error.strerror or type(error).__name__}", code="INVALID_INPUT") from error
+
+
+def uploaded(
+    path: str | os.PathLike[str],
+    purpose: str,
+    on_progress: Callable[[Progress], None] | None,
+    session: Session,
+    expires_after_s: int | None = None,
+) -> Plan[FileObject]:
+    """`POST /v1/files`. A file that changes meanwhile is refused."""
+    found = Path(path)
+    size_bytes = cast(int, (yield Work(lambda: _size_of(found))))
+    boundary = secrets.token_hex(16)
+    # as browsers write a name: what would end the header is escaped, the rest is UTF-8
+    name = found.name.replace('"', "%22").replace("\r", "%0D").replace("\n", "%0A")
+    fields = {"purpose": purpose}
+    if expires_after_s is not None:
+        fields |= {"expires_after[anchor]": "created_at", "expires_after[seconds]": str(expires_after_s)}
+    given = "".join(
+        f'--{boundary}\r\nContent-Disposition: form-data; name="{field}"\r\n\r\n{value}\r\n'
+        for field, value in fields.items()
+    )
+    head = (
+        f'{given}--{boundary}\r\nContent-Disposition: form-data; name="file"; filename="{name}"\r\n'
+        "Content-Type: application/octet-stream\r\n\r\n"
+    ).encode("utf-8", "surrogateescape")
+    tail = f"\r\n--{boundary}--\r\n".encode()
+
+    def pieces() -> Generator[bytes]:
+        yield head
+        sent = 0
+        with on_disk(found), found.open("rb") as file:
+            while piece := file.read(min(PIECE_BYTES, size_bytes - sent + 1)):
+                sent += len(piece)
+                if sent > size_bytes:
+                    break
+                yield piece
+                if on_progress is not None:
+                    on_progress(Progress(sent, size_bytes))
+        if sent != size_bytes:
+            invalid(f"{found}: was changed while it was sent")
+        yield tail
+
+    headers = {
+        **session.sent_headers(),
+        "accept": "application/json",
+        "content-type": f"multipart/form-data; boundary={boundary}",
+    }
+    body = Stream(pieces, len(head) + size_bytes + len(tail))
+    answer = yield from call(Send("POST", "/v1/files", headers, body), session.policy)
+    with reading(answer.headers):
+        return msgspec.json.decode(answer.body, type=FileObject)
+
+
+def _size_of(path: Path) -> int:
+    with on_disk(path):
+        if path.is_dir():
+            invalid(f"{path}: is a folder; a job reads one file that is sent, or all below an address such as s3://…/")
+        return path.stat().st_size
+
+
+def get(file: str, session: Session) -> Plan[FileObject]:
+    """`GET /v1/files/{id}`."""
+    path = f"/v1/files/{identifier(file, 'file')}"
+    return cast(FileObject, (yield from json_call("GET", path, session, type=FileObject)))
+
+
+def deleted(file: str, session: Session) -> Plan[None]:
+    """`DELETE /v1/files/{id}`."""
+    yield from json_call("DELETE", f"/v1/files/{identifier(file, 'file')}", session, type=FileDeleted)
+
+
+def content(file: str, session: Session) -> Plan[bytes]:
+    """`GET /v1/files/{id}/content`, whole."""
+    path = f"/v1/files/{identifier(file, 'file')}/content"
+    return (yield from call(Send("GET", path, session.sent_headers()), session.policy)).body
+
+
+def saved(
+    file: str, path: str | os.PathLike[str], on_progress: Callable[[Progress], None] | None, session: Session
+) -> Plan[Path]:
+    """The same into a file of this machine, which appears once it is whole."""
+    info = yield from get(file, session)
+    target = Path(path)
+    done = 0
+
+    def tell(count: int) -> None:
+        nonlocal done
+        done += count
+        if on_progress is not None:
+            on_progress(Progress(done, info.bytes))
+
+    yield from fetched(f"/v1/files/{info.id}/content", Arriving(target, info.bytes, "", tell), session)
+    return target
+
+
+class Arriving:
+    """A file of this machine while its bytes come: hidden beside `path`, and renamed to it once it is whole.
+
+    `tell` gets the number of bytes that came, less those of an attempt that failed.
+    """
+
+    def __init__(self, path: Path, size_bytes: int, sha256: str, tell: Callable[[int], None]) -> None:
+        self.path = path
+        self._partial = path.with_name(f".{path.name}.partial")
+        self._size_bytes = size_bytes
+        self._sha256 = sha256
+        self._tell = tell
+        self._file: BinaryIO | None = None
+        self._digest = hashlib.sha256()
+        self._come = 0
+
+    def begin(self) -> None:
+        """Raises InvalidInputError, as all of its methods."""
+        self._close()
+        self._tell(-self._come)
+        self._digest, self._come = hashlib.sha256(), 0
+        with on_disk(self._partial):
+            self._partial.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._partial.open("wb")
+
+    def write(self, piece: bytes) -> None:
+        assert self._file is not None
+        with on_disk(self._partial):
+            self._file.write(piece)
+        self._digest.update(piece)
+        self._come += len(piece)
+        self._tell(len(piece))
+
+    def finish(self) -> None:
+        """Let it appear. Raises ServerError for bytes that are not those that were announced."""
+        self._close()
+        is_whole = self._come == self._size_bytes and self._sha256 in ("", self._digest.hexdigest())
+        with on_disk(self.path):
+            if is_whole:
+                self._partial.replace(self.path)
+                return
+            self._partial.unlink()
+        raise ServerError(
+            f"{self.path.name}: the {self._come} bytes that came are not those that the server announced", status=200
+        )
+
+    def drop(self) -> None:
+        """Remove what came."""
+        self._close()
+        with on_disk(self._partial):
+            self._partial.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        if self._file is not None:
+            with on_disk(self._partial):
+                self._file.close()
+            self._file = None
+
+
+def fetched(path: str, arriving: Arriving, session: Session) -> Plan[None]:
+    """Let a file arrive."""
+    try:
+        yield from call(Send("GET", path, session.sent_headers(), sink=arriving), session.policy)
+        yield Work(arriving.finish)
+    except BaseException:
+        arriving.drop()
+        raise

@@ -1,0 +1,351 @@
+"""Jobs as plans: submit, look, steer, wait, and fetch what they wrote.
+
+file ──upload──► POST /v1/jobs ──► JobInfo ──again and again──► ended ──► manifest ──► parts, each checked, on disk
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import logging
+import os
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal, cast
+from urllib.parse import urlencode
+
+import msgspec
+
+from sie_client import files
+from sie_client.core import Pause, Plan, Session, Together, Work, json_call
+from sie_client.errors import JobFailedError, JobTimeoutError, RequestError, ServerError, SIEError
+from sie_client.files import Arriving, identifier, invalid
+from sie_client.types import JobOptions, Progress
+from sie_contracts.api import jobs as api
+from sie_contracts.api.batches import FileObject
+from sie_contracts.api.jobs import ENDED, JobDeleted, JobManifest, JobPart
+
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 5.0  # between looks at a job that is waited for
+PAGE = 100  # jobs
+PARTS = 4  # that are fetched at a time
+MANIFEST = "manifest.json"
+INPUT_LIFE_S = 30 * 86_400  # of a file that was sent for a job: the longest that the server takes
+_FILE_ID = re.compile(r"file-[0-9a-f]{32}")
+_PART_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
+_COLUMNS = ("text", "query", "document", "image", "id", "keep")
+_OF_CLIENT = ("input_format", "output", "on_upload", "idempotency_key")
+_logger = logging.getLogger("sie_client")
+
+
+class JobInfo(api.JobInfo, kw_only=True, frozen=True):
+    """A job as the server tells it. A state and a field of the request that a newer server has are read too."""
+
+    state: str  # type: ignore[assignment]
+    request: dict[str, Any]  # type: ignore[assignment]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it will not change any more."""
+        return self.state in ENDED
+
+
+class JobPage(msgspec.Struct, kw_only=True):
+    """Some jobs, the newest first. `next`: the `after` of the page that follows, None on the last one."""
+
+    data: list[JobInfo]
+    next: str | None = None
+
+
+class _Rows(msgspec.Struct):
+    rows: list[dict[str, Any]]
+
+
+class SeenJob:
+    """A job as it was last seen: `info` has all that the server tells."""
+
+    def __init__(self, info: JobInfo) -> None:
+        self.info = info
+
+    @property
+    def id(self) -> str:
+        return self.info.id
+
+    @property
+    def state(self) -> str:
+        """queued, planning, running, paused, finalizing; once it has ended completed, failed, cancelled or expired."""
+        return self.info.state
+
+    @property
+    def has_ended(self) -> bool:
+        return self.info.has_ended
+
+    @property
+    def counts(self) -> api.JobCounts:
+        return self.info.counts
+
+    def __repr__(self) -> str:
+        rows = "?" if self.counts.rows is None else self.counts.rows
+        return f"<{type(self).__name__} {self.id} {self.state}, {self.counts.done} of {rows} rows>"
+
+
+# ---- submit
+
+
+def submitted(model: str, source: Any, options: Mapping[str, Any], session: Session) -> Plan[JobInfo]:
+    """`POST /v1/jobs`, after the upload of a local file. A file that was sent for a job that is refused, or that the
+    key gave already, is deleted.
+
+    Raises TypeError for an option that there is not.
+    """
+    known = JobOptions.__annotations__
+    for name in options:
+        if name not in known:
+            like = difflib.get_close_matches(name, known, 1)
+            raise TypeError(f"unexpected option {name!r}" + (f"; did you mean {like[0]!r}?" if like else ""))
+    given = {name: value for name, value in options.items() if value is not None}
+    place = _place(source)
+    is_sent = isinstance(place, Path)
+    if isinstance(place, Path):
+        sent = yield from files.uploaded(place, files.PURPOSE, given.get("on_upload"), session, INPUT_LIFE_S)
+        place = {"file": sent.id}
+    try:
+        body = _body(model, place, given)
+        key = given.get("idempotency_key") or uuid.uuid4().hex
+        reply = yield from _post("/v1/jobs", session, body, key)
+    except RequestError:
+        if is_sent:
+            yield from _abandoned(place["file"], session)
+        raise
+    if is_sent and (reply.request.get("input") or {}).get("file") != place["file"]:
+        yield from _abandoned(place["file"], session)
+    return reply
+
+
+def _place(source: Any) -> Path | dict[str, str]:
+    """A local file, or what a job reads in the server's words. Raises InvalidInputError."""
+    if isinstance(source, FileObject):
+        return {"file": source.id}
+    if isinstance(source, os.PathLike):
+        return Path(source)
+    if not isinstance(source, str) or not source:
+        invalid(f"input: expected a path, an address, or the id of a file, got {type(source).__name__}")
+    if "://" in source:
+        return {"url": source}
+    return {"file": source} if _FILE_ID.fullmatch(source) else Path(source)
+
+
+def _body(model: str, place: dict[str, str], given: Mapping[str, Any]) -> dict[str, Any]:
+    columns = {name: given[name] for name in _COLUMNS if name in given}
+    if "input_format" in given:
+        columns["format"] = given["input_format"]
+    own = {name: value for name, value in given.items() if name not in (*_COLUMNS, *_OF_CLIENT)}
+    if isinstance(own.get("deadline"), datetime):
+        own["deadline"] = own["deadline"].timestamp()
+    if "output" in given:
+        own["output"] = {"url": given["output"]} if isinstance(given["output"], str) else dict(given["output"])
+    return {"model": model, "input": {**place, **columns}, **own}
+
+
+def _post(path: str, session: Session, body: Any, key: str) -> Plan[JobInfo]:
+    """With a key, since it may be sent again: two answers would be two jobs."""
+    return cast(
+        JobInfo,
+        (yield from json_call("POST", path, session, body, headers={"idempotency-key": key}, type=JobInfo)),
+    )
+
+
+def _abandoned(file: str, session: Session) -> Plan[None]:
+    """Delete a file at once or leave it to its end, with a warning."""
+    session, _ = session.for_call({"wait_for_capacity": False})
+    try:
+        yield from files.deleted(file, session)
+    except SIEError as error:
+        _logger.warning("file %s, which no job reads, could not be deleted: %s", file, error)
+
+
+# ---- look and steer
+
+
+def _path(job: str) -> str:
+    return f"/v1/jobs/{identifier(job, 'job')}"
+
+
+def get(job: str, session: Session) -> Plan[JobInfo]:
+    """`GET /v1/jobs/{job}`."""
+    return cast(JobInfo, (yield from json_call("GET", _path(job), session, type=JobInfo)))
+
+
+def page(state: str | None, limit: int, after: str | None, session: Session) -> Plan[JobPage]:
+    """`GET /v1/jobs`."""
+    asked = {"limit": limit, "after": after, "state": state}
+    query = urlencode({name: value for name, value in asked.items() if value is not None})
+    return cast(JobPage, (yield from json_call("GET", f"/v1/jobs?{query}", session, type=JobPage)))
+
+
+def steered(job: str, action: Literal["pause", "resume", "cancel"], session: Session) -> Plan[JobInfo]:
+    """`POST /v1/jobs/{job}/{action}`. The same again changes nothing."""
+    return cast(JobInfo, (yield from json_call("POST", f"{_path(job)}/{action}", session, type=JobInfo)))
+
+
+def retried(job: str, session: Session) -> Plan[JobInfo]:
+    """`POST /v1/jobs/{job}/retry`: another job, over the rows that failed."""
+    return (yield from _post(f"{_path(job)}/retry", session, None, uuid.uuid4().hex))
+
+
+def deleted(job: str, session: Session) -> Plan[None]:
+    """`DELETE /v1/jobs/{job}`."""
+    yield from json_call("DELETE", _path(job), session, type=JobDeleted)
+
+
+def rows(job: str, limit: int, failed: bool | None, session: Session) -> Plan[list[dict[str, Any]]]:
+    """`GET /v1/jobs/{job}/rows`."""
+    query = urlencode({"limit": limit, **({} if failed is None else {"failed": str(failed).lower()})})
+    reply = yield from json_call("GET", f"{_path(job)}/rows?{query}", session, type=_Rows)
+    return cast(_Rows, reply).rows
+
+
+def manifest(job: str, session: Session) -> Plan[JobManifest]:
+    """All pages of `GET /v1/jobs/{job}/manifest` as one."""
+    parts: list[JobPart] = []
+    after: int | None = None
+    while True:
+        query = "" if after is None else f"?{urlencode({'after': after})}"
+        reply = yield from json_call("GET", f"{_path(job)}/manifest{query}", session, type=JobManifest)
+        found = cast(JobManifest, reply)
+        parts += found.parts
+        if found.next is None:
+            return msgspec.structs.replace(found, parts=parts)
+        if after is not None and found.next <= after:
+            raise ServerError(f"the pages of the manifest of {job} do not end", status=200)
+        after = found.next
+
+
+# ---- wait
+
+
+def waited(
+    job: str,
+    timeout_s: float | None,
+    on_progress: Callable[[JobInfo], None] | None,
+    session: Session,
+    clock: Callable[[], float] = time.monotonic,
+) -> Plan[JobInfo]:
+    """The job once it has ended, however that is. `on_progress` gets it after each look. Raises JobTimeoutError."""
+    started_s, pause_s = clock(), FIRST_PAUSE_S
+    while True:
+        info = yield from get(job, session)
+        if on_progress is not None:
+            on_progress(info)
+        if info.has_ended:
+            return info
+        left_s = MAX_PAUSE_S if timeout_s is None else timeout_s - (clock() - started_s)
+        if left_s <= 0:
+            raise JobTimeoutError(
+                f"{info.id} has not ended within {timeout_s:g} s: it is {info.state}, and goes on",
+                retryable=True,
+                details={"job": info.id, "state": info.state},
+            )
+        yield Pause(min(pause_s, left_s))
+        pause_s = min(MAX_PAUSE_S, pause_s * 1.5)
+
+
+def completed(info: JobInfo) -> None:
+    """Raises JobFailedError for a job that ended otherwise."""
+    if info.state == "completed":
+        return
+    why = f": {info.error.code}: {info.error.message}" if info.error else ""
+    raise JobFailedError(
+        f"{info.id} has ended as {info.state}{why}",
+        code=info.error.code if info.error else "",
+        details={"job": info.id, "state": info.state, "param": info.error.param if info.error else ""},
+    )
+
+
+# ---- fetch
+
+
+class Fetching:
+    """How many bytes of a job's parts are on this disk, told from any thread."""
+
+    def __init__(self, total: int, on_progress: Callable[[Progress], None] | None) -> None:
+        self._lock = threading.Lock()
+        self._progress = Progress(0, total)
+        self._on_progress = on_progress
+
+    def came(self, count: int) -> None:
+        with self._lock:
+            self._progress = Progress(self._progress.done + count, self._progress.total)
+            if self._on_progress is not None and count:
+                self._on_progress(self._progress)
+
+
+def downloaded(
+    info: JobInfo,
+    folder: str | os.PathLike[str],
+    on_progress: Callable[[Progress], None] | None,
+    session: Session,
+) -> Plan[list[Path]]:
+    """The parts of a job in a folder, in their order, and then its manifest. A part that is there is not fetched again.
+
+    Raises InvalidInputError for a job whose files are elsewhere, and for a folder with those of another job.
+    """
+    into = Path(folder)
+    if url := (info.request.get("output") or {}).get("url"):
+        invalid(f"{info.id}: its files are at {url}, where they are read without SIE")
+    yield Work(lambda: _claimed(into, info.id))
+    told = yield from manifest(info.id, session)
+    names = [part.name for part in told.parts]
+    if len({*names, MANIFEST}) != len(names) + 1 or not all(map(_PART_NAME.fullmatch, names)):
+        raise ServerError(f"the manifest of {info.id} names files that cannot be written", status=200)
+    fetching = Fetching(sum(part.bytes for part in told.parts), on_progress)
+    plans: Iterator[Plan[Path]] = (_part(info.id, part, into, fetching, session) for part in told.parts)
+    paths = cast("list[Path]", (yield Together(plans, PARTS)))
+    yield Work(lambda: _write(into / MANIFEST, msgspec.json.format(msgspec.json.encode(told))))
+    return paths
+
+
+def _part(job: str, part: JobPart, folder: Path, fetching: Fetching, session: Session) -> Plan[Path]:
+    path = folder / part.name
+    if (yield Work(lambda: _is_there(path, part))):
+        fetching.came(part.bytes)
+        return path
+    query = urlencode({"name": part.name})
+    yield from files.fetched(
+        f"{_path(job)}/part?{query}", Arriving(path, part.bytes, part.sha256, fetching.came), session
+    )
+    return path
+
+
+def _is_there(path: Path, part: JobPart) -> bool:
+    with files.on_disk(path):
+        if not path.is_file() or path.stat().st_size != part.bytes:
+            return False
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest() == part.sha256
+
+
+def _claimed(folder: Path, job: str) -> None:
+    """Make the folder, which must not have the files of another job."""
+    with files.on_disk(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        there = folder / MANIFEST
+        if not there.exists():
+            return
+        try:
+            other = msgspec.json.decode(there.read_bytes(), type=JobManifest).job
+        except msgspec.DecodeError:
+            invalid(f"{there} is not the manifest of a job: name another folder")
+    if other != job:
+        invalid(f"{folder} has the files of {other}: name another folder")
+
+
+def _write(path: Path, data: bytes) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    with files.on_disk(path):
+        partial.write_bytes(data)
+        partial.replace(path)

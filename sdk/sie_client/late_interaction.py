@@ -1,0 +1,58 @@
+"""Late interaction on the client: scores of stored token matrices without a server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sie_client.errors import InvalidInputError
+
+_BLOCK = 1 << 22  # entries of query by document tokens that are held at a time: 16 MiB
+
+
+def maxsim(query: NDArray[Any], documents: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
+    """The sum over the query's tokens of the largest dot product with a token of the document, one float32 per
+    document, in order.
+
+    `query`: [tokens, width], `documents`: a matrix [tokens, width] each, floats of any precision. A document without
+    tokens scores 0. As `score` of a multivector model computes it (ColBERT, Khattab and Zaharia 2020, equation 3).
+    Raises InvalidInputError.
+    """
+    left = _matrix(query, "query").astype(np.float32, copy=False)
+    matrices = [_matrix(document, f"documents[{number}]") for number, document in enumerate(documents)]
+    for number, matrix in enumerate(matrices):
+        if matrix.shape[1] != left.shape[1]:
+            message = f"documents[{number}]: expected the width of the query, {left.shape[1]}, got {matrix.shape[1]}"
+            raise InvalidInputError(message, code="INVALID_INPUT")
+    scores = np.zeros(len(matrices), np.float32)
+    max_tokens = max(1, _BLOCK // max(1, len(left)))
+    block: list[int] = []
+    tokens = 0
+    for number, matrix in enumerate(matrices):
+        if block and tokens + len(matrix) > max_tokens:
+            scores[block] = _block(left, [matrices[each] for each in block])
+            block, tokens = [], 0
+        if len(matrix) and len(left):
+            block.append(number)
+            tokens += len(matrix)
+    if block:
+        scores[block] = _block(left, [matrices[each] for each in block])
+    return scores
+
+
+def _block(query: NDArray[Any], documents: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
+    products = query @ np.concatenate(documents, dtype=np.float32).T  # [query tokens, tokens of all documents]
+    starts = np.cumsum([0, *map(len, documents[:-1])])
+    scores: NDArray[np.float32] = np.maximum.reduceat(products, starts, axis=1).sum(axis=0)
+    return scores
+
+
+def _matrix(value: Any, path: str) -> NDArray[Any]:
+    array = np.asarray(value)
+    if array.ndim != 2 or array.dtype.kind != "f":
+        message = f"{path}: expected a matrix [tokens, width] of floats, got {array.dtype} of the shape {array.shape}"
+        raise InvalidInputError(message, code="INVALID_INPUT", details={"param": path})
+    return array

@@ -1,0 +1,181 @@
+"""Images, documents, audio and video as they travel: `{"data": bytes, "format"?: str}`, the bytes those of the file.
+The URL of an image travels as it is: the gateway fetches it, or refuses it.
+
+The format is that of the content; where it cannot be told from the content, of the name; else none is sent and the
+server looks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sie_client.errors import InvalidInputError
+
+# what PNG holds without loss; TIFF holds the others
+_PNG_MODES = frozenset({"1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"})
+# pixels of numpy: values of a pixel, and PNG's name for their colours
+_PNG_COLOURS = {1: 0, 3: 2, 4: 6}
+_PNG_LEVEL = 1  # of zlib: the largest gain for the least time
+# samples of numpy: what WAV calls them, 1 whole numbers, 3 floats
+_WAV_SAMPLES = {"uint8": 1, "int16": 1, "int32": 1, "float32": 3, "float64": 3}
+_MAGIC = (
+    (b"\x89PNG\r\n\x1a\n", "png"),
+    (b"\xff\xd8\xff", "jpeg"),
+    (b"GIF8", "gif"),
+    (b"BM", "bmp"),
+    (b"II*\x00", "tiff"),
+    (b"MM\x00*", "tiff"),
+    (b"%PDF-", "pdf"),
+    (b"{\\rtf", "rtf"),
+    (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "doc"),
+    (b"fLaC", "flac"),
+    (b"OggS", "ogg"),
+    (b"ID3", "mp3"),
+    (b"\x1aE\xdf\xa3", "webm"),
+)
+_RIFF = {b"WEBP": "webp", b"WAVE": "wav", b"AVI ": "avi"}
+_OFFICE = {"word/": "docx", "ppt/": "pptx", "xl/": "xlsx"}
+_SUFFIXES = {"jpg": "jpeg", "tif": "tiff", "htm": "html", "markdown": "md", "text": "txt"}
+
+
+def media(value: Any, path: str, *, urls: bool = False) -> Any:
+    """One file for the wire; a data URI is passed on as it is, and with `urls` a URL. `path` names it in errors. Raises
+    InvalidInputError.
+    """
+    if isinstance(value, Mapping):
+        found = media(value.get("data"), f"{path}.data", urls=urls)
+        given = {name: each for name, each in value.items() if name != "data" and each is not None}
+        return {**(found if isinstance(found, dict) else {"data": found}), **given}
+    if isinstance(value, str) and value[:5].lower() == "data:":
+        return value
+    if isinstance(value, str) and value[:8].lower().startswith(("http://", "https://")):
+        if urls:
+            return value
+        raise _refused(path, "URLs are not fetched: give the bytes or a path")
+    data, name = _read(value, path)
+    kind = _format_of(data) or _suffix(name)
+    return {"data": data, "format": kind} if kind else {"data": data}
+
+
+def sound(value: Any, path: str) -> Any:
+    """As `media`, where the data may be samples of numpy beside their `sample_rate`: they become a WAV file."""
+    if isinstance(value, Mapping) and isinstance(value.get("data"), np.ndarray):
+        return {"data": _wav(value["data"], value.get("sample_rate"), path), "format": "wav"}
+    if isinstance(value, np.ndarray):
+        raise _refused(path, 'samples need their rate: give {"data": samples, "sample_rate": 48000}')
+    return media(value, path)
+
+
+def _wav(samples: NDArray[Any], rate: Any, path: str) -> bytes:
+    """A WAV file of an array [samples] or [samples, channels]. Raises InvalidInputError."""
+    kind = _WAV_SAMPLES.get(samples.dtype.name)
+    if kind is None or samples.ndim not in (1, 2) or not samples.size or (samples.ndim == 2 and samples.shape[1] > 64):
+        got = f"{samples.dtype} {list(samples.shape)}"
+        raise _refused(
+            f"{path}.data", f"expected samples as float32 or int16, [samples] or [samples, channels], got {got}"
+        )
+    if not isinstance(rate, int | np.integer) or isinstance(rate, bool) or not 0 < rate < 1 << 24:
+        raise _refused(f"{path}.sample_rate", "expected the number of samples a second, a whole number")
+    channels = samples.shape[1] if samples.ndim == 2 else 1
+    width = samples.dtype.itemsize
+    data = np.ascontiguousarray(samples, samples.dtype.newbyteorder("<")).tobytes()
+    if len(data) >= (1 << 32) - 64:
+        raise _refused(f"{path}.data", "a WAV file holds 4 GB")
+    head = struct.pack(
+        "<4sIHHIIHH", b"fmt ", 16, kind, channels, rate, rate * channels * width, channels * width, 8 * width
+    )
+    body = b"WAVE" + head + struct.pack("<4sI", b"data", len(data)) + data + bytes(len(data) % 2)
+    return struct.pack("<4sI", b"RIFF", len(body)) + body
+
+
+def _read(value: Any, path: str) -> tuple[bytes, str]:
+    """The bytes of a file, and its name where it has one."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value), ""
+    try:
+        if isinstance(value, str | os.PathLike):
+            return Path(value).read_bytes(), os.fspath(value)
+        if callable(getattr(value, "read", None)):
+            data = value.read()
+            if not isinstance(data, bytes):
+                raise _refused(path, "the file is not open for reading bytes")
+            return data, str(getattr(value, "name", ""))
+        if callable(getattr(value, "save", None)) and hasattr(value, "mode"):
+            return _without_loss(value), ""
+        if isinstance(value, np.ndarray):
+            return _png(value, path), ""
+    except (OSError, ValueError) as error:
+        raise _refused(path, f"could not be read: {type(error).__name__}") from error
+    expected = "a path, bytes, an open file, an image of PIL or an array of pixels"
+    raise _refused(path, f"expected {expected}, got {type(value).__name__}")
+
+
+def _without_loss(picture: Any) -> bytes:
+    written = io.BytesIO()
+    picture.save(written, format="PNG" if picture.mode in _PNG_MODES else "TIFF")
+    return written.getvalue()
+
+
+def _png(pixels: NDArray[Any], path: str) -> bytes:
+    """A PNG of an array uint8 [height, width], [height, width, 3] or [height, width, 4]. Raises InvalidInputError."""
+    values = pixels.shape[2] if pixels.ndim == 3 else 1
+    if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3) or values not in _PNG_COLOURS or not pixels.size:
+        got = f"{pixels.dtype} {list(pixels.shape)}"
+        raise _refused(path, f"expected pixels as uint8 [height, width] or [height, width, 3], got {got}")
+    height, width = pixels.shape[:2]
+    rows = np.zeros((height, 1 + width * values), np.uint8)  # each row begins with the number of its filter: none
+    rows[:, 1:] = pixels.reshape(height, width * values)
+    return b"".join(
+        (
+            b"\x89PNG\r\n\x1a\n",
+            _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, _PNG_COLOURS[values], 0, 0, 0)),
+            _chunk(b"IDAT", zlib.compress(rows.data, _PNG_LEVEL)),
+            _chunk(b"IEND", b""),
+        )
+    )
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(data, zlib.crc32(kind)))
+
+
+def _format_of(data: bytes) -> str:
+    """What the content says; empty where it does not, as with plain text."""
+    if data[:4] == b"RIFF":
+        return _RIFF.get(data[8:12], "")
+    if data[:4] == b"PK\x03\x04":
+        return _format_of_archive(data)
+    if data[4:8] == b"ftyp":
+        return "mp4"
+    if data[:256].lstrip().lower().startswith((b"<!doctype html", b"<html")):
+        return "html"
+    return next((kind for magic, kind in _MAGIC if data.startswith(magic)), "")
+
+
+def _format_of_archive(data: bytes) -> str:
+    with contextlib.suppress(zipfile.BadZipFile), zipfile.ZipFile(io.BytesIO(data)) as archive:
+        names = archive.namelist()
+        if "META-INF/manifest.xml" in names and "content.xml" in names:
+            return "odt"
+        return next((kind for folder, kind in _OFFICE.items() if any(name.startswith(folder) for name in names)), "")
+    return ""
+
+
+def _suffix(name: str) -> str:
+    suffix = Path(name).suffix[1:].lower()
+    return _SUFFIXES.get(suffix, suffix)
+
+
+def _refused(path: str, why: str) -> InvalidInputError:
+    return InvalidInputError(f"{path}: {why}", code="INVALID_INPUT", details={"param": path, "reason": "invalid_media"})

@@ -1,0 +1,132 @@
+"""What a user sees of a call: waits in the log, a bar on a terminal, a callback."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from sie_client.core import Answered, Pause, Session
+from sie_client.types import Progress
+
+LOG_EVERY_S = 60.0
+BAR_AFTER_S = 1.0  # a call that is over before needs none
+DRAW_EVERY_S = 0.1
+TIMED_OUT = "GATEWAY_TIMEOUT"  # the server worked on it: nothing is waited for
+_logger = logging.getLogger("sie_client")
+
+
+class Meter:
+    """One call of `total` items, told from any thread. Use as a context manager, which ends the bar's line.
+
+    The first wait and each minute after go to the log `sie_client` as warnings. The bar is one line of standard error,
+    for calls of several items that are not answered all at once.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        total: int = 0,
+        *,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        address: str = "",
+    ) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._callback = session.on_progress
+        self._has_bar = total > 1 and (self._is_terminal() if session.progress is None else session.progress)
+        self._clock = clock
+        self._address = f" at {address}" if address else ""
+        self._lock = threading.RLock()  # a callback may look at what it likes
+        self._started_s = clock()
+        self._logged_s: float | None = None
+        self._drawn_s = 0.0
+        self._width = 0  # of what stands in the line now
+        self._told = Progress(0, total)
+
+    def __enter__(self) -> Meter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            if self._width:
+                self._draw(self._clock())
+                self._write("\n")
+
+    def _is_terminal(self) -> bool:
+        try:
+            return self._stream.isatty()
+        except (AttributeError, ValueError):  # there is none, or it is closed
+            return False
+
+    def tell(self, step: Pause | Answered) -> None:
+        """Note that items were answered, or that a wait begins."""
+        with self._lock:
+            done, total = self._told.done, self._told.total
+            now_s = self._clock()
+            if isinstance(step, Answered):
+                self._told = Progress(done + step.items, total)
+            elif step.cause:
+                self._told = Progress(done, total, step.cause, step.remaining_s)
+                self._log(step, now_s)
+            else:
+                return
+            is_due = now_s - self._started_s >= BAR_AFTER_S and now_s - self._drawn_s >= DRAW_EVERY_S
+            if self._has_bar and is_due and (self._width or self._told.done < total):
+                self._draw(now_s)
+            if self._callback is not None and total:
+                self._callback(self._told)
+
+    def _log(self, pause: Pause, now_s: float) -> None:
+        if self._logged_s is not None and now_s - self._logged_s < LOG_EVERY_S:
+            return
+        self._logged_s = now_s
+        if self._width:
+            self._write("\r" + " " * self._width + "\r")
+            self._width = 0
+        if pause.cause == TIMED_OUT:
+            _logger.warning(
+                "a request took longer than it may%s and is sent again, in %.1f s: a larger timeout_s or a smaller "
+                "part_tokens helps; this ends in %.0f s if nothing is answered",
+                self._address,
+                pause.seconds,
+                pause.remaining_s,
+            )
+            return
+        _logger.warning(
+            "waiting for %s%s: next attempt in %.1f s, patience for %.0f s more",
+            pause.cause,
+            self._address,
+            pause.seconds,
+            pause.remaining_s,
+        )
+
+    def _draw(self, now_s: float) -> None:
+        told, columns = self._told, shutil.get_terminal_size().columns - 1
+        counts = f"{told.done:,}/{told.total:,} "
+        rate = told.done / max(now_s - self._started_s, 1e-3)
+        if told.cause == TIMED_OUT:
+            rest = f" {rate:,.0f}/s, a slow part is sent again"
+        elif told.cause:
+            rest = f" waiting for {told.cause}, {told.remaining_s:.0f} s of patience"
+        elif told.done < told.total:
+            left_s = (told.total - told.done) / rate if rate else 0.0
+            rest = f" {rate:,.0f}/s, {left_s:,.0f} s left"
+        else:
+            rest = f" {rate:,.0f}/s"
+        room = max(10, min(40, columns - len(counts) - len(rest) - 2))
+        filled = room * told.done // told.total
+        line = f"{counts}[{'#' * filled}{'.' * (room - filled)}]{rest}"[:columns]
+        self._write("\r" + line.ljust(self._width))
+        self._width, self._drawn_s = len(line), now_s
+
+    def _write(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (OSError, ValueError):  # the terminal went away, or cannot show it: the call matters more
+            self._has_bar = False

@@ -1,0 +1,159 @@
+"""Plans driven by tasks of asyncio: the HTTP, the waiting and the concurrency that they ask for, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from typing import Any, TypeAlias, TypeVar, cast
+
+import httpx
+
+from sie_client import transport
+from sie_client.core import Pause, Plan, Received, Send, Session, Sink, Stream, Together, TransportFailed, Work
+from sie_client.progress import Meter
+
+T = TypeVar("T")
+Answer: TypeAlias = "Received | TransportFailed"
+
+
+async def _end(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel what still runs, and wait for it."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Driver:
+    """One server, at `url`, for one event loop."""
+
+    def __init__(self, url: str, session: Session) -> None:
+        self.url = url
+        self._session = session
+        self._has_answered = False
+        self._http = httpx.AsyncClient(limits=transport.limits(session))
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def run(
+        self,
+        plan: Plan[T],
+        params: Mapping[str, Any] | None = None,
+        total: int = 0,
+        send: Callable[[Send], Awaitable[Answer]] | None = None,
+    ) -> T:
+        """As in `threads`."""
+        with Meter(self._session.for_call(params or {})[0], total, address=transport.public(self.url)) as meter:
+            return await self._drive(plan, meter, send or self._send)
+
+    def start(self, plan: Plan[Any]) -> Callable[[float], Awaitable[None]]:
+        """As in `threads`."""
+        meter = Meter(self._session, address=transport.public(self.url))
+        running = asyncio.create_task(self._drive(plan, meter, self._send), name="sie-sdk")
+
+        async def end(timeout_s: float) -> None:
+            running.cancel()
+            done, _ = await asyncio.wait([running], timeout=timeout_s)
+            for ended in done:
+                transport.log_of_background(None if ended.cancelled() else ended.exception())
+
+        return end
+
+    async def _drive(self, plan: Plan[T], meter: Meter, send: Callable[[Send], Awaitable[Answer]]) -> T:
+        reply: Any = None
+        while True:
+            try:
+                step = plan.send(reply)
+            except StopIteration as end:
+                return cast(T, end.value)
+            reply = None
+            if isinstance(step, Send):
+                reply = await send(step)
+            elif isinstance(step, Work):
+                reply = await asyncio.to_thread(step.function)
+            elif isinstance(step, Together):
+                reply = await self._together(step, meter, send)
+            else:
+                meter.tell(step)
+                if isinstance(step, Pause):
+                    await asyncio.sleep(step.seconds)
+
+    async def _together(self, step: Together, meter: Meter, send: Callable[[Send], Awaitable[Answer]]) -> list[Any]:
+        numbered, lock = enumerate(step.plans), asyncio.Lock()
+        results: dict[int, Any] = {}
+
+        async def work() -> None:
+            while True:
+                async with lock:
+                    taken = await asyncio.to_thread(next, numbered, None)
+                if taken is None:
+                    return
+                results[taken[0]] = await self._drive(taken[1], meter, send)
+
+        workers = [asyncio.create_task(work(), name="sie-sdk") for _ in range(step.concurrency)]
+        try:
+            done, _ = await asyncio.wait(workers, return_when=asyncio.FIRST_EXCEPTION)
+            for worker in done:
+                worker.result()
+        finally:
+            await _end(*workers)
+        return [results[number] for number in range(len(results))]
+
+    async def _send(self, request: Send) -> Answer:
+        self._session.hedges.sent()
+        if request.hedge_after_s is None:
+            return await self._exchange(request)
+        copies = [asyncio.create_task(self._exchange(request), name="sie-sdk")]
+        try:
+            done, running = await asyncio.wait(copies, timeout=request.hedge_after_s)
+            if not done and self._session.hedges.take():
+                copies.append(asyncio.create_task(self._exchange(request), name="sie-sdk"))
+                running = set(copies)
+            while running:
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                if transport.is_good(transport.best(copy.result() for copy in done)):
+                    break
+            return transport.best(copy.result() for copy in done)
+        finally:
+            await _end(*copies)
+
+    async def _exchange(self, request: Send) -> Answer:
+        started_s = time.monotonic()
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                content: Any = request.body or None
+                if isinstance(request.body, Stream):
+                    content = await stack.enter_async_context(contextlib.aclosing(_in_threads(request.body.pieces())))
+                response = await stack.enter_async_context(
+                    self._http.stream(
+                        request.method,
+                        self.url + request.path,
+                        headers=transport.sent_headers(request),
+                        content=content,
+                        timeout=transport.timeout(request),
+                    )
+                )
+                sink = transport.sink_of(request, response)
+                body = await response.aread() if sink is None else await _sunk(sink, response)
+        except transport.FAILURES as error:
+            return transport.failed(error, started_s, self.url, has_answered=self._has_answered)
+        self._has_answered = True
+        return transport.received(response, started_s, body)
+
+
+async def _in_threads(pieces: Iterator[bytes]) -> AsyncGenerator[bytes]:
+    """The same pieces; each is made where it holds up nobody else.
+
+    They are not closed here: a thread may still be at work on one when this task is cancelled.
+    """
+    while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+        yield piece
+
+
+async def _sunk(sink: Sink, response: httpx.Response) -> bytes:
+    await asyncio.to_thread(sink.begin)
+    async for piece in response.aiter_bytes(transport.PIECE_BYTES):
+        await asyncio.to_thread(sink.write, piece)
+    return b""

@@ -1,0 +1,180 @@
+"""Plans driven by threads: the HTTP, the waiting and the concurrency that they ask for, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
+from typing import Any, TypeAlias, TypeVar, cast
+
+import httpx
+
+from sie_client import transport
+from sie_client.core import Pause, Plan, Received, Send, Session, Sink, Stream, Together, TransportFailed, Work
+from sie_client.progress import Meter
+
+T = TypeVar("T")
+Answer: TypeAlias = "Received | TransportFailed"
+
+
+def _spawn(function: Callable[[], T]) -> Future[T]:
+    """Run it in a thread that does not keep the interpreter from ending."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # noqa: BLE001  raised where the result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="sie-sdk", daemon=True).start()
+    return future
+
+
+class Driver:
+    """One server, at `url`. Safe to share between threads."""
+
+    def __init__(self, url: str, session: Session) -> None:
+        self.url = url
+        self._session = session
+        self._has_answered = False
+        self._http = httpx.Client(limits=transport.limits(session))
+        self._lock = threading.Lock()
+        self._in_flight = 0
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Does not wait for what other threads have in flight. The last of them closes the connections: httpx would
+        forget one that is being made.
+        """
+        with self._lock:
+            self._is_closed = True
+            is_unused = not self._in_flight
+        if is_unused:
+            self._http.close()
+
+    @contextlib.contextmanager
+    def _connections(self) -> Iterator[httpx.Client]:
+        """To be used for one request. Raises RuntimeError once the client is closed."""
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("the client has been closed")
+            self._in_flight += 1
+        try:
+            yield self._http
+        finally:
+            with self._lock:
+                self._in_flight -= 1
+                is_last = self._is_closed and not self._in_flight
+            if is_last:
+                self._http.close()
+
+    def run(
+        self,
+        plan: Plan[T],
+        params: Mapping[str, Any] | None = None,
+        total: int = 0,
+        send: Callable[[Send], Answer] | None = None,
+    ) -> T:
+        """The result of a plan about `total` items. `send`: what does a request in place of HTTP."""
+        with Meter(self._session.for_call(params or {})[0], total, address=transport.public(self.url)) as meter:
+            return self._drive(plan, meter, threading.Event(), send or self._send)
+
+    def start(self, plan: Plan[Any]) -> Callable[[float], None]:
+        """Drive it in the background, until what is returned is called: with the seconds that it may take to end."""
+        stop = threading.Event()
+        running = _spawn(
+            lambda: self._drive(plan, Meter(self._session, address=transport.public(self.url)), stop, self._send)
+        )
+
+        def end(timeout_s: float) -> None:
+            stop.set()
+            for ended in wait([running], timeout_s).done:
+                transport.log_of_background(ended.exception())
+
+        return end
+
+    def _drive(self, plan: Plan[T], meter: Meter, stop: threading.Event, send: Callable[[Send], Answer]) -> T:
+        """Raises Ended when `stop` is set during a pause."""
+        reply: Any = None
+        while True:
+            try:
+                step = plan.send(reply)
+            except StopIteration as end:
+                return cast(T, end.value)
+            reply = None
+            if isinstance(step, Send):
+                reply = send(step)
+            elif isinstance(step, Work):
+                reply = step.function()
+            elif isinstance(step, Together):
+                reply = self._together(step, meter, send)
+            else:
+                meter.tell(step)
+                if isinstance(step, Pause) and stop.wait(step.seconds):
+                    raise transport.Ended
+
+    def _together(self, step: Together, meter: Meter, send: Callable[[Send], Answer]) -> list[Any]:
+        numbered, lock, stop = enumerate(step.plans), threading.Lock(), threading.Event()
+        results: dict[int, Any] = {}
+
+        def work() -> None:
+            while not stop.is_set():
+                with lock:
+                    taken = next(numbered, None)
+                if taken is None:
+                    return
+                results[taken[0]] = self._drive(taken[1], meter, stop, send)
+
+        workers = [_spawn(work) for _ in range(step.concurrency)]
+        try:
+            for worker in wait(workers, return_when=FIRST_EXCEPTION).done:
+                worker.result()
+        finally:
+            stop.set()
+        return [results[number] for number in range(len(results))]
+
+    def _send(self, request: Send) -> Answer:
+        self._session.hedges.sent()
+        if request.hedge_after_s is None:
+            return self._exchange(request)
+        copies = {_spawn(lambda: self._exchange(request))}
+        if not wait(copies, request.hedge_after_s).done and self._session.hedges.take():
+            copies.add(_spawn(lambda: self._exchange(request)))
+        while True:
+            done, copies = wait(copies, return_when=FIRST_COMPLETED)
+            answer = transport.best(copy.result() for copy in done)
+            if not copies or transport.is_good(answer):
+                return answer
+
+    def _exchange(self, request: Send) -> Answer:
+        started_s = time.monotonic()
+        try:
+            with contextlib.ExitStack() as stack:
+                content: Any = request.body or None
+                if isinstance(request.body, Stream):
+                    content = stack.enter_context(contextlib.closing(request.body.pieces()))
+                response = stack.enter_context(
+                    stack.enter_context(self._connections()).stream(
+                        request.method,
+                        self.url + request.path,
+                        headers=transport.sent_headers(request),
+                        content=content,
+                        timeout=transport.timeout(request),
+                    )
+                )
+                sink = transport.sink_of(request, response)
+                body = response.read() if sink is None else _sunk(sink, response)
+        except transport.FAILURES as error:
+            return transport.failed(error, started_s, self.url, has_answered=self._has_answered)
+        self._has_answered = True
+        return transport.received(response, started_s, body)
+
+
+def _sunk(sink: Sink, response: httpx.Response) -> bytes:
+    sink.begin()
+    for piece in response.iter_bytes(transport.PIECE_BYTES):
+        sink.write(piece)
+    return b""

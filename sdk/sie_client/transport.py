@@ -1,0 +1,142 @@
+"""What both shells know of HTTP and of the arguments of calls."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import socket
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeGuard, cast
+
+import httpx
+
+from sie_client.core import Received, Send, Session, Sink, Stream, TransportFailed
+from sie_client.types import Item
+
+CONNECT_S = 10.0
+PIECE_BYTES = 1 << 20  # of a body that goes into a sink
+CLOSE_S = 5.0  # what the end of a reservation waits, for a renewal that is under way and then for its own call
+_logger = logging.getLogger("sie_client")
+
+# httpx's own; what it lets through of a client that was closed, and of a URL or header that cannot be written
+FAILURES = (httpx.HTTPError, httpx.InvalidURL, RuntimeError, ValueError)
+_NEVER_SENT = (httpx.UnsupportedProtocol, httpx.LocalProtocolError, httpx.InvalidURL, RuntimeError, ValueError)
+
+
+class Ended(Exception):
+    """A plan was given up, because what it is a part of has ended."""
+
+
+def limits(session: Session) -> httpx.Limits:
+    """Connections are bounded by what is sent at a time, not here."""
+    return httpx.Limits(
+        max_connections=None, max_keepalive_connections=max(20, 2 * session.concurrency), keepalive_expiry=60.0
+    )
+
+
+def timeout(request: Send) -> httpx.Timeout:
+    return httpx.Timeout(request.within_s, connect=min(CONNECT_S, request.within_s))
+
+
+def received(response: httpx.Response, started_s: float, body: bytes) -> Received:
+    headers = {name.lower(): value for name, value in response.headers.items()}
+    return Received(response.status_code, headers, body, time.monotonic() - started_s)
+
+
+def sink_of(request: Send, response: httpx.Response) -> Sink | None:
+    """Where the body of a response goes piece by piece, if anywhere: errors never do."""
+    return request.sink if response.status_code == 200 else None
+
+
+def sent_headers(request: Send) -> dict[str, str]:
+    """Those of a streamed body have its length: without one it would be sent in chunks."""
+    length = {"content-length": str(request.body.size_bytes)} if isinstance(request.body, Stream) else {}
+    return {**request.headers, **length}
+
+
+def failed(error: Exception, started_s: float, url: str, *, has_answered: bool) -> TransportFailed:
+    """A URL or header that cannot be sent at all, and a name that nobody has, will not get better by waiting.
+
+    A port of this machine that refuses will hardly: a server that restarts is waited for (`has_answered`), one that is
+    not there is told.
+    """
+    is_permanent = isinstance(error, _NEVER_SENT) or is_unknown_host(error)
+    is_nobody = not has_answered and _is_refused(error) and _is_loopback(url)
+    return TransportFailed(error, time.monotonic() - started_s, is_permanent, public(url), is_nobody)
+
+
+def address(base_url: str) -> str:
+    """The address of a server, without a final slash. Raises ValueError unless it names its scheme."""
+    url = str(base_url).rstrip("/")
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(
+            "base_url: expected an address such as http://127.0.0.1:8080, which begins with http:// or https://"
+        )
+    return url
+
+
+def public(url: str) -> str:
+    """The address without a user and a password."""
+    scheme, mark, rest = url.partition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}{mark}{host.rpartition('@')[2]}{slash}{path}"
+
+
+def _is_refused(error: BaseException) -> bool:
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ConnectionRefusedError):
+            return True
+        # of each address of a name
+        told = [each for each in getattr(cause, "exceptions", ()) if isinstance(each, BaseException)]
+        if told and all(map(_is_refused, told)):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+def _is_loopback(url: str) -> bool:
+    try:
+        host = httpx.URL(url).host
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except (httpx.InvalidURL, ValueError):  # a name
+        return False
+
+
+def is_unknown_host(error: BaseException) -> bool:
+    """Whether the resolver said that there is no such name, rather than that it could not tell now."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, socket.gaierror):
+            return cause.errno != socket.EAI_AGAIN
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+def is_good(answer: Received | TransportFailed) -> bool:
+    """Whether the other copy of a request need not be waited for."""
+    return isinstance(answer, Received) and answer.status == 200
+
+
+def best(answers: Iterable[Received | TransportFailed]) -> Received | TransportFailed:
+    """A good one if there is one."""
+    return max(answers, key=is_good)
+
+
+def log_of_background(error: BaseException | None) -> None:
+    """A plan in the background that did not end because it was told to."""
+    if error is not None and not isinstance(error, Ended):
+        _logger.error("what ran in the background has ended", exc_info=error)
+
+
+def is_single(items: Item | str | Sequence[Item | str]) -> TypeGuard[Item | str]:
+    return isinstance(items, Mapping | str)
+
+
+def as_list(items: Item | str | Sequence[Item | str]) -> list[Item | str]:
+    """The items of a call. What is no list is one item, also where it is none: `wire.mapped` tells what
+    was expected.
+    """
+    is_list = isinstance(items, Iterable) and not isinstance(items, Mapping | str | bytes | bytearray)
+    return list(cast("Sequence[Item | str]", items)) if is_list else [cast("Item | str", items)]

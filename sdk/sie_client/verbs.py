@@ -1,0 +1,312 @@
+"""The three verbs as plans: a list becomes parts, each part one request, their replies one answer.
+
+    items ──part by part: files read, sizes summed──► requests, so many at a time ──► replies ──► results in input order
+
+Only the parts that are under way are held in memory as they are sent.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+from sie_client import wire
+from sie_client.core import Answered, Patience, Plan, Received, Send, Session, Together, Work, call, quoted, reading
+from sie_client.errors import InvalidInputError, SIEError
+from sie_client.types import (
+    EncodeParams,
+    EncodeResult,
+    ExtractParams,
+    ExtractResult,
+    Item,
+    Params,
+    Ranked,
+    Results,
+    ScoreResult,
+)
+
+MAX_ITEMS = 2048
+PART_BYTES = 32 << 20  # of one body: an eighth of what the server takes
+ASIDE_BYTES = 1 << 20  # a body or a reply from this size on is not converted in an event loop
+ASIDE_ITEMS = 256
+_ALWAYS_TOLD = ("model", "timing", "usage", "fingerprint")
+_TOLD = ("muvera", "warnings", "explain")
+
+
+class _Part(NamedTuple):
+    """Items from `start` on, as they are sent, and their bytes."""
+
+    start: int
+    items: list[Any]
+    size_bytes: int
+
+
+class _Reply(NamedTuple):
+    """The reply to a part. `shared` belongs to each of its results."""
+
+    start: int
+    body: dict[str, Any]
+    shared: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What the parts of a call have in common. `decode` makes of a reply what the verb wants, with a list of `answers`,
+    one per item.
+    """
+
+    path: str
+    fixed: Mapping[str, Any]
+    session: Session
+    patience: Patience
+    decode: Callable[[bytes], dict[str, Any]]
+    answers: str
+
+    def ask(self, part: _Part, *, by_place: bool) -> Plan[_Reply]:
+        """One part. `by_place`: its items are known by their places, as results of several parts are put together."""
+        count = len(part.items)
+        what = f"items[{part.start}] to items[{part.start + count - 1}], the query or a parameter"
+        sent: list[Any] = part.items
+        if by_place:
+            sent = [
+                {**wire.mapped(item, what), "id": str(part.start + number)} for number, item in enumerate(part.items)
+            ]
+        body = yield from _aside(lambda: wire.encode({"items": sent, **self.fixed}, what), part.size_bytes)
+        sent = []
+        part.items.clear()  # the body has them: files need not be held twice
+        headers = {
+            **self.session.sent_headers(),
+            "accept": "application/msgpack",
+            "content-type": "application/msgpack",
+        }
+        request = Send("POST", self.path, headers, body, self.session.within_s, self.session.hedge_after_s)
+        try:
+            answer = yield from call(request, self.session.policy, self.patience)
+        except SIEError as error:
+            _place(error, part.start)
+            raise
+        reply = yield from _aside(lambda: self.read(part.start, count, answer), len(answer.body))
+        yield Answered(count)
+        return cast(_Reply, reply)
+
+    def read(self, start: int, count: int, answer: Received) -> _Reply:
+        with reading(answer.headers):
+            body = self.decode(answer.body)
+            if len(body[self.answers]) != count:
+                raise ValueError(f"{self.answers}: expected {count}, got {len(body[self.answers])}")
+            shared = {name: body[name] for name in _ALWAYS_TOLD} | {name: body[name] for name in _TOLD if name in body}
+            headers = dict(answer.headers)
+            self.session.told.warn(body.get("warnings"))
+            return _Reply(
+                start, body, {**shared, "request_id": headers.get("x-sie-request-id", ""), "headers": headers}
+            )
+
+
+def _aside(function: Callable[[], Any], size_bytes: int) -> Plan[Any]:
+    """The result of a function, called elsewhere if it will take long."""
+    if size_bytes >= ASIDE_BYTES:
+        return (yield Work(function))
+    return function()
+
+
+def _parts(items: Sequence[Any], session: Session, each_tokens: int) -> Iterator[_Part]:
+    """At least one part. `each_tokens` come to every item."""
+    start, held, tokens, size = 0, list[Any](), 0, 0
+    for index, item in enumerate(items):
+        sent = wire.item(item, f"items[{index}]")
+        own_tokens, own_bytes = wire.weight(sent)
+        own_tokens += each_tokens
+        if held and (
+            len(held) == MAX_ITEMS or tokens + own_tokens > session.part_tokens or size + own_bytes > PART_BYTES
+        ):
+            yield _Part(start, held, size)
+            start, held, tokens, size = index, [], 0, 0
+        held.append(sent)
+        tokens += own_tokens
+        size += own_bytes
+    yield _Part(start, held, size)
+
+
+def _ask(
+    verb: str,
+    model: str,
+    items: Sequence[Any],
+    fixed: Mapping[str, Any],
+    session: Session,
+    decode: Callable[[bytes], dict[str, Any]],
+    answers: str = "items",
+    each_tokens: int = 0,
+) -> Plan[list[_Reply]]:
+    """The replies to all parts, in order."""
+    request = _Request(f"/v1/{verb}/{quoted(model)}", fixed, session, Patience(session.policy), decode, answers)
+    parts = _parts(items, session, each_tokens)
+    is_long = len(items) >= ASIDE_ITEMS or any(map(wire.has_files, items))
+    first = yield from _aside(lambda: next(parts), ASIDE_BYTES if is_long else 0)
+    if len(first.items) == len(items):
+        return [(yield from request.ask(first, by_place=False))]
+    # scores come sorted, and ids may be given twice: places tell which entry is whose
+    plans = (request.ask(part, by_place=verb == "score") for part in itertools.chain([first], parts))
+    replies = yield Together(plans, session.concurrency)
+    with reading(replies[-1].shared["headers"]):
+        usage = _summed(replies)
+    for reply in replies:
+        reply.shared["usage"] = usage
+    return cast("list[_Reply]", replies)
+
+
+def _of_items(replies: Sequence[_Reply], items: Sequence[Item | str], *, named: bool) -> Results[Any]:
+    """A result for each item: what its slot has, and what its request tells of all of them but its usage. `named`: each
+    has an id.
+    """
+    results: Results[Any] = Results(usage=replies[-1].shared["usage"])
+    for reply in replies:
+        shared = {name: value for name, value in reply.shared.items() if name != "usage"}
+        results += [{**shared, **slot} for slot in reply.body["items"]]
+    if named:
+        for place, result in enumerate(results):
+            result["id"] = _id_of(items, place)
+    return results
+
+
+def _check_names(verb: str, params: Mapping[str, Any]) -> None:
+    """Raises TypeError for a parameter that no model takes, as Python does for the arguments of functions."""
+    known = _PARAMS[verb]
+    if params.keys() <= known:
+        return
+    from sie_contracts.options import FIELDS  # what the server knows beside: parameters of single families
+
+    for name in params:
+        if name not in known and name not in FIELDS:
+            like = difflib.get_close_matches(name, sorted(known), 1, 0.5)
+            meant = f"did you mean {like[0]}?" if like else "what only a model of yours takes goes into options={...}"
+            raise TypeError(f"{verb}() got an unexpected parameter {name!r}; {meant}")
+
+
+_PARAMS = {
+    "encode": EncodeParams.__annotations__.keys(),
+    "score": Params.__annotations__.keys(),
+    "extract": ExtractParams.__annotations__.keys(),
+}
+
+
+def encode(
+    model: str, items: Sequence[Item | str], params: Mapping[str, Any], session: Session
+) -> Plan[Results[EncodeResult]]:
+    """`POST /v1/encode/{model}`; results in input order."""
+    if not items:
+        return Results()
+    session, params = session.for_call(params)
+    _check_names("encode", params)
+    replies = yield from _ask("encode", model, items, {"params": params}, session, wire.decode_vectors)
+    return _of_items(replies, items, named=False)
+
+
+def score(
+    model: str, query: Item | str, items: Sequence[Item | str], params: Mapping[str, Any], session: Session
+) -> Plan[ScoreResult]:
+    """`POST /v1/score/{model}`; entries of all items together, best first, failed ones last."""
+    session, params = session.for_call(params)
+    _check_names("score", params)
+    sent = yield from _aside(lambda: wire.item(query, "query"), ASIDE_BYTES if wire.has_files(query) else 0)
+    fixed = {"query": sent, "params": params}
+    replies = yield from _ask("score", model, items, fixed, session, _scores, "scores", wire.weight(sent)[0])
+    result = {**replies[-1].body, **replies[-1].shared}
+    if len(replies) == 1:
+        return cast(ScoreResult, result)
+    with reading(replies[-1].shared["headers"]):
+        result["scores"] = entries = [entry for reply in replies for entry in reply.body["scores"]]
+        entries.sort(key=lambda entry: (entry["score"] is None, -(entry["score"] or 0.0), int(entry["item_id"])))
+        for rank, entry in enumerate(entries):
+            entry |= {"rank": rank, "item_id": _id_of(items, int(entry["item_id"]))}
+    return cast(ScoreResult, result)
+
+
+def rerank(
+    model: str,
+    query: Item | str,
+    documents: Sequence[Item | str],
+    top_n: int | None,
+    params: Mapping[str, Any],
+    session: Session,
+) -> Plan[list[Ranked]]:
+    """`score`, as positions and documents: the best `top_n`. A document that failed fails the call."""
+    if top_n is not None and top_n < 1:
+        raise InvalidInputError(f"top_n: expected a number of at least 1, got {top_n}", code="INVALID_INPUT")
+    if not documents:
+        return []
+    by_place = [
+        {**wire.mapped(document, f"documents[{place}]"), "id": str(place)} for place, document in enumerate(documents)
+    ]
+    asked = {"on_item_error": "fail", **params}
+    result = yield from score(model, query, cast("list[Item]", by_place), asked, session)
+    with reading(result["headers"]):
+        best = [(int(entry["item_id"]), entry["score"]) for entry in result["scores"] if entry["score"] is not None][
+            :top_n
+        ]
+        return [{"index": place, "score": value, "document": documents[place]} for place, value in best]
+
+
+def extract(
+    model: str, items: Sequence[Item | str], params: Mapping[str, Any], session: Session
+) -> Plan[Results[ExtractResult]]:
+    """`POST /v1/extract/{model}`; results in input order."""
+    if not items:
+        return Results()
+    session, params = session.for_call(params)
+    _check_names("extract", params)
+    replies = yield from _ask("extract", model, items, {"params": params}, session, _slots)
+    return _of_items(replies, items, named=True)
+
+
+def _scores(body: bytes) -> dict[str, Any]:
+    """A reply of score whose entries are as they must be to be put in order."""
+    reply = wire.decode(body)
+    for entry in reply["scores"]:
+        if not isinstance(entry["item_id"], str) or not isinstance(entry["score"], int | float | None):
+            raise ValueError("scores: expected entries with item_id and score")
+    return reply
+
+
+def _slots(body: bytes) -> dict[str, Any]:
+    """A reply of extract whose slots are maps."""
+    reply = wire.decode(body)
+    if not all(isinstance(slot, dict) for slot in reply["items"]):
+        raise ValueError("items: expected maps")
+    return reply
+
+
+def _id_of(items: Sequence[Item | str], place: int) -> str:
+    own = None if isinstance(item := items[place], str) else item.get("id")
+    return f"item-{place}" if own is None else own
+
+
+def _summed(replies: Sequence[_Reply]) -> dict[str, Any]:
+    """The usage of a call in parts."""
+    usages = [(reply.start, reply.body["usage"]) for reply in replies]
+    usage: dict[str, Any] = {
+        name: sum(each.get(name, 0) for _, each in usages) for name in ("prompt_tokens", "total_tokens")
+    }
+    usage["truncated_items"] = [start + index for start, each in usages for index in each.get("truncated_items", ())]
+    return usage
+
+
+_PATH = re.compile(r"\bitems\[(\d+)\]")
+
+
+def _place(error: SIEError, start: int) -> None:
+    """Paths and positions in an error of a part become those of the whole list."""
+
+    def moved(text: Any) -> str:
+        return _PATH.sub(lambda found: f"items[{start + int(found[1])}]", str(text))
+
+    if not start:
+        return
+    error.args = (moved(error), *error.args[1:])
+    for told in (error.details, *(each for each in error.details.get("errors") or () if isinstance(each, dict))):
+        told |= {name: moved(told[name]) for name in ("param", "message") if told.get(name) is not None}
+        if isinstance(told.get("index"), int):
+            told["index"] += start

@@ -1,0 +1,143 @@
+"""Status frames over a websocket, with the package `websockets` (`pip install 'sie-cluster[watch]'`).
+
+A connection is made as a request is sent, with the patience of one: its first frame is the answer. One that breaks is
+made again; the frames in between are not seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from sie_client.core import Received, Send, Session, TransportFailed, reading
+from sie_client.errors import RequestError
+from sie_client.transport import is_unknown_host
+
+CLUSTER_STATUS = "/ws/cluster-status"
+AGAIN_AFTER_S = 1.0  # a connection broke
+SILENCE_S = 30.0  # the server sends every second; a connection that says nothing for so long is dead
+CLOSE_S = 2.0
+MAX_FRAME_BYTES = 64 << 20
+
+
+def request(path: str, session: Session) -> Send:
+    return Send("GET", path, session.sent_headers())
+
+
+def decoded(frame: bytes) -> dict[str, Any]:
+    """A frame. Raises ServerError for one that is no JSON map."""
+    with reading({}):
+        return msgspec.json.decode(frame, type=dict[str, Any])
+
+
+class _Url:
+    def __init__(self, base_url: str) -> None:
+        self._base = "ws" + base_url[4:] if base_url.startswith("http") else base_url
+
+    def _options(self, request: Send) -> dict[str, Any]:
+        return {
+            "uri": self._base + request.path,
+            "additional_headers": dict(request.headers),
+            "max_size": MAX_FRAME_BYTES,
+            "open_timeout": SILENCE_S,
+            "close_timeout": CLOSE_S,
+        }
+
+
+def _told(error: Exception, started_s: float) -> Received | TransportFailed:
+    """What a failure to connect would have been as a response. Raises what is no such failure."""
+    from websockets.exceptions import InvalidStatus, InvalidURI, WebSocketException
+
+    elapsed_s = time.monotonic() - started_s
+    if isinstance(error, InvalidStatus):
+        headers: Mapping[str, str] = {name.lower(): value for name, value in error.response.headers.raw_items()}
+        return Received(error.response.status_code, headers, bytes(error.response.body or b""), elapsed_s)
+    if isinstance(error, OSError | WebSocketException | ValueError | EOFError):
+        return TransportFailed(error, elapsed_s, isinstance(error, InvalidURI | ValueError) or is_unknown_host(error))
+    raise error
+
+
+def _missing(error: ImportError) -> RequestError:
+    failure = RequestError("watch needs the package websockets: pip install 'sie-cluster[watch]'")
+    failure.__cause__ = error
+    return failure
+
+
+class Socket(_Url):
+    """A connection for the sync client."""
+
+    def __init__(self, base_url: str) -> None:
+        super().__init__(base_url)
+        self._open = contextlib.ExitStack()
+        self._connection: Any = None
+
+    def open(self, request: Send) -> Received | TransportFailed:
+        """Connect and wait for the first frame."""
+        try:
+            from websockets.sync.client import connect
+        except ImportError as error:
+            raise _missing(error) from error
+        started_s = time.monotonic()
+        try:
+            self._connection = self._open.enter_context(connect(**self._options(request)))
+            return Received(
+                200, {}, bytes(self._connection.recv(timeout=SILENCE_S, decode=False)), time.monotonic() - started_s
+            )
+        except Exception as error:  # noqa: BLE001  told apart there
+            self.close()
+            return _told(error, started_s)
+
+    def next(self) -> bytes | None:
+        """The next frame; None when the connection broke."""
+        try:
+            return bytes(self._connection.recv(timeout=SILENCE_S, decode=False))
+        except Exception as error:  # noqa: BLE001  told apart there
+            _told(error, 0.0)
+            return None
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._open.close()
+
+
+class AsyncSocket(_Url):
+    """The same for asyncio."""
+
+    _connection: Any = None
+
+    async def open(self, request: Send) -> Received | TransportFailed:
+        try:
+            from websockets.asyncio.client import connect
+        except ImportError as error:
+            raise _missing(error) from error
+        started_s = time.monotonic()
+        try:
+            self._connection = await connect(**self._options(request))
+            return Received(200, {}, await self._recv(), time.monotonic() - started_s)
+        except Exception as error:  # noqa: BLE001  told apart there
+            await self.aclose()
+            return _told(error, started_s)
+
+    async def _recv(self) -> bytes:
+        try:
+            return bytes(await asyncio.wait_for(self._connection.recv(decode=False), SILENCE_S))
+        except asyncio.TimeoutError as error:  # noqa: UP041  another class before Python 3.11
+            raise OSError(f"no frame within {SILENCE_S:g} s") from error
+
+    async def next(self) -> bytes | None:
+        try:
+            return await self._recv()
+        except Exception as error:  # noqa: BLE001  told apart there
+            _told(error, 0.0)
+            return None
+
+    async def aclose(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                await connection.close()

@@ -1,0 +1,205 @@
+"""Items and replies on the wire. What a request sends is made once; an array of a reply is copied once, out of the
+reply.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict, cast
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from sie_client.errors import InvalidInputError
+from sie_client.media import media, sound
+from sie_client.types import Item, ItemUsage, Usage
+from sie_contracts import arrays
+from sie_contracts.costs import IMAGE_TOKENS
+
+FILES = ("document", "audio", "video")
+_OUTPUTS = ("dense", "sparse", "multivector")
+_BYTES_PER_TOKEN = 4  # of English UTF-8; estimates are for splitting alone, the server counts truly
+_SPECIAL_TOKENS = 2
+_MAX_TOKENS = 8192  # that one text can cost; models cut long ones, most of them earlier
+_FILE_TOKENS = 1024
+
+
+def item(value: Any, path: str) -> Any:
+    """An item as it is sent, its files read. `path` names it in errors. Raises InvalidInputError."""
+    if isinstance(value, str):
+        return value if type(value) is str else str(value)  # numpy's strings do not encode
+    sent = mapped(value, path)
+    if sent.get("images") is not None:
+        given = sent["images"]
+        several = (
+            given
+            if isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray | memoryview)
+            else [given]
+        )
+        sent["images"] = [media(each, f"{path}.images[{number}]", urls=True) for number, each in enumerate(several)]
+    for name in FILES:
+        if sent.get(name) is not None:
+            read = sound if name == "audio" else media
+            sent[name] = read(sent[name], f"{path}.{name}")
+    if sent.get("multivector") is not None:
+        sent["multivector"] = _matrix(sent["multivector"], f"{path}.multivector")
+    return sent
+
+
+def mapped(value: Any, path: str) -> dict[str, Any]:
+    """An item as a map of its own. Raises InvalidInputError for what is neither text nor map."""
+    if isinstance(value, str):
+        return {"text": value}
+    if not isinstance(value, Mapping):
+        message = f"{path}: expected a str or a map, got {type(value).__name__}"
+        raise InvalidInputError(message, code="INVALID_INPUT", details={"param": path, "reason": "schema"})
+    return dict(value)
+
+
+def has_files(value: Item | str) -> bool:
+    return isinstance(value, Mapping) and any(value.get(name) is not None for name in ("images", *FILES))
+
+
+def weight(sent: Any) -> tuple[int, int]:
+    """Estimated tokens and bytes of an item that `item` made."""
+    if isinstance(sent, str):
+        size = len(sent) if sent.isascii() else len(sent.encode("utf-8", "replace"))
+        return min(_MAX_TOKENS, size // _BYTES_PER_TOKEN + _SPECIAL_TOKENS), size
+    tokens, size = weight(sent["text"]) if isinstance(sent.get("text"), str) else (_SPECIAL_TOKENS, 0)
+    matrix = sent.get("multivector")
+    if isinstance(matrix, np.ndarray):
+        tokens, size = tokens + len(matrix), size + matrix.nbytes
+    images = sent.get("images") or ()
+    files = [sent[name] for name in FILES if sent.get(name) is not None]
+    return tokens + IMAGE_TOKENS * len(images) + _FILE_TOKENS * len(files), size + sum(
+        len(file if isinstance(file, str) else file["data"]) for file in (*images, *files)
+    )
+
+
+def _matrix(value: Any, path: str) -> NDArray[Any]:
+    """[tokens, width], float32 unless it is float16 already."""
+    try:
+        array = np.asarray(value)
+        array = array if array.dtype == np.float16 else array.astype(np.float32, copy=False)
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(
+            f"{path}: expected a matrix of numbers, got {type(value).__name__}", code="INVALID_INPUT"
+        ) from error
+    if array.ndim != 2:
+        raise InvalidInputError(
+            f"{path}: expected a matrix [tokens, width], got the shape {array.shape}", code="INVALID_INPUT"
+        )
+    return array
+
+
+def _hook(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return arrays.pack(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(f"{type(value).__name__} does not travel")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_hook)
+
+
+def encode(body: Mapping[str, Any], what: str) -> bytes:
+    """A request body. Raises InvalidInputError, which begins with `what`, for values that msgpack has no form of."""
+    try:
+        return _encoder.encode(body)
+    except (TypeError, ValueError, OverflowError, NotImplementedError, RecursionError) as error:
+        raise InvalidInputError(f"{what}: {error}", code="INVALID_INPUT", details={"reason": "schema"}) from error
+
+
+_ArrayMap = dict[bytes, msgspec.Raw]
+
+
+class _Output(TypedDict, total=False):
+    values: _ArrayMap
+    indices: _ArrayMap
+    dims: int
+    token_dims: int
+    num_tokens: int
+    dtype: str
+    scale: float | _ArrayMap
+    offset: float | _ArrayMap
+    source: str
+
+
+class _Slot(TypedDict, total=False):
+    id: str
+    metadata: Any
+    dense: _Output
+    sparse: _Output
+    multivector: _Output
+    timing: dict[str, float]
+    usage: ItemUsage
+    error: dict[str, Any]
+
+
+class _Told(TypedDict):
+    model: str
+    timing: dict[str, float]
+    usage: Usage
+    fingerprint: str
+
+
+class _Encoded(_Told, total=False):
+    muvera: dict[str, Any]
+    warnings: list[str]
+    explain: Any
+
+
+class _EncodeReply(_Encoded):
+    items: list[_Slot]
+
+
+_decoder = msgspec.msgpack.Decoder(_EncodeReply, ext_hook=arrays.ext_hook)
+_DTYPES = {msgspec.msgpack.encode(name): np.dtype(name) for name in sorted(arrays.EMITTED)}
+_TRUE, _EMPTY = b"\xc3", b"\xc4\x00"
+_HEADERS = {0xC4: 2, 0xC5: 3, 0xC6: 5}  # of bin 8, 16 and 32
+
+
+def decode_vectors(body: bytes) -> dict[str, Any]:
+    """A reply of encode. `items` have their arrays by name, and what describes them under `outputs`.
+
+    Raises what `reading` names: ValueError, KeyError, msgspec.DecodeError and their like.
+    """
+    reply = cast("dict[str, Any]", _decoder.decode(body))
+    for slot in reply["items"]:
+        slot["outputs"] = {}
+        for name in _OUTPUTS:
+            if name in slot:
+                told = {key: _array(each) if isinstance(each, dict) else each for key, each in slot[name].items()}
+                slot[name] = (
+                    {key: told.pop(key) for key in ("indices", "values")} if name == "sparse" else told.pop("values")
+                )
+                slot["outputs"][name] = told
+        if "metadata" in slot:
+            slot["metadata"] = arrays.unpack(slot["metadata"])
+    return reply
+
+
+def _array(sent: _ArrayMap) -> NDArray[Any]:
+    """An array that the caller owns and may write to: the one copy that puts it on an address of its own, where its
+    type belongs.
+    """
+    if bytes(sent[b"nd"]) != _TRUE or bytes(sent.get(b"kind", _EMPTY)) != _EMPTY:
+        raise ValueError("array: expected nd true and no kind")
+    dtype = _DTYPES[bytes(sent[b"type"])]
+    shape = msgspec.msgpack.decode(sent[b"shape"], type=list[int])
+    data = memoryview(sent[b"data"])
+    data = data[_HEADERS[data[0]] :]
+    if min(shape, default=0) < 0 or len(data) != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"array: {len(data)} bytes do not make the shape {shape} of {dtype}")
+    return np.frombuffer(data, dtype).reshape(shape).copy()
+
+
+def decode(body: bytes) -> dict[str, Any]:
+    """A reply of score or extract. Raises as `decode_vectors`."""
+    reply = arrays.unpack(arrays.decode_msgpack(body))
+    if not isinstance(reply, dict):
+        raise ValueError(f"expected a map, got {type(reply).__name__}")
+    return reply

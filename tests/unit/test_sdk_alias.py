@@ -1,0 +1,65 @@
+"""The distribution that gives `sie_sdk`: the names of `sie_client`, beside another owner of that name or not."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of packages in which pip has installed the wheel."""
+    out = tmp_path_factory.mktemp("alias")
+    argv = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(out), str(ROOT / "sdk/alias")]
+    subprocess.run(argv, capture_output=True, check=True, timeout=60)
+    (wheel,) = out.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(out / "site")
+    return out / "site"
+
+
+def output(site: Path, code: str) -> str:
+    """What code prints that runs with this folder and the client on its path, and no other installation of either."""
+    start = f"import site, sys\nsys.path.append({str(site)!r})\nsite.addsitedir({str(site)!r})\n"
+    path = ":".join(str(ROOT / folder) for folder in ("sdk", "contracts"))
+    done = subprocess.run(
+        [sys.executable, "-c", start + code], env={"PYTHONPATH": path}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_every_name_is_the_one_of_the_client(site: Path) -> None:
+    code = """
+import importlib, pkgutil
+from sie_sdk import SIEClient
+from sie_sdk.types import Item
+from sie_sdk.errors import SIEError
+import sie_sdk, sie_client.errors
+assert SIEClient is sie_client.SIEClient and Item is sie_client.Item and SIEError is sie_client.errors.SIEError
+for module in pkgutil.iter_modules(sie_client.__path__):
+    assert importlib.import_module(f"sie_sdk.{module.name}") is importlib.import_module(f"sie_client.{module.name}")
+print(sie_sdk.__name__)
+"""
+    assert output(site, code) == "sie_client"
+
+
+def test_another_owner_of_the_name_comes_first(site: Path) -> None:
+    """As pip has both in one folder. The wheel has no file at a path of the other one."""
+    assert {path.name for path in site.iterdir() if not path.name.endswith(".dist-info")} == {
+        "sie_sdk_alias",
+        "sie_sdk_alias.pth",
+    }
+    other = site / "sie_sdk"
+    other.mkdir()
+    (other / "__init__.py").write_text("OWNER = 'another'\n")
+    assert output(site, "import sie_sdk; print(sie_sdk.OWNER)") == "another"
+    shutil.rmtree(other)
+    assert output(site, "import sie_sdk; print(sie_sdk.__name__)") == "sie_client"
