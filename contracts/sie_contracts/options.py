@@ -132,9 +132,15 @@ class RequestOptions:
 
 
 def run_options(
-    resolved: Resolved, body: Mapping[str, Any], operation: Operation = "encode", *, strict: bool = False
+    resolved: Resolved,
+    body: Mapping[str, Any],
+    operation: Operation = "encode",
+    on_item_error: str = "slot",
+    *,
+    strict: bool = False,
 ) -> tuple[Resolved, RequestOptions]:
     """Merge the request's parameters over the profile's and the model's, and check each against the entry.
+    `on_item_error` counts where the request has none.
 
     Returns the resolution with the profile that `options.profile` may have chosen. Raises InvalidInput naming the path.
     """
@@ -159,7 +165,7 @@ def run_options(
     }
     merge = {"encode": _encode, "score": _score, "extract": _extract}[operation]
     run = RunOptions(**common, **merge(entry, defaults, given, parameters))
-    on_error = one_of(*given.get("on_item_error"), choices={"slot": "slot", "fail": "fail"}, default="slot")
+    on_error = one_of(*given.get("on_item_error"), choices={"slot": "slot", "fail": "fail"}, default=on_item_error)
     timing = one_of(*given.get("timing"), choices={"request": "request", "items": "items"}, default="request")
     unused = list(
         itertools.islice(given.unused(_USED[operation] | (given.foreign() if own is None else own)), MAX_WARNINGS)

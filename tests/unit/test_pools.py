@@ -415,7 +415,7 @@ async def test_a_reservation_without_workers_is_a_cold_lane_and_asks_for_them(to
     figures = {name: (await two.client.get(f"/v1/scaling/{name}.l4.default")).json() for name in ("team", "_default")}
     for found in figures.values():
         assert (found["reserved"], found["wanted_replicas"], found["demand"], found["ready_workers"]) == (2, 2, 1, 0)
-    answer = await one.encode("x", X_SIE_Pool="team", X_SIE_Timeout_Ms="300", X_SIE_SDK_Version="0.9.0")
+    answer = await one.encode("x", X_SIE_Pool="team", X_SIE_Timeout_Ms="300", X_SIE_SDK_Version="0.6.4")
     assert (answer.status_code, answer.json()["gpu"]) == (202, "l4")
     refused = (await one.encode("x", X_SIE_Pool="team", X_SIE_Timeout_Ms="300")).json()["error"]
     assert (refused["code"], refused["message"].rpartition("; ")[2]) == (
