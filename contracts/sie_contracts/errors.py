@@ -161,7 +161,7 @@ class BundleConflict(SIEError):
 
 
 class PoolConflict(SIEError):
-    """A pool of that name has another specification, which is in `pool`."""
+    """The name is that of a pool that is no reservation, which is in `pool`, or of a reservation of another key."""
 
     code, status = "POOL_CONFLICT", 409
 

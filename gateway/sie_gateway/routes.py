@@ -254,7 +254,7 @@ CONTROL: tuple[GatewayRoute, ...] = (
         "/v1/pools",
         "pools",
         reserving.create,
-        ("Pools", "Reserve workers, or renew the same reservation"),
+        ("Pools", "Reserve workers, or change or renew a reservation of the caller"),
         operations_api.Pool,
         scope="pools",
         status=201,
