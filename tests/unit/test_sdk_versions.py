@@ -174,3 +174,14 @@ async def test_a_public_sdk_is_told_of_a_drain_under_a_code_that_it_repeats(clus
     assert public.json()["error"]["reason"] == "shutting_down"
     adapter.let_go()
     assert (await occupant).status_code == 200
+
+
+async def test_a_reply_has_the_units_that_public_sdks_read(cluster: InProcess) -> None:
+    gateway = await cluster.gateway()
+    await cluster.sidecar(await cluster.adapter())
+    answer = await gateway.encode("a", "b")
+    tokens = answer.json()["usage"]["prompt_tokens"]
+    assert tokens > 0
+    told = [answer.headers[f"x-sie-{name}"] for name in ("served-by", "units-input-tokens")]
+    assert told == ["local", str(tokens)]
+    assert "x-sie-units-pairs" not in answer.headers
