@@ -12,6 +12,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
 PYTEST := $(BIN)/python -m pytest -p no:cacheprovider
 CLIENTS := .venv-clients
 SGLANG := .venv-sglang
+SDKS := .venv-sdks
 # without bytecode each of the processes that tests start compiles the product, and each collection rewrites the tests
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -39,12 +40,20 @@ $(VENV)/.large: $(VENV)/.pip constraints.txt
 	$(PIP) --quiet --no-deps --constraint constraints.txt $(LARGE)
 	touch $@
 
+# The public SDKs, each in a folder of its own: they share the name of a package. They ask for Python 3.12 and run on 3.11.
+TARGET = $(PIP) --quiet --no-deps --ignore-requires-python --upgrade --target
+
+$(SDKS)/.installed: $(VENV)/.pip
+	set -e; for version in 0.3.1 0.6.4 0.6.5 0.8.0 0.10.1; do $(TARGET) $(SDKS)/$$version sie-sdk==$$version; done
+	$(TARGET) $(SDKS)/needs msgpack==1.2.4 msgpack-numpy==0.4.8 websockets==14.2
+	touch $@
+
 # and then what it compiles need not be compiled by all processes of tests at once
 PRODUCT := contracts broker runtime store gateway sidecar adapter config_service sdk cli
 LIBRARIES := sie_adapter.server, sie_adapter.families.text_encoder, sie_config_service.process, sie_gateway.process, sie_sidecar.process, \
     sentence_transformers, gliner, gliner2, gliclass
 
-$(VENV)/.dev: pyproject.toml constraints.txt
+$(VENV)/.dev: pyproject.toml constraints.txt $(SDKS)/.installed
 	$(MAKE) --no-print-directory --jobs 2 $(VENV)/.serve $(VENV)/.large
 	set -e; { $(BIN)/python -m compileall -q $(PRODUCT) && $(BIN)/python -c 'import $(LIBRARIES)'; } & \
 	    $(PIP) --constraint constraints.txt --editable '.[dev]'; \
@@ -134,4 +143,4 @@ chaos: $(VENV)/.dev
 	$(BIN)/python tests/chaos/run.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(SGLANG) .venv-upgrade dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(SGLANG) $(SDKS) .venv-upgrade dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -269,6 +269,8 @@ HEADERS = (
     "x-sie-on-item-error",
     "x-sie-explain",
     "x-sie-sdk-version",
+    "x-sie-client-version",
+    "x-sie-remote",
     "x-sie-route-key",
     "x-request-id",
     "traceparent",

@@ -19,10 +19,10 @@ SIEError
 ├── InferenceFailed          500  INFERENCE_ERROR
 ├── InternalFailure          500  INTERNAL_ERROR
 ├── AllItemsFailed           400, 500 or 503  ALL_ITEMS_FAILED
-├── ModelLoadFailed          500  MODEL_LOAD_FAILED        never with Retry-After
+├── ModelLoadFailed          500  MODEL_LOAD_FAILED        never with Retry-After; 502 to public SDKs
 ├── LoraLoadFailed           400, 404 or 500  LORA_LOAD_FAILED  never with Retry-After
 ├── ModelLoading             503  MODEL_LOADING            retryable from here on
-├── Provisioning             503  PROVISIONING             202 to clients that expect it
+├── Provisioning             503  PROVISIONING             202 to public SDKs below 0.6.5
 ├── LoraLoading              503  LORA_LOADING
 ├── ResourceExhausted        503  RESOURCE_EXHAUSTED
 ├── QueueFull                503  QUEUE_FULL
@@ -161,7 +161,7 @@ class BundleConflict(SIEError):
 
 
 class PoolConflict(SIEError):
-    """A pool of that name has another specification, which is in `pool`."""
+    """The name is that of a pool that is no reservation, which is in `pool`, or of a reservation of another key."""
 
     code, status = "POOL_CONFLICT", 409
 
@@ -230,7 +230,7 @@ class AllItemsFailed(SIEError):
 
 
 class ModelLoadFailed(SIEError):
-    """The model cannot be loaded: `error_class`, `attempts`, `permanent`."""
+    """The model cannot be loaded: `error_class`, `attempts`, `permanent`. 502 to public SDKs."""
 
     code, status = "MODEL_LOAD_FAILED", 500
 
@@ -254,8 +254,8 @@ class ModelLoading(SIEError):
 
 
 class Provisioning(SIEError):
-    """No worker for this is ready yet: `gpu`, `bundle`, `estimated_wait_s`. 202 on native routes for
-    `X-SIE-SDK-Version`.
+    """No worker for this is ready yet: `gpu`, `bundle`, `estimated_wait_s`. 202 on native routes to public SDKs
+    below 0.6.5.
     """
 
     code, status, retryable, retry_after_s = "PROVISIONING", 503, True, 5

@@ -132,9 +132,15 @@ class RequestOptions:
 
 
 def run_options(
-    resolved: Resolved, body: Mapping[str, Any], operation: Operation = "encode", *, strict: bool = False
+    resolved: Resolved,
+    body: Mapping[str, Any],
+    operation: Operation = "encode",
+    on_item_error: str = "slot",
+    *,
+    strict: bool = False,
 ) -> tuple[Resolved, RequestOptions]:
     """Merge the request's parameters over the profile's and the model's, and check each against the entry.
+    `on_item_error` counts where the request has none.
 
     Returns the resolution with the profile that `options.profile` may have chosen. Raises InvalidInput naming the path.
     """
@@ -159,11 +165,14 @@ def run_options(
     }
     merge = {"encode": _encode, "score": _score, "extract": _extract}[operation]
     run = RunOptions(**common, **merge(entry, defaults, given, parameters))
-    on_error = one_of(*given.get("on_item_error"), choices={"slot": "slot", "fail": "fail"}, default="slot")
+    on_error = one_of(*given.get("on_item_error"), choices={"slot": "slot", "fail": "fail"}, default=on_item_error)
     timing = one_of(*given.get("timing"), choices={"request": "request", "items": "items"}, default="request")
-    unused = list(
-        itertools.islice(given.unused(_USED[operation] | (given.foreign() if own is None else own)), MAX_WARNINGS)
-    )
+    used = _USED[operation] | (given.foreign() if own is None else own)
+    if operation == "extract":  # no family follows a schema
+        used -= {"output_schema"}
+    elif operation == "score" and own is not None and not _scores_by_instruction(entry):
+        used -= {"instruction", "default_instruction"}
+    unused = list(itertools.islice(given.unused(used), MAX_WARNINGS))
     if unused and strict:
         path, meant = unused[0]
         raise InvalidInput(f"{path}: no such option of {entry.id} here{meant}", reason="unknown_option", param=path)
@@ -225,6 +234,10 @@ def _encode(
     }
 
 
+def _scores_by_instruction(entry: ModelEntry) -> bool:
+    return families.row(entry.family).gives_vectors or any("{instruction}" in piece for piece in entry.pair)
+
+
 def _score(
     entry: ModelEntry, defaults: RunDefaults, given: _Parameters, parameters: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -270,9 +283,6 @@ def _extract(
     if families.row(entry.family).needs_instruction and not (text(*given.get("instruction")) or defaults.instruction):
         message = f"instruction: {entry.id} needs the query that the texts are read for"
         raise InvalidInput(message, reason="instruction_required", param="instruction")
-    path, schema = given.get("output_schema")
-    if schema is not None:
-        raise InvalidInput(f"{path}: {entry.id} takes no schema", reason="output_schema_unsupported", param=path)
     return {"outputs": (), "labels": tuple(labels or ()), "threshold": parameters.get("threshold")}
 
 

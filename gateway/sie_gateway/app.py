@@ -21,6 +21,7 @@ from starlette.requests import ClientDisconnect
 
 import sie_contracts
 from sie_broker import Connection
+from sie_contracts import sdk_versions
 from sie_contracts.configs import config_shape
 from sie_contracts.errors import (
     GatewayTimeout,
@@ -35,7 +36,7 @@ from sie_contracts.settings import Settings
 from sie_gateway import operations, telemetry
 from sie_gateway.attach import ClientGone
 from sie_gateway.auth import Gate
-from sie_gateway.call import Answer, Call, FailedRequest
+from sie_gateway.call import Answer, Call, FailedRequest, native_shape
 from sie_gateway.dead_letters import DeadLetters
 from sie_gateway.doctor import Doctor
 from sie_gateway.grant import Quotas
@@ -211,13 +212,14 @@ def error_response(error: Exception, call: Call) -> Response:
         _logger.error("request %s failed", call.id, exc_info=error, extra={"request_id": call.id})
         error = InternalFailure("the server failed; its log has the details under this request id")
     call.code, call.message = error.code, error.message
+    error = call.dialect.spoken(error) if call.shape is native_shape else error
     headers |= {"X-SIE-Error-Code": error.code, "x-should-retry": "true" if error.retryable else "false"}
     if error.retryable:
         headers["Retry-After"] = str(max(1, error.retry_after_s))
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     status, body = call.shape(error, call.id, errors)
-    return JSONResponse(body, status, headers)
+    return JSONResponse(error.extras if status == 202 else body, status, headers)
 
 
 class ClientVersions:
@@ -275,10 +277,18 @@ class Edge:
             "path": self._root + path,
             "root_path": self._root,
         }
-        call = Call(uuid7(), received_s, headers, path=path, receive=receive, client=(scope.get("client") or ("",))[0])
+        call = Call(
+            uuid7(),
+            received_s,
+            headers,
+            path=path,
+            receive=receive,
+            client=(scope.get("client") or ("",))[0],
+            dialect=sdk_versions.dialect_of(headers),
+        )
         scope["sie.call"] = call
         telemetry.begin_trace(None if is_socket else self._tracer, call, scope.get("method", "GET"))
-        self._versions.met(headers.get("x-sie-sdk-version", ""))
+        self._versions.met(headers.get(sdk_versions.HEADER) or headers.get(sdk_versions.OWN_HEADER, ""))
         status, is_whole = 0, False
 
         async def tagged(message: Any) -> None:

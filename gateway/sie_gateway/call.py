@@ -11,6 +11,7 @@ from sie_contracts.catalogue import Resolved
 from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import InvalidInput, SIEError, envelope
 from sie_contracts.messages import Operation, Priority, RunOptions
+from sie_contracts.sdk_versions import NATIVE, Dialect
 from sie_contracts.trace_context import NONE, Context
 from sie_gateway.grant import ANYBODY, Charge, Grant
 from sie_runtime.http import Body, Receive
@@ -57,6 +58,7 @@ class Call:
     grant: Grant = ANYBODY  # what its credential is let in with
     charge: Charge = field(default_factory=Charge)  # the tokens that it uses of its key's quota
     shape: ErrorShape = native_shape
+    dialect: Dialect = NATIVE
     budget_s: float = 0.0  # from received_s on
     model: str | None = None  # the name of a model that the path has; None where the body names it
     resolved: Resolved | None = None  # the model of that name

@@ -14,8 +14,6 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
 from sie_contracts import families, topology
 from sie_contracts.catalogue import Catalogue, Resolved
 from sie_contracts.entries import ModelEntry
@@ -25,7 +23,6 @@ from sie_contracts.errors import (
     InvalidInput,
     ModelNotFound,
     NotReady,
-    Provisioning,
     QueueFull,
 )
 from sie_contracts.heartbeats import Heartbeat
@@ -78,7 +75,7 @@ class Inference:
         self._runner = runner
         self._urls = urls
         self._default_models = dict(settings.default_models or ())
-        self._plain: dict[tuple[str, Operation], tuple[ModelEntry, RequestOptions]] = {}
+        self._plain: dict[tuple[str, Operation, str], tuple[ModelEntry, RequestOptions]] = {}
         self.shadows = Shadows(lambda: feed.catalogue, fleet, admission, metrics, self.run)
         self.away: Attachments[Answer] = Attachments()
         self.in_progress = 0
@@ -151,6 +148,7 @@ class Inference:
         runs, so that slow uploads are bounded like everything else.
         """
         self._resolve(call, route)
+        _check_remote(call.headers)
         call.budget_s = self._budget_s(call.headers)
         self._check_concurrency(call)
         self._enter(1)
@@ -171,26 +169,15 @@ class Inference:
             call.resolved = self.resolve(call.model, call, CAN.get(route.endpoint, anything))
 
     async def _answer(self, call: Call, route: InferenceRoute, read: Callable[[], Awaitable[bytes]]) -> Answer:
-        try:
-            raw = call.body = await _within(read, call.budget_s)
-            kept = self.away.find(call, raw)
-            if kept is not None:
-                return await kept.join(call, call.received_s + call.budget_s - time.perf_counter())
-            with self.away.attend(call, raw) as run:
-                run.answer = await self._handled(call, route, raw)
-            if run.left:
-                raise ClientGone
-            return run.answer
-        except Provisioning as error:
-            if not route.is_native or "x-sie-sdk-version" not in call.headers:
-                raise
-            call.code = error.code
-            headers = {
-                "Retry-After": str(error.retry_after_s),
-                "x-should-retry": "true",
-                "X-SIE-Error-Code": error.code,
-            }
-            return Answer(orjson.dumps(error.extras), "application/json", headers, 202)
+        raw = call.body = await _within(read, call.budget_s)
+        kept = self.away.find(call, raw)
+        if kept is not None:
+            return await kept.join(call, call.received_s + call.budget_s - time.perf_counter())
+        with self.away.attend(call, raw) as run:
+            run.answer = await self._handled(call, route, raw)
+        if run.left:
+            raise ClientGone
+        return run.answer
 
     async def _handled(self, call: Call, route: InferenceRoute, raw: bytes) -> Answer:
         """The route's answer by one entry of the model from start to end: anew, all of it, where that changed on the
@@ -232,8 +219,8 @@ class Inference:
         self._urls.check(asked.items, asked.query)
         if asked.run is None:
             strict = headers.get("x-sie-strict", "").lower() == "true"
-            parameters = _with_error_mode(asked.parameters, headers.get("x-sie-on-item-error", ""))
-            resolved, options = self._options(resolved, parameters, asked.operation, strict=strict)
+            mode = _error_mode(call)
+            resolved, options = self._options(resolved, asked.parameters, asked.operation, mode, strict=strict)
             if resolved is not asked.resolved:  # another profile, which other workers may have loaded
                 lane = self.lane(headers, resolved)
         else:
@@ -278,7 +265,7 @@ class Inference:
         return finished
 
     def _options(
-        self, resolved: Resolved, body: Mapping[str, Any], operation: Operation, *, strict: bool
+        self, resolved: Resolved, body: Mapping[str, Any], operation: Operation, on_item_error: str, *, strict: bool
     ) -> tuple[Resolved, RequestOptions]:
         """`run_options`; the outcome for a body without parameters is kept: it is that of every such body, and a tenth
         of a request.
@@ -286,11 +273,11 @@ class Inference:
         if any(
             value != {} if name in ("params", "options") else name not in _NO_PARAMETERS for name, value in body.items()
         ):
-            return run_options(resolved, body, operation, strict=strict)
-        kept = self._plain.get((resolved.canonical, operation))
+            return run_options(resolved, body, operation, on_item_error, strict=strict)
+        kept = self._plain.get((resolved.canonical, operation, on_item_error))
         if kept is None or kept[0] is not resolved.entry:
-            kept = resolved.entry, run_options(resolved, {}, operation)[1]
-            self._plain[resolved.canonical, operation] = kept
+            kept = resolved.entry, run_options(resolved, {}, operation, on_item_error)[1]
+            self._plain[resolved.canonical, operation, on_item_error] = kept
         return resolved, kept[1]
 
     def _enter(self, change: int) -> None:
@@ -348,18 +335,21 @@ def _pool_name(given: str) -> str:
         raise InvalidInput(f"X-SIE-Pool: {error}", reason="pool_name", param="X-SIE-Pool") from error
 
 
-def _with_error_mode(parameters: Mapping[str, Any], mode: str) -> Mapping[str, Any]:
-    """The parameters with what the header says of failed inputs, which any word of the body outweighs. Raises
+def _error_mode(call: Call) -> str:
+    """What a failed input does unless the body says: the header, else the dialect of the client. Raises
     InvalidInput.
     """
-    if not mode:
-        return parameters
+    mode = call.headers.get("x-sie-on-item-error") or call.dialect.on_item_error
     if mode not in ("slot", "fail"):
         raise InvalidInput("X-SIE-On-Item-Error: expected slot or fail", reason="schema", param="X-SIE-On-Item-Error")
-    options = parameters.get("options")
-    if options is not None and not isinstance(options, dict):
-        return parameters  # refused with all others of its kind
-    return {**parameters, "options": {"on_item_error": mode, **(options or {})}}
+    return mode
+
+
+def _check_remote(headers: Mapping[str, str]) -> None:
+    """Raise InvalidInput for a client that wants another server to answer: this one always answers by itself."""
+    named = headers.get("x-sie-remote")
+    if named is not None and named.strip().lower() != "forbid":
+        raise InvalidInput("X-SIE-Remote: expected forbid", reason="schema", param="X-SIE-Remote")
 
 
 async def _within(read: Callable[[], Awaitable[bytes]], budget_s: float) -> bytes:

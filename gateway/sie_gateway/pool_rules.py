@@ -25,14 +25,6 @@ HIDDEN = "reserved"  # stands for the name of a reservation that the reader has 
 ON_THEIR_WAY = "its workers do not serve it yet"
 
 
-class NameTaken(Exception):
-    """A reservation of this name exists with another spec, or is somebody else's."""
-
-    def __init__(self, present: Reservation) -> None:
-        super().__init__(present.spec.name)
-        self.present = present
-
-
 def shown(name: str) -> str:
     """A pool's name as Pool objects print it."""
     return "default" if name == topology.pool_name("default") else name
@@ -56,28 +48,19 @@ def exists_elsewhere(name: str) -> PoolConflict:
     return PoolConflict(f"name: {name!r} is taken by a reservation of another key", param="name")
 
 
-def exists_otherwise(name: str, pool: api.Pool) -> PoolConflict:
-    """The error for a reservation with another spec. `pool`: its Pool object."""
-    return PoolConflict(
-        f"name: a reservation {name!r} exists with another spec",
-        param="name",
-        extras={"pool": msgspec.to_builtins(pool)},
-    )
-
-
 # ---- changes of the record
 
 
 def created(record: Reservations, spec: PoolSpec, grant: Grant, now_s: float) -> Reservations:
-    """With a reservation of this spec, new or renewed.
+    """With a reservation of this spec: new, or the same one renewed, or with this spec in place of its own.
 
-    Raises NameTaken, QueueUnavailable while an earlier one of its name is being removed, PoolOperationForbidden over
-    a limit.
+    Raises PoolConflict for one of another key, QueueUnavailable while an earlier one of its name is being removed,
+    PoolOperationForbidden over a limit.
     """
     name = spec.name
     present = record.pools.get(name)
-    if present is not None and (present.spec != spec or not grant.owns(present.owner)):
-        raise NameTaken(present)
+    if present is not None and not grant.owns(present.owner):
+        raise exists_elsewhere(name)
     if name in record.ended or (present is not None and now_s >= present.expires_s):
         raise QueueUnavailable(f"an earlier pool {name!r} is being removed")
     if present is None and len(record.pools) >= MAX_RESERVATIONS:
@@ -87,8 +70,9 @@ def created(record: Reservations, spec: PoolSpec, grant: Grant, now_s: float) ->
         raise PoolOperationForbidden(f"this key has {own} reservations, the limit is {MAX_RESERVATIONS_OF_A_KEY}")
     if present is None:
         present = Reservation(spec, now_s, now_s, owner=grant.key)
-    takes_last = present.takes_last or "admin" in grant.scopes
-    return _with(record, msgspec.structs.replace(present, renewed_s=now_s, takes_last=takes_last))
+    # a right that was used for one spec is no right to change it
+    takes_last = "admin" in grant.scopes or (present.takes_last and present.spec == spec)
+    return _with(record, msgspec.structs.replace(present, spec=spec, renewed_s=now_s, takes_last=takes_last))
 
 
 def renewed(record: Reservations, name: str, grant: Grant, now_s: float) -> Reservations:

@@ -28,7 +28,7 @@ from sie_gateway.assignments import Candidate
 from sie_gateway.fleet import Fleet
 from sie_gateway.grant import Grant
 from sie_gateway.metrics import Metrics
-from sie_gateway.pool_rules import HELD_BACK, ON_THEIR_WAY, TOO_FEW, NameTaken, not_found
+from sie_gateway.pool_rules import HELD_BACK, ON_THEIR_WAY, TOO_FEW, not_found
 from sie_gateway.queue import WorkQueue
 from sie_runtime.clock import BrokerClock
 from sie_runtime.failpoints import failpoint
@@ -198,9 +198,9 @@ class Pools:
     # ---- what clients do
 
     async def create(self, spec: PoolSpec, grant: Grant) -> Reservation:
-        """Make a reservation and its stream, or renew one of the same spec and owner.
+        """Make a reservation and its stream, or give one of the same owner this spec and a new lease.
 
-        Raises PoolConflict, with the present pool for who may see it, PoolOperationForbidden over a limit,
+        Raises PoolConflict for a name that is no reservation, or of another key; PoolOperationForbidden over a limit,
         QueueUnavailable, BrokerError.
         """
         name = spec.name
@@ -215,12 +215,7 @@ class Pools:
             made = name not in record.pools
             return pool_rules.created(record, spec, grant, now_s)
 
-        try:
-            record = await self.record.change(make)
-        except NameTaken as error:
-            if not grant.owns(error.present.owner):
-                raise pool_rules.exists_elsewhere(name) from None
-            raise pool_rules.exists_otherwise(name, self._pool_of(error.present)) from None
+        record = await self.record.change(make)
         self._count("created" if made else "renewed")
         failpoint("gateway.pool_recorded")
         try:

@@ -42,7 +42,6 @@ MAX_BODY_BYTES = 64 << 10
 MAX_SPEC_BYTES = 8 << 10  # all reservations are one value, which must fit into a message of the broker
 _NO_NAMES = frozenset({"assignments"})
 _FIELDS = frozenset(PoolRequest.__struct_fields__)
-_IGNORED = frozenset({"queue_pool"})  # sent by clients of clusters whose pools share queues
 T = TypeVar("T")
 _logger = logging.getLogger("sie.gateway.pools")
 
@@ -55,12 +54,16 @@ def parse_spec(body: object, profiles: Collection[str], catalogue: Catalogue) ->
     """
     if not isinstance(body, dict):
         raise InvalidInput(f"body: expected an object, got {_kind(body)}", reason="schema", param="body")
-    unknown = sorted(str(key) for key in body.keys() - _FIELDS - _IGNORED)
+    unknown = sorted(str(key) for key in body.keys() - _FIELDS)
     if unknown:
         field = unknown[0][:60]
         meant = did_you_mean(field, _FIELDS) or f"; there are {', '.join(sorted(_FIELDS))}"
         raise InvalidInput(f"{field}: no such field{meant}", reason="schema", param=field)
     name = _name(body.get("name"))
+    queue_pool = body.get("queue_pool")
+    if queue_pool is not None and queue_pool not in ("default", "_default"):
+        message = f"queue_pool: expected default, whose workers reservations take, got {str(queue_pool)[:60]!r}"
+        raise InvalidInput(message, reason="schema", param="queue_pool")
     gpus = _counts(body, "gpus", profiles)
     if not gpus:
         raise InvalidInput(
@@ -206,7 +209,7 @@ def _profiles(gateway: Gateway) -> set[str]:
 
 
 async def create(gateway: Gateway, request: Request) -> Response:
-    """Reserve workers, or renew the same reservation."""
+    """Reserve workers, or change or renew a reservation of the caller."""
     catalogue = gateway.inference.catalogue
     spec = parse_spec(await _body(request), _profiles(gateway), catalogue)
     grant = _grant(request)

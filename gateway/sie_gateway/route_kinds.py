@@ -33,10 +33,9 @@ class GatewayRoute(Route):
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceRoute(GatewayRoute):
-    """A route whose handler asks a model. Only a native one says "not yet" with 202."""
+    """A route whose handler asks a model."""
 
     handler: Handler
-    is_native: bool = False
 
 
 _ShortText = Annotated[str, Meta(max_length=128)]
@@ -56,6 +55,13 @@ HEADERS = (
     Parameter(
         "X-SIE-Strict", "header", Literal["true"], "An option that the model does not know is an error, not a warning."
     ),
+    Parameter(
+        "X-SIE-On-Item-Error",
+        "header",
+        Literal["slot", "fail"],
+        "A failed input fills its slot with the error, or fails the request. Public SDKs of SIE get fail by default.",
+    ),
+    Parameter("X-SIE-Remote", "header", Literal["forbid"], "This server answers by itself; another value is refused."),
     Parameter("X-Request-ID", "header", _ShortText, "Returned with the reply."),
 )
 PLACEHOLDERS = {

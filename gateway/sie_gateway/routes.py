@@ -42,7 +42,7 @@ from sie_runtime.routes import ARROW, HTML, JSON, MSGPACK, OPEN, RAW, TEXT, Cont
 
 
 def _native(verb: str, handler: Handler, summary: str, body: Any, reply: Any, *media: str) -> InferenceRoute:
-    not_yet = "PROVISIONING, to clients that send X-SIE-SDK-Version: not yet, come again after Retry-After"
+    not_yet = "PROVISIONING, to public SDKs below 0.6.5: not yet, come again after Retry-After"
     return InferenceRoute(
         method="POST",
         path=f"/v1/{verb}/{{model:path}}",
@@ -54,7 +54,6 @@ def _native(verb: str, handler: Handler, summary: str, body: Any, reply: Any, *m
         body=Content(body, (JSON, MSGPACK)),
         replies={200: Content(reply, (JSON, MSGPACK, *media)), 202: Content(Provisioning, description=not_yet)},
         parameters=HEADERS,
-        is_native=True,
     )
 
 
@@ -255,7 +254,7 @@ CONTROL: tuple[GatewayRoute, ...] = (
         "/v1/pools",
         "pools",
         reserving.create,
-        ("Pools", "Reserve workers, or renew the same reservation"),
+        ("Pools", "Reserve workers, or change or renew a reservation of the caller"),
         operations_api.Pool,
         scope="pools",
         status=201,

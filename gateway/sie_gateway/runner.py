@@ -151,7 +151,7 @@ class Runner:
 
         Raises ModelLoading, Provisioning, GatewayTimeout, and the error that the collector was failed with.
         """
-        until_s, hosted = call.received_s + min(call.budget_s, self._load_hold_s), False
+        until_s, hosted = call.received_s + min(call.budget_s, self._load_hold_s if call.dialect.holds else 0.0), False
         while True:
             try:
                 await collector.wait(max(0.0, until_s - time.perf_counter()))

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from sie_contracts import __version__
+from sie_contracts import __version__, sdk_versions
 from sie_contracts.errors import SIEError, envelope
 
 Scope = MutableMapping[str, Any]
@@ -123,7 +123,7 @@ def common_headers(headers: Mapping[str, str], request_id: str, trace_id: str | 
         (b"x-sie-request-id", request_id.encode()),
         (b"x-request-id", client_id.encode()),
         (b"x-sie-version", __version__.encode()),
-        (b"x-sie-server-version", __version__.encode()),  # the public SIE clients compare it with their own
+        (b"x-sie-server-version", sdk_versions.server_version(headers).encode()),
     ]
 
 

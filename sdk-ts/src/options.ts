@@ -141,7 +141,7 @@ export class Session {
       "x-sie-explain": explain ? "1" : undefined,
       "x-sie-strict": strict ? "true" : undefined,
     };
-    const found: Record<string, string> = { "x-sie-sdk-version": VERSION };
+    const found: Record<string, string> = { "x-sie-client-version": VERSION };
     for (const [name, value] of Object.entries(named)) if (value) found[name] = value;
     for (const [name, value] of Object.entries(headers ?? {})) found[name.toLowerCase()] = value;
     return found;

@@ -273,7 +273,7 @@ class Session:
 
     def sent_headers(self) -> dict[str, str]:
         """Of every request, but for the format of its body."""
-        found = {"x-sie-sdk-version": __version__}
+        found = {"x-sie-client-version": __version__}
         if self.api_key:
             found["authorization"] = f"Bearer {self.api_key.strip()}"
         if self.timeout_s is not None:

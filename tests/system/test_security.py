@@ -211,6 +211,8 @@ def messages() -> Iterator[tuple[str, str, Any, dict[str, str]]]:
         "idempotency-key",
         "user-agent",
         "x-sie-sdk-version",
+        "x-sie-client-version",
+        "x-sie-remote",
         "x-sie-on-item-error",
         "x-sie-explain",
         "cookie",

@@ -388,7 +388,7 @@ async def test_a_lane_without_a_worker_is_held_and_then_told_to_be_starting(clus
     every gateway.
     """
     gateways = [await cluster.gateway(SIE_LOAD_HOLD_S="0.3") for _ in range(2)]
-    plain, told = await asyncio.gather(gateways[0].encode("x"), gateways[0].encode("x", X_SIE_SDK_Version="1"))
+    plain, told = await asyncio.gather(gateways[0].encode("x"), gateways[0].encode("x", X_SIE_SDK_Version="0.6.4"))
     error = plain.json()["error"]
     assert (plain.status_code, error["code"], error["retryable"]) == (503, "PROVISIONING", True)
     assert (plain.headers["retry-after"], plain.headers["x-should-retry"]) == ("5", "true")
@@ -434,7 +434,7 @@ async def test_a_model_that_is_being_loaded_says_so_when_the_hold_ends_and_never
     adapter.hold_loads = True
     gateway = await cluster.gateway(SIE_LOAD_HOLD_S="1")
     await cluster.sidecar(adapter)
-    for headers in ({}, {"X_SIE_SDK_Version": "1"}, {"X_SIE_Timeout_Ms": "500"}):
+    for headers in ({}, {"X_SIE_SDK_Version": "0.6.4"}, {"X_SIE_Timeout_Ms": "500"}):
         answer = await gateway.encode("x", **headers)
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (503, "MODEL_LOADING")

@@ -209,8 +209,7 @@ async def bundle_conflict(place: Place) -> list[Heard]:
 
 async def pool_conflict(place: Place) -> list[Heard]:
     gateway = await place.cluster.gateway(SIE_GATEWAY_CONFIGURED_GPUS="l4")
-    assert (await gateway.client.post("/v1/pools", json=POOL)).status_code == 201
-    return [("native", await gateway.client.post("/v1/pools", json={**POOL, "gpus": {"l4": 2}}))]
+    return [("native", await gateway.client.post("/v1/pools", json={**POOL, "name": "default"}))]
 
 
 async def content_conflict(place: Place) -> list[Heard]:
@@ -357,10 +356,10 @@ async def model_loading(place: Place) -> list[Heard]:
 
 
 async def provisioning(place: Place) -> list[Heard]:
-    """With the header of SIE's own clients a native route says 202, no other does."""
+    """To a public SDK below 0.6.5 a native route says 202, no other does."""
     gateway = await place.cluster.gateway(SIE_LOAD_HOLD_S="0.02")
     heard = await place.ask(gateway)
-    native, *others = await place.ask(gateway, X_SIE_SDK_Version="1.0")
+    native, *others = await place.ask(gateway, X_SIE_SDK_Version="0.6.4")
     told = native[1].json()
     assert (native[1].status_code, told["status"], told["bundle"], told["estimated_wait_s"] >= 1) == (
         202,

@@ -482,11 +482,19 @@ def test_an_option_of_another_family_is_a_warning() -> None:
     assert "hypothesis_template" not in found.run.parameters
 
 
-def test_a_schema_is_refused_by_a_model_that_takes_none() -> None:
-    error = refused(
-        {"labels": ["x"], "params": {"output_schema": {"type": "object"}}}, "org/gliner", operation="extract"
-    )
-    assert (error.reason, error.param) == ("output_schema_unsupported", "params.output_schema")
+def test_an_instruction_that_a_score_does_not_read_is_a_warning() -> None:
+    found = options({"instruction": "find"}, "org/cross", operation="score")
+    assert found.warnings == ("instruction: ignored, no such option of org/cross here",)
+    assert refused({"instruction": "find"}, "org/cross", operation="score", strict=True).reason == "unknown_option"
+    assert options({"instruction": "find"}, "org/late", operation="score").warnings == ()
+
+
+def test_a_schema_is_a_warning_of_a_model_that_takes_none() -> None:
+    body = {"labels": ["x"], "params": {"output_schema": {"type": "object"}}}
+    warning = "params.output_schema: ignored, no such option of org/gliner here"
+    assert options(body, "org/gliner", operation="extract").warnings == (warning,)
+    error = refused(body, "org/gliner", operation="extract", strict=True)
+    assert (error.reason, error.param) == ("unknown_option", "params.output_schema")
 
 
 @pytest.mark.parametrize("operation", ["encode", "extract"])

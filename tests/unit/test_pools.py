@@ -181,6 +181,7 @@ CATALOGUE = Catalogue({"toy/one": toy_entry()}, {}, "")
         ({"gpu_caps": {"l4": 1}, "gpus": {"l4": 2}}, "gpu_caps.l4", InvalidInput),
         ({"minimum_worker_count": -1}, "minimum_worker_count", InvalidInput),
         ({"ttl_seconds": 0}, "ttl_seconds", InvalidInput),
+        ({"queue_pool": "batch"}, "queue_pool", InvalidInput),
         ({"ttl_seconds": "60"}, "ttl_seconds", InvalidInput),
         ({"pinned_models": "toy/one"}, "pinned_models", InvalidInput),
         ({"minimum_workers": 1}, "minimum_workers", InvalidInput),
@@ -199,7 +200,7 @@ def test_a_bad_spec_is_refused_with_its_field(body: Any, param: str, kind: type[
 
 def test_a_spec_is_written_one_way_with_its_defaults() -> None:
     spec = parse_spec(
-        {"name": "Team", "gpus": {" L4": 2, "A100": 1}, "queue_pool": "x"}, {"l4", "a100-spot"}, CATALOGUE
+        {"name": "Team", "gpus": {" L4": 2, "A100": 1}, "queue_pool": "default"}, {"l4", "a100-spot"}, CATALOGUE
     )
     assert spec == PoolSpec("team", {"a100-spot": 1, "l4": 2}, "", 0, 1200)
     full = {
@@ -352,7 +353,7 @@ async def test_a_reservation_takes_a_worker_serves_its_requests_and_gives_it_bac
     assert made.status_code == 201
 
 
-async def test_the_same_spec_renews_and_another_one_conflicts(town: Town) -> None:
+async def test_a_post_of_the_owner_renews_a_reservation_and_may_change_its_spec(town: Town) -> None:
     one, two = town.gateways
     first = (await one.client.post("/v1/pools", json=SPEC)).json()
     assert first["status"]["state"] == "pending"
@@ -361,12 +362,14 @@ async def test_the_same_spec_renews_and_another_one_conflicts(town: Town) -> Non
     assert again.json()["status"]["created_at"] == first["status"]["created_at"]
     assert again.json()["status"]["expires_at"] > first["status"]["expires_at"]
     other = await two.client.post("/v1/pools", json={**SPEC, "minimum_worker_count": 1})
-    assert code(other) == (409, "POOL_CONFLICT")
-    assert other.headers["x-should-retry"] == "false"
-    assert other.json()["detail"]["pool"]["spec"] == first["spec"]
+    assert other.status_code == 201
+    assert other.json()["spec"] == {**first["spec"], "minimum_worker_count": 1}
+    assert other.json()["status"]["created_at"] == first["status"]["created_at"]
+    seen = (await one.client.get("/v1/pools/team")).json()["spec"]["minimum_worker_count"]
+    assert (seen, await town.events("created"), await town.events("renewed")) == (1, 1, 2)
     renewed = (await one.client.post("/v1/pools/team/renew")).json()
     assert renewed == {"message": "Pool renewed", "expires_at": renewed["expires_at"]}
-    assert renewed["expires_at"] > again.json()["status"]["expires_at"]
+    assert renewed["expires_at"] > other.json()["status"]["expires_at"]
 
 
 async def test_the_default_pool_is_always_there_and_no_reservation(town: Town) -> None:
@@ -377,7 +380,8 @@ async def test_the_default_pool_is_always_there_and_no_reservation(town: Town) -
         assert pool["status"]["expires_at"] is None
         assert code(await client.delete(f"/v1/pools/{name}")) == (403, "POOL_OPERATION_FORBIDDEN")
         assert (await client.post(f"/v1/pools/{name}/renew")).json() == {"message": "Pool renewed", "expires_at": None}
-        assert code(await client.post("/v1/pools", json={**SPEC, "name": name})) == (409, "POOL_CONFLICT")
+        refused = await client.post("/v1/pools", json={**SPEC, "name": name})
+        assert (*code(refused), refused.headers["x-should-retry"]) == (409, "POOL_CONFLICT", "false")
     assert [pool["name"] for pool in (await client.get("/v1/pools")).json()["pools"]] == ["default"]
     unknown = (
         ("GET", "/v1/pools/none"),
@@ -415,7 +419,7 @@ async def test_a_reservation_without_workers_is_a_cold_lane_and_asks_for_them(to
     figures = {name: (await two.client.get(f"/v1/scaling/{name}.l4.default")).json() for name in ("team", "_default")}
     for found in figures.values():
         assert (found["reserved"], found["wanted_replicas"], found["demand"], found["ready_workers"]) == (2, 2, 1, 0)
-    answer = await one.encode("x", X_SIE_Pool="team", X_SIE_Timeout_Ms="300", X_SIE_SDK_Version="0.9.0")
+    answer = await one.encode("x", X_SIE_Pool="team", X_SIE_Timeout_Ms="300", X_SIE_SDK_Version="0.6.4")
     assert (answer.status_code, answer.json()["gpu"]) == (202, "l4")
     refused = (await one.encode("x", X_SIE_Pool="team", X_SIE_Timeout_Ms="300")).json()["error"]
     assert (refused["code"], refused["message"].rpartition("; ")[2]) == (

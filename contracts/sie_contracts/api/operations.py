@@ -26,6 +26,10 @@ class PoolRequest(Struct, kw_only=True):
     name: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,63}$")]
     gpus: Annotated[dict[str, Count], Meta(min_length=1, description="Workers by machine profile.")]
     gpu_caps: dict[str, Count] | UnsetType = UNSET
+    queue_pool: (
+        Annotated[Literal["default", "_default"] | None, Meta(description="The pool whose workers it takes.")]
+        | UnsetType
+    ) = UNSET
     bundle: str | UnsetType | None = UNSET
     minimum_worker_count: Annotated[int, Meta(ge=0, le=MAX_MINIMUM_WORKERS)] | UnsetType = UNSET
     ttl_seconds: Annotated[int, Meta(ge=1, le=MAX_TTL_S)] = TTL_S

@@ -50,6 +50,7 @@ def _inlined(schema: Any, components: dict[str, Any]) -> Any:
 class Usage(msgspec.Struct, kw_only=True):
     """Number of tokens that ran, the positions of truncated inputs, and the number of images, if there are any."""
 
+    input_tokens: Whole = msgspec.UNSET
     prompt_tokens: Whole = msgspec.UNSET
     total_tokens: Whole = msgspec.UNSET
     truncated_items: list[int] | UnsetType = msgspec.UNSET

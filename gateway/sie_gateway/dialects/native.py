@@ -106,6 +106,8 @@ def _answer(call: Call, finished: Finished, *, msgpack: bool) -> Answer:
         for slot, own in zip(slots, finished.item_timings() if slots else (), strict=True):
             slot["timing"] = own
     content |= finished.shared(call)
+    if request.operation == "score":  # public SDKs read this name
+        content["usage"] = {"input_tokens": finished.usage["prompt_tokens"], **finished.usage}
     if options.run.muvera is not None:
         content["muvera"] = msgspec.to_builtins(options.run.muvera)
 

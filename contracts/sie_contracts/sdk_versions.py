@@ -1,0 +1,99 @@
+"""What the public SDKs of SIE expect of a server, by the version that they name in `X-SIE-SDK-Version`.
+
+    version ──► dialect_of ──► the first row of DIALECTS that is not newer ──► holds, item errors, statuses, codes
+
+Our own clients name theirs in another header, `X-SIE-Client-Version`, and get NATIVE, as everybody else does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from sie_contracts.errors import SIEError
+
+HEADER = "x-sie-sdk-version"
+OWN_HEADER = "x-sie-client-version"
+CONTRACT_VERSION = (0, 10)
+"""The newest minor version of the public contract that this server speaks."""
+_MINOR = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})(?:\.([0-9]{1,6}))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How a range of client versions is answered.
+
+    `holds`: whether a request waits in the gateway for a model that is not loaded. A client that repeats a request by
+    itself gives its last attempt only the rest of its budget, so it is answered at once.
+    `on_item_error`: what a failed input does where the request does not say.
+    `statuses`: by code. `codes`: under which code an error that may be retried is sent, by its own code; a client
+    that does not know a code gives up.
+    """
+
+    holds: bool = True
+    on_item_error: str = "slot"
+    statuses: Mapping[str, int] = field(default_factory=dict)
+    codes: Mapping[str, str] = field(default_factory=dict)
+
+    def spoken(self, error: SIEError) -> SIEError:
+        """`error` as these clients read it. The original code is the reason of an error with another code."""
+        code = self.codes.get(error.code, error.code) if error.retryable else error.code
+        status = self.statuses.get(error.code)
+        if code == error.code and status is None:
+            return error
+        info = error.info()
+        if code != error.code:
+            info = msgspec.structs.replace(info, code=code, reason=info.reason or error.code.lower())
+        found = SIEError.from_info(info)
+        if status is not None:
+            found.status = status
+        return found
+
+
+NATIVE = Dialect()
+_FAILED = {"MODEL_LOAD_FAILED": 502}
+_MIXED = {"ALL_ITEMS_FAILED": "RESOURCE_EXHAUSTED"}  # which is tried three times: inputs may have failed for good
+
+
+def _busy(code: str, *codes: str) -> dict[str, str]:
+    return _MIXED | dict.fromkeys(("NOT_READY", "SHUTTING_DOWN", *codes), code)
+
+
+DIALECTS: tuple[tuple[tuple[int, int, int], Dialect], ...] = (
+    # 202 means "not yet", and any 503 is repeated
+    ((0, 0, 0), Dialect(False, "fail", _FAILED | {"PROVISIONING": 202}, _MIXED)),
+    # 503 is repeated by its code
+    ((0, 6, 5), Dialect(False, "fail", _FAILED, _busy("PROVISIONING", "QUEUE_FULL", "QUEUE_UNAVAILABLE"))),
+    ((0, 7, 3), Dialect(False, "fail", _FAILED, _busy("QUEUE_FULL", "QUEUE_UNAVAILABLE"))),
+    ((0, 9, 0), Dialect(False, "fail", _FAILED, _busy("QUEUE_UNAVAILABLE"))),
+)
+"""The dialects with the first version of each, the oldest first."""
+
+
+def _parsed(version: str) -> tuple[int, int, int] | None:
+    found = _MINOR.match(version)
+    return None if found is None else (int(found[1]), int(found[2]), int(found[3] or 0))
+
+
+def dialect_of(headers: Mapping[str, str]) -> Dialect:
+    """The dialect of a client with these headers; the newest of a public SDK that does not know its own version."""
+    version = headers.get(HEADER)
+    if version is None:
+        return NATIVE
+    number = _parsed(version)
+    if number is None:
+        return DIALECTS[-1][1]
+    return next(dialect for first, dialect in reversed(DIALECTS) if first <= number)
+
+
+def server_version(headers: Mapping[str, str]) -> str:
+    """The version of the contract that a client with these headers is answered by: its own, at most ours.
+
+    A public SDK compares it with its own version, and warns where the two differ by more than one minor version.
+    """
+    number = _parsed(headers.get(HEADER, ""))
+    major, minor = CONTRACT_VERSION if number is None else min(number[:2], CONTRACT_VERSION)
+    return f"{major}.{minor}"

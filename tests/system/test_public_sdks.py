@@ -1,0 +1,44 @@
+"""The public SDKs of SIE as their users install them, unmodified, in a process of their own (`make test` installs
+them).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from inprocess import InProcess
+from selection import long_but
+
+FOLDER = Path(__file__).parents[2] / ".venv-sdks"
+VERSIONS = ["0.3.1", "0.6.4", "0.6.5", "0.8.0", "0.10.1"]
+ENCODE = """
+import sys
+from sie_sdk import SIEClient
+found = SIEClient(sys.argv[1]).encode("toy/one", {"text": "x"}, provision_timeout_s=25)
+print(len(found["dense"]))
+"""
+
+
+@pytest.mark.parametrize("version", long_but(VERSIONS, ["0.6.4", "0.10.1"]))
+async def test_an_sdk_waits_while_the_first_worker_starts(tmp_path: Path, version: str) -> None:
+    """Its version of the contract is spoken, so it warns of nothing."""
+    path = os.pathsep.join(map(str, (FOLDER / version, FOLDER / "needs")))
+    environ = {**os.environ, "PYTHONPATH": path, "NO_PROXY": "*"}
+    async with InProcess(tmp_path) as cluster:
+        gateway = await cluster.gateway()
+        sdk = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", ENCODE, gateway.url, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        asked = asyncio.create_task(sdk.communicate())
+        status = "202" if version in ("0.3.1", "0.6.4") else "503"
+        async with asyncio.timeout(20):
+            while not await gateway.metric("sie_gateway_requests_total", endpoint="encode", status=status):
+                assert not asked.done(), await asked
+        await cluster.sidecar(await cluster.adapter())
+        out, told = await asyncio.wait_for(asked, 30)
+    assert (out.decode().strip(), told.decode(), sdk.returncode) == ("8", "", 0)

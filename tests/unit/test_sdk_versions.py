@@ -1,0 +1,187 @@
+"""What public SDKs are answered with, by version, and at which version that changes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from inprocess import InProcess, until
+
+from sie_contracts.errors import AllItemsFailed, ErrorInfo, InvalidInput, SIEError, catalogue
+from sie_contracts.sdk_versions import CONTRACT_VERSION, DIALECTS, NATIVE, dialect_of, server_version
+
+VERSIONS = ("0.3.1", "0.6.4", "0.6.5", "0.8.0", "0.10.1")
+# by version, the codes with status 503 that the SDK of this version repeats; None: all of them
+REPEATED = {
+    "0.3.1": None,
+    "0.6.4": None,
+    "0.6.5": {"PROVISIONING", "MODEL_LOADING", "LORA_LOADING", "RESOURCE_EXHAUSTED"},
+    "0.8.0": {"PROVISIONING", "MODEL_LOADING", "LORA_LOADING", "RESOURCE_EXHAUSTED", "QUEUE_FULL"},
+    "0.10.1": {
+        "PROVISIONING",
+        "MODEL_LOADING",
+        "LORA_LOADING",
+        "RESOURCE_EXHAUSTED",
+        "QUEUE_FULL",
+        "QUEUE_UNAVAILABLE",
+    },
+}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_an_error_that_may_be_retried_has_a_code_that_the_sdk_repeats(version: str) -> None:
+    dialect, repeated = dialect_of({"x-sie-sdk-version": version}), REPEATED[version]
+    errors = [leaf("message") for leaf in catalogue() if leaf.status == 503]
+    errors.append(AllItemsFailed("message", failures=[errors[0], InvalidInput("message")]))
+    for error in errors:
+        spoken = dialect.spoken(error)
+        if spoken.status == 202:
+            assert (version in ("0.3.1", "0.6.4"), error.code) == (True, "PROVISIONING")
+            continue
+        assert repeated is None or spoken.code in repeated, error.code
+        assert (spoken.status, spoken.retryable, spoken.message) == (503, True, "message")
+        if spoken.code != error.code:
+            assert spoken.reason == error.code.lower()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_an_error_that_may_not_be_retried_keeps_its_code(version: str) -> None:
+    dialect = dialect_of({"x-sie-sdk-version": version})
+    for leaf in catalogue():
+        error = leaf("message")
+        if not error.retryable:
+            assert dialect.spoken(error).code == error.code
+    mixed = AllItemsFailed("message", failures=[InvalidInput("message")])
+    assert dialect.spoken(mixed) is mixed
+    failed = SIEError.from_info(ErrorInfo("MODEL_LOAD_FAILED", "message", extras={"attempts": 3, "permanent": True}))
+    spoken = dialect.spoken(failed)
+    assert (spoken.status, spoken.extras, spoken.reason) == (502, {"attempts": 3, "permanent": True}, "")
+    assert failed.status == 500  # others that wait for the same load read it as it is
+
+
+def test_a_client_that_names_no_public_version_is_answered_natively() -> None:
+    for headers in ({}, {"x-sie-client-version": "0.1.0"}):
+        assert dialect_of(headers) is NATIVE
+    for leaf in catalogue():
+        error = leaf("message")
+        assert NATIVE.spoken(error) is error
+
+
+@pytest.mark.parametrize(
+    ("version", "first"),
+    [
+        ("0.1.7", (0, 0, 0)),
+        ("0.6", (0, 0, 0)),
+        ("0.6.4", (0, 0, 0)),
+        ("0.6.5", (0, 6, 5)),
+        ("0.6.30", (0, 6, 5)),
+        ("0.7.3", (0, 7, 3)),
+        ("0.8.3", (0, 7, 3)),
+        ("0.9.0", (0, 9, 0)),
+        ("0.10.1", (0, 9, 0)),
+        ("2.0.0", (0, 9, 0)),
+        ("unknown", (0, 9, 0)),
+        ("", (0, 9, 0)),
+    ],
+)
+def test_a_version_has_the_newest_dialect_that_is_not_newer(version: str, first: tuple[int, int, int]) -> None:
+    assert dialect_of({"x-sie-sdk-version": version}) is dict(DIALECTS)[first]
+
+
+def test_the_contract_of_a_client_is_its_own_and_at_most_ours() -> None:
+    ours = ".".join(map(str, CONTRACT_VERSION))
+    told = {version: server_version({"x-sie-sdk-version": version}) for version in ("0.3.1", "0.10.1", "7.0.0", "x")}
+    assert told == {"0.3.1": "0.3", "0.10.1": ours, "7.0.0": ours, "x": ours}
+    assert server_version({}) == ours
+
+
+# at a gateway
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
+    async with InProcess(tmp_path) as cluster:
+        yield cluster
+
+
+async def test_a_public_sdk_is_told_at_once_that_no_worker_is_there(cluster: InProcess) -> None:
+    gateway = await cluster.gateway(SIE_LOAD_HOLD_S="20")
+    async with asyncio.timeout(10):
+        for version, status in zip(VERSIONS, (202, 202, 503, 503, 503), strict=True):
+            answer = await gateway.encode("x", X_SIE_SDK_Version=version)
+            assert (answer.status_code, answer.headers["x-sie-error-code"]) == (status, "PROVISIONING")
+            assert answer.headers["retry-after"] == "5"
+            told = answer.json() if status == 202 else answer.json()["error"]
+            assert told["status"] == "provisioning"
+
+
+async def test_a_public_sdk_is_told_within_seconds_that_a_model_is_being_loaded(cluster: InProcess) -> None:
+    adapter = await cluster.adapter()
+    adapter.hold_loads = True
+    gateway = await cluster.gateway(SIE_LOAD_HOLD_S="20")
+    await cluster.sidecar(adapter)
+    async with asyncio.timeout(10):
+        answer = await gateway.encode("x", X_SIE_SDK_Version="0.10.1")
+    assert (answer.status_code, answer.json()["code"]) == (503, "MODEL_LOADING")
+    adapter.let_go()
+
+    async def loaded() -> bool:
+        return (await gateway.encode("x", X_SIE_SDK_Version="0.10.1")).status_code == 200
+
+    async with asyncio.timeout(20):
+        while not await loaded():
+            pass
+    assert adapter.loads == ["toy/one"]
+
+
+async def test_a_failed_input_fails_the_request_of_a_public_sdk_unless_it_wants_slots(cluster: InProcess) -> None:
+    adapter, gateway = await cluster.adapter(), await cluster.gateway()
+    await cluster.sidecar(adapter)
+    adapter.failures = {"bad": ErrorInfo("INVALID_INPUT", "text: it cannot be read", reason="invalid_media")}
+    assert (await gateway.encode("good", "bad", "bad")).status_code == 200
+    failed = await gateway.encode("good", "bad", "bad", X_SIE_SDK_Version="0.10.1")
+    assert (failed.status_code, failed.json()["code"]) == (400, "INVALID_INPUT")
+    assert [each["index"] for each in failed.json()["errors"]] == [1, 2]
+    slots = await gateway.encode("good", "bad", X_SIE_SDK_Version="0.10.1", X_SIE_On_Item_Error="slot")
+    assert [("error" in slot) for slot in slots.json()["items"]] == [False, True]
+    body = {"items": ["good", "bad"], "options": {"on_item_error": "slot"}}
+    by_body = await gateway.client.post("/v1/encode/toy/one", json=body, headers={"X-SIE-SDK-Version": "0.10.1"})
+    assert by_body.status_code == 200
+
+
+async def test_only_a_client_that_forbids_other_servers_may_name_them(cluster: InProcess) -> None:
+    gateway = await cluster.gateway()
+    await cluster.sidecar(await cluster.adapter())
+    assert (await gateway.encode("x", X_SIE_Remote="forbid")).status_code == 200
+    for value in ("allow", "only", ""):
+        refused = await gateway.encode("x", X_SIE_Remote=value)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "X-SIE-Remote")
+
+
+async def test_a_public_sdk_is_told_of_a_drain_under_a_code_that_it_repeats(cluster: InProcess) -> None:
+    adapter, gateway = await cluster.adapter(), await cluster.gateway()
+    await cluster.sidecar(adapter)
+    adapter.hold_batches = True
+    occupant = asyncio.create_task(gateway.encode("occupant"))
+    await until(lambda: adapter.running, "a batch runs")
+    gateway.stop.request()
+    own, public = await gateway.encode("x"), await gateway.encode("x", X_SIE_SDK_Version="0.10.1")
+    assert (own.status_code, own.json()["code"], own.headers["x-sie-error-code"]) == (503, *2 * ("SHUTTING_DOWN",))
+    assert (public.status_code, public.json()["code"]) == (503, "QUEUE_UNAVAILABLE")
+    assert (public.headers["x-sie-error-code"], public.headers["retry-after"]) == ("QUEUE_UNAVAILABLE", "1")
+    assert public.json()["error"]["reason"] == "shutting_down"
+    adapter.let_go()
+    assert (await occupant).status_code == 200
+
+
+async def test_a_reply_has_the_units_that_public_sdks_read(cluster: InProcess) -> None:
+    gateway = await cluster.gateway()
+    await cluster.sidecar(await cluster.adapter())
+    answer = await gateway.encode("a", "b")
+    tokens = answer.json()["usage"]["prompt_tokens"]
+    assert tokens > 0
+    told = [answer.headers[f"x-sie-{name}"] for name in ("served-by", "units-input-tokens")]
+    assert told == ["local", str(tokens)]
+    assert "x-sie-units-pairs" not in answer.headers
