@@ -30,7 +30,7 @@ from sie_contracts.errors import (
 )
 from sie_contracts.heartbeats import Heartbeat
 from sie_contracts.messages import Operation, Priority
-from sie_contracts.options import RequestOptions, run_options
+from sie_contracts.options import RequestOptions, Side, run_options
 from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
 from sie_gateway import body as bodies
@@ -78,7 +78,7 @@ class Inference:
         self._runner = runner
         self._urls = urls
         self._default_models = dict(settings.default_models or ())
-        self._plain: dict[tuple[str, Operation], tuple[ModelEntry, RequestOptions]] = {}
+        self._plain: dict[tuple[str, Operation, Side], tuple[ModelEntry, RequestOptions]] = {}
         self.shadows = Shadows(lambda: feed.catalogue, fleet, admission, metrics, self.run)
         self.away: Attachments[Answer] = Attachments()
         self.in_progress = 0
@@ -233,7 +233,7 @@ class Inference:
         if asked.run is None:
             strict = headers.get("x-sie-strict", "").lower() == "true"
             parameters = _with_error_mode(asked.parameters, headers.get("x-sie-on-item-error", ""))
-            resolved, options = self._options(resolved, parameters, asked.operation, strict=strict)
+            resolved, options = self._options(resolved, asked, parameters, strict=strict)
             if resolved is not asked.resolved:  # another profile, which other workers may have loaded
                 lane = self.lane(headers, resolved)
         else:
@@ -278,7 +278,7 @@ class Inference:
         return finished
 
     def _options(
-        self, resolved: Resolved, body: Mapping[str, Any], operation: Operation, *, strict: bool
+        self, resolved: Resolved, asked: Asked, body: Mapping[str, Any], *, strict: bool
     ) -> tuple[Resolved, RequestOptions]:
         """`run_options`; the outcome for a body without parameters is kept: it is that of every such body, and a tenth
         of a request.
@@ -286,11 +286,12 @@ class Inference:
         if any(
             value != {} if name in ("params", "options") else name not in _NO_PARAMETERS for name, value in body.items()
         ):
-            return run_options(resolved, body, operation, strict=strict)
-        kept = self._plain.get((resolved.canonical, operation))
+            return run_options(resolved, body, asked.operation, strict=strict, side=asked.side)
+        key = resolved.canonical, asked.operation, asked.side
+        kept = self._plain.get(key)
         if kept is None or kept[0] is not resolved.entry:
-            kept = resolved.entry, run_options(resolved, {}, operation)[1]
-            self._plain[resolved.canonical, operation] = kept
+            kept = resolved.entry, run_options(resolved, {}, asked.operation, side=asked.side)[1]
+            self._plain[key] = kept
         return resolved, kept[1]
 
     def _enter(self, change: int) -> None:

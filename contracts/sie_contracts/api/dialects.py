@@ -95,6 +95,9 @@ class EmbeddingsRequest(Struct, kw_only=True):
     user: Annotated[Text, Meta(description="Ignored.")] = UNSET
     input_type: Text = UNSET
     is_query: Flag = UNSET
+    prompt_name: Annotated[
+        Text, Meta(description="Without it, `input_type`, `task` and `is_query`: the default prompt of its library.")
+    ] = UNSET
     instruction: Text = UNSET
     truncate: Truncate = UNSET
     normalize: Flag = UNSET

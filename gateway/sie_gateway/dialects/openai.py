@@ -53,7 +53,7 @@ async def embeddings(inference: Inference, call: Call, raw: bytes) -> Answer:
     with fields.named(
         output_types="model", **({"dimensions": "output_dimension"} if body.get("dimensions") is None else {})
     ):
-        understood = inference.understand(call, Asked("encode", resolved, items, parameters))
+        understood = inference.understand(call, Asked("encode", resolved, items, parameters, side=""))
     if format_ == "raw":
         native.check_raw(understood.options.run)
     await _check_tokens(inference, call, understood)
@@ -69,7 +69,15 @@ async def embeddings(inference: Inference, call: Call, raw: bytes) -> Answer:
 def _parameters(body: fields.Body, entry: ModelEntry) -> dict[str, Any]:
     """The parameters in our terms: those of OpenAI, ours, and what Jina and Voyage call otherwise."""
     given = fields.parameters(
-        body, "dimensions", "input_type", "is_query", "instruction", "truncate", "normalize", "options"
+        body,
+        "dimensions",
+        "input_type",
+        "is_query",
+        "prompt_name",
+        "instruction",
+        "truncate",
+        "normalize",
+        "options",
     )
     for name in ("late_chunking", "return_multivector"):
         if fields.flag(body, name):
@@ -86,8 +94,7 @@ def _parameters(body: fields.Body, entry: ModelEntry) -> dict[str, Any]:
     if body.get("normalized") is not None:
         given.setdefault("normalize", fields.flag(body, "normalized"))
     if body.get("task") is not None:
-        task = fields.text(body, "task")
-        given = {**fields.side(task, task.endswith(".query"), entry), **given}
+        given = {**fields.side(fields.text(body, "task"), entry), **given}
     return {**given, "output_types": ["dense"], "output_dtype": "float32"}
 
 
