@@ -145,8 +145,9 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     tokenised one by one. `bundle`: the only bundle that may serve the model; if empty, every bundle that has its family
     may.
 
-    `openai_token_encoding` says to which vocabulary token ids of an OpenAI request belong: some clients send ids of a
-    vocabulary of OpenAI. `unproven` says why the model's numbers could not be compared with those of its public oracle.
+    `openai_token_encoding` says to which vocabulary token ids of an OpenAI request belong: that of the model, or one of
+    OpenAI's. Empty: cl100k_base, which clients of OpenAI send for a model that they do not know. `unproven` says why the
+    model's numbers could not be compared with those of its public oracle.
     """
 
     id: str
@@ -164,7 +165,7 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     run: RunDefaults = RunDefaults()
     profiles: dict[str, Profile] = {}
     golden: str = ""
-    openai_token_encoding: Literal["model", "cl100k_base", "o200k_base"] = "model"  # noqa: S105
+    openai_token_encoding: Literal["model", "cl100k_base", "o200k_base", ""] = ""
     unproven: str = ""
     description: str = ""
     license: str = ""
