@@ -146,8 +146,8 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     may.
 
     `openai_token_encoding` says to which vocabulary token ids of an OpenAI request belong: that of the model, or one of
-    OpenAI's. Empty: cl100k_base, which clients of OpenAI send for a model that they do not know. `unproven` says why the
-    model's numbers could not be compared with those of its public oracle.
+    OpenAI's. Empty: cl100k_base, which clients of OpenAI send for a model that they do not know. `unproven` says why
+    the model's numbers could not be compared with those of its public oracle.
     """
 
     id: str
