@@ -23,6 +23,9 @@ find . -type f -path './torch/bin/*' ! -name torch_shm_manager -delete
     -regex 'pyarrow/(include/.*|libarrow_(python_)?flight\.so.*|libarrow_s3\.so.*|_(flight|s3fs|gcsfs|azurefs|hdfs)\..*)' -delete
 [ ! -d pyarrow ] || find pyarrow -type l -name '*flight*' -delete
 
+# of bpe-openai all but its vocabularies
+[ ! -d bpe_openai ] || rm bpe_openai/*.so
+
 # the symbols of the extension modules that have most of them; numpy's and torch's do not bear it
 find . -regex './\(uvloop\|yaml\|tokenizers\|obstore\|httptools\)/.*\.so' -exec strip --strip-unneeded {} +
 

@@ -145,6 +145,7 @@ def _pages(folder: Path) -> Entry:
         "outputs": {"multivector": dual_checkpoints.WIDTH},
         "max_tokens": 512,
         "prompts": {"query": question, "document": question},
+        "default_prompt_name": "document",
         "profiles": {"muvera": {"run": {"muvera": SKETCH}}},
     }
 

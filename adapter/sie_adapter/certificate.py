@@ -101,14 +101,15 @@ def _check_digests(folder: Path, entry: ModelEntry) -> tuple[str, ...]:
 def _check_options(folder: Path, entry: ModelEntry) -> None:
     """An entry may say more than the model's files, never something else."""
     is_encoder = families.row(entry.family).gives_vectors  # others have prompts for a request to name
-    stored = (read_json(folder / MODEL_FILE).get("prompts") or {}) if is_encoder else {}
-    for name in ("query", "document"):
+    model = read_json(folder / MODEL_FILE) if is_encoder else {}
+    stored = model.get("prompts") or {}
+    default = model.get("default_prompt_name")
+    for name, own in (("query", "query"), ("document", "document"), (default, entry.default_prompt_name)):
         prompt = stored.get(name) or ""
-        given = entry.prompts.get(name, "{text}")
+        given = entry.prompts.get(own, "{text}")
         if prompt and "{instruction}" not in given and given != f"{prompt}{{text}}":
-            raise _refuse(
-                entry, f"prompts.{name} is {given!r}, its config_sentence_transformers.json has the prompt {prompt!r}"
-            )
+            key = f"prompts.{own}" if own else "the prompt without default_prompt_name"
+            raise _refuse(entry, f"{key} is {given!r}, its {MODEL_FILE} has the prompt {prompt!r}")
     stored_pooling = read_modules(folder).pooling
     if entry.run.pooling and stored_pooling and entry.run.pooling != stored_pooling:
         raise _refuse(entry, f"run.pooling is {entry.run.pooling}, its 1_Pooling says {stored_pooling}")

@@ -104,6 +104,7 @@ def _pages(config: Any, folder: Path) -> dict[str, Any]:
         "outputs": {"multivector": config.embedding_dim},
         "max_tokens": min(limit, _PAGES_TOKENS),
         "prompts": {"query": _QUESTION, "document": _QUESTION},
+        "default_prompt_name": "document",
     }
 
 
@@ -118,6 +119,7 @@ def _qwen_pages(config: Any, folder: Path) -> dict[str, Any] | None:
         "outputs": {"multivector": width},
         "max_tokens": min(tokenizer_limit(folder) or UNLIMITED, _PAGES_TOKENS),
         "prompts": {"query": _QWEN_QUESTION, "document": _QWEN_QUESTION},
+        "default_prompt_name": "document",
         "load": {"max_pixels": _QWEN_PAGE_PIXELS},
     }
 
@@ -135,6 +137,7 @@ def _qwen_vectors(config: Any, folder: Path) -> dict[str, Any]:
             "document": _QWEN_TURNS,
             "default_instruction": "Represent the user's input.",
         },
+        "default_prompt_name": "document",
         "load": {"min_pixels": _QWEN_BLOCKS[0] * 32**2, "max_pixels": _QWEN_BLOCKS[1] * 32**2},
     }
 

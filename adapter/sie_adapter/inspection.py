@@ -449,22 +449,19 @@ def _prompts(folder: Path, report: Inspection) -> None:
     document = stored.get("document") or stored.get("passage") or stored.get(default)
     chosen = {"query": stored.get("query"), "document": document}
     prompts = {}
-    for side, prompt in chosen.items():
+    for side, prompt in (stored | chosen).items():
         if not prompt:
             continue
         prompts[side] = f"{prompt}{{text}}"
-        if taught := _INSTRUCTION.fullmatch(prompt):
+        if side in chosen and (taught := _INSTRUCTION.fullmatch(prompt)):
             prompts[side] = f"{taught[1]}{{instruction}}{taught[3]}{{text}}"
             prompts["default_instruction"] = taught[2]
     if prompts:
         report.entry["prompts"] = prompts
-        report.found.append(
-            f"prompts of {' and '.join(side for side in chosen if side in prompts)}: config_sentence_transformers.json"
-        )
-    if others := sorted(
-        name for name, prompt in stored.items() if prompt and name not in ("query", "document", "passage", default)
-    ):
-        report.found.append(f"prompts that a request gives itself, as instruction: {', '.join(others)}")
+        names = ", ".join(name for name in prompts if name != "default_instruction")
+        report.found.append(f"prompts {names}: config_sentence_transformers.json")
+    if stored.get(default):
+        report.entry["default_prompt_name"] = default
 
 
 def _licence(folder: Path) -> str:

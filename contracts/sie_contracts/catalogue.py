@@ -329,6 +329,8 @@ def fingerprint(entry: ModelEntry, load: LoadOptions, precision: str, engine: st
     # what has no value is left out, and so is torch, so that fingerprints of existing indexes do not change
     if engine != "torch":
         facts["engine"] = engine
+    if entry.default_prompt_name:
+        facts["default_prompt_name"] = entry.default_prompt_name
     if entry.pair:
         facts["pair"] = entry.pair
     if entry.head != HeadOptions():

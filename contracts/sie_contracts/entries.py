@@ -138,13 +138,16 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """One model of the catalogue. `outputs` gives the width of each output, 0 for an output without one. `max_tokens`
     counts special tokens too.
 
-    `prompts`: templates `query` and `document` with a literal `{text}` (and `{instruction}`), and
-    `default_instruction`. `pair`: the template of a decoder that scores, with `{query}`, `{document}` and
-    `{instruction}`; its pieces are tokenised one by one. `bundle`: the only bundle that may serve the model; if empty,
-    every bundle that has its family may.
+    `prompts`: templates by name with a literal `{text}` (and `{instruction}`), and `default_instruction`. `query` and
+    `document` are those of the two sides of a search. `default_prompt_name` names the template that the model's own
+    library applies where a call names none: routes of other servers apply it too, and without it leave texts bare.
+    `pair`: the template of a decoder that scores, with `{query}`, `{document}` and `{instruction}`; its pieces are
+    tokenised one by one. `bundle`: the only bundle that may serve the model; if empty, every bundle that has its family
+    may.
 
-    `openai_token_encoding` says to which vocabulary token ids of an OpenAI request belong: some clients send ids of a
-    vocabulary of OpenAI. `unproven` says why the model's numbers could not be compared with those of its public oracle.
+    `openai_token_encoding` says to which vocabulary token ids of an OpenAI request belong: that of the model, or one of
+    OpenAI's. Empty: cl100k_base, which clients of OpenAI send for a model that they do not know. `unproven` says why
+    the model's numbers could not be compared with those of its public oracle.
     """
 
     id: str
@@ -155,13 +158,14 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     bundle: str = ""
     inputs: tuple[str, ...] = ("text",)
     prompts: dict[str, str] = {}
+    default_prompt_name: str = ""
     pair: tuple[str, ...] = ()
     head: HeadOptions = HeadOptions()
     load: LoadOptions = LoadOptions()
     run: RunDefaults = RunDefaults()
     profiles: dict[str, Profile] = {}
     golden: str = ""
-    openai_token_encoding: Literal["model", "cl100k_base", "o200k_base"] = "model"  # noqa: S105
+    openai_token_encoding: Literal["model", "cl100k_base", "o200k_base", ""] = ""
     unproven: str = ""
     description: str = ""
     license: str = ""
@@ -182,6 +186,11 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 # msgspec reads the types of the fields at the first conversion. Two threads that do so at the same time end the process
 # with SIGSEGV (msgspec 0.22), and an adapter converts entries on several threads. So it is done here, at import.
 msgspec.json.Decoder(ModelEntry)
+
+
+def templates(entry: ModelEntry) -> dict[str, str]:
+    """The templates of an entry that a request may name."""
+    return {name: template for name, template in entry.prompts.items() if name != "default_instruction"}
 
 
 def needs_labels(entry: ModelEntry) -> bool:
@@ -238,8 +247,10 @@ def parse_entry(raw: object) -> ModelEntry:
         if profile.extends and profile.extends not in entry.profiles:
             raise _invalid(f"extends an unknown profile {profile.extends!r} - at `$.profiles.{name}.extends`")
     for name, template in entry.prompts.items():
-        if name in ("query", "document") and "{text}" not in template:
+        if name != "default_instruction" and "{text}" not in template:
             raise _invalid(f"a template needs {{text}} - at `$.prompts.{name}`")
+    if entry.default_prompt_name and entry.default_prompt_name not in templates(entry):
+        raise _invalid("expected the name of a template of prompts - at `$.default_prompt_name`")
     if entry.pair and not all(
         sum(piece.count(field) for piece in entry.pair) == 1 for field in ("{query}", "{document}")
     ):

@@ -13,14 +13,14 @@ import re
 import unicodedata
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 
 from sie_contracts import families, muvera
 from sie_contracts.api.inference import Dtype
 from sie_contracts.catalogue import Catalogue, Resolved
-from sie_contracts.entries import VECTORS, ModelEntry, RunDefaults, needs_labels
+from sie_contracts.entries import VECTORS, ModelEntry, RunDefaults, needs_labels, templates
 from sie_contracts.errors import InvalidInput
 from sie_contracts.families import FAMILIES
 from sie_contracts.messages import Operation, RunOptions
@@ -43,6 +43,7 @@ MAX_WARNINGS = 20
 # Characters of what is repeated for each input, or is only a name. The message size bounds everything else.
 MAX_PROMPT = 1 << 20
 MAX_LORA = 1000
+Side = Literal["document", ""]
 DTYPES: tuple[str, ...] = get_args(Dtype)
 TOKEN_STATES = "tokens"  # noqa: S105 - the output of a dense encoder that no request names: see `unpooled`
 _EVERYWHERE = frozenset(
@@ -63,7 +64,8 @@ _EVERYWHERE = frozenset(
     }
 )
 _USED: dict[str, frozenset[str]] = {
-    "encode": _EVERYWHERE | {"output_types", "output_dtype", "dimensions", "normalize", "pooling", "muvera"},
+    "encode": _EVERYWHERE
+    | {"output_types", "output_dtype", "dimensions", "normalize", "pooling", "muvera", "prompt_name"},
     "score": _EVERYWHERE,
     "extract": _EVERYWHERE | {"labels", "output_schema"},
 }
@@ -77,10 +79,13 @@ _POOLINGS = {"cls": "cls", "mean": "mean", "last": "last", "last_token": "last",
 
 
 class _Parameters:
-    """What a client asked for, from the four levels at which it may be written; null and [] mean unset."""
+    """What a client asked for, from the four levels at which it may be written; null and [] mean unset, except that a
+    null prompt_name means no prompt.
+    """
 
-    def __init__(self, body: Mapping[str, Any]) -> None:
+    def __init__(self, body: Mapping[str, Any], side: Side) -> None:
         params = _mapping(body, "params", "params")
+        self._side = side
         self.levels: list[tuple[str, Mapping[str, Any]]] = [  # first comes first
             ("params.", params),
             ("", body),
@@ -91,12 +96,21 @@ class _Parameters:
             name: (f"{prefix}{name}", value)
             for prefix, level in reversed(self.levels)
             for name, value in level.items()
-            if value is not None and value != []
+            if (value is not None and value != []) or name == "prompt_name"
         }
 
     def get(self, name: str) -> tuple[str, Any]:
         """The path of a parameter and its value, None if it is unset."""
         return self._found.get(name) or (name, None)
+
+    def is_set(self, *names: str) -> bool:
+        """Whether any of `names` is set."""
+        return any(name in self._found for name in names)
+
+    def side(self, defaults: RunDefaults) -> Side | None:
+        """The side of texts for which nothing names a side or a prompt, None where something does."""
+        is_named = self.is_set("is_query", "input_type", "prompt_name") or defaults.is_query is not None
+        return None if is_named else self._side
 
     def unused(self, used: frozenset[str]) -> Iterator[tuple[str, str]]:
         """The paths of parameters that have no meaning for this model on this route, each with a suggestion."""
@@ -138,13 +152,14 @@ def run_options(
     on_item_error: str = "slot",
     *,
     strict: bool = False,
+    side: Side = "document",
 ) -> tuple[Resolved, RequestOptions]:
     """Merge the request's parameters over the profile's and the model's, and check each against the entry.
-    `on_item_error` counts where the request has none.
+    `on_item_error` counts where the request has none, `side` for texts whose side no parameter names.
 
     Returns the resolution with the profile that `options.profile` may have chosen. Raises InvalidInput naming the path.
     """
-    given = _Parameters(body)
+    given = _Parameters(body, side)
     resolved = _chosen_profile(resolved, *given.get("profile"))
     entry, defaults = resolved.entry, resolved.run
     if operation not in entry.tasks:
@@ -177,7 +192,21 @@ def run_options(
         path, meant = unused[0]
         raise InvalidInput(f"{path}: no such option of {entry.id} here{meant}", reason="unknown_option", param=path)
     warnings = tuple(f"{path}: ignored, no such option of {entry.id} here{meant}" for path, meant in unused)
+    if operation == "encode" and _is_prompted_unasked(entry, defaults, given):
+        warnings += (
+            f"prompt_name: texts have the document prompt of {entry.id}, since the request names none; set is_query, "
+            "input_type or prompt_name (null: no prompt)",
+        )
     return resolved, RequestOptions(run, on_error, timing == "items", warnings)
+
+
+def template(entry: ModelEntry, path: str, name: Any) -> str:
+    """The template of a prompt that a request names at `path`. Raises InvalidInput for a name that the model lacks."""
+    known = templates(entry)
+    if not isinstance(name, str) or name not in known:
+        names = ", ".join(sorted(known)) or "none"
+        raise InvalidInput(f"{path}: expected a prompt of {entry.id}: {names}", reason="schema", param=path)
+    return known[name]
 
 
 def unpooled(entry: ModelEntry, run: RunOptions) -> RunOptions:
@@ -218,7 +247,9 @@ def _encode(
     path, value = given.get("output_dtype")
     dtype = one_of(path, value, choices=_DTYPES, default=defaults.output_dtype or "float32", reason="unsupported_dtype")
     is_query = _is_query(defaults, given)
-    prefix, suffix = _prompt(entry, defaults, given, is_query=is_query)
+    chosen = _template(entry, defaults, given, is_query=is_query)
+    is_instructed = given.is_set("instruction") or not given.is_set("prompt_name")
+    prefix, suffix = _prompt(entry, defaults, given, chosen, is_query=is_query, instructed=is_instructed)
     return {
         "outputs": outputs,
         "prefix": prefix,
@@ -254,8 +285,9 @@ def _score(
         raise InvalidInput(
             f"score_mode: {entry.id} has no output {missing[0]}", reason="unsupported_output", param="score_mode"
         )
-    prefix, suffix = _prompt(entry, defaults, given, is_query=False, instructed=False)
-    query_prefix, query_suffix = _prompt(entry, defaults, given, is_query=True)
+    document, query = (entry.prompts.get(side, "{text}") for side in ("document", "query"))
+    prefix, suffix = _prompt(entry, defaults, given, document, is_query=False, instructed=False)
+    query_prefix, query_suffix = _prompt(entry, defaults, given, query, is_query=True)
     return {
         "outputs": outputs,
         "prefix": prefix,
@@ -402,7 +434,7 @@ def _max_tokens(entry: ModelEntry, path: str, value: Any) -> int:
 
 
 def _is_query(defaults: RunDefaults, given: _Parameters) -> bool:
-    kind = text(*given.get("input_type"))
+    kind = text(*given.get("input_type")) or text(*given.get("prompt_name"))
     return boolean(*given.get("is_query"), default=kind in _QUERY_KINDS if kind else bool(defaults.is_query))
 
 
@@ -415,15 +447,41 @@ def _instruction(entry: ModelEntry, defaults: RunDefaults, given: _Parameters) -
     return found if not found or unicodedata.category(found[-1]).startswith("P") else f"{found}."
 
 
+def _template(entry: ModelEntry, defaults: RunDefaults, given: _Parameters, *, is_query: bool) -> str:
+    """The model's template of the prompt that the request names, else of the side that its texts are on."""
+    if given.is_set("prompt_name"):
+        path, name = given.get("prompt_name")
+        return "{text}" if name is None else template(entry, path, name)
+    known = templates(entry)
+    if given.side(defaults) == "":
+        return known.get(entry.default_prompt_name, "{text}")
+    return known.get("query" if is_query else "document", "{text}")
+
+
+def _is_prompted_unasked(entry: ModelEntry, defaults: RunDefaults, given: _Parameters) -> bool:
+    """Whether texts have a document prompt that neither the request nor the model's library asks for."""
+    if given.side(defaults) != "document" or given.is_set("doc_template"):
+        return False
+    known = templates(entry)
+    return known.get("document", "{text}") != known.get(entry.default_prompt_name, "{text}")
+
+
 def _prompt(
-    entry: ModelEntry, defaults: RunDefaults, given: _Parameters, *, is_query: bool, instructed: bool = True
+    entry: ModelEntry,
+    defaults: RunDefaults,
+    given: _Parameters,
+    template: str,
+    *,
+    is_query: bool,
+    instructed: bool = True,
 ) -> tuple[str, str]:
-    """The prompt before and after the text. Without a template it is the instruction, if the text is `instructed`.
+    """The prompt before and after the text, by the request's own template, else by `template`. A bare one puts the
+    instruction before the text, if the text is `instructed`.
 
     The template is split at its own `{text}` first, so braces of a client have no meaning.
     """
     path, own = given.get("query_template" if is_query else "doc_template")
-    template = text(path, own) or entry.prompts.get("query" if is_query else "document", "{text}")
+    template = text(path, own) or template
     before, field, after = template.partition("{text}")
     if not field:
         raise InvalidInput(f"{path}: a template needs {{text}}", reason="schema", param=path)

@@ -11,6 +11,7 @@ from sie_contracts.catalogue import Resolved
 from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import InvalidInput, SIEError, envelope
 from sie_contracts.messages import Operation, Priority, RunOptions
+from sie_contracts.options import Side
 from sie_contracts.sdk_versions import NATIVE, Dialect
 from sie_contracts.trace_context import NONE, Context
 from sie_gateway.grant import ANYBODY, Charge, Grant
@@ -146,7 +147,8 @@ class Asked:
     """What is asked of a model, whichever client family wrote it. `parameters` is a map as a native body has it
     (contract 5).
 
-    `run` stands for all parameters where the operation takes none of a model's.
+    `run` stands for all parameters where the operation takes none of a model's. `side` is that of texts whose side no
+    parameter names: none on the routes of other servers, which then give what the model's own library gives.
     """
 
     operation: Operation
@@ -156,6 +158,7 @@ class Asked:
     query: Item | None = None
     priority: Priority | None = None  # what the body says; a header comes first
     run: RunOptions | None = None
+    side: Side = "document"
 
 
 class EntryChanged(Exception):

@@ -60,6 +60,10 @@ class Understood:
         """The same request with other options of the run."""
         return replace(self, options=replace(self.options, run=run))
 
+    def with_warnings(self, *warnings: str) -> Understood:
+        """The same request with further warnings of its reply."""
+        return replace(self, options=replace(self.options, warnings=(*self.options.warnings, *warnings)))
+
 
 class Finished:
     """The outcomes of a request, in the order of its inputs."""

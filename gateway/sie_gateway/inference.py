@@ -27,7 +27,7 @@ from sie_contracts.errors import (
 )
 from sie_contracts.heartbeats import Heartbeat
 from sie_contracts.messages import Operation, Priority
-from sie_contracts.options import RequestOptions, run_options
+from sie_contracts.options import RequestOptions, Side, run_options
 from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
 from sie_gateway import body as bodies
@@ -75,7 +75,7 @@ class Inference:
         self._runner = runner
         self._urls = urls
         self._default_models = dict(settings.default_models or ())
-        self._plain: dict[tuple[str, Operation, str], tuple[ModelEntry, RequestOptions]] = {}
+        self._plain: dict[tuple[str, Operation, str, Side], tuple[ModelEntry, RequestOptions]] = {}
         self.shadows = Shadows(lambda: feed.catalogue, fleet, admission, metrics, self.run)
         self.away: Attachments[Answer] = Attachments()
         self.in_progress = 0
@@ -220,7 +220,7 @@ class Inference:
         if asked.run is None:
             strict = headers.get("x-sie-strict", "").lower() == "true"
             mode = _error_mode(call)
-            resolved, options = self._options(resolved, asked.parameters, asked.operation, mode, strict=strict)
+            resolved, options = self._options(resolved, asked, mode, strict=strict)
             if resolved is not asked.resolved:  # another profile, which other workers may have loaded
                 lane = self.lane(headers, resolved)
         else:
@@ -265,19 +265,21 @@ class Inference:
         return finished
 
     def _options(
-        self, resolved: Resolved, body: Mapping[str, Any], operation: Operation, on_item_error: str, *, strict: bool
+        self, resolved: Resolved, asked: Asked, on_item_error: str, *, strict: bool
     ) -> tuple[Resolved, RequestOptions]:
         """`run_options`; the outcome for a body without parameters is kept: it is that of every such body, and a tenth
         of a request.
         """
+        body = asked.parameters
         if any(
             value != {} if name in ("params", "options") else name not in _NO_PARAMETERS for name, value in body.items()
         ):
-            return run_options(resolved, body, operation, on_item_error, strict=strict)
-        kept = self._plain.get((resolved.canonical, operation, on_item_error))
+            return run_options(resolved, body, asked.operation, on_item_error, strict=strict, side=asked.side)
+        key = resolved.canonical, asked.operation, on_item_error, asked.side
+        kept = self._plain.get(key)
         if kept is None or kept[0] is not resolved.entry:
-            kept = resolved.entry, run_options(resolved, {}, operation, on_item_error)[1]
-            self._plain[resolved.canonical, operation, on_item_error] = kept
+            kept = resolved.entry, run_options(resolved, {}, asked.operation, on_item_error, side=asked.side)[1]
+            self._plain[key] = kept
         return resolved, kept[1]
 
     def _enter(self, change: int) -> None:

@@ -409,6 +409,7 @@ export interface components {
             query_template?: string;
             /** @description Replaces the template of the model; contains `{text}`. */
             doc_template?: string;
+            /** @description The side whose prompt the texts get: true queries, false (the default) documents. */
             is_query?: boolean;
             /** @description `query` and `search_query` set `is_query`. */
             input_type?: string;
@@ -427,6 +428,8 @@ export interface components {
             timing?: "items" | "request";
             /** @description The same parameters. Those beside it take precedence. */
             options?: Record<string, unknown>;
+            /** @description A prompt of the model, in place of that of its side. Null: no prompt. */
+            prompt_name?: string | null;
             output_types?: ("dense" | "multivector" | "sparse")[];
             /** @enum {unknown} */
             output_dtype?: "binary" | "float16" | "float32" | "int8" | "ubinary" | "uint8";
@@ -573,6 +576,7 @@ export interface components {
             query_template?: string;
             /** @description Replaces the template of the model; contains `{text}`. */
             doc_template?: string;
+            /** @description The side whose prompt the texts get: true queries, false (the default) documents. */
             is_query?: boolean;
             /** @description `query` and `search_query` set `is_query`. */
             input_type?: string;
@@ -1527,6 +1531,7 @@ export interface components {
             query_template?: string;
             /** @description Replaces the template of the model; contains `{text}`. */
             doc_template?: string;
+            /** @description The side whose prompt the texts get: true queries, false (the default) documents. */
             is_query?: boolean;
             /** @description `query` and `search_query` set `is_query`. */
             input_type?: string;

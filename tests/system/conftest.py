@@ -96,8 +96,6 @@ def guarded_cluster(tmp_path_factory: pytest.TempPathFactory, every_family: Loca
         models = LocalModels(tmp_path_factory.mktemp("guarded-models"), every_family.weights)
         for kind in GUARDED_KINDS:
             shutil.copy(every_family.folder / f"{kind}.yaml", models.folder)
-        mini = json.loads((every_family.folder / "mini.yaml").read_text())
-        models.add("ids", {**mini, "id": "test/ids", "openai_token_encoding": "cl100k_base"})
         for kind in WATCHED_KINDS:
             entry = json.loads((every_family.folder / f"{kind}.yaml").read_text())
             models.add(f"watched-{kind}", {**entry, "id": f"watched/{kind}"})

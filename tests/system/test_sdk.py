@@ -217,9 +217,9 @@ def test_pools_are_reserved_and_given_back(stack: Stack) -> None:
             assert client.renew_pool("eval") >= pool["status"]["expires_at"]
             assert {each["name"] for each in client.list_pools()} == {"default", "eval"}
             assert client.create_pool("eval", {"cpu": 2})["spec"]["gpus"] == {"cpu": 2}
-            with pytest.raises(sie_sdk.PoolConflictError):
+            with pytest.raises(sie_client.PoolConflictError):
                 client.create_pool("default", {"cpu": 1})
-        with pytest.raises(sie_sdk.PoolNotFoundError):
+        with pytest.raises(sie_client.PoolNotFoundError):
             client.get_pool("eval")
         with pytest.raises(sie_client.PoolOperationForbiddenError):
             client.delete_pool("default")

@@ -196,6 +196,7 @@ def test_the_fingerprint_moves_with_all_that_moves_the_numbers_and_with_nothing_
         "max_tokens": {"max_tokens": 255},
         "outputs": {"outputs": {"dense": 384}},
         "prompts": {"prompts": {}},
+        "default prompt": {"default_prompt_name": "document"},
         "pooling": {"run": {**msgspec.to_builtins(RICH.run), "pooling": "cls"}},
         "normalize": {"run": {**msgspec.to_builtins(RICH.run), "normalize": False}},
         "parameters": {"run": {**msgspec.to_builtins(RICH.run), "parameters": {"score_mode": "dense"}}},
@@ -271,6 +272,11 @@ def raw(**changes: Any) -> dict[str, Any]:
         ({"load": {"causal": "no"}}, "$.load.causal"),
         ({"profiles": {"a": {"extends": "none"}}}, "$.profiles.a.extends"),
         ({"prompts": {"query": "no place"}}, "$.prompts.query"),
+        ({"prompts": {"poem": "no place"}}, "$.prompts.poem"),
+        (
+            {"prompts": {"default_instruction": "x"}, "default_prompt_name": "default_instruction"},
+            "$.default_prompt_name",
+        ),
     ],
 )
 def test_an_impossible_entry_is_refused_by_its_path(changes: dict[str, Any], path: str) -> None:

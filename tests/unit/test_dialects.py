@@ -44,7 +44,7 @@ class Silent(Source):
 @pytest.fixture
 async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
     async with InProcess(tmp_path) as cluster:
-        cluster.source.put(toy_entry("toy/ids", openai_token_encoding="cl100k_base"))
+        cluster.source.put(toy_entry("toy/ids", openai_token_encoding="model"))
         cluster.source.put(toy_entry("toy/score", outputs={"score": 0}))
         cluster.source.put(toy_entry("toy/wide", outputs={"sparse": 10}))
         for name in ("toy/classes", "toy/kinds"):
@@ -100,7 +100,7 @@ EMBEDDINGS: list[tuple[Any, str, str]] = [
     ({"model": ONE, "input": [[1, 1.5]]}, "schema", "input[0]"),
     ({"model": ONE, "input": [1, -1]}, "bad_token_id", "input[0]"),
     ({"model": ONE, "input": [1 << 70]}, "bad_token_id", "input[0]"),
-    ({"model": "toy/ids", "input": [[9906], [100277]]}, "bad_token_id", "input[1]"),
+    ({"model": ONE, "input": [[9906], [100277]]}, "bad_token_id", "input[1]"),
     ({"model": ONE, "input": [[1] * 300_001]}, "too_many_tokens", "input"),
     ({"model": ONE, "input": ["a"] * 2049}, "too_many_items", "input"),
     (b'{"model": "toy/one", "input": ["\\ud800"]}', "malformed", "body"),
@@ -349,22 +349,26 @@ async def test_a_model_tells_what_its_profiles_decide(cluster: InProcess, gatewa
 
 
 async def test_token_ids_are_run_as_they_are(cluster: InProcess, gateway: GatewayProcess) -> None:
-    """Contract 14: the model's own ids, special tokens added where they are missing, and those of OpenAI's vocabulary
-    as their text.
+    """Contract 14: the model's own ids where the entry or the request says so, special tokens added where they are
+    missing, and those of OpenAI's vocabularies as their text.
     """
     await cluster.sidecar()
     own = ids_of("hello")
     plain = await post(gateway, "/v1/embeddings", {"model": ONE, "input": "hello"})
     assert vectors(plain).tolist() == [vector_of(own).tolist()]
     for given in (own[1:-1], own):
-        answer = await post(gateway, "/v1/embeddings", {"model": ONE, "input": [given.tolist()]})
-        assert (vectors(answer).tolist(), answer.json()["usage"]["prompt_tokens"]) == (vectors(plain).tolist(), 7)
-    by_entry = await post(gateway, "/v1/embeddings", {"model": "toy/ids", "input": [15339]})
+        for said in ({"model": "toy/ids"}, {"model": ONE, "token_encoding": "model"}):
+            answer = await post(gateway, "/v1/embeddings", {**said, "input": [given.tolist()]})
+            assert (vectors(answer).tolist(), answer.json()["usage"]["prompt_tokens"]) == (vectors(plain).tolist(), 7)
+            assert "warnings" not in answer.json()
+    unsaid = await post(gateway, "/v1/embeddings", {"model": ONE, "input": [15339]})
+    (warning,) = unsaid.json()["warnings"]
+    assert warning.startswith("token_encoding: ids were read as cl100k_base")
     by_body = await post(
         gateway, "/v1/embeddings", {"model": ONE, "input": [[24912]], "token_encoding": "o200k_base", "user": 3}
     )
-    assert vectors(by_entry).tolist() == vectors(by_body).tolist() == vectors(plain).tolist()
-    unknown = await post(gateway, "/v1/embeddings", {"model": ONE, "input": [[2], [2, 5000]]})
+    assert vectors(unsaid).tolist() == vectors(by_body).tolist() == vectors(plain).tolist()
+    unknown = await post(gateway, "/v1/embeddings", {"model": "toy/ids", "input": [[2], [2, 5000]]})
     told = unknown.json()["error"]
     assert (told["reason"], told["param"], told["message"].split(":")[0]) == ("bad_token_id", "input[1]", "input[1]")
 
@@ -390,7 +394,7 @@ async def test_texts_that_might_be_too_many_tokens_are_counted_before_they_are_q
     assert "300001" in told["message"]
     assert len(cluster.adapters[0].batches) == before
     most = await post(
-        gateway, "/v1/embeddings", {"model": ONE, "input": [[5] * 500] * 600, "encoding_format": "base64"}
+        gateway, "/v1/embeddings", {"model": "toy/ids", "input": [[5] * 500] * 600, "encoding_format": "base64"}
     )
     assert (most.status_code, len(most.json()["data"])) == (200, 600)
 
@@ -478,6 +482,18 @@ def test_a_vocabulary_is_the_published_one(name: str) -> None:
     assert "\ufffd" in vocabulary.decode(name, halves[:1], "input[0]")
     with pytest.raises(InvalidInput, match=r"input\[2\]\[1\]: expected an id of"):
         vocabulary.decode(name, [words[0], 300_000], "input[2]")
+
+
+async def test_ids_are_refused_where_their_vocabulary_is_not_installed(
+    gateway: GatewayProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vocabulary, "path", lambda name: None)
+    vocabulary.load.cache_clear()
+    answer = await post(gateway, "/v1/embeddings", {"model": ONE, "input": [[15339]]})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "token_encoding")
+    assert "sie-cluster[openai-tokens]" in error["message"]
+    assert "openai_token_encoding of its entry, to model" in error["message"]
 
 
 def test_a_vocabulary_that_is_not_installed_is_refused_with_what_to_install() -> None:

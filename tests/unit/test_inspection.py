@@ -97,7 +97,11 @@ def test_a_dense_folder_with_projections_and_prompts(tmp_path: Path, engine: Eng
     (folder / "README.md").write_text("---\nlicense: gemma\ntags: [a]\n---\n# A model\n")
     entry = inspected(folder)
     assert (entry.family, entry.outputs, entry.max_tokens) == ("text-encoder", {"dense": 48}, MAX_TOKENS)
-    assert entry.prompts == {"query": "task: search result | query: {text}", "document": "title: none | text: {text}"}
+    assert entry.prompts == {
+        "query": "task: search result | query: {text}",
+        "document": "title: none | text: {text}",
+        "clustering": "task: clustering | query: {text}",
+    }
     assert (entry.run.pooling, entry.run.normalize, entry.load.precision, entry.license) == (
         "mean",
         True,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from catalogue_examples import (
+    LATE,
     entry,
     options,
     refused,
@@ -535,6 +537,65 @@ def test_the_prompt_is_the_models_own(body: dict[str, Any], prefix: str, suffix:
     assert (run.prefix, run.suffix) == (prefix, suffix)
 
 
+PROMPTED = entry(
+    "org/prompted",
+    prompts={"query": "q: {text}", "document": "d: {text}", "poem": "p: {text}"},
+    default_prompt_name="poem",
+    profiles={"instructed": {"run": {"instruction": "from the profile"}}, "queries": {"run": {"is_query": True}}},
+)
+UNASKED = {  # parameters: prefix on the native routes, prefix on those of other servers
+    "nothing": ({}, "d: ", "p: "),
+    "a side": ({"is_query": False}, "d: ", "d: "),
+    "a query": ({"input_type": "search_query"}, "q: ", "q: "),
+    "no prompt": ({"prompt_name": None}, "", ""),
+    "no prompt, in options": ({"options": {"prompt_name": None}}, "", ""),
+    "a prompt": ({"prompt_name": "document"}, "d: ", "d: "),
+    "a prompt and a side": ({"prompt_name": "poem", "is_query": True}, "p: ", "p: "),
+    "no prompt but an instruction": ({"prompt_name": None, "instruction": "find"}, "find ", "find "),
+    "a template": ({"doc_template": "t: {text}"}, "t: ", "t: "),
+    "a template and no prompt": ({"doc_template": "t: {text}", "prompt_name": None}, "t: ", "t: "),
+}
+
+
+@pytest.mark.parametrize("case", UNASKED)
+def test_a_prompt_is_that_of_the_request_or_else_of_the_route(case: str) -> None:
+    body, own, elsewhere = UNASKED[case]
+    resolved = Catalogue({PROMPTED.id: PROMPTED}).resolve(PROMPTED.id)
+    for side, prefix in (("document", own), ("", elsewhere)):
+        found = run_options(resolved, {"params": body}, side=side)[1]
+        assert found.run.prefix == prefix
+        warned = case == "nothing" and side == "document"
+        assert [warning.partition(":")[0] for warning in found.warnings] == ["prompt_name"] * warned
+
+
+def test_a_named_query_prompt_makes_the_texts_queries() -> None:
+    found = options({"prompt_name": "query"})
+    assert (found.run.is_query, found.run.prefix, found.warnings) == (True, "Instruct: retrieve\nQuery: ", ())
+
+
+@pytest.mark.parametrize("name", ["nothing", "default_instruction", 3, []])
+def test_a_prompt_that_the_model_lacks_is_refused(name: Any) -> None:
+    assert refused({"options": {"prompt_name": name}}).param == "options.prompt_name"
+
+
+def test_a_side_that_the_profile_names_needs_no_warning() -> None:
+    found = run_options(Catalogue({PROMPTED.id: PROMPTED}).resolve("org/prompted:queries"), {}, side="")[1]
+    assert (found.run.prefix, found.warnings) == ("q: ", ())
+
+
+def test_no_prompt_leaves_out_the_instruction_of_a_profile() -> None:
+    bare = msgspec.structs.replace(PROMPTED, prompts={}, default_prompt_name="")
+    resolved = Catalogue({bare.id: bare}).resolve("org/prompted:instructed")
+    assert run_options(resolved, {}, side="")[1].run.prefix == "from the profile "
+    assert run_options(resolved, {"prompt_name": None})[1].run.prefix == ""
+
+
+@pytest.mark.parametrize("side", ["document", ""])
+def test_a_score_knows_its_sides_on_every_route(side: Any) -> None:
+    run = run_options(Catalogue({LATE.id: LATE}).resolve(LATE.id), {}, "score", side=side)[1].run
+    assert (run.query_prefix, run.prefix) == ("q: ", "d: ")
+
+
 def test_a_model_without_templates_takes_the_instruction_before_the_text() -> None:
     assert options({"instruction": "find this"}, "org/Model").run.prefix == "find this "
     assert options({"is_query": True}, "org/Model").run.prefix == ""
@@ -561,7 +622,7 @@ def test_placeholders_in_an_instruction_are_text(instruction: str) -> None:
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_unknown_option_is_a_warning_or_strictly_an_error(level: str) -> None:
     """E6: at each level."""
-    body = at(level, "temperature", 0.5)
+    body = {"is_query": False} | at(level, "temperature", 0.5)
     assert options(body).warnings == (f"{level}temperature: ignored, no such option of org/rich here",)
     error = refused(body, strict=True)
     assert (error.reason, error.param) == ("unknown_option", f"{level}temperature")
@@ -571,7 +632,7 @@ def test_what_is_known_or_belongs_to_the_request_is_no_option() -> None:
     body = {
         "items": ["x"],
         "model": "m",
-        "params": {"truncate": "END", "options": {"timing": "items"}},
+        "params": {"truncate": "END", "is_query": False, "options": {"timing": "items"}},
         "options": {"profile": "cls"},
     }
     assert options(body, strict=True).warnings == ()
@@ -580,7 +641,7 @@ def test_what_is_known_or_belongs_to_the_request_is_no_option() -> None:
 
 def test_warnings_are_few_and_short() -> None:
     """B10."""
-    body = {f"{'x' * 1000}{number}": 1 for number in range(1000)}
+    body = {"is_query": False} | {f"{'x' * 1000}{number}": 1 for number in range(1000)}
     found = options(body).warnings
     assert len(found) == 20
     assert max(map(len, found)) < 300  # a model's name may have 255 characters

@@ -93,7 +93,7 @@ def test_a_request_carries_key_deadline_lane_and_an_escaped_model() -> None:
     assert dict(step.headers) == {
         "accept": "application/msgpack",
         "content-type": "application/msgpack",
-        "x-sie-client-version": sie_sdk.__version__,
+        "x-sie-client-version": sie_client.__version__,
         "authorization": "Bearer secret",
         "x-sie-timeout-ms": "2500",
         "x-sie-machine-profile": "eval/l4",

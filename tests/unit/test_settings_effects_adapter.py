@@ -336,6 +336,8 @@ class Toy:
         ({}, 85.1, ("toy/a",)),
         ({"SIE_MEMORY_PRESSURE_THRESHOLD_PERCENT": "90"}, 85.1, ()),
         ({"SIE_MEMORY_PRESSURE_THRESHOLD_PERCENT": "90"}, 90.1, ("toy/a",)),
+        ({"SIE_MEMORY_PRESSURE_THRESHOLD_PERCENT": "100"}, 99.9, ()),
+        ({"SIE_MEMORY_PRESSURE_THRESHOLD_PERCENT": "0"}, 5.0, ("toy/a", "toy/b")),
     ],
 )
 def test_the_least_recently_used_model_goes_when_memory_passes_the_threshold(

@@ -95,6 +95,9 @@ class EmbeddingsRequest(Struct, kw_only=True):
     user: Annotated[Text, Meta(description="Ignored.")] = UNSET
     input_type: Text = UNSET
     is_query: Flag = UNSET
+    prompt_name: Annotated[
+        Text, Meta(description="Without it, `input_type`, `task` and `is_query`: the default prompt of its library.")
+    ] = UNSET
     instruction: Text = UNSET
     truncate: Truncate = UNSET
     normalize: Flag = UNSET
@@ -106,7 +109,12 @@ class EmbeddingsRequest(Struct, kw_only=True):
     modality: Literal["text", "image", "audio"] | UnsetType = UNSET
     normalized: Flag = UNSET
     truncation: Flag = UNSET
-    token_encoding: Literal["model", "cl100k_base", "o200k_base"] | UnsetType = UNSET
+    token_encoding: Annotated[
+        Literal["model", "cl100k_base", "o200k_base"] | UnsetType,
+        Meta(
+            description="Whose token ids `input` has; by default `openai_token_encoding` of the entry, `cl100k_base`."
+        ),
+    ] = UNSET
     late_chunking: Annotated[Flag, Meta(description="Only false is supported.")] = UNSET
     return_multivector: Annotated[Flag, Meta(description="Only false is supported.")] = UNSET
 

@@ -47,7 +47,9 @@ class _Params(Struct, kw_only=True):
     default_instruction: Annotated[Text, Meta(description="The instruction, if no other field names one.")] = UNSET
     query_template: Annotated[Text, Meta(description="Replaces the template of the model; contains `{text}`.")] = UNSET
     doc_template: Annotated[Text, Meta(description="Replaces the template of the model; contains `{text}`.")] = UNSET
-    is_query: Flag = UNSET
+    is_query: Annotated[
+        Flag, Meta(description="The side whose prompt the texts get: true queries, false (the default) documents.")
+    ] = UNSET
     input_type: Annotated[Text, Meta(description="`query` and `search_query` set `is_query`.")] = UNSET
     truncate: Truncation | bool | UnsetType = UNSET
     max_seq_length: Whole = UNSET
@@ -64,6 +66,10 @@ class _Params(Struct, kw_only=True):
 class EncodeParams(_Params, kw_only=True):
     """Parameters of an encode."""
 
+    prompt_name: Annotated[
+        str | UnsetType | None,
+        Meta(description="A prompt of the model, in place of that of its side. Null: no prompt."),
+    ] = UNSET
     output_types: list[Literal["dense", "sparse", "multivector"]] | UnsetType = UNSET
     output_dtype: Dtype | UnsetType = UNSET
     dimensions: Whole = UNSET

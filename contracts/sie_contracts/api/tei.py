@@ -9,10 +9,11 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from sie_contracts import __version__
 from sie_contracts.api.shapes import MINI, Flag, ManyTexts, Number, Text, TokenIds, Whole, one_of
 
+PromptName = Annotated[Text, Meta(description="A prompt of the model. Without it: the default prompt of its library.")]
+
 
 class _Truncated(Struct, kw_only=True):
     model: Text = UNSET
-    prompt_name: Text = UNSET
     truncate: bool | UnsetType | None = UNSET
     truncation_direction: Literal["left", "right", "Left", "Right"] | UnsetType = UNSET
 
@@ -26,6 +27,7 @@ class TeiEmbedAll(_Truncated, kw_only=True):
     EXAMPLE: ClassVar[Any] = {"inputs": "Hello"}
 
     inputs: TeiInputs
+    prompt_name: PromptName = UNSET
     dimensions: Whole = UNSET
 
 
@@ -61,6 +63,7 @@ class TeiSentences(Struct, kw_only=True):
 class TeiSimilarityParameters(_Truncated, kw_only=True):
     """How the sentences are encoded."""
 
+    prompt_name: PromptName = UNSET
     dimensions: Whole = UNSET
     normalize: Flag = UNSET
 

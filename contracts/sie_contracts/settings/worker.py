@@ -136,7 +136,7 @@ class MemorySettings:
         85.0,
         "SIE_MEMORY_PRESSURE_THRESHOLD_PERCENT",
         "adapter",
-        number(1, 99),
+        number(0, 100),
         "Use of device memory, percent, above which the least recently used idle model is evicted.",
     )
     disk_cache_enabled: bool = row(
@@ -150,7 +150,7 @@ class MemorySettings:
         85.0,
         "SIE_DISK_PRESSURE_THRESHOLD_PERCENT",
         "adapter",
-        number(1, 99),
+        number(0, 100),
         "Use of the disk, percent, above which cached weights that no process uses are removed.",
     )
     disk_cache_bytes: int | None = row(

@@ -34,13 +34,13 @@ async def embed(version: int, inference: Inference, call: Call, raw: bytes) -> A
     """`POST /v{version}/embed`."""
     body = await decoding.decode(call, raw)
     resolved = able(inference, call, "embed", body.get("model"))
-    kind = fields.choice(body, "input_type", INPUT_TYPES, "search_document" if version == 1 else "")
-    if not kind:
+    kind = fields.choice(body, "input_type", INPUT_TYPES, "")
+    if not kind and version == 2:
         raise fields.refused("input_type", None, f"one of {', '.join(INPUT_TYPES)}")
     name, items = _items(body, inference.max_items(call))
     types = _types(body)
     params: dict[str, Any] = {"output_types": ["dense"], "output_dtype": "float32"}
-    params |= fields.side(kind, kind == "search_query", resolved.entry)
+    params |= fields.side(kind, resolved.entry)
     params |= fields.parameters(body, "truncate", "normalize", "options")
     if (width := fields.whole(body, "output_dimension", 1)) is not None:
         params["dimensions"] = width
@@ -48,7 +48,7 @@ async def embed(version: int, inference: Inference, call: Call, raw: bytes) -> A
         params["max_seq_length"] = min(most, resolved.entry.max_tokens)
     with fields.named(output_types="model", dimensions="output_dimension"):
         understood = inference.understand(
-            call, Asked("encode", resolved, items, params, priority=fields.priority(body))
+            call, Asked("encode", resolved, items, params, priority=fields.priority(body), side="")
         )
     return _answer(
         call,

@@ -18,6 +18,7 @@ from sie_gateway import body as bodies
 from sie_gateway.body import Item
 
 FIRST_BULK = 500  # of a family's priorities from 0 to 999, the smallest first
+_SIDES = {"query": True, "document": False, "passage": False}
 Body = Mapping[str, Any]
 
 
@@ -90,11 +91,14 @@ def priority(body: Body) -> Priority | None:
     return None if value is None else "interactive" if value < FIRST_BULK else "bulk"
 
 
-def side(use: str, is_query: bool, entry: ModelEntry) -> dict[str, Any]:
-    """The side of a search that inputs are on, and the prompt that the model has for just this use."""
+def side(use: str, entry: ModelEntry) -> dict[str, Any]:
+    """The side of a search that inputs of a use are on, if it names one, and the prompt that the model has for just
+    this use.
+    """
     prompt = entry.prompts.get(use)
+    is_query = _SIDES.get(use.removeprefix("search_").rpartition(".")[2])
     return {
-        "is_query": is_query,
+        **({} if is_query is None else {"is_query": is_query}),
         **({} if prompt is None else {"query_template" if is_query else "doc_template": prompt}),
     }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -30,9 +29,7 @@ async def infer(operation: Operation, inference: Inference, call: Call, raw: byt
     query = bodies.query(body) if operation == "score" else None
     format_ = reply.wanted(call.headers.get("accept", ""), body_is_msgpack=is_msgpack, raw=operation == "encode")
     understood = inference.understand(call, Asked(operation, call.resolved, items, body, query))
-    if told := (*bodies.ignored(items, query), *_other_model(body, call.resolved.requested)):
-        options = replace(understood.options, warnings=(*understood.options.warnings, *told))
-        understood = replace(understood, options=options)
+    understood = understood.with_warnings(*bodies.ignored(items, query), *_other_model(body, call.resolved.requested))
     if format_ == "raw":
         check_raw(understood.options.run)
     finished = await inference.execute(call, understood)

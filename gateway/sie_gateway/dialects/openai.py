@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from sie_contracts import options
-from sie_contracts.catalogue import Resolved
 from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import InvalidInput
 from sie_contracts.messages import RunOptions
@@ -35,7 +34,9 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 300_000  # of all inputs of a request
 SPECIAL_TOKENS = 8  # that any tokenizer adds to a text, at most
+DEFAULT_ENCODING = "cl100k_base"  # clients of OpenAI fall back to it for a model that they do not know
 _ENCODINGS = ("model", *vocabulary.NAMES)
+_UNNAMED = f"token_encoding: ids were read as {DEFAULT_ENCODING}, since none was named; {vocabulary.OWN_IDS}"
 
 
 async def embeddings(inference: Inference, call: Call, raw: bytes) -> Answer:
@@ -44,7 +45,8 @@ async def embeddings(inference: Inference, call: Call, raw: bytes) -> Answer:
     cut = voyage.truncation(call, body)
     resolved = able(inference, call, "embed", body.get("model"))
     kind, is_base64 = _type(body)
-    items = await _items(body, resolved, inference.max_items(call))
+    encoding = _encoding(body, resolved.entry)
+    items = await _items(body, encoding or DEFAULT_ENCODING, inference.max_items(call))
     format_ = reply.wanted(call.headers.get("accept", ""), raw=True, msgpack=False)
     if format_ in ("raw", "arrow") and kind != "float":
         message = f"Accept: {format_} replies hold float32 here; /v1/encode gives them in other types"
@@ -53,7 +55,9 @@ async def embeddings(inference: Inference, call: Call, raw: bytes) -> Answer:
     with fields.named(
         output_types="model", **({"dimensions": "output_dimension"} if body.get("dimensions") is None else {})
     ):
-        understood = inference.understand(call, Asked("encode", resolved, items, parameters))
+        understood = inference.understand(call, Asked("encode", resolved, items, parameters, side=""))
+    if not encoding and _has_ids(body):
+        understood = understood.with_warnings(_UNNAMED)
     if format_ == "raw":
         native.check_raw(understood.options.run)
     await _check_tokens(inference, call, understood)
@@ -66,10 +70,29 @@ async def embeddings(inference: Inference, call: Call, raw: bytes) -> Answer:
     return _answer(call, finished, kind, is_base64=is_base64)
 
 
+def _encoding(body: fields.Body, entry: ModelEntry) -> str:
+    """To which vocabulary token ids belong: what the request says, else the entry, empty where neither does."""
+    return fields.choice(body, "token_encoding", _ENCODINGS, entry.openai_token_encoding)
+
+
+def _has_ids(body: fields.Body) -> bool:
+    """Whether the inputs of a body that was read are token ids."""
+    given = body["input"]
+    return isinstance(given, list) and isinstance(given[0], int | list)
+
+
 def _parameters(body: fields.Body, entry: ModelEntry) -> dict[str, Any]:
     """The parameters in our terms: those of OpenAI, ours, and what Jina and Voyage call otherwise."""
     given = fields.parameters(
-        body, "dimensions", "input_type", "is_query", "instruction", "truncate", "normalize", "options"
+        body,
+        "dimensions",
+        "input_type",
+        "is_query",
+        "prompt_name",
+        "instruction",
+        "truncate",
+        "normalize",
+        "options",
     )
     for name in ("late_chunking", "return_multivector"):
         if fields.flag(body, name):
@@ -86,8 +109,7 @@ def _parameters(body: fields.Body, entry: ModelEntry) -> dict[str, Any]:
     if body.get("normalized") is not None:
         given.setdefault("normalize", fields.flag(body, "normalized"))
     if body.get("task") is not None:
-        task = fields.text(body, "task")
-        given = {**fields.side(task, task.endswith(".query"), entry), **given}
+        given = {**fields.side(fields.text(body, "task"), entry), **given}
     return {**given, "output_types": ["dense"], "output_dtype": "float32"}
 
 
@@ -111,7 +133,7 @@ def _type(body: fields.Body) -> tuple[str, bool]:
 # what comes in
 
 
-async def _items(body: fields.Body, resolved: Resolved, limit: int) -> tuple[Item, ...]:
+async def _items(body: fields.Body, encoding: str, limit: int) -> tuple[Item, ...]:
     """The inputs: texts, ids of the model's own tokens, or ids of one of OpenAI's vocabularies, which become texts.
 
     Jina has objects beside plain texts: `{"text": ...}` and `{"image": ...}`. Others have lists of parts.
@@ -120,7 +142,6 @@ async def _items(body: fields.Body, resolved: Resolved, limit: int) -> tuple[Ite
     if isinstance(given, dict):
         given = [given]
     modality = fields.choice(body, "modality", ("text", "image", "audio"), "text")
-    encoding = fields.choice(body, "token_encoding", _ENCODINGS, resolved.entry.openai_token_encoding)
     if isinstance(given, str):
         if modality == "text":
             _check_text(given, "input")

@@ -5,15 +5,12 @@ Infinity's, and TEI's where its body says so.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-import orjson
-
 from sie_contracts.errors import InvalidInput
 from sie_gateway import body as bodies
-from sie_gateway import decoding
+from sie_gateway import decoding, reply
 from sie_gateway.body import Item
 from sie_gateway.call import Answer, Asked, Call
 from sie_gateway.dialects import fields, multimodal, tei, voyage
@@ -122,8 +119,7 @@ def _answer(
             each if text is None else {**each, "document": text if root else {"text": text}}
             for each, text in zip(ranked, texts, strict=True)
         ]
-    timing = finished.timing(call)
-    shared = {**finished.shared(call), "timing": timing}
+    shared = finished.shared(call)
     if warnings:
         shared["warnings"] = [*warnings, *shared.get("warnings", ())]
     tokens = finished.usage["total_tokens"]
@@ -132,7 +128,7 @@ def _answer(
         "billed_units": {"search_units": -(-len(items) // DOCUMENTS_PER_UNIT)},
         "tokens": {"input_tokens": tokens, "output_tokens": 0},
     }
-    content: Mapping[str, Any] = {
+    content: dict[str, Any] = {
         "id": str(uuid4()),
         "object": "rerank",
         "model": finished.request.resolved.requested,
@@ -141,4 +137,9 @@ def _answer(
         **shared,
         **({"data": ranked} if version == 1 else {}),  # what Voyage's client reads; it has the documents
     }
-    return Answer(orjson.dumps(content), "application/json", finished.headers(timing))
+
+    def late(spent_s: float) -> dict[str, Any]:
+        return {"timing": finished.timing(call, spent_s)}
+
+    data, content_type = reply.body_of(content, 0, msgpack=False, late=late)
+    return Answer(data, content_type, finished.headers(finished.told))

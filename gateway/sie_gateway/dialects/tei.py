@@ -79,27 +79,13 @@ def _texts(value: Any, most: int, name: str) -> tuple[Item, ...]:
     return fields.items([] if value is None else value, name, most)
 
 
-def _parameters(body: Mapping[str, Any], entry: ModelEntry) -> dict[str, Any]:
-    """Truncation and prompt in native terms."""
-    given: dict[str, Any] = {}
+def _truncation(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Truncation in native terms."""
     direction = body.get("truncation_direction")
     if direction is not None and (not isinstance(direction, str) or direction.lower() not in _DIRECTIONS):
         raise fields.refused("truncation_direction", direction, "left or right")
     keep = _DIRECTIONS[direction.lower()] if isinstance(direction, str) else "END"
-    given["truncate"] = keep if fields.flag(body, "truncate", default=True) else "NONE"
-    return given | _prompt(body, entry)
-
-
-def _prompt(body: Mapping[str, Any], entry: ModelEntry) -> dict[str, Any]:
-    name = body.get("prompt_name")
-    if name is None:
-        return {}
-    if not isinstance(name, str) or name not in entry.prompts:
-        known = ", ".join(sorted(entry.prompts)) or "none"
-        raise InvalidInput(
-            f"prompt_name: expected a prompt of {entry.id}: {known}", reason="schema", param="prompt_name"
-        )
-    return {"is_query": True} if name == "query" else {"is_query": False, "doc_template": entry.prompts[name]}
+    return {"truncate": keep if fields.flag(body, "truncate", default=True) else "NONE"}
 
 
 # what goes out
@@ -128,10 +114,10 @@ async def _encode(
     params: Mapping[str, Any],
 ) -> Finished:
     output = "sparse" if capability == "embed_sparse" else "dense"
-    merged = {**_parameters(params, resolved.entry), "output_types": [output], "dimensions": params.get("dimensions")}
+    merged = {**_truncation(params), "output_types": [output], **fields.parameters(params, "dimensions", "prompt_name")}
     if capability == "embed":
         merged["normalize"] = fields.flag(params, "normalize", default=True)
-    understood = inference.understand(call, Asked("encode", resolved, items, {"params": merged}))
+    understood = inference.understand(call, Asked("encode", resolved, items, merged, side=""))
     if capability == "embed_all":
         understood = understood.with_run(options.unpooled(resolved.entry, understood.options.run))
     return await inference.execute(call, understood)
@@ -199,9 +185,7 @@ async def rerank(inference: Inference, call: Call, raw: bytes) -> Answer:
         raise fields.refused("query", query, "a string")
     items = _texts(texts, inference.max_items(call), "texts")
     is_raw, with_text = fields.flag(body, "raw_scores", default=False), fields.flag(body, "return_text", default=False)
-    asked = Asked(
-        "score", resolved, items, {"params": _parameters(body, resolved.entry)}, Item(bodies.utf8(query, "query"))
-    )
+    asked = Asked("score", resolved, items, _truncation(body), Item(bodies.utf8(query, "query")))
     finished = await scored(inference, call, asked, raw=is_raw)
     scores = [outcome.score or 0.0 for _, outcome in finished.succeeded("texts")]
     order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
@@ -233,10 +217,10 @@ async def predict(inference: Inference, call: Call, raw: bytes) -> Answer:
         texts = [bodies.utf8(text, path) for text in pair]
         items.append(Item(texts[0], pair=texts[1] if len(texts) == 2 else None))
     params = {
-        **_parameters(body, resolved.entry),
+        **_truncation(body),
         "options": {"raw_scores": fields.flag(body, "raw_scores", default=False)},
     }
-    finished = await inference.run(call, Asked("extract", resolved, tuple(items), {"params": params}))
+    finished = await inference.run(call, Asked("extract", resolved, tuple(items), params))
     found = classes(finished, "inputs")
     return _answer(call, finished, found[0] if is_single else found)
 
@@ -273,10 +257,9 @@ def _tokens(told: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 def _template(body: Mapping[str, Any], entry: ModelEntry) -> tuple[str, str]:
     """What the prompt puts before and behind a text."""
-    _prompt(body, entry)
-    if (name := body.get("prompt_name")) is None:
+    if body.get("prompt_name") is None:
         return "", ""
-    before, _, after = str(entry.prompts[str(name)]).partition("{text}")
+    before, _, after = options.template(entry, "prompt_name", body["prompt_name"]).partition("{text}")
     return before, after
 
 

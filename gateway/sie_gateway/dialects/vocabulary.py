@@ -33,6 +33,7 @@ _SPECIAL = {
     "o200k_base": {199999: b"<|endoftext|>", 200018: b"<|endofprompt|>"},
 }
 NAMES = tuple(_DIGESTS)
+OWN_IDS = "for ids of the model's own tokenizer set token_encoding, or openai_token_encoding of its entry, to model"
 
 
 def path(name: str) -> Path | None:
@@ -50,7 +51,8 @@ def load(name: str) -> dict[int, bytes]:
     file = path(name)
     if file is None:
         message = (
-            f"token_encoding: this gateway cannot read {name}: install sie-cluster[openai-tokens] there, or send texts"
+            f"token_encoding: this gateway cannot read ids of {name}: send texts, or install sie-cluster[openai-tokens]"
+            f" there; {OWN_IDS}"
         )
         raise InvalidInput(message, reason="unsupported_modality", param="token_encoding")
     data = gzip.decompress(file.read_bytes())
@@ -70,5 +72,5 @@ def decode(name: str, ids: Sequence[int], where: str) -> str:
         return b"".join([table[token] for token in ids]).decode("utf-8", "replace")
     except KeyError:
         place = next(index for index, token in enumerate(ids) if token not in table)
-        message = f"{where}[{place}]: expected an id of {name}, got {ids[place]}"
+        message = f"{where}[{place}]: expected an id of {name}, got {ids[place]}; {OWN_IDS}"
         raise InvalidInput(message, reason="bad_token_id", param=where) from None

@@ -177,6 +177,16 @@ def test_a_prompt_that_the_model_has_and_the_entry_lacks_is_refused(prompts: dic
     assert repr(PROMPT) in error.message
 
 
+def test_a_default_prompt_that_the_entry_lacks_is_refused(copy: ModelEntry) -> None:
+    (Path(copy.weights.path) / "config_sentence_transformers.json").write_text(
+        json.dumps({"prompts": {"query": PROMPT}, "default_prompt_name": "query"})
+    )
+    error = refusal(without_digests(copy))
+    assert "without default_prompt_name" in error.message
+    named = changed(without_digests(copy), default_prompt_name="query")
+    assert loader().load(resolved(named)).certificate["golden"] >= 0.99999
+
+
 def test_a_prompt_that_was_changed_in_both_places_is_refused_by_the_golden_vectors(copy: ModelEntry) -> None:
     """W6."""
     (Path(copy.weights.path) / "config_sentence_transformers.json").write_text(
