@@ -59,8 +59,9 @@ class LoadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     `precision` int8 keeps the weights of linear layers in 8 bits, on a CPU alone. `causal` overrides the attention
     direction of the model's configuration. `append_eos`: the tokenizer adds its end token to every text. `min_pixels`
     and `max_pixels` bound images of models that take any size, in place of the bounds of preprocessor_config.json.
-    `accept_unproven` loads an entry whose numbers could not be compared with its public oracle (`unproven`). `engine`:
-    what computes the hidden states, in place of the adapter's own choice; one that does not serve the model is refused.
+    `accept_unproven` loads an entry whose numbers could not be compared with its public oracle (`unproven`), or whose
+    pooling or prompts are not those of the model's files; its golden vectors are not compared. `engine`: what computes
+    the hidden states, in place of the adapter's own choice; one that does not serve the model is refused.
     """
 
     precision: Precision | None = None
