@@ -33,6 +33,7 @@ _LISTED = {
 
 MODEL_ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._/-]{0,254}")
 _RESERVED_SUFFIXES = ("/status", "/history", "/rollback")
+_MACHINE_PROFILE = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}|_default")
 _PROFILE = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,62}")
 
 
@@ -142,7 +143,8 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     `prompts`: templates `query` and `document` with a literal `{text}` (and `{instruction}`), and
     `default_instruction`. `pair`: the template of a decoder that scores, with `{query}`, `{document}` and
     `{instruction}`; its pieces are tokenised one by one. `bundle`: the only bundle that may serve the model; if empty,
-    every bundle that has its family may.
+    every bundle that has its family may. `machine_profiles`: the only kinds of nodes that may serve the model, the
+    preferred one first, each with its spot kind; if empty, every one may.
 
     `openai_token_encoding` says to which vocabulary token ids of an OpenAI request belong: some clients send ids of a
     vocabulary of OpenAI. `unproven` says why the model's numbers could not be compared with those of its public oracle.
@@ -154,6 +156,7 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     outputs: dict[str, int]
     max_tokens: int
     bundle: str = ""
+    machine_profiles: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ("text",)
     prompts: dict[str, str] = {}
     pair: tuple[str, ...] = ()
@@ -233,6 +236,12 @@ def parse_entry(raw: object) -> ModelEntry:
         )
     if entry.max_tokens < 1:
         raise _invalid("expected at least 1 - at `$.max_tokens`")
+    for number, machine in enumerate(entry.machine_profiles):
+        if not _MACHINE_PROFILE.fullmatch(machine):
+            raise _invalid(
+                "expected a machine profile in small letters, as SIE_MACHINE_PROFILE of its workers has it - at "
+                f"`$.machine_profiles[{number}]`"
+            )
     for name, profile in entry.profiles.items():
         if not _PROFILE.fullmatch(name) or name == "default":
             raise _invalid(f"profile name {name!r} is not usable - at `$.profiles`")
