@@ -139,7 +139,7 @@ def by_the_product(given: dict[str, bytes], folder: Path) -> tuple[list[Any], li
     loader = Loader(torch.device("cpu"), WeightSources(folder, False), Settings())
     model = loader.load(Catalogue.resolve_profile(entry, "default", entry.id))
     assert isinstance(model.certificate, dict)
-    assert certificate.check_files(loader.sources.folder(entry), entry) == ()
+    assert certificate.check_files(loader.sources.folder(entry), entry, entry.load) == ()
     documents = [Document(data, Path(name).suffix[1:]) for name, data in given.items()]
     rows = len(documents) + 1
     groups = (

@@ -185,6 +185,9 @@ EXAMPLES: dict[str, Any] = {
         query=Input(vectors=_VECTORS),
     ),
     "work-1-mentions": _work(operation="extract", inputs=(Input("Ada met Bob", mentions=_MENTIONS), Input("first"))),
+    "work-1-variant": _work(
+        operation="encode", inputs=(Input("a"),), options=RunOptions(normalize=False, variant="0a1b2c3d4e5f6071")
+    ),
     "work-1-rerank": _work(
         operation="score",
         inputs=(Input("é"),),

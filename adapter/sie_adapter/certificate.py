@@ -6,7 +6,7 @@ become ready.
     tokenizer that of these weights: its ids within their table, its special tokens there, sentences of several scripts
               not all unknown
     packed    the packed path against the reference path, output by output
-    golden    vectors of the public oracle, where the entry names a file of them
+    golden    vectors of the public oracle, where the entry names a file of them and load.accept_unproven is not set
 
 Bounds: cosine 0.9999 in float32, 0.999 in 16 bit; for scores also Kendall's tau 0.98. With weights in 8 bits cosine
 0.99, and Kendall's tau 0.95 over the similarities of all pairs of vectors, or over scores.
@@ -28,16 +28,15 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from sie_adapter.device import Compute
-from sie_adapter.folder_files import read_json
 from sie_adapter.heads import Row, States
-from sie_adapter.modules import MODEL_FILE, read_modules
 from sie_adapter.packing import Items
 from sie_adapter.tokenizer import Needs, fault
-from sie_contracts import families
 from sie_contracts.catalogue import Resolved, packaged_folder
-from sie_contracts.entries import ModelEntry
+from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.load_errors import load_failed
 from sie_contracts.options import TOKEN_STATES
+from sie_store import entry_faults
+from sie_store.folder_files import read_json
 
 COSINE = {torch.float32: 0.9999}
 COSINE_16 = 0.999
@@ -60,12 +59,13 @@ def certify(model: Any, folder: Path, resolved: Resolved, compute: Compute) -> C
     """Check a model that was just loaded. Raises ModelLoadFailed CERTIFICATE with what does not hold and where."""
     started = time.perf_counter()
     entry = resolved.entry
-    digests = check_files(folder, entry)
+    digests = check_files(folder, entry, resolved.load)
     _check_tokenizer(model, entry)
     with torch.inference_mode():
         _check_direction(model, resolved)
         packed = _check_packed(model, entry, compute) if hasattr(model, "backbone") else {}
-        golden = _check_golden(model, entry, compute) if entry.golden else None
+        is_compared = entry.golden and not resolved.load.accept_unproven
+        golden = _check_golden(model, entry, compute) if is_compared else None
     return Certificate(digests, packed, golden, round(time.perf_counter() - started, 3))
 
 
@@ -73,12 +73,13 @@ def _refuse(entry: ModelEntry, cause: str) -> Exception:
     return load_failed("CERTIFICATE", f"{entry.id}: {cause}")
 
 
-def check_files(folder: Path, entry: ModelEntry) -> tuple[str, ...]:
+def check_files(folder: Path, entry: ModelEntry, load: LoadOptions) -> tuple[str, ...]:
     """The files whose digests hold. Raises ModelLoadFailed CERTIFICATE for a file that the entry knows otherwise, and
     for an entry that contradicts a file.
     """
     digests = _check_digests(folder, entry)
-    _check_options(folder, entry)
+    if (found := entry_faults.fault(folder, entry, load)) is not None:
+        raise _refuse(entry, found.message)
     return digests
 
 
@@ -96,23 +97,6 @@ def _check_digests(folder: Path, entry: ModelEntry) -> tuple[str, ...]:
             )
             raise _refuse(entry, cause)
     return tuple(entry.weights.digests)
-
-
-def _check_options(folder: Path, entry: ModelEntry) -> None:
-    """An entry may say more than the model's files, never something else."""
-    is_encoder = families.row(entry.family).gives_vectors  # others have prompts for a request to name
-    model = read_json(folder / MODEL_FILE) if is_encoder else {}
-    stored = model.get("prompts") or {}
-    default = model.get("default_prompt_name")
-    for name, own in (("query", "query"), ("document", "document"), (default, entry.default_prompt_name)):
-        prompt = stored.get(name) or ""
-        given = entry.prompts.get(own, "{text}")
-        if prompt and "{instruction}" not in given and given != f"{prompt}{{text}}":
-            key = f"prompts.{own}" if own else "the prompt without default_prompt_name"
-            raise _refuse(entry, f"{key} is {given!r}, its {MODEL_FILE} has the prompt {prompt!r}")
-    stored_pooling = read_modules(folder).pooling
-    if entry.run.pooling and stored_pooling and entry.run.pooling != stored_pooling:
-        raise _refuse(entry, f"run.pooling is {entry.run.pooling}, its 1_Pooling says {stored_pooling}")
 
 
 def _check_tokenizer(model: Any, entry: ModelEntry) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sie_adapter.folder_files import read_json
+from sie_store.folder_files import read_json
 
 UNLIMITED = 1 << 24  # transformers writes 10^30 where a tokenizer has no limit
 _GLINER_WORDS, _TOKENS_PER_WORD = 384, 4

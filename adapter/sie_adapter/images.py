@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from sie_adapter.device import Compute, to_device
-from sie_adapter.folder_files import read_json
 from sie_adapter.packing import Shown, UInt8, missing
 from sie_adapter.tower_outputs import Output
 from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.images import Normalisation, Recipe, UnknownProcessor, from_processor
 from sie_contracts.load_errors import load_failed
+from sie_store.folder_files import read_json
 
 PROCESSOR = "preprocessor_config.json"
 # Images or sounds in one pass of a tower. A CPU gains nothing by more; powers of two keep the sizes few.

@@ -27,13 +27,14 @@ from sie_adapter.checkpoint import construction, stored_rows
 from sie_adapter.comparison import compare_files, quiet
 from sie_adapter.extraction_folders import UNLIMITED, described_by_package, tokenizer_limit
 from sie_adapter.families.text_model import check_pair_prompt, stored_activation
-from sie_adapter.folder_files import line_of, read_json, read_value, reading
 from sie_adapter.image_folders import described_by_image_model
 from sie_adapter.late_interaction import late_interaction
-from sie_adapter.modules import MODEL_FILE, Modules, conversion, read_modules
+from sie_adapter.modules import Modules, conversion, read_modules
 from sie_adapter.tokenizer import read_tokenizer
 from sie_contracts.entries import HeadOptions, ModelEntry, parse_entry
 from sie_contracts.load_errors import load_failed
+from sie_store.entry_faults import MODEL_FILE
+from sie_store.folder_files import line_of, read_json, read_value, reading
 from sie_store.selection import FILES, PICKLED
 
 _DECIDING = tuple(pattern for pattern in FILES if pattern != "README.md")  # of what a download fetches

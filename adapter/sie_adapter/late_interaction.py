@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sie_adapter.folder_files import read_json
 from sie_adapter.modules import Modules
 from sie_adapter.packing import Items, expanded
 from sie_contracts.entries import HeadOptions
 from sie_contracts.load_errors import load_failed
+from sie_store.folder_files import read_json
 
 _EXPANDED = 32  # tokens of an expanded query where no file says it
 _PUNCTUATION = tuple(string.punctuation)

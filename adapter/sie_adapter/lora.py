@@ -24,9 +24,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from sie_adapter.device import Compute
-from sie_adapter.folder_files import read_json
 from sie_contracts.errors import LoraLoading
 from sie_contracts.load_errors import lora_rejected
+from sie_store.folder_files import read_json
 
 Pairs = Mapping[str, tuple[Tensor, Tensor]]  # by the path of a layer: A [r, in], scaled B [out, r]
 _PREFIX = "base_model.model."

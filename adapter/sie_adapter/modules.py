@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sie_adapter.checkpoint import linear, tensor
-from sie_adapter.folder_files import TRANSFORMER_FILES, read_json, read_value, reading
 from sie_contracts.load_errors import load_failed
+from sie_store.entry_faults import MODEL_FILE, POOLING_NAMES, pooling_name
+from sie_store.folder_files import TRANSFORMER_FILES, read_json, read_value, reading
 
 POOLINGS = ("cls", "mean", "last", "weighted")
 # settings by module: those in the set are obeyed, or change no number
@@ -66,7 +67,6 @@ FIELDS: Mapping[str, frozenset[str]] = {
     "MultiVectorMask": frozenset({"skiplist_words", "skiplist_tasks", "keep_only_token_ids"}),
     "LogitScore": frozenset({"true_token_id", "false_token_id", "module_input_name"}),
 }
-MODEL_FILE = "config_sentence_transformers.json"
 _STOCK = ("sentence_transformers.", "pylate.")
 _BACKBONES = ("MLMTransformer", "Transformer")
 # arguments of from_pretrained that decide how fast or where, not which numbers
@@ -74,14 +74,6 @@ _PLACING = frozenset(
     {"attn_implementation", "device_map", "dtype", "low_cpu_mem_usage", "torch_dtype", "use_safetensors"}
 )
 _NOT_READ = frozenset({"use_cache", "use_fast", "trust_remote_code"})
-_POOLING_NAMES = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
-    "pooling_mode_weightedmean_tokens": "weightedmean",
-    "pooling_mode_lasttoken": "lasttoken",
-}
 _OUTPUTS = {  # of a Transformer by its task: the method's output, the feature that it becomes
     "feature-extraction": ("last_hidden_state", "token_embeddings"),
     "fill-mask": ("logits", "token_embeddings"),
@@ -280,7 +272,7 @@ def _module_config(kind: str, place: Path) -> dict[str, Any]:
         raise load_failed(
             "NOT_FOUND", f"modules.json lists {place.name}, which has no config.json: copy that folder too"
         )
-    known = FIELDS[kind] | (_POOLING_NAMES.keys() if kind == "Pooling" else frozenset())
+    known = FIELDS[kind] | (POOLING_NAMES.keys() if kind == "Pooling" else frozenset())
     if unknown := sorted(config.keys() - known):
         raise _refused(f"{place.name}/config.json has the setting {unknown[0]}, which this adapter does not read")
     return config
@@ -389,9 +381,7 @@ def _routes(folder: Path) -> tuple[list[tuple[str, Path]], Tensor | None]:
 
 
 def _pooling(place: Path, config: Mapping[str, Any]) -> str:
-    modes = config.get("pooling_mode") or [mode for key, mode in _POOLING_NAMES.items() if config.get(key)] or ["mean"]
-    pooling = "+".join([modes] if isinstance(modes, str) else modes)
-    pooling = {"lasttoken": "last", "weightedmean": "weighted"}.get(pooling, pooling)
+    pooling = pooling_name(config)
     if pooling not in POOLINGS:
         raise _refused(
             f"{place.name}/config.json: the pooling of the model is {pooling}, expected one of {', '.join(POOLINGS)}"

@@ -22,10 +22,10 @@ from transformers import PreTrainedModel, SiglipConfig, SiglipModel
 
 from sie_adapter.checkpoint import filled, placed
 from sie_adapter.device import Compute
-from sie_adapter.folder_files import read_json
 from sie_contracts.entries import ModelEntry
 from sie_contracts.images import Filter, Normalisation, Recipe
 from sie_contracts.load_errors import load_failed
+from sie_store.folder_files import read_json
 
 CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 _TOWER = re.compile(r"vit_(base|large)_patch\d+_siglip_\d+")  # those whose MLPs have an exact GELU

@@ -22,9 +22,9 @@ from transformers import Florence2Config, Florence2ForConditionalGeneration, Gen
 
 from sie_adapter.checkpoint import filled, placed
 from sie_adapter.device import Compute
-from sie_adapter.folder_files import read_json
 from sie_contracts.entries import ModelEntry
 from sie_contracts.load_errors import load_failed
+from sie_store.folder_files import read_json
 
 _TEXT_TYPE = "florence2_language"  # of transformers it is BART
 _GENERATION = "generation_config.json"

@@ -19,6 +19,7 @@ from sie_broker import Broker, BrokerError
 from sie_config_service.access import Gate
 from sie_config_service.handlers import json_response
 from sie_config_service.metrics import Metrics
+from sie_config_service.model_files import ModelFiles
 from sie_config_service.routes import TABLE, openapi_document
 from sie_config_service.store import CatalogueStore
 from sie_config_service.workers import Workers
@@ -64,12 +65,13 @@ class ConfigService:
         self.trust: Trust | None = None
         self.workers = Workers(WORKER_TIMEOUT_S)
         self.gate = Gate(settings)
+        self._files = ModelFiles(settings)
         self.tracer: Tracer | None = None
         self.metrics = Metrics(lambda: self.store.last_read if self.store is not None else None)
 
     def begin(self, store: CatalogueStore, trust: Trust) -> None:
         """The catalogue is there. `trust` says what an entry that is written over HTTP may ask for."""
-        self.store, self.writer, self.trust = store, Writer(store), trust
+        self.store, self.writer, self.trust = store, Writer(store, self._files.check), trust
         self.trouble = ""
 
     def end(self) -> None:

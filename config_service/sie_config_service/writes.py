@@ -78,8 +78,10 @@ class Answered:
 class Writer:
     """All writes of one replica, one at a time: between replicas compare-and-set decides."""
 
-    def __init__(self, store: CatalogueStore) -> None:
+    def __init__(self, store: CatalogueStore, check: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
+        """`check` raises ValidationFailed for an entry that no worker could load."""
         self._store = store
+        self._check = check
         self._lock = asyncio.Lock()
         self.id = f"sie-config-{secrets.token_hex(4)}"
 
@@ -117,6 +119,7 @@ class Writer:
         changes = held.entry != entry
         if changes and entry is not None:
             await self._check_bounds(asked.model, entry)
+            await self._check(entry)
         guarded = await guard(store, asked.model, held, entry, force=asked.force) if changes else Guarded()
         body = self._body(asked, held, entry, held.revision + changes, await store.bundles()) | guarded.told
         created = bool(body["created_profiles"]) and asked.operation == "create"

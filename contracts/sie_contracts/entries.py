@@ -33,6 +33,7 @@ _LISTED = {
 
 MODEL_ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._/-]{0,254}")
 _RESERVED_SUFFIXES = ("/status", "/history", "/rollback")
+_MACHINE_PROFILE = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}|_default")
 _PROFILE = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,62}")
 
 
@@ -59,8 +60,9 @@ class LoadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     `precision` int8 keeps the weights of linear layers in 8 bits, on a CPU alone. `causal` overrides the attention
     direction of the model's configuration. `append_eos`: the tokenizer adds its end token to every text. `min_pixels`
     and `max_pixels` bound images of models that take any size, in place of the bounds of preprocessor_config.json.
-    `accept_unproven` loads an entry whose numbers could not be compared with its public oracle (`unproven`). `engine`:
-    what computes the hidden states, in place of the adapter's own choice; one that does not serve the model is refused.
+    `accept_unproven` loads an entry whose numbers could not be compared with its public oracle (`unproven`), or whose
+    pooling or prompts are not those of the model's files; its golden vectors are not compared. `engine`: what computes
+    the hidden states, in place of the adapter's own choice; one that does not serve the model is refused.
     """
 
     precision: Precision | None = None
@@ -143,7 +145,8 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     library applies where a call names none: routes of other servers apply it too, and without it leave texts bare.
     `pair`: the template of a decoder that scores, with `{query}`, `{document}` and `{instruction}`; its pieces are
     tokenised one by one. `bundle`: the only bundle that may serve the model; if empty, every bundle that has its family
-    may.
+    may. `machine_profiles`: the only kinds of nodes that may serve the model, the preferred one first, each with its
+    spot kind; if empty, every one may.
 
     `openai_token_encoding` says to which vocabulary token ids of an OpenAI request belong: that of the model, or one of
     OpenAI's. Empty: cl100k_base, which clients of OpenAI send for a model that they do not know. `unproven` says why
@@ -156,6 +159,7 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     outputs: dict[str, int]
     max_tokens: int
     bundle: str = ""
+    machine_profiles: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ("text",)
     prompts: dict[str, str] = {}
     default_prompt_name: str = ""
@@ -241,6 +245,12 @@ def parse_entry(raw: object) -> ModelEntry:
         )
     if entry.max_tokens < 1:
         raise _invalid("expected at least 1 - at `$.max_tokens`")
+    for number, machine in enumerate(entry.machine_profiles):
+        if not _MACHINE_PROFILE.fullmatch(machine):
+            raise _invalid(
+                "expected a machine profile in small letters, as SIE_MACHINE_PROFILE of its workers has it - at "
+                f"`$.machine_profiles[{number}]`"
+            )
     for name, profile in entry.profiles.items():
         if not _PROFILE.fullmatch(name) or name == "default":
             raise _invalid(f"profile name {name!r} is not usable - at `$.profiles`")

@@ -99,7 +99,8 @@ class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     that the text is scored against. `pieces` is the template of a pair, for models that have one: each piece is literal
     text, then in turn a field (`query` or `document`) and literal text. `dimensions` and `max_tokens` 0 mean the
     model's own. `document_tokens` is the most that is read of a document that is scored; 0: all that fits. `parameters`
-    are options of one family, with their JSON types.
+    are options of one family, with their JSON types. `variant`: a digest of the options that a request has otherwise
+    than its profile, which the fingerprint of the answer covers; empty if none.
     """
 
     outputs: tuple[str, ...] = ("dense",)
@@ -122,6 +123,7 @@ class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     threshold: float | None = None
     parameters: dict[str, Any] = {}
     document_tokens: int = 0
+    variant: str = ""
 
 
 class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True, tag="work/1"):

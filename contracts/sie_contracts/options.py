@@ -7,11 +7,12 @@ No other code merges options, so every route and path executes the same set.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -63,6 +64,22 @@ _EVERYWHERE = frozenset(
         "doc_template",
     }
 )
+# Parameters after which the fingerprint of an answer is still that of the profile.
+NEUTRAL: Mapping[str, str] = {
+    "profile": "the fingerprint is that of the profile which was chosen",
+    "lora_id": "the fingerprint covers the files of a LoRA, whatever name it has",
+    "lora": "as lora_id",
+    "on_item_error": "changes the form of the reply",
+    "timing": "changes the form of the reply",
+    "output_types": "chooses outputs and changes none",
+    "is_query": "queries fit the index of the documents: the entry has both prompts, and the fingerprint covers them",
+    "input_type": "as is_query",
+    "prompt_name": "as is_query",
+    "labels": "is what is looked for, an input as the text is",
+    "output_schema": "no model takes one",
+    "precompute_labels": "the labels give the same numbers, computed before the texts or with them",
+    "ocr": "has one value",
+}
 _USED: dict[str, frozenset[str]] = {
     "encode": _EVERYWHERE
     | {"output_types", "output_dtype", "dimensions", "normalize", "pooling", "muvera", "prompt_name"},
@@ -111,6 +128,14 @@ class _Parameters:
         """The side of texts for which nothing names a side or a prompt, None where something does."""
         is_named = self.is_set("is_query", "input_type", "prompt_name") or defaults.is_query is not None
         return None if is_named else self._side
+
+    def has_others(self, names: Collection[str]) -> bool:
+        """Whether any is set that is not of `names`."""
+        return not self._found.keys() <= _TOP_LEVEL.union(names)
+
+    def only(self, names: Collection[str]) -> _Parameters:
+        """Those of `names`."""
+        return _Parameters({name: value for name, (_, value) in self._found.items() if name in names}, self._side)
 
     def unused(self, used: frozenset[str]) -> Iterator[tuple[str, str]]:
         """The paths of parameters that have no meaning for this model on this route, each with a suggestion."""
@@ -170,19 +195,15 @@ def run_options(
         )
         raise InvalidInput(message, reason="unsupported_task", param="model")
     own = families.row(entry.family).parameters if entry.family in FAMILIES else None
-    parameters = _family_parameters(defaults, given, given.foreign() if own is None else own)
-    common: dict[str, Any] = {
-        "truncate": truncate(*given.get("truncate"), default=defaults.truncate or "END"),
-        "max_tokens": _max_tokens(entry, *given.get("max_seq_length")),
-        "lora": _lora(entry, defaults, given),
-        "instruction": text(*given.get("instruction")) or defaults.instruction or "",
-        "parameters": parameters,
-    }
-    merge = {"encode": _encode, "score": _score, "extract": _extract}[operation]
-    run = RunOptions(**common, **merge(entry, defaults, given, parameters))
+    names = given.foreign() if own is None else own
+    run = _merged(entry, defaults, given, operation, names)
+    if given.has_others(neutral := _neutral(entry)):
+        usual = _merged(entry, defaults, given.only(neutral - {"output_types"}), operation, names)
+        usual = msgspec.structs.replace(usual, outputs=run.outputs)
+        run = altered(usual, **{name: getattr(run, name) for name in RunOptions.__struct_fields__})
     on_error = one_of(*given.get("on_item_error"), choices={"slot": "slot", "fail": "fail"}, default=on_item_error)
     timing = one_of(*given.get("timing"), choices={"request": "request", "items": "items"}, default="request")
-    used = _USED[operation] | (given.foreign() if own is None else own)
+    used = _USED[operation] | names
     if operation == "extract":  # no family follows a schema
         used -= {"output_schema"}
     elif operation == "score" and own is not None and not _scores_by_instruction(entry):
@@ -198,6 +219,36 @@ def run_options(
             "input_type or prompt_name (null: no prompt)",
         )
     return resolved, RequestOptions(run, on_error, timing == "items", warnings)
+
+
+def _merged(
+    entry: ModelEntry, defaults: RunDefaults, given: _Parameters, operation: Operation, names: frozenset[str]
+) -> RunOptions:
+    """`names`: the parameters that only this family reads."""
+    parameters = _family_parameters(defaults, given, names)
+    common: dict[str, Any] = {
+        "truncate": truncate(*given.get("truncate"), default=defaults.truncate or "END"),
+        "max_tokens": _max_tokens(entry, *given.get("max_seq_length")),
+        "lora": _lora(entry, defaults, given),
+        "instruction": text(*given.get("instruction")) or defaults.instruction or "",
+        "parameters": parameters,
+    }
+    merge = {"encode": _encode, "score": _score, "extract": _extract}[operation]
+    return RunOptions(**common, **merge(entry, defaults, given, parameters))
+
+
+def _neutral(entry: ModelEntry) -> frozenset[str]:
+    """The parameters of NEUTRAL, and the instruction of a model for which it is the query."""
+    return frozenset(NEUTRAL) | (frozenset({"instruction"}) if families.row(entry.family).needs_instruction else set())
+
+
+def altered(usual: RunOptions, **changes: Any) -> RunOptions:
+    """`usual` with these fields. Where one differs, the answers have another fingerprint (`RunOptions.variant`)."""
+    differing = {name: value for name, value in changes.items() if value != getattr(usual, name)}
+    if not differing:
+        return usual
+    told = msgspec.json.encode([usual.variant, differing], order="sorted")
+    return msgspec.structs.replace(usual, **differing, variant=hashlib.sha256(told).hexdigest()[:16])
 
 
 def template(entry: ModelEntry, path: str, name: Any) -> str:

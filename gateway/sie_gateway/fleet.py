@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie_broker import Bus, CoreMessage
+from sie_contracts import bundles as bundling
 from sie_contracts import heartbeats, topology
 from sie_contracts.catalogue import Resolved
 from sie_contracts.costs import ImageCost
@@ -282,18 +283,25 @@ class Fleet:
         return max(1.0, took_s - (self._clock() - min(since)) if since else took_s)
 
     def lane(self, resolved: Resolved, *, pool: str, machine_profile: str, known_pools: Iterable[str]) -> Lane:
-        """The lane of a request. A named machine profile, or type of GPU, is a constraint; without one a worker that
-        has the model is preferred.
+        """The lane of a request.
 
-        With no worker of the bundle up, work waits in the lane of the first machine profile that a reservation asks for
-        or that is configured, or of this installation's own. A reservation has what it asks for and nothing else.
-        Raises PoolNotFound, BundleConflict, InvalidInput with reason gpu_not_configured, and, without a list of machine
-        profiles, NotFound where no worker is what was named, Provisioning while none is there at all.
+        A machine profile, or type of GPU, that the request names is a constraint; so are those of the model's entry.
+        Where the request names none, one with the model loaded comes before one that serves the bundle, and that
+        before one without a worker, where the work waits; of several the first in the order of the entry, else of
+        SIE_GATEWAY_CONFIGURED_GPUS. A reservation has what it asks for and nothing else.
+
+        A default, SIE_MACHINE_PROFILE of this list, has all work of the bundle `default` that names nothing else, also
+        while none of its workers is up.
+
+        Raises PoolNotFound, BundleConflict, InvalidInput with reason gpu_not_configured or machine_profile_excluded,
+        and, without a list of machine profiles, NotFound where no worker is what was named, Provisioning while none is
+        there at all.
         """
         if pool not in known_pools:
             raise PoolNotFound(f"no pool named {pool!r}", param="X-SIE-Pool")
         bundle = resolved.bundle
-        configured = self._settings.gateway_configured_gpus or ()
+        configured = tuple(name.strip() for name in self._settings.gateway_configured_gpus or ())
+        default = self._settings.machine_profile or ""
         if (spec := self._spec(pool)) is not None:
             if spec.bundle and spec.bundle not in (resolved.bundles or (bundle,)):
                 raise BundleConflict(
@@ -302,7 +310,7 @@ class Fleet:
                     extras={"compatible_bundles": list(resolved.bundles or (bundle,))},
                 )
             bundle = spec.bundle or bundle
-            configured = tuple(spec.gpus)
+            configured, default = tuple(spec.gpus), ""
         self._expire()
         serving = self._served.get((pool, bundle), {})
         if machine_profile:
@@ -310,10 +318,23 @@ class Fleet:
             types = {profile: of_lane.types for profile, of_lane in serving.items()}
             found = _named(wanted, types, self._with(serving, resolved.residency))
             machine_profile = found or (wanted if configured else self._awaited(wanted, pool, bundle))
-        else:
-            names = self._with(serving, resolved.residency) or serving
-            machine_profile = min(names) if names else (configured[0].lower() if configured else self._settings.profile)
-        return Lane(pool, machine_profile, bundle)
+            if not _permits(resolved, machine_profile):
+                raise _excluded(resolved, "X-SIE-MACHINE-PROFILE", f"not on {machine_profile}")
+            return Lane(pool, machine_profile, bundle)
+        order = [name.lower() for name in configured]
+        if resolved.entry.machine_profiles:
+            order = _in_order(resolved, order)
+            if not order:
+                there = f"this {'pool' if spec else 'gateway'} has {', '.join(configured)}"
+                raise _excluded(resolved, "X-SIE-Pool" if spec else "model", there)
+            serving = {name: each for name, each in serving.items() if _permits(resolved, name)}
+        elif default in order and bundle == bundling.DEFAULT:
+            return Lane(pool, default, bundle)
+        ranks = {name: rank for rank, name in enumerate(order)}
+        names = self._with(serving, resolved.residency) or serving
+        if not names:
+            return Lane(pool, order[0] if order else self._settings.profile, bundle)
+        return Lane(pool, min(names, key=lambda name: (ranks.get(name, len(ranks)), name)), bundle)
 
     @staticmethod
     def _with(serving: Mapping[str, _Lane], residency: str) -> list[str]:
@@ -377,6 +398,32 @@ def _named(wanted: str, known: Mapping[str, Mapping[str, int]], preferred: Itera
     kind = gpu_type(wanted)
     fitting = {name for name, types in known.items() if kind and set(types) == {kind}}
     return min(fitting.intersection(preferred) or fitting, default=None)
+
+
+def _permits(resolved: Resolved, machine_profile: str) -> bool:
+    """Whether the model's entry lets it run there: it names this machine profile, that of which this is the spot kind,
+    or none at all.
+    """
+    allowed = resolved.entry.machine_profiles
+    return not allowed or bool({machine_profile, machine_profile.removesuffix("-spot")}.intersection(allowed))
+
+
+def _in_order(resolved: Resolved, configured: Sequence[str]) -> list[str]:
+    """The machine profiles of the model's entry, the first one first: those that are configured, where a list is."""
+    allowed = resolved.entry.machine_profiles
+    if not configured:
+        return list(allowed)
+    return [name for each in allowed for name in (each, f"{each}-spot") if name in configured]
+
+
+def _excluded(resolved: Resolved, param: str, why: str) -> InvalidInput:
+    allowed = resolved.entry.machine_profiles
+    return InvalidInput(
+        f"{param}: {resolved.entry.id} runs on {', '.join(allowed)} alone (machine_profiles of its entry), {why}",
+        reason="machine_profile_excluded",
+        param=param,
+        extras={"machine_profiles": list(allowed)},
+    )
 
 
 def _configured(wanted: str, configured: tuple[str, ...]) -> str:

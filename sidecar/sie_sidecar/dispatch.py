@@ -95,7 +95,7 @@ class Dispatch:
             flight.sealed_s = sealed_s
             if flight.hosted is not None:
                 flight.hosted.used(sealed_s)
-                flight.fingerprint = flight.hosted.fingerprint(flight.item.profile, flight.item.options.lora)
+                flight.fingerprint = flight.hosted.fingerprint(flight.item.profile, flight.item.options)
         self._device.note_sent()
         self._device.rate.sent(sealed_s)
         started, ran = False, 0

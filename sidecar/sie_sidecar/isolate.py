@@ -151,7 +151,7 @@ class Isolate:
 
         flight.move("running")
         flight.sealed_s = flight.sealed_s or self._clock()
-        flight.fingerprint = hosted.fingerprint(flight.item.profile, flight.item.options.lora)
+        flight.fingerprint = hosted.fingerprint(flight.item.profile, flight.item.options)
         batch, number = self._device.alone(single), self._device.number + 1
         failpoint("isolate.before_run")
         try:

@@ -20,6 +20,7 @@ from sie_contracts.catalogue import Resolved, profile_fingerprint
 from sie_contracts.errors import ModelLoadFailed, SIEError
 from sie_contracts.heartbeats import Fetched, ModelStatus, ServedEngine, ServedPrecision
 from sie_contracts.images import max_blocks
+from sie_contracts.messages import RunOptions
 from sie_sidecar.tokens import ModelTokenizer
 
 State = Literal["available", "loading", "loaded", "unloading", "failed"]
@@ -125,20 +126,19 @@ class Hosted:
         """Tokens a second that came in: a mean whose weights fall by e in RATE_OVER_S."""
         return self._cost_rate * math.exp((self._cost_s - now_s) / RATE_OVER_S)
 
-    def fingerprint(self, profile: str, lora: str = "") -> str:
-        """Of answers of this profile and this LoRA; empty while nothing is loaded."""
+    def fingerprint(self, profile: str, options: RunOptions) -> str:
+        """Of answers of this profile with these options; empty while nothing is loaded."""
         if self.ready is None:
             return ""
         loaded, entry = self.ready.loaded.fingerprint, self.resolved.entry
         if (loaded, profile) not in self._fingerprints:
             self._fingerprints[loaded, profile] = profile_fingerprint(loaded, entry, profile)
         found = self._fingerprints[loaded, profile]
-        # by what its files hold: they may change under one name
-        return (
-            hashlib.sha256(f"{found} {self.lora_digests.get(lora) or lora}".encode()).hexdigest()[:16]
-            if lora
-            else found
-        )
+        # a LoRA counts by what its files hold: they may change under one name
+        for part in (options.lora and (self.lora_digests.get(options.lora) or options.lora), options.variant):
+            if part:
+                found = hashlib.sha256(f"{found} {part}".encode()).hexdigest()[:16]
+        return found
 
     def status(self, now_s: float, fetched: Fetched | None = None) -> ModelStatus:
         loaded = self.ready.loaded if self.ready else None

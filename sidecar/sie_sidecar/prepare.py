@@ -211,7 +211,7 @@ class Prepare:
         async def answer(flight: InFlight) -> None:
             item = flight.item
             work = Work(item.inputs, None, item.options)
-            flight.loaded_s, flight.fingerprint = loaded_s, hosted.fingerprint(item.profile, item.options.lora)
+            flight.loaded_s, flight.fingerprint = loaded_s, hosted.fingerprint(item.profile, item.options)
             try:
                 made = functools.partial(tokenise.answer, tokenizer, item.operation, work)
                 outcomes = await self._tokenizers.run(tokenise.effort_of(work), made, together)

@@ -385,10 +385,13 @@ def to_batch(
 
 
 def _answered(options: RunOptions) -> RunOptions:
-    """What the adapter needs of the options: the prompts are in the ids already."""
-    if not (options.prefix or options.suffix or options.pieces or options.query_prefix or options.query_suffix):
+    """What the adapter needs of the options: the prompts are in the ids already, the variant is in the fingerprint."""
+    prompts = options.prefix or options.suffix or options.pieces or options.query_prefix or options.query_suffix
+    if not (prompts or options.variant):
         return options
-    return msgspec.structs.replace(options, prefix="", suffix="", pieces=(), query_prefix="", query_suffix="")
+    return msgspec.structs.replace(
+        options, prefix="", suffix="", pieces=(), query_prefix="", query_suffix="", variant=""
+    )
 
 
 def query_of(item: Work) -> str:

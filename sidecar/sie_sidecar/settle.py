@@ -117,7 +117,7 @@ class Settle:
             swapped=hosted.swapped if hosted else False,
             engine=done.engine if done else "",
         )
-        fingerprint = flight.fingerprint or (hosted.fingerprint(item.profile, item.options.lora) if hosted else "")
+        fingerprint = flight.fingerprint or (hosted.fingerprint(item.profile, item.options) if hosted else "")
         result = WorkResult(
             item.request,
             item.chunk,

@@ -15,6 +15,7 @@ missing file.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import importlib.metadata
@@ -82,6 +83,11 @@ class WeightSources:
 
             cluster = ClusterCache(settings.cluster_cache)
         return cls(settings.cache_folder, settings.hf_fallback, cluster, cache)
+
+    @classmethod
+    def here(cls, settings: Settings) -> WeightSources:
+        """Those of this machine, from which nothing is fetched. Raises SettingError."""
+        return cls.of(dataclasses.replace(settings, hf_fallback=False, cluster_cache=None))
 
     def folder(self, entry: ModelEntry) -> Path:
         """The folder of `entry`, downloaded if necessary. Raises ModelLoadFailed, which names the sources that were

@@ -171,6 +171,10 @@ def groups(**own: Any) -> dict[str, Any]:
             {**CHOSEN, "gateway": {"defaultMachineProfile": "h100"}},
             'defaultMachineProfile: no group of workers has "h100"; take one of cpu',
         ),
+        (
+            {**groups(cpu={**CPU, "bundle": "documents"}), "gateway": {"defaultMachineProfile": "cpu"}},
+            'defaultMachineProfile: no group with the machine profile "cpu" has the bundle default',
+        ),
         ({**CHOSEN, "settings": {"SIE_ACK_WAIT_S": -1}}, "settings.SIE_ACK_WAIT_S: Must be greater than or equal to 3"),
         (
             {**CHOSEN, "settings": {"SIE_POOL_WRITE_ROLE": "root"}},

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from fake_adapter import toy_entry
 from helm import CHOSEN, container, containers, objects, of_kind, rendered, template, variables, workloads
 from inprocess import InProcess, until
 
@@ -122,7 +123,7 @@ async def test_every_object_asks_what_a_gateway_of_its_file_answers(file: str, c
     found = rendered(file)
     told = variables(container(found, "sie-gateway", "gateway"))
     names = ("SIE_GATEWAY_CONFIGURED_GPUS", "SIE_MACHINE_PROFILE", "SIE_POOL", "SIE_GATEWAY_HEALTH_MODE")
-    gateway = await cluster.gateway(**{name: told[name] for name in names})
+    gateway = await cluster.gateway(**{name: told[name] for name in names if name in told})
     specs = scaled(found)
     assert specs
 
@@ -163,7 +164,7 @@ async def test_a_running_gateway_answers_what_keda_asks(cluster: InProcess) -> N
         "SIE_AUTH_MODE",
         "SIE_GATEWAY_HEALTH_MODE",
     )
-    environ = {name: rendered_environ[name] for name in names}
+    environ = {name: rendered_environ[name] for name in names if name in rendered_environ}
     gateway = await cluster.gateway(
         **{**environ, "SIE_AUTH_MODE": "static", "SIE_AUTH_TOKENS": "good", "SIE_LOAD_HOLD_S": "20"}
     )
@@ -193,3 +194,58 @@ async def test_a_running_gateway_answers_what_keda_asks(cluster: InProcess) -> N
     answer = await gateway.get(path)
     cluster.server.reconnect()
     assert answer.status_code == 503  # no zero that would end workers
+
+
+KINDS: dict[str, Any] = {
+    "cpu": {"machineProfile": "cpu", "autoscaling": {"enabled": True, "minReplicas": 1, "maxReplicas": 2}},
+    "light": {"machineProfile": "l4", "autoscaling": {"enabled": True, "maxReplicas": 8}},
+    "big": {"machineProfile": "a100-80gb", "autoscaling": {"enabled": True, "maxReplicas": 2}},
+}
+
+
+async def test_three_kinds_of_nodes_come_from_zero_for_the_models_that_want_them(tmp_path: Path) -> None:
+    """A worker on a CPU is up all the time, and takes only what its models and the default leave to it."""
+    values = {**CHOSEN, "workers": {"groups": KINDS}, "gateway": {"defaultMachineProfile": "l4"}}
+    found = objects(template(values=values))
+    told = variables(container(found, "sie-gateway", "gateway"))
+    specs = scaled(found)
+    entries = [
+        toy_entry("toy/any"),
+        toy_entry("toy/small", machine_profiles=["cpu"]),
+        toy_entry("toy/large", machine_profiles=["a100-80gb", "h100"]),
+    ]
+    async with InProcess(tmp_path, *entries) as cluster:
+        names = ("SIE_GATEWAY_CONFIGURED_GPUS", "SIE_MACHINE_PROFILE", "SIE_POOL", "SIE_GATEWAY_HEALTH_MODE")
+        gateway = await cluster.gateway(**{name: told[name] for name in names}, SIE_LOAD_HOLD_S="20")
+
+        async def wanted() -> dict[str, int]:
+            answers = {name: await gateway.get(asked(spec)[0]) for name, spec in specs.items()}
+            return {name.removeprefix("sie-worker-"): replicas(answers[name], specs[name]) for name in specs}
+
+        async def start(group: str) -> None:
+            environ = variables(container(found, f"sie-worker-{group}", "worker-sidecar"))
+            own = {name: environ[name] for name in ("SIE_MACHINE_PROFILE", "SIE_BUNDLE")}
+            await cluster.sidecar(**own, SIE_WORKER_ID=group)
+
+        await start("cpu")
+        assert await wanted() == {"cpu": 1, "light": 0, "big": 0}
+        served = await gateway.encode("x", model="toy/small")
+        assert (served.status_code, served.headers["x-sie-worker"]) == (200, "cpu")
+        assert (await wanted())["light"] == 0
+
+        for model, group, others in (("toy/any", "light", {"big": 0}), ("toy/large", "big", {"light": 1})):
+            asking = asyncio.create_task(gateway.encode("x", model=model))
+            stream = cluster.server.streams["WORK__default"]
+            await until(lambda: stream.state().messages or asking.done(), "work in the queue")  # noqa: B023  awaited here
+            assert not asking.done(), asking.result().text
+            assert await wanted() == {"cpu": 1, group: 1, **others}
+            await start(group)
+            answer = await asking
+            assert (answer.status_code, answer.headers["x-sie-worker"]) == (200, group)
+
+        refused = await gateway.encode("x", model="toy/large", X_SIE_Machine_Profile="cpu")
+        assert (refused.status_code, refused.json()["error"]["reason"]) == (400, "machine_profile_excluded")
+        assert refused.json()["error"]["param"] == "X-SIE-MACHINE-PROFILE"
+        assert (await gateway.encode("x", model="toy/any", X_SIE_Machine_Profile="cpu")).headers[
+            "x-sie-worker"
+        ] == "cpu"

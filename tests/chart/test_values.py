@@ -398,14 +398,19 @@ def test_false_and_zero_of_a_group_win_over_common() -> None:
 
 
 def test_a_gateway_knows_the_machine_profiles_of_all_groups() -> None:
-    """A2: what names no machine profile goes to one that can be scaled from zero."""
+    """A2: what names no machine profile goes to one that can be scaled from zero, the default one where there is."""
     groups = {
         "b": {"machineProfile": "h100"},
         "a": {"machineProfile": "l4"},
         "c": {"machineProfile": "l4"},
         "cpu": None,
     }
-    environ = variables(
-        container(objects(template(values={**CHOSEN, "workers": {"groups": groups}})), "sie-gateway", "gateway")
-    )
-    assert (environ["SIE_GATEWAY_CONFIGURED_GPUS"], environ["SIE_MACHINE_PROFILE"]) == ("l4,h100", "l4")
+
+    def environ(default: str) -> dict[str, str]:
+        values = {**CHOSEN, "workers": {"groups": groups}, "gateway": {"defaultMachineProfile": default}}
+        return variables(container(objects(template(values=values)), "sie-gateway", "gateway"))
+
+    assert environ("")["SIE_GATEWAY_CONFIGURED_GPUS"] == "l4,h100"
+    assert "SIE_MACHINE_PROFILE" not in environ("")
+    found = environ("h100")
+    assert (found["SIE_GATEWAY_CONFIGURED_GPUS"], found["SIE_MACHINE_PROFILE"]) == ("h100,l4", "h100")

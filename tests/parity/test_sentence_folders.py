@@ -34,10 +34,10 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from sie_adapter.engine import Engine
-from sie_adapter.folder_files import TRANSFORMER_FILES
 from sie_adapter.modules import FIELDS
 from sie_contracts.errors import ModelLoadFailed, ValidationFailed
 from sie_contracts.settings import Settings
+from sie_store.folder_files import TRANSFORMER_FILES
 
 BACKBONES = ("bert", "xlm-roberta", "distilbert", "mpnet", "modernbert", "qwen3 causal")
 TEXTS = [

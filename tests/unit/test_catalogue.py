@@ -211,7 +211,13 @@ def test_the_fingerprint_moves_with_all_that_moves_the_numbers_and_with_nothing_
     found["load options"] = fingerprint(RICH, LoadOptions("float32", True), "float32")
     found["causal"] = fingerprint(RICH, LoadOptions("float32", causal=False), "float32")
     assert len({base, *found.values()}) == len(found) + 1
-    same = {**msgspec.to_builtins(RICH), "description": "new", "license": "mit", "bundle": "other"}
+    same = {
+        **msgspec.to_builtins(RICH),
+        "description": "new",
+        "license": "mit",
+        "bundle": "other",
+        "machine_profiles": ["l4"],
+    }
     assert fingerprint(parse_entry(same), load, "float32") == base
     assert len(base) == 16
 

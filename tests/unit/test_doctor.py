@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import http.server
+import json
 import os
 import threading
 from pathlib import Path
@@ -20,6 +21,7 @@ from sie_cli.doctor.catalogue import drift, models
 from sie_cli.doctor.command import BLIND, FINE, WRONG, Report, status_of
 from sie_cli.doctor.gateway import gateway
 from sie_cli.doctor.gpu import Driver, Torch, gpu_faults
+from sie_cli.doctor.loads import loads
 from sie_cli.doctor.look import Absent, Blind, Look, ask_socket, looking
 from sie_cli.doctor.ports import ports
 from sie_cli.doctor.settings import faults_of
@@ -212,6 +214,45 @@ async def test_a_program_of_others_is_no_finding_where_nobody_named_its_port(
                 assert "which SIE_WORKER_METRICS_PORT means, is held by" in found.wrong
         finally:
             other.shutdown()
+
+
+class Gateway(http.server.BaseHTTPRequestHandler):
+    """A gateway with one worker, which loaded one model and failed at two profiles of another."""
+
+    def do_GET(self) -> None:
+        error = {"code": "CERTIFICATE", "attempts": 1, "permanent": True, "message": "run.pooling is cls"}
+        failed = {"worker": "w0", "state": "failed", "error": error}
+        rows = {"ok": {"worker": "w0", "state": "loaded", "error": None}, "bad": failed, "bad:small": failed}
+        models = [{"id": name, "loaded": host["error"] is None, "hosts": [host]} for name, host in rows.items()]
+        body = json.dumps({"models": models} if self.path == "/v1/models" else {}).encode()
+        self.send_response(200)
+        self.send_header("X-SIE-Version", "1.0")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+async def test_models_that_a_worker_cannot_load_are_findings(tmp_path: Path) -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Gateway) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            settings = dataclasses.replace(
+                load(environ={}).settings, gateway_url=f"http://127.0.0.1:{server.server_address[1]}"
+            )
+            async with looking(Cluster(settings, {"SIE_GATEWAY_URL": "flag"}, tmp_path)) as look:
+                says, (finding,) = await loads(look)
+        finally:
+            server.shutdown()
+            thread.join()
+    assert says == "1 model loaded"
+    assert finding.wrong == "worker w0 cannot load bad, bad:small: CERTIFICATE: run.pooling is cls"
+    assert "sie models rollback" in finding.fix
+    async with looking(Cluster(load(environ={}).settings, {}, tmp_path)) as look:
+        with pytest.raises(Blind):
+            await loads(look)
 
 
 async def test_a_file_that_keeps_the_folder_of_models_back_is_named(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,9 @@ from hypothesis import strategies as st
 
 from sie_broker.memory import MemoryServer
 from sie_contracts.catalogue import Resolved
+from sie_contracts.errors import InvalidInput
 from sie_contracts.heartbeats import Heartbeat, ModelStatus
+from sie_contracts.records import PoolSpec
 from sie_contracts.settings import load
 from sie_contracts.topology import Lane
 from sie_gateway.fleet import Fleet
@@ -37,7 +40,8 @@ def fleet_of(clock: Clock) -> Fleet:
 
 
 def resolved(residency: str, bundle: str = "default") -> Resolved:
-    return SimpleNamespace(residency=residency, bundle=bundle, bundles=(bundle,))  # type: ignore[return-value]
+    entry = SimpleNamespace(id="m", machine_profiles=())
+    return SimpleNamespace(residency=residency, bundle=bundle, bundles=(bundle,), entry=entry)  # type: ignore[return-value]
 
 
 STATES = ("loading", "unloading", "loaded", "failed", "available")
@@ -152,3 +156,87 @@ def test_what_a_request_asks_costs_the_same_with_one_worker_and_with_a_thousand(
         return min(found)
 
     assert cost_s(filled(1000)) < 5 * cost_s(filled(1)), "a look at all workers would be hundreds of times as much"
+
+
+# which machine profile a request goes to that names none
+
+CONFIGURED = "cpu,l4,a100-80gb"
+
+
+def placed(
+    live: dict[str, bool],
+    *,
+    entry: tuple[str, ...] = (),
+    named: str = "",
+    pool: str = "_default",
+    bundle: str = "default",
+    **environ: str,
+) -> str:
+    """The machine profile of a request. `live`: the kinds that have a worker, and whether it has the model loaded."""
+    spec = PoolSpec("team", {"h100": 1})
+    fleet = Fleet(
+        MemoryServer().connect("gateway"),
+        load(environ={"SIE_GATEWAY_CONFIGURED_GPUS": CONFIGURED, **environ}).settings,
+        spec=lambda name: spec if name == "team" else None,
+    )
+    for profile, is_loaded in live.items():
+        statuses = (ModelStatus("m", "loaded"),) if is_loaded else ()
+        fleet.note(Heartbeat(profile, pool, profile, bundle, True, "", models=statuses))
+    found = resolved("m", bundle)
+    found.entry.machine_profiles = entry  # type: ignore[misc]  # of the plain object that stands for an entry
+    return fleet.lane(found, pool=pool, machine_profile=named, known_pools=("_default", "team")).machine_profile
+
+
+@pytest.mark.parametrize(
+    ("live", "options", "expected"),
+    [
+        # without a default: where it is loaded, where a worker is up, the first of the list
+        ({}, {}, "cpu"),
+        ({"a100-80gb": False, "l4": False}, {}, "l4"),
+        ({"a100-80gb": True, "l4": False}, {}, "a100-80gb"),
+        ({"a100-80gb": True, "cpu": True}, {}, "cpu"),
+        ({"b-unlisted": False, "l4": False}, {}, "l4"),
+        # a default has all that names nothing else, from zero too
+        ({}, {"SIE_MACHINE_PROFILE": "l4"}, "l4"),
+        ({"cpu": True, "a100-80gb": True}, {"SIE_MACHINE_PROFILE": "l4"}, "l4"),
+        # but not that of another image, nor one that is not in the list
+        ({"cpu": False}, {"SIE_MACHINE_PROFILE": "l4", "bundle": "docs"}, "cpu"),
+        ({"cpu": False}, {"SIE_MACHINE_PROFILE": "other"}, "cpu"),
+        # what the entry names comes before the default and before whatever is up
+        ({"cpu": True, "l4": True}, {"SIE_MACHINE_PROFILE": "l4", "entry": ("a100-80gb",)}, "a100-80gb"),
+        ({"cpu": False}, {"entry": ("a100-80gb", "l4")}, "a100-80gb"),
+        ({"l4": False}, {"entry": ("a100-80gb", "l4")}, "l4"),
+        ({"l4": False, "a100-80gb": False}, {"entry": ("a100-80gb", "l4")}, "a100-80gb"),
+        ({"l4": True, "a100-80gb": False}, {"entry": ("a100-80gb", "l4")}, "l4"),
+        ({}, {"entry": ("h100", "l4")}, "l4"),
+        # a spot kind is the same kind of node
+        ({}, {"entry": ("l4",), "SIE_GATEWAY_CONFIGURED_GPUS": "cpu,L4-spot"}, "l4-spot"),
+        ({"l4-spot": False}, {"entry": ("l4",), "SIE_GATEWAY_CONFIGURED_GPUS": "cpu,l4,l4-spot"}, "l4-spot"),
+        ({}, {"entry": ("l4",), "named": "l4"}, "l4"),
+        # a reservation has what it asks for
+        ({}, {"SIE_MACHINE_PROFILE": "l4", "pool": "team"}, "h100"),
+        ({}, {"entry": ("h100",), "pool": "team"}, "h100"),
+    ],
+)
+def test_a_request_goes_where_its_model_and_the_operator_want_it(
+    live: dict[str, bool], options: dict[str, Any], expected: str
+) -> None:
+    assert placed(live, **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "param", "names"),
+    [
+        ({"entry": ("l4",), "named": "cpu"}, "X-SIE-MACHINE-PROFILE", "not on cpu"),
+        ({"entry": ("l4",), "pool": "team"}, "X-SIE-Pool", "this pool has h100"),
+        ({"entry": ("h100",)}, "model", "this gateway has cpu, l4, a100-80gb"),
+    ],
+)
+def test_what_the_entry_of_a_model_excludes_is_refused_by_the_field_that_asks_for_it(
+    options: dict[str, Any], param: str, names: str
+) -> None:
+    with pytest.raises(InvalidInput, match="machine_profiles of its entry") as caught:
+        placed({"cpu": False}, **options)
+    assert (caught.value.reason, caught.value.param) == ("machine_profile_excluded", param)
+    assert names in caught.value.message
+    assert caught.value.extras["machine_profiles"] == list(options["entry"])

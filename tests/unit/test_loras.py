@@ -70,6 +70,20 @@ async def test_a_lora_is_loaded_once_and_its_answers_have_another_fingerprint(to
     assert right(await toy.ask("a"), "a")
 
 
+async def test_options_that_change_the_numbers_give_another_fingerprint_with_a_lora_and_without(toy: Toy) -> None:
+    asked = [
+        ("", {}),
+        ("", {"normalize": False}),
+        ("", {"options": {"pooling": "cls"}}),
+        ("org/x", {}),
+        ("org/x", {"normalize": False}),
+    ]
+    prints = [(await toy.ask("a", name, **options)).headers["x-sie-fingerprint"] for name, options in asked]
+    assert len(set(prints)) == len(asked)
+    same = await toy.ask("a", normalize=True, is_query=True, output_types=["dense"])
+    assert same.headers["x-sie-fingerprint"] == prints[0]
+
+
 async def test_the_fingerprint_is_that_of_the_files_of_a_lora(toy: Toy) -> None:
     """W12: what its folder holds may change under one name, and may have several names."""
     toy.adapter.digests = {"org/x": "1", "org/copy": "1", "org/y": "2"}

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 from catalogue_examples import (
+    CATALOGUE,
     LATE,
     entry,
     options,
@@ -22,7 +23,10 @@ from sie_contracts.muvera import Muvera
 from sie_contracts.option_values import describe
 from sie_contracts.options import (
     DTYPES,
+    FIELDS,
     MAX_LABELS,
+    NEUTRAL,
+    altered,
     counting,
     decoding,
     run_options,
@@ -121,6 +125,105 @@ def test_a_request_never_changes_what_the_next_one_gets() -> None:
     before = options({})
     options({"normalize": False, "params": {"dimensions": 128, "options": {"profile": "cls"}}})
     assert options({}) == before
+
+
+# fingerprint
+
+Asked = tuple[str, Operation, dict[str, Any]]
+ENCODE: Asked = ("org/rich", "encode", {})
+QUERY: Asked = ("org/rich", "encode", {"is_query": True})
+HYBRID: Asked = ("org/m3", "score", {})
+LABELS = {"labels": ["person"]}
+GLINER: Asked = ("org/gliner", "extract", LABELS)
+GLIREL: Asked = ("org/glirel", "extract", LABELS)
+PRUNER: Asked = ("org/pruner", "extract", {"instruction": "what is asked"})
+NLI: Asked = ("org/nli", "extract", LABELS)
+CLASSES: Asked = ("org/classes", "extract", {})
+DETECTOR: Asked = ("org/detector", "extract", LABELS)
+READER: Asked = ("org/reader", "extract", {})
+LISTENER: Asked = ("org/listener", "extract", {})
+MORE = [
+    entry("org/glirel", family="glirel", outputs={"relations": 0}),
+    entry("org/pruner", family="pruner", outputs={"entities": 0}),
+    entry("org/classes", family="text-classifier", outputs={"classifications": 0}),
+    entry("org/listener", family="sound-reader", inputs=["audio"], outputs={"entities": 0}),
+]
+ALL = Catalogue({**CATALOGUE.entries, **{each.id: each for each in MORE}})
+# each parameter that changes numbers: where, and two values other than the default
+VARYING: dict[str, tuple[Asked, Any, Any]] = {
+    "truncate": (ENCODE, "START", "NONE"),
+    "max_seq_length": (ENCODE, 16, 32),
+    "normalize": (("org/rich:short", "encode", {}), True, 1),
+    "pooling": (ENCODE, "cls", "last"),
+    "dimensions": (ENCODE, 128, 256),
+    "output_dtype": (ENCODE, "int8", "binary"),
+    "muvera": (("org/late", "encode", {}), True, {"seed": 7}),
+    "instruction": (QUERY, "find", "look"),
+    "default_instruction": (QUERY, "find", "look"),
+    "query_template": (QUERY, "a {text}", "b {text}"),
+    "doc_template": (ENCODE, "a {text}", "{text}"),
+    "score_mode": (HYBRID, "dense", "sparse"),
+    "score_weights": (HYBRID, {"dense": 0.5}, {"sparse": 1.0}),
+    "threshold": (GLINER, 0.1, 0.2),
+    "flat_ner": (GLINER, False, True),
+    "multi_label": (NLI, True, False),
+    "merge_adjacent_entities": (GLINER, True, False),
+    "hypothesis_template": (NLI, "It is {}.", "About {}."),
+    "raw_scores": (CLASSES, True, False),
+    "top_k": (GLIREL, 1, 2),
+    "prune_threshold": (PRUNER, 0.1, 0.2),
+    "highlight_threshold": (PRUNER, 0.1, 0.2),
+    "box_threshold": (DETECTOR, 0.1, 0.2),
+    "text_threshold": (DETECTOR, 0.1, 0.2),
+    "score_threshold": (DETECTOR, 0.1, 0.2),
+    "task": (READER, "<s_docvqa>", "<s_cord>"),
+    "language": (LISTENER, "en", "de"),
+    "max_new_tokens": (READER, 8, 16),
+}
+NOT_PARAMETERS = {"items", "inputs", "input", "params", "options", "model", "query"}
+
+
+def variant(asked: Asked, **given: Any) -> str:
+    spec, operation, base = asked
+    return run_options(ALL.resolve(spec), {**base, **given}, operation)[1].run.variant
+
+
+def test_each_parameter_changes_the_fingerprint_or_has_a_reason_not_to() -> None:
+    assert VARYING.keys() | NEUTRAL.keys() == FIELDS - NOT_PARAMETERS
+    assert not VARYING.keys() & NEUTRAL.keys()
+
+
+@pytest.mark.parametrize("name", VARYING)
+def test_a_parameter_that_changes_numbers_changes_the_fingerprint_at_every_level(name: str) -> None:
+    asked, one, other = VARYING[name]
+    assert variant(asked) == ""
+    found = {variant(asked, **at(level, name, one)) for level in LEVELS}
+    assert len(found) == 1
+    assert "" not in found
+    if one != other:
+        assert variant(asked, **{name: other}) not in {"", *found}
+
+
+@pytest.mark.parametrize(
+    ("asked", "given"),
+    [
+        (ENCODE, {"is_query": True}),
+        (ENCODE, {"input_type": "query", "output_types": ["sparse"], "lora": "a", "timing": "items"}),
+        (ENCODE, {"normalize": True, "dimensions": 384, "pooling": "mean", "truncate": True}),
+        (("org/late", "encode", {}), {"output_types": ["multivector"]}),
+        (GLINER, {"labels": ["place"], "precompute_labels": True, "threshold": 0.4}),
+        (PRUNER, {"instruction": "something else"}),
+    ],
+)
+def test_parameters_that_change_no_number_leave_the_fingerprint(asked: Asked, given: dict[str, Any]) -> None:
+    assert variant(asked, **given) == ""
+
+
+def test_several_alterations_are_one_variant_that_depends_on_all_of_them() -> None:
+    usual = RunOptions()
+    first = altered(usual, document_tokens=64)
+    assert altered(usual, document_tokens=0) is usual
+    assert len({first.variant, altered(first, dimensions=8).variant, altered(usual, dimensions=8).variant, ""}) == 4
 
 
 # parameters

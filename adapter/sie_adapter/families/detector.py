@@ -17,13 +17,13 @@ from sie_adapter.families.boxes import Frame, Sight, objects
 from sie_adapter.families.extraction import ExtractOptions, Result, by_options
 from sie_adapter.families.grounding_dino import GroundingDino
 from sie_adapter.families.owlv2 import Owlv2
-from sie_adapter.folder_files import read_json
 from sie_adapter.packing import Shown
 from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.errors import InferenceFailed, InvalidInput
 from sie_contracts.images import Recipe
 from sie_contracts.ipc import Rows
 from sie_contracts.load_errors import load_failed
+from sie_store.folder_files import read_json
 
 # A CPU gains nothing by more than one image (bench/images.py).
 _IMAGES_PER_PASS = {"cpu": 1}

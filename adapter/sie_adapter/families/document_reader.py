@@ -17,12 +17,12 @@ from sie_adapter.families.donut import Donut
 from sie_adapter.families.florence2 import Florence2
 from sie_adapter.families.transcriber import MODEL_TYPES, Transcriber
 from sie_adapter.families.written import IsGone, PagePrompt, Read, Reader, Reading
-from sie_adapter.folder_files import read_json
 from sie_adapter.packing import Shown
 from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.images import Recipe
 from sie_contracts.ipc import Rows
 from sie_contracts.load_errors import load_failed
+from sie_store.folder_files import read_json
 
 
 class PageReader(Reader[PagePrompt, Shown], Protocol):

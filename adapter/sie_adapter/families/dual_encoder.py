@@ -31,7 +31,6 @@ from sie_adapter.checkpoint import empty_model, load_model
 from sie_adapter.device import Compute, to_device
 from sie_adapter.families.extraction import bytes_of
 from sie_adapter.families.packed_model import PackedModel, fault_of_tokenizer
-from sie_adapter.folder_files import read_json
 from sie_adapter.heads import Head, Reduced, States
 from sie_adapter.images import Tower, processor_of
 from sie_adapter.linear import block_linears
@@ -42,6 +41,7 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.images import Normalisation, Recipe
 from sie_contracts.ipc import Rows, Side
 from sie_contracts.load_errors import load_failed
+from sie_store.folder_files import read_json
 
 _METASPACE = "▁"  # sentencepiece writes a space so
 _ARGMAX_EOS = 2  # configurations of that end token are read at the largest id instead (transformers, CLIPTextModel)

@@ -40,12 +40,12 @@ from sie_adapter.families.extraction import (
     tokenizer_fault,
     windows,
 )
-from sie_adapter.folder_files import read_json
 from sie_adapter.tokenizer import bare_tokenizer, read_tokenizer
 from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.errors import InferenceFailed, InvalidInput, SIEError
 from sie_contracts.ipc import Rows
 from sie_contracts.load_errors import load_failed
+from sie_store.folder_files import read_json
 
 # padded, labels included: the states of all spans of a pass take some 0.1 MB a word at 768 wide
 _TOKENS_PER_PASS = {"cpu": 2048}

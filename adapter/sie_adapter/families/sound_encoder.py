@@ -24,7 +24,6 @@ from sie_adapter.device import Compute, to_device
 from sie_adapter.families.dual_encoder import TwoTowers, VectorHead
 from sie_adapter.families.extraction import bytes_of
 from sie_adapter.families.packed_model import fault_of_tokenizer
-from sie_adapter.folder_files import read_json
 from sie_adapter.heads import Head
 from sie_adapter.images import PROCESSOR, passes, per_pass, read_processor
 from sie_adapter.linear import block_linears
@@ -34,6 +33,7 @@ from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.ipc import Rows
 from sie_contracts.load_errors import load_failed
 from sie_contracts.sounds import SoundRecipe, UnknownExtractor, from_extractor
+from sie_store.folder_files import read_json
 
 MODEL_TYPE = "clap"
 # settings that both text towers have

@@ -34,7 +34,6 @@ from sie_adapter.families.written import (
     text_entity,
     tokens_left,
 )
-from sie_adapter.folder_files import read_json
 from sie_adapter.greedy import Finish, Greedy, Rules, ends_of
 from sie_adapter.images import PROCESSOR, passes, read_processor
 from sie_adapter.linear import block_linears
@@ -47,6 +46,7 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.ipc import Rows
 from sie_contracts.load_errors import load_failed
 from sie_contracts.sounds import SoundRecipe, UnknownExtractor, from_extractor
+from sie_store.folder_files import read_json
 
 MODEL_TYPE = "whisper"
 _BEFORE = "<|startofprev|>"

@@ -30,7 +30,6 @@ from sie_adapter import answers, checkpoint
 from sie_adapter.answers import Answers
 from sie_adapter.device import Compute
 from sie_adapter.entities import entities
-from sie_adapter.folder_files import read_json
 from sie_adapter.heads import Head
 from sie_adapter.heads.classification import LastTokenHead, SequenceHead, TokenHead
 from sie_adapter.heads.keep import KeepHead
@@ -40,7 +39,7 @@ from sie_adapter.heads.sparse import MaskedLanguageHead, TokenTable, TokenWeight
 from sie_adapter.heads.tokens import TokenStatesHead
 from sie_adapter.heads.transformers_head import TransformersHead
 from sie_adapter.late_interaction import Filling, late_interaction
-from sie_adapter.modules import MODEL_FILE, Modules, output_width
+from sie_adapter.modules import Modules, output_width
 from sie_adapter.pruning import pruned
 from sie_adapter.tokenizer import fitted, special_ids
 from sie_contracts import families
@@ -49,6 +48,8 @@ from sie_contracts.ipc import Group, Rows, RunBatch, Side
 from sie_contracts.load_errors import load_failed
 from sie_contracts.messages import Operation
 from sie_contracts.options import TOKEN_STATES
+from sie_store.entry_faults import MODEL_FILE
+from sie_store.folder_files import read_json
 
 _logger = logging.getLogger("sie.adapter")
 # answers of the inputs of one work item, from the batch, the item's group, the rows of its heads, and the rows' numbers

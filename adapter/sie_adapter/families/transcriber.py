@@ -32,7 +32,6 @@ from sie_adapter.families.written import (
     text_entity,
     tokens_left,
 )
-from sie_adapter.folder_files import read_json
 from sie_adapter.greedy import Greedy, ends_of
 from sie_adapter.linear import block_linears
 from sie_adapter.packing import Shown
@@ -42,6 +41,7 @@ from sie_adapter.tokenizer import bare_tokenizer, fault, read_tokenizer
 from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.images import Normalisation, Recipe
 from sie_contracts.load_errors import load_failed
+from sie_store.folder_files import read_json
 
 OCR = "ocr"
 

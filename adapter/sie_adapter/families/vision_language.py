@@ -30,7 +30,6 @@ from sie_adapter.families.extraction import bytes_of
 from sie_adapter.families.packed_model import PackedModel, fault_of_tokenizer, samples_of
 from sie_adapter.families.qwen3_vl import Qwen3Encoder, Qwen3Reranker
 from sie_adapter.families.qwen_vl import ColQwen
-from sie_adapter.folder_files import read_json
 from sie_adapter.heads import Head, Row
 from sie_adapter.images import processor_of
 from sie_adapter.linear import block_linears
@@ -40,6 +39,7 @@ from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.images import ImageTokens, Normalisation, Recipe, max_blocks
 from sie_contracts.ipc import Group, Rows, RunBatch
 from sie_contracts.load_errors import load_failed
+from sie_store.folder_files import read_json
 
 Seen = Sequence[Sequence[Shown]]  # the images of each sequence of a pass, in packed order
 

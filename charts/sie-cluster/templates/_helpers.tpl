@@ -79,13 +79,17 @@ helm.sh/chart: {{ (index . 0).Chart.Name }}-{{ (index . 0).Chart.Version }}
 {{- if eq $pool "default" }}_default{{ else }}{{ $pool }}{{ end -}}
 {{- end }}
 
-{{/* Machine profiles of all groups, each once, as a JSON list */}}
+{{/* Machine profiles of all groups, each once, as a JSON list: the default first, then by the names of groups */}}
 {{- define "sie.machineProfiles" -}}
 {{- $found := list -}}
+{{- $own := list -}}
 {{- range $name := keys .Values.workers.groups | sortAlpha -}}
-{{- $found = append $found (get (index $.Values.workers.groups $name) "machineProfile") -}}
+{{- $own = append $own (get (index $.Values.workers.groups $name) "machineProfile") -}}
 {{- end -}}
-{{- uniq $found | toJson -}}
+{{- with .Values.gateway.defaultMachineProfile -}}
+{{- if has . $own }}{{ $found = append $found . }}{{ end -}}
+{{- end -}}
+{{- uniq (concat $found $own) | toJson -}}
 {{- end }}
 
 {{/* Seconds that a pod may take to end: above the lame duck and the longest a request may take */}}

@@ -13,6 +13,7 @@ from sie_cli.doctor.damage import damage
 from sie_cli.doctor.finding import Check
 from sie_cli.doctor.gateway import gateway
 from sie_cli.doctor.gpu import gpu
+from sie_cli.doctor.loads import loads
 from sie_cli.doctor.machine import disk, sockets
 from sie_cli.doctor.ports import ports
 
@@ -24,6 +25,7 @@ CHECKS: dict[str, Check] = {
     "damage": damage,
     "config": config,
     "models": models,
+    "loads": loads,
     "sockets": sockets,
     "gpu": gpu,
     "disk": disk,

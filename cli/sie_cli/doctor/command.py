@@ -60,7 +60,8 @@ def doctor(data_dir: Path | None, as_json: bool, **values: Any) -> None:
 
     Give it the settings of the processes: it looks for what they would meet. What it is not told, broker and config
     service, it asks the gateway for. It looks at settings, ports, gateways and their workers, the broker, streams and
-    consumers, who is behind the catalogue, the sockets of adapters, GPU, disks, clocks and versions.
+    consumers, who is behind the catalogue, models that do not load, the sockets of adapters, GPU, disks, clocks and
+    versions.
 
     Status 0: nothing is wrong. 1: something is. 2: nothing was found, but not all could be looked at.
     """

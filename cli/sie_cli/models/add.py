@@ -125,15 +125,12 @@ def _check_weights(entry: ModelEntry, settings: Settings) -> None:
 
     Nothing is fetched. Raises ModelLoadFailed.
     """
-    import dataclasses
-
     from sie_adapter.certificate import check_files
     from sie_adapter.comparison import compare_files
     from sie_store.sources import WeightSources
 
-    here = WeightSources.of(dataclasses.replace(settings, hf_fallback=False, cluster_cache=None))
     try:
-        found = here.locate(entry)
+        found = WeightSources.here(settings).locate(entry)
     except ModelLoadFailed as absent:
         click.echo(
             f"note: its weights were not checked, a worker checks them when it loads the model: {absent.message}",
@@ -142,7 +139,7 @@ def _check_weights(entry: ModelEntry, settings: Settings) -> None:
         return
     for unchecked in compare_files(found.folder, entry):
         click.echo(f"note: not checked in {found.folder}: {unchecked}", err=True)
-    check_files(found.folder, entry)
+    check_files(found.folder, entry, entry.load)
     click.echo(f"checked the files in {found.folder}", err=True)
 
 

@@ -167,7 +167,11 @@ def set_command(write: Write, model: str, changes: tuple[str, ...], file: Path |
     """Change model ID: some fields, or with -f all of it. Gateways and workers have it within a second.
 
     \b
-    sie models set org/model run.pooling=mean max_tokens=256
+    sie models set org/model max_tokens=256 run.normalize=false
+    sie models set org/model profiles.first.run.pooling=cls
+        another pooling, beside the model's own vectors
+    sie models set org/model run.pooling=cls load.accept_unproven=true
+        another pooling than its files say, in their place
     sie models set org/model 'profiles.short.run.dimensions=[64]' run.instruction=null     null removes a field
     sie models set org/model 'profiles."v1.5".run.normalize=false'
         quotes around a name with dots

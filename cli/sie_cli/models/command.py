@@ -32,7 +32,7 @@ def models() -> None:
     With a config service (--url, SIE_CONFIG_SERVICE_URL) and its SIE_ADMIN_TOKEN:
     sie models list                            what there is
     sie models show my/model                   the configuration, which `add` and `set -f` take back
-    sie models set my/model run.pooling=mean   change it; --dry-run only checks, --if-match N refuses if it is not at
+    sie models set my/model max_tokens=128     change it; --dry-run only checks, --if-match N refuses if it is not at
                                                revision N
     sie models history my/model                what it was; `rollback my/model 3` makes that the newest again, `rm`
                                                removes it

@@ -64,7 +64,7 @@ class ClusterSettings:
         "SIE_GATEWAY_CONFIGURED_GPUS",
         "gateway",
         LIST,
-        "Machine profiles that requests may be routed to, even if none of their workers runs.",
+        "Machine profiles that requests may be routed to, even if none of their workers runs. Of several that fit a request which names none, the first one is taken.",
     )
     config_service_url: str | None = row(
         None,

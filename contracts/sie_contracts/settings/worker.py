@@ -64,7 +64,7 @@ class WorkerSettings:
         "SIE_MACHINE_PROFILE",
         "sidecar gateway",
         LABEL,
-        "Kind of the node. Requests are routed by it, and it selects measured defaults. Default: SIE_GPU_TYPE, else SIE_POOL.",
+        "Kind of the node. Requests are routed by it, and it selects measured defaults. Default: SIE_GPU_TYPE, else SIE_POOL. At a gateway with SIE_GATEWAY_CONFIGURED_GPUS: where work of the bundle `default` goes that names no machine profile, if its model's entry names none.",
     )
     gpu_count: int = row(
         1, "SIE_GPU_COUNT", "sidecar", whole(0), "Number of GPUs that the worker reports in its heartbeats."

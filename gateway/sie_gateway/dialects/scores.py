@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import msgspec
-
+from sie_contracts.options import altered
 from sie_gateway.call import Asked, Call
 from sie_gateway.finished import Finished
 
@@ -23,5 +22,5 @@ async def scored(inference: Inference, call: Call, asked: Asked, *, raw: bool, d
     run = understood.options.run
     parameters = {**run.parameters, "raw_scores" if raw else "relevance": True}
     most = document_tokens if document_tokens < understood.resolved.entry.max_tokens else 0
-    run = msgspec.structs.replace(run, parameters=parameters, document_tokens=most)
+    run = altered(run, parameters=parameters, document_tokens=most)
     return await inference.execute(call, understood.with_run(run))

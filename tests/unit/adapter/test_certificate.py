@@ -153,6 +153,22 @@ def test_another_pooling_in_the_entry_is_refused(copy: ModelEntry) -> None:
     )
 
 
+@pytest.mark.parametrize("changes", [{"pooling": "cls"}, {"prompts": {"query": "w9 {text}"}}])
+def test_another_pooling_or_prompt_is_served_where_it_is_accepted_without_proof(
+    changes: dict[str, Any], copy: ModelEntry
+) -> None:
+    run = msgspec.structs.replace(copy.run, pooling=changes.get("pooling"))
+    entry = changed(
+        copy,
+        run=run,
+        prompts=changes.get("prompts", copy.prompts),
+        load=msgspec.structs.replace(copy.load, accept_unproven=True),
+    )
+    found = loader().load(resolved(entry)).certificate
+    assert found["packed"]["dense"] >= 0.9999
+    assert found["golden"] is None, "the golden vectors are those of the files"
+
+
 def test_another_pooling_in_the_folder_is_refused(copy: ModelEntry) -> None:
     """W3: by the digest, by what the entry says, by the golden vectors."""
     (Path(copy.weights.path) / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_cls_token": True}))

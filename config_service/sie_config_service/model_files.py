@@ -1,0 +1,40 @@
+"""The files of models that this machine has, against which a write is checked."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from sie_config.documents import invalid
+from sie_contracts.entries import ModelEntry, parse_document
+from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.settings import Settings
+from sie_store.entry_faults import Fault, fault
+from sie_store.sources import WeightSources
+
+_logger = logging.getLogger("sie.config")
+
+
+class ModelFiles:
+    """Finds the files as a worker with the same settings would, and fetches nothing."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Raises SettingError."""
+        self._sources = WeightSources.here(settings)
+
+    async def check(self, raw: dict[str, Any]) -> None:
+        """Raises ValidationFailed for an entry that a load would refuse by its files. Where the files are not on this
+        machine, or cannot be read, the load decides.
+        """
+        entry = parse_document(raw)
+        if isinstance(entry, ModelEntry) and (found := await asyncio.to_thread(self._fault, entry)) is not None:
+            raise invalid(found.loc, found.message)
+
+    def _fault(self, entry: ModelEntry) -> Fault | None:
+        try:
+            located = self._sources.locate(entry)
+            return fault(located.folder, entry, entry.load)
+        except ModelLoadFailed as error:
+            _logger.info("%s is not checked against its files: %s", entry.id, error.message)
+            return None

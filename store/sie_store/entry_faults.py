@@ -1,0 +1,134 @@
+"""Where an entry says something else than the files of its model: one check for the write of an entry and for its load.
+
+    folder + entry ──fault──► None, or the field, what is wrong with it, and the way that works
+
+Reads small JSON files alone, no weights. What those files do not say is left to the load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sie_contracts import families
+from sie_contracts.entries import LoadOptions, ModelEntry
+from sie_contracts.families import FAMILIES, TEXT_ENCODER
+from sie_store.folder_files import read_json, read_value
+
+MODEL_FILE = "config_sentence_transformers.json"
+POOLING_NAMES = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+# model types that number positions from the pad id on
+_NUMBERED_FROM_PAD = frozenset(
+    {
+        "camembert",
+        "data2vec-text",
+        "longformer",
+        "mpnet",
+        "roberta",
+        "roberta-prelayernorm",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "xmod",
+    }
+)
+_ACCEPT = "load.accept_unproven: true has the entry serve it without proof of its numbers"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`loc`: the path of the field in the entry, as `$.run.pooling`. `message` names the field too, and ends with the
+    way that works.
+    """
+
+    loc: str
+    message: str
+
+
+def fault(folder: Path, entry: ModelEntry, load: LoadOptions) -> Fault | None:
+    """What a load of `entry` from `folder` with these options would be refused for. None: nothing that these files
+    tell. Raises ModelLoadFailed for a file that cannot be read.
+
+    Pooling and prompts change which vectors a model gives, so `load.accept_unproven` overrides the files there. No
+    option overrides the number of positions: a longer text has none.
+    """
+    overridden = None if load.accept_unproven else _prompt_fault(folder, entry) or _pooling_fault(folder, entry)
+    return overridden or _length_fault(folder, entry)
+
+
+def _prompt_fault(folder: Path, entry: ModelEntry) -> Fault | None:
+    """An entry may say more than the model's files, never something else."""
+    is_encoder = families.row(entry.family).gives_vectors  # others have prompts for a request to name
+    model = read_json(folder / MODEL_FILE) if is_encoder else {}
+    stored = model.get("prompts") or {}
+    sides = (("query", "query", "query_template"), ("document", "document", "doc_template"))
+    for name, own, field in (*sides, (model.get("default_prompt_name"), entry.default_prompt_name, "prompt_name")):
+        prompt = stored.get(name) or ""
+        template = entry.prompts.get(own, "{text}")
+        if prompt and "{instruction}" not in template and template != f"{prompt}{{text}}":
+            key = f"prompts.{own}" if own else "the prompt without default_prompt_name"
+            differs = f"{key} is {template!r}, its {MODEL_FILE} has the prompt {prompt!r}"
+            loc = f"$.prompts.{own}" if own else "$.default_prompt_name"
+            return Fault(loc, f"{differs}; a request has another one by params.options.{field}, or {_ACCEPT}")
+    return None
+
+
+def _pooling_fault(folder: Path, entry: ModelEntry) -> Fault | None:
+    stored = stored_pooling(folder)
+    if not entry.run.pooling or not stored or entry.run.pooling == stored:
+        return None
+    differs = f"run.pooling is {entry.run.pooling}, its 1_Pooling says {stored}"
+    beside = "a profile (profiles.NAME.run.pooling) gives such vectors beside the model's own"
+    return Fault("$.run.pooling", f"{differs}; {beside}, or {_ACCEPT}")
+
+
+def _length_fault(folder: Path, entry: ModelEntry) -> Fault | None:
+    if entry.family not in FAMILIES or FAMILIES[entry.family].implementation != TEXT_ENCODER:
+        return None  # others cut texts themselves
+    limit = positions(transformer_folder(folder))
+    if not limit or entry.max_tokens <= limit:
+        return None
+    return Fault("$.max_tokens", f"max_tokens is {entry.max_tokens}, the model has {limit} positions")
+
+
+def positions(folder: Path) -> int:
+    """The tokens of the longest text by config.json of a transformer, special tokens included; 0: it does not say."""
+    config = read_json(folder / "config.json")
+    limit = config.get("max_position_embeddings")
+    if not isinstance(limit, int):
+        return 0
+    if config.get("model_type") not in _NUMBERED_FROM_PAD:
+        return limit
+    pad = config.get("pad_token_id")
+    return limit - 1 - (pad if isinstance(pad, int) else 1)
+
+
+def transformer_folder(folder: Path) -> Path:
+    """The folder of the first module of modules.json; the folder itself without one."""
+    modules = read_value(folder / "modules.json")
+    return folder / modules[0]["path"] if modules else folder
+
+
+def stored_pooling(folder: Path) -> str:
+    """The pooling of the folder's Pooling module, by the names of entries or, of one that no entry may name, of its own
+    file. Empty without such a module.
+    """
+    for module in read_value(folder / "modules.json") or []:
+        if module["type"].rpartition(".")[2] == "Pooling":
+            return pooling_name(read_json(folder / module["path"] / "config.json"))
+    return ""
+
+
+def pooling_name(config: Mapping[str, Any]) -> str:
+    """The pooling that the config.json of a Pooling module says; several are joined by `+`."""
+    modes = config.get("pooling_mode") or [mode for key, mode in POOLING_NAMES.items() if config.get(key)] or ["mean"]
+    pooling = "+".join([modes] if isinstance(modes, str) else modes)
+    return {"lasttoken": "last", "weightedmean": "weighted"}.get(pooling, pooling)

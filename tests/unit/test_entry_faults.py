@@ -1,0 +1,149 @@
+"""What an entry may say against the files of its model: the check of a write, and what the config service answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import config_api
+import msgspec
+import pytest
+from config_api import ADMIN
+
+from sie_broker.memory import MemoryServer
+from sie_contracts import topology
+from sie_contracts.bundles import Bundle
+from sie_contracts.entries import ModelEntry, parse_entry
+from sie_store.entry_faults import fault
+
+PROMPTS = {"query": "query: ", "document": "passage: "}
+MODEL = "/v1/configs/models/my/model"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The small files of an encoder as sentence-transformers saves one, without weights that could be loaded."""
+    folder = tmp_path / "model"
+    (folder / "1_Pooling").mkdir(parents=True)
+    kinds = {"": "Transformer", "1_Pooling": "Pooling"}
+    rows = [{"type": f"sentence_transformers.models.{kind}", "path": path} for path, kind in kinds.items()]
+    files: dict[str, Any] = {
+        "modules.json": rows,
+        "1_Pooling/config.json": {"pooling_mode_mean_tokens": True},
+        "config_sentence_transformers.json": {"prompts": PROMPTS},
+        "config.json": {"model_type": "bert", "max_position_embeddings": 64, "pad_token_id": 0},
+    }
+    for name, value in files.items():
+        (folder / name).write_text(json.dumps(value))
+    (folder / "model.safetensors").write_bytes(b"\0")
+    return folder
+
+
+def raw(folder: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "id": "my/model",
+        "weights": {"path": str(folder)},
+        "family": "text-encoder",
+        "outputs": {"dense": 4},
+        "max_tokens": 64,
+        "prompts": {name: f"{prompt}{{text}}" for name, prompt in PROMPTS.items()},
+        **changes,
+    }
+
+
+def entry(folder: Path, **changes: Any) -> ModelEntry:
+    return parse_entry(raw(folder, **changes))
+
+
+DIFFERING = {
+    "$.run.pooling": {"run": {"pooling": "cls"}},
+    "$.prompts.query": {"prompts": {"query": "ask: {text}", "document": "passage: {text}"}},
+    "$.prompts.document": {"prompts": {"query": "query: {text}"}},
+}
+
+
+@pytest.mark.parametrize("loc", DIFFERING)
+def test_what_the_files_say_otherwise_is_a_fault_unless_it_is_accepted_without_proof(loc: str, folder: Path) -> None:
+    found = entry(folder, **DIFFERING[loc])
+    assert (wrong := fault(folder, found, found.load)) is not None
+    assert (wrong.loc, "load.accept_unproven: true" in wrong.message) == (loc, True)
+    assert fault(folder, found, msgspec.structs.replace(found.load, accept_unproven=True)) is None
+
+
+def test_an_entry_that_says_what_the_files_say_has_no_fault(folder: Path) -> None:
+    for changes in ({}, {"run": {"pooling": "mean"}}, {"profiles": {"first": {"run": {"pooling": "cls"}}}}):
+        found = entry(folder, **changes)
+        assert fault(folder, found, found.load) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [
+        ({"model_type": "bert", "max_position_embeddings": 64, "pad_token_id": 0}, 64),
+        ({"model_type": "xlm-roberta", "max_position_embeddings": 66, "pad_token_id": 1}, 64),
+        ({"model_type": "mpnet", "max_position_embeddings": 66}, 64),
+    ],
+)
+def test_more_tokens_than_positions_are_a_fault_that_nothing_accepts(
+    config: dict[str, Any], limit: int, folder: Path
+) -> None:
+    (folder / "config.json").write_text(json.dumps(config))
+    for accept in (False, True):
+        for tokens in (limit, limit + 1):
+            found = entry(folder, max_tokens=tokens, load={"accept_unproven": accept})
+            wrong = fault(folder, found, found.load)
+            assert (wrong.loc if wrong else "") == ("$.max_tokens" if tokens > limit else "")
+
+
+# the config service
+
+
+@pytest.fixture
+async def api() -> AsyncIterator[config_api.Api]:
+    bundles = {"default": Bundle("default", families=("text-encoder",))}
+    tokens = {"SIE_ADMIN_TOKEN": ADMIN}
+    api = await config_api.Api(MemoryServer(), bundles, topology.config_subject("default"), **tokens).start()
+    yield api
+    await api.client.aclose()
+
+
+@pytest.mark.parametrize("dry_run", ["", "?dry_run=true"])
+@pytest.mark.parametrize("loc", [*DIFFERING, "$.max_tokens"])
+async def test_a_write_that_no_load_would_take_is_refused_and_changes_nothing(
+    loc: str, dry_run: str, api: config_api.Api, folder: Path
+) -> None:
+    changes = DIFFERING.get(loc, {"max_tokens": 9999})
+    created = await api.call("POST", f"/v1/configs/models{dry_run}", raw(folder, **changes), 422)
+    assert created["errors"][0]["loc"] == loc
+    await api.call("POST", "/v1/configs/models", raw(folder), 201)
+    patch = changes | ({"prompts": {"document": None}} if loc == "$.prompts.document" else {})
+    for method, body in (("PUT", raw(folder, **changes)), ("PATCH", patch)):
+        refused = await api.call(method, f"{MODEL}{dry_run}", body, 422)
+        assert [each["loc"] for each in refused["errors"]] == [loc]
+    history = await api.call("GET", f"{MODEL}/history")
+    assert [each["revision"] for each in history["revisions"]] == [1]
+
+
+async def test_a_rollback_to_what_the_files_contradict_by_now_is_refused(api: config_api.Api, folder: Path) -> None:
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "cls"}))
+    await api.call("POST", "/v1/configs/models", raw(folder, run={"pooling": "cls"}), 201)
+    await api.call("PATCH", MODEL, {"run": {"pooling": None}})
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "mean"}))
+    refused = await api.call("POST", f"{MODEL}/rollback", {"revision": 1}, 422)
+    assert "run.pooling is cls, its 1_Pooling says mean" in refused["error"]["message"]
+
+
+async def test_the_ways_that_the_refusal_names_are_taken(api: config_api.Api, folder: Path) -> None:
+    await api.call("POST", "/v1/configs/models", raw(folder), 201)
+    await api.call("PATCH", MODEL, {"profiles": {"first": {"run": {"pooling": "cls"}}}})
+    await api.call("PATCH", MODEL, {"run": {"pooling": "cls"}, "load": {"accept_unproven": True}})
+
+
+async def test_a_model_whose_files_are_elsewhere_or_unreadable_is_left_to_the_load(
+    api: config_api.Api, folder: Path
+) -> None:
+    (folder / "modules.json").write_text("{")
+    await api.call("POST", "/v1/configs/models", raw(folder, run={"pooling": "cls"}), 201)
+    await api.call("PATCH", MODEL, {"weights": {"path": "/nowhere"}})
