@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import Any
 
-from sie_config.documents import invalid
+from sie_config_service.documents import invalid
 from sie_contracts.entries import ModelEntry, parse_document
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.settings import Settings
