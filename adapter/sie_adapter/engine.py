@@ -41,7 +41,8 @@ from sie_contracts.errors import InternalFailure, LoraLoadFailed, SIEError
 from sie_contracts.ipc import BatchDone, Refused, Reply, RunBatch
 from sie_contracts.load_errors import lora_failed, lora_of_entry, lora_rejected
 from sie_contracts.settings import Settings
-from sie_store.sources import WeightSources, named_loras
+from sie_store.configured import weight_sources
+from sie_store.sources import named_loras
 
 _logger = logging.getLogger("sie.adapter")
 DEVICE_LOST_STATUS = 70
@@ -69,7 +70,7 @@ class Engine:
         self._settings = settings
         self._label = devices.label(self.device) or self.device.type
         self.outputs = TowerOutputs(devices.capacity_bytes(self.device) // SHARE)
-        self.loader = Loader(self.device, WeightSources.of(settings), settings, self.outputs)
+        self.loader = Loader(self.device, weight_sources(settings), settings, self.outputs)
         self.remedies = Remedies()
         self._use = devices.Use(self.device)
         memory = DeviceMemory(

@@ -33,7 +33,7 @@ from sie_adapter.modules import Modules, conversion, read_modules
 from sie_adapter.tokenizer import read_tokenizer
 from sie_contracts.entries import HeadOptions, ModelEntry, parse_entry
 from sie_contracts.load_errors import load_failed
-from sie_store.entry_faults import MODEL_FILE
+from sie_store.entry_faults import MODEL_FILE, positions
 from sie_store.folder_files import line_of, read_json, read_value, reading
 from sie_store.selection import FILES, PICKLED
 
@@ -156,7 +156,7 @@ def _transformer(folder: Path, report: Inspection) -> None:
         _outputs(folder, config, modules, backbone, report) if family == "text-encoder" else {_OUTPUT[family]: 0}
     )
     entry["description"] = f"{named or config.model_type}: {', '.join(entry['outputs'])}. Found by inspection."
-    entry["max_tokens"] = _max_tokens(modules, config, backbone, report)
+    entry["max_tokens"] = _max_tokens(modules, config, report)
     _chat_pair(folder, modules, entry, report)
     if head := _head(folder, config, modules, entry, report):
         entry["head"] = head
@@ -303,17 +303,15 @@ def _outputs(
     return {"dense": width}
 
 
-def _max_tokens(modules: Modules, config: PretrainedConfig, backbone: Any, report: Inspection) -> int:
-    limits = {"max_position_embeddings of config.json": getattr(config, "max_position_embeddings", None)}
+def _max_tokens(modules: Modules, config: PretrainedConfig, report: Inspection) -> int:
+    stored = {
+        name: getattr(config, name, None) for name in ("model_type", "max_position_embeddings", "pad_token_id")
+    }  # by attribute: some types store the length under a name of their own
+    limits = {"max_position_embeddings of config.json": positions(stored)}
     if modules.transformer.max_tokens:  # replaces the limit of the tokenizer, also a lower one
         limits[f"max_seq_length of {modules.transformer.file}"] = modules.transformer.max_tokens
     else:
         limits["model_max_length of tokenizer_config.json"] = tokenizer_limit(modules.folder)
-    counted = next(
-        (module for module in backbone.modules() if hasattr(module, "create_position_ids_from_input_ids")), None
-    )
-    if counted is not None:  # positions begin behind the pad id
-        limits["max_position_embeddings of config.json"] -= counted.padding_idx + 1
     known = {name: limit for name, limit in limits.items() if limit and limit < UNLIMITED}
     if not known:
         report.assumed.append("max_tokens is 512: no file has a limit")

@@ -20,8 +20,7 @@ class ModelFiles:
     """Finds the files as a worker with the same settings would, and fetches nothing."""
 
     def __init__(self, settings: Settings) -> None:
-        """Raises SettingError."""
-        self._sources = WeightSources.here(settings)
+        self._sources = WeightSources(settings.cache_folder, may_download=False)
 
     async def check(self, raw: dict[str, Any]) -> None:
         """Raises ValidationFailed for an entry that a load would refuse by its files. Where the files are not on this

@@ -93,15 +93,14 @@ def _pooling_fault(folder: Path, entry: ModelEntry) -> Fault | None:
 def _length_fault(folder: Path, entry: ModelEntry) -> Fault | None:
     if entry.family not in FAMILIES or FAMILIES[entry.family].implementation != TEXT_ENCODER:
         return None  # others cut texts themselves
-    limit = positions(transformer_folder(folder))
+    limit = positions(read_json(transformer_folder(folder) / "config.json"))
     if not limit or entry.max_tokens <= limit:
         return None
     return Fault("$.max_tokens", f"max_tokens is {entry.max_tokens}, the model has {limit} positions")
 
 
-def positions(folder: Path) -> int:
+def positions(config: Mapping[str, Any]) -> int:
     """The tokens of the longest text by config.json of a transformer, special tokens included; 0: it does not say."""
-    config = read_json(folder / "config.json")
     limit = config.get("max_position_embeddings")
     if not isinstance(limit, int):
         return 0

@@ -15,8 +15,6 @@ missing file.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 import hashlib
 import importlib.metadata
 import logging
@@ -31,9 +29,7 @@ from sie_contracts import families
 from sie_contracts.entries import ModelEntry, Weights
 from sie_contracts.heartbeats import Fetched
 from sie_contracts.load_errors import load_failed, lora_failed, lora_not_found, lora_rejected
-from sie_contracts.settings import Settings
 from sie_store.cache import LocalCache
-from sie_store.disk import limited, usage
 from sie_store.hub import commit_of, hub_fetch
 from sie_store.locks import Lock
 from sie_store.manifest import FetchFailed, ManifestError, is_safe
@@ -69,25 +65,6 @@ class WeightSources:
     def __post_init__(self) -> None:
         if self.cache is None:
             object.__setattr__(self, "cache", LocalCache(self.cache_folder))
-
-    @classmethod
-    def of(cls, settings: Settings) -> WeightSources:
-        """The sources that the settings name. Raises SettingError."""
-        threshold_percent = settings.disk_pressure_threshold_percent if settings.disk_cache_enabled else None
-        cache = limited(
-            settings.cache_folder, threshold_percent, functools.partial(usage, limit_bytes=settings.disk_cache_bytes)
-        )
-        cluster = None
-        if settings.cluster_cache:
-            from sie_store.cluster import ClusterCache
-
-            cluster = ClusterCache(settings.cluster_cache)
-        return cls(settings.cache_folder, settings.hf_fallback, cluster, cache)
-
-    @classmethod
-    def here(cls, settings: Settings) -> WeightSources:
-        """Those of this machine, from which nothing is fetched. Raises SettingError."""
-        return cls.of(dataclasses.replace(settings, hf_fallback=False, cluster_cache=None))
 
     def folder(self, entry: ModelEntry) -> Path:
         """The folder of `entry`, downloaded if necessary. Raises ModelLoadFailed, which names the sources that were

@@ -286,7 +286,6 @@ BAD_OPTIONS: dict[str, list[Json]] = {
         ),
         {"threshold": "0.5"},
         {"flat_ner": "yes"},
-        {"output_schema": {"a": 1}},
     ],
     "zero-shot": [
         {"labels": ["x"] * 10_000},
@@ -294,7 +293,7 @@ BAD_OPTIONS: dict[str, list[Json]] = {
         {"hypothesis_template": "none"},
         {"multi_label": 3},
     ],
-    "tags": [{"threshold": [0.5]}, {"output_schema": {}}],
+    "tags": [{"threshold": [0.5]}],
 }
 
 
@@ -303,7 +302,7 @@ async def test_poisoned_options_are_refused_and_do_not_touch_who_runs_beside(cli
     for name, params in [(name, params) for name, several in BAD_OPTIONS.items() for params in several]:
         refused, beside = await asyncio.gather(ask(client, name, [MATES[0]], **params), ask(client, name, [MATES[0]]))
         body = checked(refused)
-        assert (refused.status_code, body["code"]) == (400, "INVALID_INPUT"), (name, str(params)[:100], body)
+        assert (refused.status_code, body.get("code")) == (400, "INVALID_INPUT"), (name, str(params)[:100], body)
         check_close(slots(checked(beside)), expected[name])
     for value in (math.nan, math.inf, -math.inf):
         given: list[tuple[str, Json]] = [

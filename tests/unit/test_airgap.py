@@ -26,8 +26,8 @@ from sie_config_service.overlay import Overlay
 from sie_contracts.catalogue import fingerprint, profile_fingerprint
 from sie_contracts.entries import ModelEntry
 from sie_contracts.settings import Settings, load
+from sie_store.configured import weight_sources
 from sie_store.manifest import MANIFEST, FileFact, Manifest, digest, encode
-from sie_store.sources import WeightSources
 
 COMMIT, LORA_COMMIT = "1" * 40, "2" * 40
 CARD = "---\nlicense: apache-2.0\ntags: [x]\n---\n# A model\n"
@@ -191,7 +191,7 @@ def test_what_was_loaded_is_what_was_archived_wherever_it_came_from(office: Site
     for name, entry in after.items():
         assert fingerprint(entry, entry.load, "float32") == fingerprint(before[name], before[name].load, "float32")
         assert entry.revision == before[name].revision
-        found = WeightSources.of(there.settings).folder(entry)
+        found = weight_sources(there.settings).folder(entry)
         assert found.is_relative_to(folder)
         names = {path.relative_to(found).as_posix() for path in found.rglob("*") if path.is_file()}
         assert names == {
@@ -292,7 +292,7 @@ def test_loras_of_the_hub_come_along_and_those_of_a_path_are_refused(office: Sit
     entry = there.entries()["my/tuned"]
     assert set(entry.profiles) == {"tuned", "pinned"}
     for profile in entry.profiles.values():
-        located = WeightSources.of(there.settings).locate_lora(str(profile.run.lora), entry, None)
+        located = weight_sources(there.settings).locate_lora(str(profile.run.lora), entry, None)
         assert (located.folder / "adapter_config.json").read_text() == "{}"
     for profile in entry.profiles:
         assert profile_fingerprint("x", entry, profile) == profile_fingerprint("x", before, profile)
@@ -408,7 +408,7 @@ def test_a_folder_that_was_moved_says_where_it_is_once_it_is_served(archive: Arc
     index, _ = placing.loaded(moved)
     placing.place(moved, index, moved)
     there = served(moved)
-    assert WeightSources.of(there.settings).folder(there.entries()["my/path"]) == moved / "weights" / "my_2fpath"
+    assert weight_sources(there.settings).folder(there.entries()["my/path"]) == moved / "weights" / "my_2fpath"
 
 
 def test_serve_refuses_a_folder_that_is_not_whole(archive: Archive, site: Site) -> None:

@@ -232,7 +232,7 @@ async def test_two_replicas_and_writers_without_a_revision_lose_no_update(api: A
     other = await Api(api.server, **TOKENS).start()
     await api.call("POST", "/v1/configs/models", ENTRY, 201)
     calls = [
-        (api, other)[number % 2].call("PATCH", ONE, {"digests": None, "prompts": {f"p{number}": "x"}})
+        (api, other)[number % 2].call("PATCH", ONE, {"digests": None, "prompts": {f"p{number}": "x {{text}}"}})
         for number in range(40)
     ]
     answers = await asyncio.gather(*calls)

@@ -115,7 +115,7 @@ def test_no_page_names_a_metric_that_no_process_exports() -> None:
     exported = {name for metric in every().values() for name in (metric.name, *metric.exported)}
     # of the distribution, the broker's buckets, packages and recorded names
     others = re.compile(
-        r"sie_(cli|sdk|contracts|broker|runtime|store|gateway|sidecar|adapter|config)(?![a-z_])"
+        r"sie_(cli|client|sdk|contracts|broker|runtime|store|gateway|sidecar|adapter|config|config_service)(?![a-z_])"
         r"|sie_(catalogue|demand|jobs|keys|leases|placement|poison|pools|shards)(_copy)?(?![a-z_])"
     )
     wrong = [

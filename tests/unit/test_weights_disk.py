@@ -27,6 +27,7 @@ from sie_contracts.entries import ModelEntry, RunDefaults, Weights
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.settings import Settings, load
 from sie_store.cache import LocalCache
+from sie_store.configured import weight_sources
 from sie_store.disk import Usage, limited
 from sie_store.manifest import FetchFailed, FileFact, Manifest
 from sie_store.progress import Progress
@@ -103,7 +104,7 @@ def settings_of(folder: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, **env
     settings = load(environ={"SIE_LOCAL_CACHE": str(folder), "SIE_HF_FALLBACK": "false", **environ}).settings
     with monkeypatch.context() as patched:
         patched.setattr("shutil.disk_usage", probe)
-        yield WeightSources.of(settings)
+        yield weight_sources(settings)
 
 
 def test_without_a_download_the_disk_is_relieved_as_well(cache: LocalCache, disk: Disk) -> None:

@@ -75,7 +75,7 @@ def create(names: tuple[str, ...], profiles: tuple[str, ...], output: Path, forc
 def _create(settings: Settings, names: list[str], profiles: tuple[str, ...], output: Path, force: bool) -> None:
     from sie_cli.airgap.contents import Gathering, choose, contents
     from sie_config_service.overlay import Overlay
-    from sie_store.sources import WeightSources
+    from sie_store.configured import weight_sources
 
     if output.exists() and not force:
         raise Refused(f"{output} exists: --force replaces it")
@@ -85,7 +85,7 @@ def _create(settings: Settings, names: list[str], profiles: tuple[str, ...], out
     told_by = logging.getLogger("sie.store")  # of what has to be fetched, every few seconds
     told_by.setLevel(logging.INFO)
     told_by.addHandler(logging.StreamHandler())
-    gathering = Gathering(WeightSources.of(settings), settings.models_dir)
+    gathering = Gathering(weight_sources(settings), settings.models_dir)
     placed = [gathering.model(entry) for entry in chosen.entries]
     with _written(output, gathering.bytes) as file:
         with _bar("reading", gathering.unread_bytes) as told:

@@ -130,7 +130,7 @@ def _check_weights(entry: ModelEntry, settings: Settings) -> None:
     from sie_store.sources import WeightSources
 
     try:
-        found = WeightSources.here(settings).locate(entry)
+        found = WeightSources(settings.cache_folder, may_download=False).locate(entry)
     except ModelLoadFailed as absent:
         click.echo(
             f"note: its weights were not checked, a worker checks them when it loads the model: {absent.message}",

@@ -153,13 +153,13 @@ def _repository(settings: Settings, hub: str, commit: str) -> Path:
     """
     import dataclasses
 
-    from sie_store.sources import WeightSources
+    from sie_store.configured import weight_sources
 
     def sources(family: str, *, may_download: bool) -> Path:
         stub = parse_entry(
             {"id": hub, "weights": {"hub": hub, "revision": commit}, "family": family, "outputs": {}, "max_tokens": 1}
         )
-        return WeightSources.of(dataclasses.replace(settings, hf_fallback=may_download)).folder(stub)
+        return weight_sources(dataclasses.replace(settings, hf_fallback=may_download)).folder(stub)
 
     for family in ("gliner", "text-encoder"):
         try:

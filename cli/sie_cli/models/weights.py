@@ -346,9 +346,9 @@ def _sources(settings: Settings) -> Any:
     """Where the weights that are to be pushed come from: not the bucket that they go to."""
     import dataclasses
 
-    from sie_store.sources import WeightSources
+    from sie_store.configured import weight_sources
 
-    return WeightSources.of(dataclasses.replace(settings, cluster_cache=None))
+    return weight_sources(dataclasses.replace(settings, cluster_cache=None))
 
 
 def _cluster(settings: Settings) -> ClusterCache:

@@ -55,7 +55,7 @@ class WeightSettings:
     local_cache: str | None = row(
         None,
         "SIE_LOCAL_CACHE",
-        "adapter",
+        "adapter config",
         PATH,
         "Folder where weights are looked up first, and to which downloads are written. Default: HF_HOME.",
     )
@@ -76,7 +76,7 @@ class WeightSettings:
     hf_home: str = row(
         "~/.cache/huggingface",
         "HF_HOME",
-        "adapter",
+        "adapter config",
         PATH,
         "Variable of Hugging Face, only read: the default of SIE_LOCAL_CACHE.",
     )
