@@ -307,7 +307,7 @@ def _max_tokens(modules: Modules, config: PretrainedConfig, report: Inspection) 
     stored = {
         name: getattr(config, name, None) for name in ("model_type", "max_position_embeddings", "pad_token_id")
     }  # by attribute: some types store the length under a name of their own
-    limits = {"max_position_embeddings of config.json": positions(stored)}
+    limits: dict[str, int | None] = {"max_position_embeddings of config.json": positions(stored)}
     if modules.transformer.max_tokens:  # replaces the limit of the tokenizer, also a lower one
         limits[f"max_seq_length of {modules.transformer.file}"] = modules.transformer.max_tokens
     else:
