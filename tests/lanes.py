@@ -8,7 +8,7 @@
 
 A lane is a set of markers with its own environment. A lane of one marker collects only the files that name the marker:
 collecting all of them takes 10 s of a processor. What a lane prints, the 80 slowest tests included, is kept in
-build/tests/LANE.log as it comes; the long lanes print each test, and a failure at once. All lanes run, also after one
+build/tests/LANE.log as it comes, a failure at once; the long lanes print each test. All lanes run, also after one
 that failed. Exit status: 0, or that of the first lane that failed; 5 if no lane selected a test, as pytest has it.
 """
 
@@ -75,8 +75,9 @@ def _processes(count: int) -> tuple[str, ...]:
 
 
 LANES = (
-    # more processes than two cores: most tests of the whole system wait for something
-    Lane("parallel", options=_processes(6), environ={"OMP_NUM_THREADS": "1"}),
+    # more processes than two cores: most tests of the whole system wait for something; with six, their clusters starve
+    # each other on two slow cores
+    Lane("parallel", options=_processes(3), environ={"OMP_NUM_THREADS": "1"}),
     Lane("serial", "serial", options=_processes(1), environ={"OMP_NUM_THREADS": "1"}),
     # what depends on the precision that the CPU computes in, once more as on a CPU with AVX2 alone
     Lane(
@@ -89,7 +90,7 @@ LANES = (
 )
 SYSTEM = (Lane("system", "debian", options=_processes(3)),)
 # 1,000 examples may take longer than what is long for others
-_PATIENT = ("-v", "--hypothesis-profile=long", "--timeout=300")
+_PATIENT = ("-v", "--hypothesis-profile=long", "--timeout=300", "-o", "faulthandler_timeout=3900")
 LONG = (
     Lane(
         "long",
@@ -126,7 +127,7 @@ def main(arguments: Sequence[str]) -> int:
 def command(lane: Lane, arguments: Sequence[str]) -> list[str]:
     python = [sys.executable] if lane.beside else FORKED
     argv = [*python, "-m", "pytest", "-p", "no:cacheprovider", "-m", lane.markers, *lane.options]
-    argv += ["--durations=80", "--durations-min=1"]
+    argv += ["--instafail", "--durations=80", "--durations-min=1"]
     argv += ["--color=yes"] if sys.stdout.isatty() else []
     return [*argv, *collected(lane, arguments)]
 

@@ -47,7 +47,7 @@ TEXTS = [
     "Ein Fluss fließt. " * 30,
 ]
 COSINE = 0.99999
-QUICK, LONG = 40, 500
+QUICK, LONG = 24, 500
 POOLINGS = ("cls", "mean", "lasttoken", "weightedmean", "max", "mean_sqrt_len_tokens")
 
 
