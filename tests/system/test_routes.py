@@ -98,7 +98,8 @@ def openai_base64(client: httpx.Client) -> Array:
 
 def openai_ids(client: httpx.Client) -> Array:
     ids = AutoTokenizer.from_pretrained(model_folder())(TEXT)["input_ids"]
-    return np.float32(post(client, "/v1/embeddings", {"model": MODEL, "input": ids}).json()["data"][0]["embedding"])
+    body = {"model": MODEL, "input": ids, "token_encoding": "model"}
+    return np.float32(post(client, "/v1/embeddings", body).json()["data"][0]["embedding"])
 
 
 def openai_raw(client: httpx.Client) -> Array:
