@@ -21,7 +21,7 @@ import msgspec
 from sie_contracts.api.batches import FileDeleted, FileObject
 from sie_contracts.api.jobs import ENDED, JobDeleted, JobManifest, JobPart, JobRequest
 
-HANGING = 10.0  # seconds that nothing here takes, unless it hangs
+HANGING = 30.0  # seconds that nothing here takes, unless it hangs
 PIECE = 1 << 16
 FILE = "file-" + "0" * 31
 JOB = "job-" + "0" * 31

@@ -144,7 +144,7 @@ class PostgresServer:
     def kill(self) -> None:
         if self._process is not None:
             self._group(signal.SIGKILL)
-            self._process.wait(30)
+            self._process.wait(60)
             self._process = None
             (self.folder / "data" / "postmaster.pid").unlink(missing_ok=True)
 

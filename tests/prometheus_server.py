@@ -106,9 +106,9 @@ class Prometheus:
     def stop(self) -> None:
         self._process.terminate()
         try:
-            self._process.wait(30)
+            self._process.wait(60)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait(30)
+            self._process.wait(60)
         self.client.close()
         self._log.close()

@@ -73,7 +73,7 @@ class QdrantServer:
     def kill(self) -> None:
         if self._process is not None:
             self._process.kill()
-            self._process.wait(30)
+            self._process.wait(60)
             assert self._process.stdout is not None
             self._process.stdout.close()
             self._process = None

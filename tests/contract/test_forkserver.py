@@ -68,7 +68,7 @@ def line_with(text: str, process: subprocess.Popen[str]) -> str:
     for line in process.stdout:
         if text in line:
             return line
-    raise AssertionError(f"{text!r} was never said, status {process.wait(5)}")
+    raise AssertionError(f"{text!r} was never said, status {process.wait(60)}")
 
 
 def rest(process: subprocess.Popen[str]) -> str:

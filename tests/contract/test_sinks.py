@@ -292,7 +292,7 @@ async def said(process: subprocess.Popen[str]) -> str:
 
 def killed(process: subprocess.Popen[str]) -> None:
     process.kill()
-    assert process.wait(30) == -signal.SIGKILL
+    assert process.wait(60) == -signal.SIGKILL
     assert process.stdout is not None
     process.stdout.close()
 

@@ -117,7 +117,7 @@ def test_a_broken_model_file_ends_the_start_and_names_the_field(failed: tuple[Cl
     """C9, C10"""
     cluster, _, _ = failed
     assert cluster.process is not None
-    assert cluster.process.wait(20) == 2
+    assert cluster.process.wait(60) == 2
     assert MODEL not in cluster.log()
 
 

@@ -182,7 +182,7 @@ def test_a_terminal_that_closes_stops_everything(tmp_path: Path) -> None:
         assert children
         os.close(terminal)
         try:
-            assert process.wait(30) == 0
+            assert process.wait(60) == 0
         finally:
             process.kill()
     assert psutil.wait_procs(children, timeout=GONE_S)[1] == []

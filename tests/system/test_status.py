@@ -294,7 +294,7 @@ def check_the_end(cluster: Cluster) -> None:
         assert cluster.process is not None
         os.kill(cluster.process.pid, signal.SIGTERM)
         assert [_closed(worker), _closed(whole)] == [1001, 1001]
-    assert cluster.process.wait(15) == 0
+    assert cluster.process.wait(60) == 0
     deaf.close()
 
 

@@ -143,7 +143,7 @@ def test_a_terminal_has_colours_where_they_are_wanted(open_cluster: Cluster, no_
         with contextlib.suppress(OSError):  # EIO: the other side has ended
             while data := screen.read(65536):
                 said += data
-        assert process.wait(30) == 0, said
+        assert process.wait(60) == 0, said
     assert (b"[Ada]" in said, re.search(rb"\x1b\[[\d;]*4\dm", said) is None) == (no_color, no_color), said
 
 

@@ -499,7 +499,7 @@ def test_a_load_that_is_ended_in_the_middle_leaves_no_folder_and_is_repeated(
     partial = site.folder / ".airgap.loading"
     until(lambda: (partial / "sbom.cdx.json").exists(), 60, "the load is under way")
     loading.send_signal(number)
-    _, errors = loading.communicate(timeout=30)
+    _, errors = loading.communicate(timeout=60)
     assert loading.returncode == (1 if number == signal.SIGINT else -number), errors
     assert not folder.exists()
     assert partial.exists() == (number == signal.SIGKILL)
@@ -520,7 +520,7 @@ def test_a_create_that_is_ended_leaves_no_archive(office: Site, tmp_path: Path) 
     second = office.sie("create", "--models", "my/path", "-o", str(tmp_path / "models.tar"), status=1)
     assert "another `sie airgap` writes" in second.output
     creating.send_signal(signal.SIGINT)
-    _, errors = creating.communicate(timeout=30)
+    _, errors = creating.communicate(timeout=60)
     assert creating.returncode == 1, errors
     assert [path for path in tmp_path.iterdir() if path != office.folder] == []
 

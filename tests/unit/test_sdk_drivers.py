@@ -26,7 +26,7 @@ import sie_client
 from sie_client import SIEAsyncClient, SIEClient, cluster, core, watching
 from sie_contracts import arrays
 
-HANGING = 10.0  # seconds that nothing here takes, unless it hangs
+HANGING = 30.0  # seconds that nothing here takes, unless it hangs
 
 
 class Server(ThreadingHTTPServer):

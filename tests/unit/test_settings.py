@@ -554,7 +554,7 @@ async def test_a_real_process_with_a_bad_value_exits_2_and_names_it(tmp_path: Pa
         process = Forked("sie", [SIE, command, *more], {"PATH": os.environ["PATH"], name: raw})
         with process.stdout as output:
             said = await asyncio.to_thread(output.read)
-        status = process.wait(30)
+        status = process.wait(60)
         right = status == 2 and said.startswith(f"error: {name}: ") and said.count("\n") == 1
         return "" if right else f"{command} {name}={raw!r}: {status} {said}"
 

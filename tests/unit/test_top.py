@@ -377,7 +377,7 @@ class Terminal:
         if number is not None:
             self.process.send_signal(number)
         try:
-            return self.process.wait(30)
+            return self.process.wait(60)
         finally:
             self.process.kill()
             self._reader.join(30)
@@ -493,7 +493,7 @@ def test_the_terminal_of_a_pipe_is_left_to_its_reader() -> None:
                     heads += line.startswith(b"sie top")
                 assert termios.tcgetattr(parent) == before
                 process.send_signal(signal.SIGINT)
-                assert process.wait(30) == 0
+                assert process.wait(60) == 0
     finally:
         os.close(parent)
         os.close(child)
@@ -515,7 +515,7 @@ def test_a_pipe_gets_one_picture_after_the_other_and_may_close() -> None:
                 heads += line.startswith(b"sie top")
                 assert b"\x1b" not in line
             process.stdout.close()
-            assert process.wait(30) == 0
+            assert process.wait(60) == 0
             assert process.stderr.read() == b""
 
 

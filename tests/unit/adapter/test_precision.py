@@ -20,7 +20,7 @@ from sie_adapter.loading import Loader
 from sie_adapter.precision import bfloat16_lacks, cpu_lacks_bfloat16, resolve_precision
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.entries import parse_entry
-from sie_store.sources import WeightSources
+from sie_store.configured import weight_sources
 
 EPYC = {"avx2": True, "avx512_bf16": True}
 XEON = {**EPYC, "amx_bf16": True}
@@ -119,7 +119,7 @@ def test_torch_onednn_and_the_detection_obey_the_limits() -> None:
 
 def loader() -> Loader:
     settings = settings_of()
-    return Loader(torch.device("cpu"), WeightSources.of(settings), settings)
+    return Loader(torch.device("cpu"), weight_sources(settings), settings)
 
 
 @pytest.mark.long
