@@ -27,7 +27,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def output(site: Path, code: str) -> str:
     """What code prints that runs with this folder and the client on its path, and no other installation of either."""
-    start = f"import site, sys\nsys.path.append({str(site)!r})\nsite.addsitedir({str(site)!r})\n"
+    own = "sys.path[:] = [path for path in sys.path if 'alias' not in path.rpartition('/')[2]]"
+    start = f"import site, sys\n{own}\nsys.path.append({str(site)!r})\nsite.addsitedir({str(site)!r})\n"
     path = ":".join(str(ROOT / folder) for folder in ("sdk", "contracts"))
     done = subprocess.run(
         [sys.executable, "-c", start + code], env={"PYTHONPATH": path}, capture_output=True, text=True, timeout=60
