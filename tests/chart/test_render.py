@@ -341,7 +341,7 @@ def test_the_page_names_the_keys_of_the_secret() -> None:
 
 
 def test_the_page_s_groups_render_as_it_says() -> None:
-    block, _ = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)  # the other one is in test_values.py
+    block, _ = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)  # the other one says which model runs where
     found = helm.objects(template(values={**CHOSEN, **yaml.safe_load(block)}))
     assert of_kind("ScaledObject", found)["sie-worker-l4"]["spec"]["maxReplicaCount"] == 8
     environ = helm.variables(helm.container(found, "sie-worker-reranking", "worker-sidecar"))
