@@ -78,8 +78,8 @@ def check_files(folder: Path, entry: ModelEntry, load: LoadOptions) -> tuple[str
     for an entry that contradicts a file.
     """
     digests = _check_digests(folder, entry)
-    if (found := entry_faults.fault(folder, entry, load)) is not None:
-        raise _refuse(entry, found.message)
+    if (mismatch := entry_faults.fault(folder, entry, load)) is not None:
+        raise _refuse(entry, mismatch.message)
     return digests
 
 

@@ -27,8 +27,8 @@ class ModelFiles:
         machine, or cannot be read, the load decides.
         """
         entry = parse_document(raw)
-        if isinstance(entry, ModelEntry) and (found := await asyncio.to_thread(self._fault, entry)) is not None:
-            raise invalid(found.loc, found.message)
+        if isinstance(entry, ModelEntry) and (mismatch := await asyncio.to_thread(self._fault, entry)) is not None:
+            raise invalid(mismatch.loc, mismatch.message)
 
     def _fault(self, entry: ModelEntry) -> Fault | None:
         try:

@@ -96,8 +96,8 @@ _POOLINGS = {"cls": "cls", "mean": "mean", "last": "last", "last_token": "last",
 
 
 class _Parameters:
-    """What a client asked for, from the four levels at which it may be written; null and [] mean unset, except that a
-    null prompt_name means no prompt.
+    """Parameters of a request, from the four levels at which a client may write them; null and [] mean unset, except
+    that a null prompt_name means no prompt.
     """
 
     def __init__(self, body: Mapping[str, Any], side: Side) -> None:
@@ -134,7 +134,7 @@ class _Parameters:
         return not self._found.keys() <= _TOP_LEVEL.union(names)
 
     def only(self, names: Collection[str]) -> _Parameters:
-        """Those of `names`."""
+        """The parameters of `names` alone."""
         return _Parameters({name: value for name, (_, value) in self._found.items() if name in names}, self._side)
 
     def unused(self, used: frozenset[str]) -> Iterator[tuple[str, str]]:
@@ -184,8 +184,8 @@ def run_options(
 
     Returns the resolution with the profile that `options.profile` may have chosen. Raises InvalidInput naming the path.
     """
-    given = _Parameters(body, side)
-    resolved = _chosen_profile(resolved, *given.get("profile"))
+    request = _Parameters(body, side)
+    resolved = _chosen_profile(resolved, *request.get("profile"))
     entry, defaults = resolved.entry, resolved.run
     if operation not in entry.tasks:
         does = ", ".join(entry.tasks)
@@ -195,25 +195,25 @@ def run_options(
         )
         raise InvalidInput(message, reason="unsupported_task", param="model")
     own = families.row(entry.family).parameters if entry.family in FAMILIES else None
-    names = given.foreign() if own is None else own
-    run = _merged(entry, defaults, given, operation, names)
-    if given.has_others(neutral := _neutral(entry)):
-        usual = _merged(entry, defaults, given.only(neutral - {"output_types"}), operation, names)
+    names = request.foreign() if own is None else own
+    run = _merged(entry, defaults, request, operation, names)
+    if request.has_others(neutral := _neutral(entry)):
+        usual = _merged(entry, defaults, request.only(neutral - {"output_types"}), operation, names)
         usual = msgspec.structs.replace(usual, outputs=run.outputs)
         run = altered(usual, **{name: getattr(run, name) for name in RunOptions.__struct_fields__})
-    on_error = one_of(*given.get("on_item_error"), choices={"slot": "slot", "fail": "fail"}, default=on_item_error)
-    timing = one_of(*given.get("timing"), choices={"request": "request", "items": "items"}, default="request")
+    on_error = one_of(*request.get("on_item_error"), choices={"slot": "slot", "fail": "fail"}, default=on_item_error)
+    timing = one_of(*request.get("timing"), choices={"request": "request", "items": "items"}, default="request")
     used = _USED[operation] | names
     if operation == "extract":  # no family follows a schema
         used -= {"output_schema"}
     elif operation == "score" and own is not None and not _scores_by_instruction(entry):
         used -= {"instruction", "default_instruction"}
-    unused = list(itertools.islice(given.unused(used), MAX_WARNINGS))
+    unused = list(itertools.islice(request.unused(used), MAX_WARNINGS))
     if unused and strict:
         path, meant = unused[0]
         raise InvalidInput(f"{path}: no such option of {entry.id} here{meant}", reason="unknown_option", param=path)
     warnings = tuple(f"{path}: ignored, no such option of {entry.id} here{meant}" for path, meant in unused)
-    if operation == "encode" and _is_prompted_unasked(entry, defaults, given):
+    if operation == "encode" and _is_prompted_unasked(entry, defaults, request):
         warnings += (
             f"prompt_name: texts have the document prompt of {entry.id}, since the request names none; set is_query, "
             "input_type or prompt_name (null: no prompt)",
@@ -222,19 +222,19 @@ def run_options(
 
 
 def _merged(
-    entry: ModelEntry, defaults: RunDefaults, given: _Parameters, operation: Operation, names: frozenset[str]
+    entry: ModelEntry, defaults: RunDefaults, request: _Parameters, operation: Operation, names: frozenset[str]
 ) -> RunOptions:
     """`names`: the parameters that only this family reads."""
-    parameters = _family_parameters(defaults, given, names)
+    parameters = _family_parameters(defaults, request, names)
     common: dict[str, Any] = {
-        "truncate": truncate(*given.get("truncate"), default=defaults.truncate or "END"),
-        "max_tokens": _max_tokens(entry, *given.get("max_seq_length")),
-        "lora": _lora(entry, defaults, given),
-        "instruction": text(*given.get("instruction")) or defaults.instruction or "",
+        "truncate": truncate(*request.get("truncate"), default=defaults.truncate or "END"),
+        "max_tokens": _max_tokens(entry, *request.get("max_seq_length")),
+        "lora": _lora(entry, defaults, request),
+        "instruction": text(*request.get("instruction")) or defaults.instruction or "",
         "parameters": parameters,
     }
     merge = {"encode": _encode, "score": _score, "extract": _extract}[operation]
-    return RunOptions(**common, **merge(entry, defaults, given, parameters))
+    return RunOptions(**common, **merge(entry, defaults, request, parameters))
 
 
 def _neutral(entry: ModelEntry) -> frozenset[str]:
@@ -247,8 +247,8 @@ def altered(usual: RunOptions, **changes: Any) -> RunOptions:
     differing = {name: value for name, value in changes.items() if value != getattr(usual, name)}
     if not differing:
         return usual
-    told = msgspec.json.encode([usual.variant, differing], order="sorted")
-    return msgspec.structs.replace(usual, **differing, variant=hashlib.sha256(told).hexdigest()[:16])
+    identity = msgspec.json.encode([usual.variant, differing], order="sorted")
+    return msgspec.structs.replace(usual, **differing, variant=hashlib.sha256(identity).hexdigest()[:16])
 
 
 def template(entry: ModelEntry, path: str, name: Any) -> str:
@@ -291,16 +291,16 @@ def decoding(*, skip_special_tokens: bool = True) -> RunOptions:
 
 
 def _encode(
-    entry: ModelEntry, defaults: RunDefaults, given: _Parameters, parameters: Mapping[str, Any]
+    entry: ModelEntry, defaults: RunDefaults, request: _Parameters, parameters: Mapping[str, Any]
 ) -> dict[str, Any]:
-    muvera = _muvera(entry, defaults, *given.get("muvera"))
-    outputs = _outputs(entry, defaults, *given.get("output_types"), muvera=muvera is not None)
-    path, value = given.get("output_dtype")
+    muvera = _muvera(entry, defaults, *request.get("muvera"))
+    outputs = _outputs(entry, defaults, *request.get("output_types"), muvera=muvera is not None)
+    path, value = request.get("output_dtype")
     dtype = one_of(path, value, choices=_DTYPES, default=defaults.output_dtype or "float32", reason="unsupported_dtype")
-    is_query = _is_query(defaults, given)
-    chosen = _template(entry, defaults, given, is_query=is_query)
-    is_instructed = given.is_set("instruction") or not given.is_set("prompt_name")
-    prefix, suffix = _prompt(entry, defaults, given, chosen, is_query=is_query, instructed=is_instructed)
+    is_query = _is_query(defaults, request)
+    chosen = _template(entry, defaults, request, is_query=is_query)
+    is_instructed = request.is_set("instruction") or not request.is_set("prompt_name")
+    prefix, suffix = _prompt(entry, defaults, request, chosen, is_query=is_query, instructed=is_instructed)
     return {
         "outputs": outputs,
         "prefix": prefix,
@@ -308,11 +308,11 @@ def _encode(
         "dtype": dtype,
         "is_query": is_query,
         "muvera": muvera,
-        "pooling": one_of(*given.get("pooling"), choices=_POOLINGS, default=defaults.pooling or ""),
+        "pooling": one_of(*request.get("pooling"), choices=_POOLINGS, default=defaults.pooling or ""),
         "normalize": boolean(
-            *given.get("normalize"), default=defaults.normalize if defaults.normalize is not None else True
+            *request.get("normalize"), default=defaults.normalize if defaults.normalize is not None else True
         ),
-        "dimensions": _dimensions(entry, defaults, *given.get("dimensions")),
+        "dimensions": _dimensions(entry, defaults, *request.get("dimensions")),
     }
 
 
@@ -321,10 +321,10 @@ def _scores_by_instruction(entry: ModelEntry) -> bool:
 
 
 def _score(
-    entry: ModelEntry, defaults: RunDefaults, given: _Parameters, parameters: Mapping[str, Any]
+    entry: ModelEntry, defaults: RunDefaults, request: _Parameters, parameters: Mapping[str, Any]
 ) -> dict[str, Any]:
     if entry.pair:
-        instruction = _instruction(entry, defaults, given)
+        instruction = _instruction(entry, defaults, request)
         # a piece for the instruction alone has no meaning without one
         pieces = [piece for piece in entry.pair if instruction or "{instruction}" not in piece or _FIELD.search(piece)]
         return {"outputs": (), "pieces": tuple(_cut(piece, instruction) for piece in pieces)}
@@ -337,8 +337,8 @@ def _score(
             f"score_mode: {entry.id} has no output {missing[0]}", reason="unsupported_output", param="score_mode"
         )
     document, query = (entry.prompts.get(side, "{text}") for side in ("document", "query"))
-    prefix, suffix = _prompt(entry, defaults, given, document, is_query=False, instructed=False)
-    query_prefix, query_suffix = _prompt(entry, defaults, given, query, is_query=True)
+    prefix, suffix = _prompt(entry, defaults, request, document, is_query=False, instructed=False)
+    query_prefix, query_suffix = _prompt(entry, defaults, request, query, is_query=True)
     return {
         "outputs": outputs,
         "prefix": prefix,
@@ -350,9 +350,9 @@ def _score(
 
 
 def _extract(
-    entry: ModelEntry, defaults: RunDefaults, given: _Parameters, parameters: Mapping[str, Any]
+    entry: ModelEntry, defaults: RunDefaults, request: _Parameters, parameters: Mapping[str, Any]
 ) -> dict[str, Any]:
-    path, labels = given.get("labels")
+    path, labels = request.get("labels")
     if labels is None and needs_labels(entry):
         raise InvalidInput(f"labels: {entry.id} needs the labels to look for", reason="labels_required", param="labels")
     if labels is not None and not (
@@ -363,17 +363,17 @@ def _extract(
         raise InvalidInput(
             f"{path}: got {len(labels)} labels, at most {MAX_LABELS} are allowed", reason="schema", param=path
         )
-    if families.row(entry.family).needs_instruction and not (text(*given.get("instruction")) or defaults.instruction):
+    if families.row(entry.family).needs_instruction and not (text(*request.get("instruction")) or defaults.instruction):
         message = f"instruction: {entry.id} needs the query that the texts are read for"
         raise InvalidInput(message, reason="instruction_required", param="instruction")
     return {"outputs": (), "labels": tuple(labels or ()), "threshold": parameters.get("threshold")}
 
 
-def _family_parameters(defaults: RunDefaults, given: _Parameters, names: frozenset[str]) -> dict[str, Any]:
+def _family_parameters(defaults: RunDefaults, request: _Parameters, names: frozenset[str]) -> dict[str, Any]:
     """The options `names`, which only this family reads. A family of another package checks its own."""
     found = dict(defaults.parameters or {})
     for name in names:
-        path, value = given.get(name)
+        path, value = request.get(name)
         if value is not None:
             found[name] = CHECKS[name](path, value) if name in CHECKS else any_value(path, value)
     return found
@@ -424,8 +424,8 @@ def _muvera(entry: ModelEntry, defaults: RunDefaults, path: str, value: Any) -> 
     return chosen
 
 
-def _lora(entry: ModelEntry, defaults: RunDefaults, given: _Parameters) -> str:
-    (path, first), (alias, second) = given.get("lora_id"), given.get("lora")
+def _lora(entry: ModelEntry, defaults: RunDefaults, request: _Parameters) -> str:
+    (path, first), (alias, second) = request.get("lora_id"), request.get("lora")
     if first is not None and second is not None and first != second:
         raise InvalidInput(f"{alias}: differs from lora_id", reason="lora_conflict", param=alias)
     name = text(path, first) or text(alias, second) or defaults.lora or ""
@@ -484,34 +484,34 @@ def _max_tokens(entry: ModelEntry, path: str, value: Any) -> int:
     )
 
 
-def _is_query(defaults: RunDefaults, given: _Parameters) -> bool:
-    kind = text(*given.get("input_type")) or text(*given.get("prompt_name"))
-    return boolean(*given.get("is_query"), default=kind in _QUERY_KINDS if kind else bool(defaults.is_query))
+def _is_query(defaults: RunDefaults, request: _Parameters) -> bool:
+    kind = text(*request.get("input_type")) or text(*request.get("prompt_name"))
+    return boolean(*request.get("is_query"), default=kind in _QUERY_KINDS if kind else bool(defaults.is_query))
 
 
-def _instruction(entry: ModelEntry, defaults: RunDefaults, given: _Parameters) -> str:
-    fallback = text(*given.get("default_instruction")) or entry.prompts.get("default_instruction", "")
-    found = text(*given.get("instruction")) or defaults.instruction or fallback
+def _instruction(entry: ModelEntry, defaults: RunDefaults, request: _Parameters) -> str:
+    fallback = text(*request.get("default_instruction")) or entry.prompts.get("default_instruction", "")
+    found = text(*request.get("instruction")) or defaults.instruction or fallback
     if not families.row(entry.family).ends_instruction:
         return found
     found = found.strip()
     return found if not found or unicodedata.category(found[-1]).startswith("P") else f"{found}."
 
 
-def _template(entry: ModelEntry, defaults: RunDefaults, given: _Parameters, *, is_query: bool) -> str:
+def _template(entry: ModelEntry, defaults: RunDefaults, request: _Parameters, *, is_query: bool) -> str:
     """The model's template of the prompt that the request names, else of the side that its texts are on."""
-    if given.is_set("prompt_name"):
-        path, name = given.get("prompt_name")
+    if request.is_set("prompt_name"):
+        path, name = request.get("prompt_name")
         return "{text}" if name is None else template(entry, path, name)
     known = templates(entry)
-    if given.side(defaults) == "":
+    if request.side(defaults) == "":
         return known.get(entry.default_prompt_name, "{text}")
     return known.get("query" if is_query else "document", "{text}")
 
 
-def _is_prompted_unasked(entry: ModelEntry, defaults: RunDefaults, given: _Parameters) -> bool:
+def _is_prompted_unasked(entry: ModelEntry, defaults: RunDefaults, request: _Parameters) -> bool:
     """Whether texts have a document prompt that neither the request nor the model's library asks for."""
-    if given.side(defaults) != "document" or given.is_set("doc_template"):
+    if request.side(defaults) != "document" or request.is_set("doc_template"):
         return False
     known = templates(entry)
     return known.get("document", "{text}") != known.get(entry.default_prompt_name, "{text}")
@@ -520,7 +520,7 @@ def _is_prompted_unasked(entry: ModelEntry, defaults: RunDefaults, given: _Param
 def _prompt(
     entry: ModelEntry,
     defaults: RunDefaults,
-    given: _Parameters,
+    request: _Parameters,
     template: str,
     *,
     is_query: bool,
@@ -531,13 +531,13 @@ def _prompt(
 
     The template is split at its own `{text}` first, so braces of a client have no meaning.
     """
-    path, own = given.get("query_template" if is_query else "doc_template")
+    path, own = request.get("query_template" if is_query else "doc_template")
     template = text(path, own) or template
     before, field, after = template.partition("{text}")
     if not field:
         raise InvalidInput(f"{path}: a template needs {{text}}", reason="schema", param=path)
     if "{instruction}" in template:
-        filled = _instruction(entry, defaults, given)
+        filled = _instruction(entry, defaults, request)
         length = len(template) + template.count("{instruction}") * len(filled)
         if length > MAX_PROMPT:
             raise InvalidInput(
@@ -546,5 +546,5 @@ def _prompt(
                 param=path,
             )
         return before.replace("{instruction}", filled), after.replace("{instruction}", filled)
-    chosen = text(*given.get("instruction")) or defaults.instruction or text(*given.get("default_instruction"))
+    chosen = text(*request.get("instruction")) or defaults.instruction or text(*request.get("default_instruction"))
     return (f"{chosen} ", "") if template == "{text}" and chosen and instructed else (before, after)

@@ -25,15 +25,15 @@ _FIXES = {
 
 
 async def loads(look: Look) -> Found:
-    """That no worker has failed to load a model."""
-    for told in await look.gateways():
-        if told.is_sie and told.status == 200:
-            answer = await look.get(told.url, "/v1/models", look.cluster.gateway_token)
+    """Failed loads of models on all workers: one finding for each worker and cause."""
+    for gateway in await look.gateways():
+        if gateway.is_sie and gateway.status == 200:
+            answer = await look.get(gateway.url, "/v1/models", look.cluster.gateway_token)
             break
     else:
         raise Blind("no gateway tells which models its workers have")
     if answer.status != 200:
-        raise Blind(f"{told.url}/v1/models answers {answer.trouble or answer.status}")
+        raise Blind(f"{gateway.url}/v1/models answers {answer.trouble or answer.status}")
     models = msgspec.convert(answer.json().get("models", []), list[dict[str, Any]])
     # the profiles that share a copy of the weights fail together: one finding for all of them
     failed: dict[tuple[str, str, str], list[str]] = {}

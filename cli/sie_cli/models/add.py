@@ -130,17 +130,17 @@ def _check_weights(entry: ModelEntry, settings: Settings) -> None:
     from sie_store.sources import WeightSources
 
     try:
-        found = WeightSources(settings.cache_folder, may_download=False).locate(entry)
+        located = WeightSources(settings.cache_folder, may_download=False).locate(entry)
     except ModelLoadFailed as absent:
         click.echo(
             f"note: its weights were not checked, a worker checks them when it loads the model: {absent.message}",
             err=True,
         )
         return
-    for unchecked in compare_files(found.folder, entry):
-        click.echo(f"note: not checked in {found.folder}: {unchecked}", err=True)
-    check_files(found.folder, entry, entry.load)
-    click.echo(f"checked the files in {found.folder}", err=True)
+    for unchecked in compare_files(located.folder, entry):
+        click.echo(f"note: not checked in {located.folder}: {unchecked}", err=True)
+    check_files(located.folder, entry, entry.load)
+    click.echo(f"checked the files in {located.folder}", err=True)
 
 
 def _post(write: Write, text: str, entry: ModelEntry | Alias) -> None:
