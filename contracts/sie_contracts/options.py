@@ -251,12 +251,14 @@ def altered(usual: RunOptions, **changes: Any) -> RunOptions:
     return msgspec.structs.replace(usual, **differing, variant=hashlib.sha256(identity).hexdigest()[:16])
 
 
-def template(entry: ModelEntry, path: str, name: Any) -> str:
+def prompt_template(entry: ModelEntry, path: str, name: Any) -> str:
     """The template of a prompt that a request names at `path`. Raises InvalidInput for a name that the model lacks."""
     known = templates(entry)
     if not isinstance(name, str) or name not in known:
-        names = ", ".join(sorted(known)) or "none"
-        raise InvalidInput(f"{path}: expected a prompt of {entry.id}: {names}", reason="schema", param=path)
+        expected = (
+            f"expected a prompt of {entry.id}: {', '.join(sorted(known))}" if known else f"{entry.id} has no prompts"
+        )
+        raise InvalidInput(f"{path}: {expected}", reason="schema", param=path)
     return known[name]
 
 
@@ -502,7 +504,7 @@ def _template(entry: ModelEntry, defaults: RunDefaults, request: _Parameters, *,
     """The model's template of the prompt that the request names, else of the side that its texts are on."""
     if request.is_set("prompt_name"):
         path, name = request.get("prompt_name")
-        return "{text}" if name is None else template(entry, path, name)
+        return "{text}" if name is None else prompt_template(entry, path, name)
     known = templates(entry)
     if request.side(defaults) == "":
         return known.get(entry.default_prompt_name, "{text}")

@@ -259,7 +259,7 @@ def _template(body: Mapping[str, Any], entry: ModelEntry) -> tuple[str, str]:
     """What the prompt puts before and behind a text."""
     if body.get("prompt_name") is None:
         return "", ""
-    before, _, after = options.template(entry, "prompt_name", body["prompt_name"]).partition("{text}")
+    before, _, after = options.prompt_template(entry, "prompt_name", body["prompt_name"]).partition("{text}")
     return before, after
 
 
