@@ -1,4 +1,5 @@
-"""The weight files of a model folder: whole, and without NaN. Which tensors a class lacks: `checkpoint`.
+"""The weight files of a model folder: whole, without NaN, quantised as config.json says. Which tensors a class lacks:
+`checkpoint`.
 
 A file that was cut off by a full disk or a broken copy, or that a diverged training wrote, is named before anything is
 made from it.
@@ -17,26 +18,38 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sie_contracts.load_errors import load_failed
+from sie_store.folder_files import read_json
 
 _OTHER_FORMATS = ("onnx", "openvino")  # folders of published models that no family reads
 _PICKLES = ("pytorch_model.bin", "sparse_linear.pt", "colbert_linear.pt")
+_QUANTISED = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
+MATRIX = 2  # dimensions; masks of attention are uint8 too, and have more
 _CHUNK = 1 << 22  # numbers that are looked at at once
 _HEADER_BYTES = 8
 _INDEX = "model.safetensors.index.json"
 
 
 def check_weights(folder: Path) -> None:
-    """Raises ModelLoadFailed INCOMPATIBLE for a file of weights that is cut off, is missing beside its other parts, or
-    holds NaN.
+    """Raises ModelLoadFailed INCOMPATIBLE for a file of weights that is cut off, is missing beside its other parts,
+    holds NaN, or holds quantised numbers whose scale config.json does not tell.
 
     Reads all weights once, through the page cache and not into memory of this process.
     """
     files = [*safetensors_of(folder), *(folder / name for name in _PICKLES if (folder / name).is_file())]
     _check_parts(folder)
+    is_quantised = "quantization_config" in read_json(folder / "config.json")
     for file in files:
         tensors = _stored(file) if file.suffix == ".safetensors" else _pickled(file)
+        bad = []
         try:
-            bad = [name for name, tensor in tensors if holds_nan(tensor)]
+            for name, tensor in tensors:
+                if holds_nan(tensor):
+                    bad.append(name)
+                if tensor.ndim == MATRIX and tensor.dtype in _QUANTISED and not is_quantised:
+                    precision = str(tensor.dtype).removeprefix("torch.")
+                    said = f"{file.name} holds {name} in {precision}, and config.json has no quantization_config"
+                    fix = "export the model again in float32, float16 or bfloat16"
+                    raise load_failed("INCOMPATIBLE", f"{said} that says its scale; {fix}")
         except SafetensorError as error:
             raise _broken(file, str(error)) from error
         if bad:

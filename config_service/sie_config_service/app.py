@@ -65,13 +65,13 @@ class ConfigService:
         self.trust: Trust | None = None
         self.workers = Workers(WORKER_TIMEOUT_S)
         self.gate = Gate(settings)
-        self._files = ModelFiles(settings)
+        self.files = ModelFiles(settings)
         self.tracer: Tracer | None = None
         self.metrics = Metrics(lambda: self.store.last_read if self.store is not None else None)
 
     def begin(self, store: CatalogueStore, trust: Trust) -> None:
         """The catalogue is there. `trust` says what an entry that is written over HTTP may ask for."""
-        self.store, self.writer, self.trust = store, Writer(store, self._files.check), trust
+        self.store, self.writer, self.trust = store, Writer(store, self.files.check), trust
         self.trouble = ""
 
     def end(self) -> None:

@@ -40,7 +40,8 @@ async def models(service: ConfigService, _request: Request) -> Response:
     return json_response(
         {
             "models": [
-                configs.listed(model, stored.entry or {}, stored.source) for model, stored in sorted(found.items())
+                configs.listed(model, stored.entry or {}, stored.source, stored.note)
+                for model, stored in sorted(found.items())
             ]
         }
     )
@@ -61,6 +62,7 @@ async def history(service: ConfigService, request: Request) -> Response:
                     "created_at": each.created_at,
                     "operation": each.operation,
                     "author": each.author or each.source,
+                    "note": each.note,
                     "changes": [] if before is None else difference(before.entry, each.entry),
                 }
                 for each, before in itertools.zip_longest(revisions, revisions[1:])

@@ -53,6 +53,7 @@ class Stored(msgspec.Struct, frozen=True):
     created_at: str = ""
     model: str = ""
     author: str = ""  # whose token wrote it, by name; empty for what was seeded, and of versions that did not keep it
+    note: str = ""  # why, where no person decided it
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from sie_broker.record import retry_conflicts
 from sie_config_service.app import ConfigService, create_app
 from sie_config_service.overlay import MAX_TOLD, Overlay, Signature
 from sie_config_service.reload import Reload, tell_broken, warn_of_others
+from sie_config_service.restore import Restore
 from sie_config_service.store import CatalogueStore, open_store
 from sie_contracts import topology
 from sie_contracts.errors import NotReady, ValidationFailed
@@ -83,7 +84,9 @@ async def keep(service: ConfigService, settings: Settings, broker: Broker, prepa
         service.begin(prepared.store, prepared.overlay.trust())
         following = Stop()
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(Reload(prepared.store, prepared.overlay, prepared.seen, service.workers).run(following))
+            reload = Reload(prepared.store, prepared.overlay, prepared.seen, service.workers, service.files.check)
+            tasks.create_task(reload.run(following))
+            tasks.create_task(Restore(service.workers, prepared.store, service.require_writer()).run(following))
             is_lost = await prepared.store.lost(stop)
             following.request()
         if not is_lost:

@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from sie_broker import BrokerError
 from sie_config_service.aliases import Index, broken_by
@@ -23,7 +24,7 @@ from sie_config_service.overlay import Folders, Overlay, Signature
 from sie_config_service.store import CatalogueStore, Change, normalised
 from sie_config_service.workers import Workers
 from sie_contracts import configs
-from sie_contracts.errors import SIEError
+from sie_contracts.errors import SIEError, ValidationFailed
 from sie_contracts.settings import SettingError
 from sie_runtime.process import Stop, Trouble
 
@@ -71,13 +72,14 @@ class _Watched:
 @dataclass
 class Reload:
     """Follows the folder from what it was when the catalogue was seeded from it. `workers` None: nobody says what it
-    has.
+    has. `check` raises ValidationFailed for an entry that no worker could load; None: the load decides.
     """
 
     store: CatalogueStore
     overlay: Overlay
     seen: Signature
     workers: Workers | None = None
+    check: Callable[[dict[str, Any]], Awaitable[None]] | None = None
     _refused: Signature | None = None  # told once
     _trouble: Trouble = field(default_factory=lambda: Trouble(_logger, "a change of the folder of models waits"))
     _watched: list[_Watched] = field(default_factory=list)
@@ -109,6 +111,7 @@ class Reload:
             folders = await asyncio.to_thread(self.overlay.folders)
             if await asyncio.to_thread(self.overlay.look) != now:
                 return  # written to meanwhile
+            await self._check_files(folders)
             bundles = await self.store.seed_bundles(folders.bundles)
             done = await self.store.seed(folders.models)
             await self._read_back(folders, done)
@@ -126,6 +129,19 @@ class Reload:
         if not done:
             told = "the bundles are as it says" if bundles else "the catalogue has nothing to change for it"
             _logger.info("%s was changed: %s", self.overlay.name, told)
+
+    async def _check_files(self, folders: Folders) -> None:
+        """Raises ValidationFailed for an entry that no worker could load: the former one goes on serving."""
+        if self.check is None:
+            return
+        for change in await self.store.to_seed(folders.models):
+            if change.entry is not None:
+                try:
+                    await self.check(change.entry)
+                except ValidationFailed as error:
+                    raise ValidationFailed(
+                        f"{folders.files.get(change.model, change.model)}: {error.message}"
+                    ) from None
 
     async def _read_back(self, folders: Folders, done: list[Change]) -> None:
         """Look at what the broker has now, and say that."""

@@ -69,6 +69,7 @@ class Change:
     source: str
     operation: str
     author: str = ""
+    note: str = ""
 
     def told(self, bundles: Mapping[str, Bundle]) -> set[str]:
         """The bundles that hear of it."""
@@ -296,6 +297,7 @@ class CatalogueStore:
                 now,
                 change.model,
                 change.author,
+                change.note,
             )
             value = msgspec.json.encode(stored)
             writes.append(Write(model_key(change.model), value, change.held.sequence))
@@ -431,6 +433,10 @@ class CatalogueStore:
 
         return await retry_conflicts(attempt, SEED_ATTEMPTS)
 
+    async def to_seed(self, wanted: Mapping[str, tuple[ModelEntry | Alias, str]]) -> list[Change]:
+        """The changes that `seed` would make."""
+        return _to_seed((await self.snapshot()).held, wanted)
+
     async def seed(self, wanted: Mapping[str, tuple[ModelEntry | Alias, str]]) -> list[Change]:
         """Make the bucket hold what the folders hold; models written over the API stay as they are. Returns what was
         changed. Raises WrongRevision where others kept changing the catalogue during SEED_ATTEMPTS attempts.
@@ -438,7 +444,7 @@ class CatalogueStore:
         done: list[Change] = []
 
         async def attempt() -> None:
-            changes = _to_seed((await self.snapshot()).held, wanted)
+            changes = await self.to_seed(wanted)
             for start in range(0, len(changes), SEED_BATCH):
                 batch = changes[start : start + SEED_BATCH]
                 aliases = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import time
@@ -11,7 +12,7 @@ import msgspec
 
 from sie_broker import BrokerError, Bus, CoreMessage
 from sie_contracts import heartbeats, topology
-from sie_contracts.heartbeats import GatewayBeat, Heartbeat
+from sie_contracts.heartbeats import GatewayBeat, Heartbeat, ModelStatus
 from sie_runtime.process import Stop, retry
 
 _logger = logging.getLogger("sie.config")
@@ -27,6 +28,7 @@ class Workers:
         self._clock = clock
         self._seen: dict[str, tuple[float, Heartbeat]] = {}
         self._gateways: dict[str, tuple[float, GatewayBeat]] = {}
+        self.failed = asyncio.Event()  # a worker says of a model that its load failed
 
     async def follow(self, bus: Bus, stop: Stop) -> None:
         """However late the broker answers, unless `stop` comes first."""
@@ -58,6 +60,8 @@ class Workers:
         now_s = self._clock()
         self._seen = {worker: each for worker, each in self._seen.items() if now_s - each[0] < self._timeout_s}
         self._seen[beat.worker] = (now_s, beat)
+        if any(status.state == "failed" for status in beat.models):
+            self.failed.set()
 
     def note_gateway(self, beat: GatewayBeat) -> None:
         now_s = self._clock()
@@ -65,6 +69,12 @@ class Workers:
         self._gateways.pop(beat.gateway, None)
         if not beat.leaving:
             self._gateways[beat.gateway] = (now_s, beat)
+
+    def statuses(self) -> list[ModelStatus]:
+        """Each model of each worker."""
+        now_s = self._clock()
+        beats = (beat for seen_s, beat in self._seen.values() if now_s - seen_s < self._timeout_s)
+        return [status for beat in beats for status in beat.models]
 
     def of(self, bundle: str) -> list[Heartbeat]:
         """The workers of a bundle that take work."""

@@ -64,6 +64,8 @@ class Asked:
     profiles: Collection[str] | None = None  # that it names; None: all that there are
     force: bool = False  # although an alias needs the model as it is
     author: str = ""  # who asked
+    note: str = ""  # why, where no person asked
+    source: str = "api"
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,9 @@ class Writer:
         reply = None if slot is None else slot.with_reply(reply_of(key, asked.request, body))
         if changes:
             sent, wanted = await store.write(
-                [Change(asked.model, held, entry, "api", asked.operation, asked.author)], reply, guarded.index
+                [Change(asked.model, held, entry, asked.source, asked.operation, asked.author, asked.note)],
+                reply,
+                guarded.index,
             )
             if sent < wanted:
                 body = {

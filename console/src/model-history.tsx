@@ -74,7 +74,7 @@ export function ModelHistory({ model }: { model: string }) {
                   <td>{new Date(each.created_at).toLocaleString()}</td>
                   <td>{each.author}</td>
                   <td>{each.operation}</td>
-                  <td class="wide">{each.changes.map((change) => <code>{line(change)}</code>)}</td>
+                  <td class="wide">{each.note}{each.changes.map((change) => <code>{line(change)}</code>)}</td>
                   <td>
                     {place > 0 && (asking === each.revision ? (
                       <>

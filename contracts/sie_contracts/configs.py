@@ -115,9 +115,13 @@ def rendered(document: Any, content_type: str) -> bytes:
     return yaml.safe_dump(document, sort_keys=False, allow_unicode=True, encoding="utf-8")
 
 
-def listed(model: str, document: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """One row of the list of models. The row of an alias also has its targets."""
+def listed(model: str, document: Mapping[str, Any], source: str, note: str = "") -> dict[str, Any]:
+    """One row of the list of models. The row of an alias also has its targets; `note` is why a model is at this
+    revision, where no person decided it.
+    """
     named = {"alias": document["alias"]} if "alias" in document else {}
+    if note:
+        named["note"] = note
     return {"model_id": model, "profiles": ["default", *document.get("profiles", ())], "source": source, **named}
 
 

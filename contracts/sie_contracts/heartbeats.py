@@ -42,7 +42,8 @@ class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     it. `cost_rate`: tokens a second that the worker took in for it lately. `fetched`: progress while its weights are
     downloaded. `crossover_tokens`: the text length at which attention takes as long as everything else (see `costs`; 0:
     not known). `image_tokens`: what an image costs at most, and `image_vectors`, how many token vectors it has (0: not
-    known, or none).
+    known, or none). `revision`: of the entry that the state is of; `loaded_revision`: of the copy that was loaded last
+    (0: none was, or nobody knows).
     """
 
     model: str
@@ -61,6 +62,8 @@ class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     image_tokens: int = 0
     image_vectors: int = 0
     engine: ServedEngine | None = None
+    revision: int = 0
+    loaded_revision: int = 0
 
 
 class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/1"):

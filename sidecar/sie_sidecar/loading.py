@@ -18,6 +18,7 @@ from sie_sidecar.link import AdapterGone, AdapterLink
 from sie_sidecar.loras import Loras
 from sie_sidecar.models import Hosted
 
+RESTORED_S = 10.0  # for the config service to make the revision before a failed one the newest
 _logger = logging.getLogger("sie.sidecar.loading")
 
 
@@ -55,7 +56,18 @@ class Loading:
         entry = self._feed.catalogue.entries.get(item.model)
         if entry is None or entry.revision != item.revision or self.revision(item.model) < item.config_revision:
             return None
-        return self.hosting.of(self._feed.catalogue.resolve_profile(entry, item.profile, item.model))
+        resolved = self._feed.catalogue.resolve_profile(entry, item.profile, item.model)
+        return self.hosting.of(resolved, self.revision(item.model))
+
+    async def restored(self, item: WorkItem, hosted: Hosted) -> bool:
+        """Whether the config service replaced the revision that `hosted` cannot load. Waits for that until RESTORED_S
+        after the failed load, where the worker had an earlier revision loaded.
+        """
+        left_s = hosted.failed_s + RESTORED_S - self._clock()
+        if hosted.refusal(self._clock()) is None or not 0 < hosted.loaded_revision < hosted.revision or left_s <= 0:
+            return False
+        refused = hosted.revision
+        return await self._feed.renewed(lambda catalogue: catalogue.revisions.get(item.model, 0) > refused, left_s)
 
     def ahead(self, names: Iterable[str]) -> None:
         """Load these, each a model or model:profile, beside everything else, before work needs them; what cannot be
@@ -65,7 +77,8 @@ class Loading:
             with contextlib.suppress(
                 ModelNotFound, BundleConflict
             ):  # this worker's catalogue lags, or another one's did
-                hosted = self.hosting.of(self._feed.catalogue.resolve(name))
+                resolved = self._feed.catalogue.resolve(name)
+                hosted = self.hosting.of(resolved, self.revision(resolved.entry.id))
                 self._work.start(self._load(hosted), "load ahead")
 
     async def _load(self, hosted: Hosted) -> None:

@@ -57,6 +57,8 @@ class Hosted:
 
     def __init__(self, resolved: Resolved) -> None:
         self.resolved = resolved
+        self.revision = 0  # of the entry in `resolved`; 0: not known
+        self.loaded_revision = 0  # of the copy that was loaded last
         self.state: State = "available"
         self.ready: ipc.Ready | None = None
         self.tokenizer: ModelTokenizer | None = None
@@ -159,6 +161,8 @@ class Hosted:
             crossover_tokens=loaded.crossover_tokens if loaded else 0,
             image_tokens=image_tokens,
             image_vectors=image_vectors,
+            revision=self.revision,
+            loaded_revision=self.loaded_revision,
         )
 
     def refusal(self, now_s: float) -> SIEError | None:
@@ -257,9 +261,9 @@ class Models:
             ) * device.memory_total_bytes - beside_bytes
         return max(1, int(self._room_bytes * len(sizes) / sum(sizes))) if sizes and self._room_bytes is not None else 0
 
-    def of(self, resolved: Resolved) -> Hosted:
-        """The residency that serves `resolved`. An entry that changed since is another one: the old copy is not used
-        for it.
+    def of(self, resolved: Resolved, revision: int = 0) -> Hosted:
+        """The residency that serves `resolved`, the entry of a model at `revision`. An entry that changed since is
+        another one: the old copy is not used for it.
         """
         hosted = self._hosted.get(resolved.residency)
         if hosted is None:
@@ -270,6 +274,7 @@ class Models:
             hosted.unload()
             hosted.tokenizer = None  # that of another model
             hosted.forget_failure()
+        hosted.revision = revision
         return hosted
 
     def find(self, residency: str) -> Hosted | None:
@@ -346,6 +351,7 @@ class Models:
     def loaded(self, hosted: Hosted, ready: ipc.Ready, load_s: float) -> None:
         """The adapter has loaded `hosted`, in so many seconds."""
         hosted.ready, hosted.error, hosted.attempts = ready, None, 0
+        hosted.loaded_revision = hosted.revision
         hosted.tokenizer = ModelTokenizer(ready.tokenizer, ready.max_tokens)
         hosted.state, hosted.used_s, hosted.loaded_s = "loaded", self._clock(), self._clock()
         hosted.memory_bytes, hosted.load_s = ready.loaded.memory_bytes, load_s

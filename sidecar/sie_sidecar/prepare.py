@@ -12,7 +12,7 @@ import asyncio
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
-from sie_contracts.errors import InvalidInput, NotReady, SIEError
+from sie_contracts.errors import InvalidInput, ModelLoadFailed, NotReady, SIEError
 from sie_contracts.images import Recipe
 from sie_contracts.ipc import Rows
 from sie_contracts.messages import WorkItem
@@ -102,7 +102,13 @@ class Prepare:
             self._inventory.keep_model(flight, hosted)
         is_tokenizers = item.operation in tokenise.OPERATIONS
         if hosted.tokenizer is None or not is_tokenizers:
-            await self._loading.ensure(hosted, group)
+            try:
+                await self._loading.ensure(hosted, group)
+            except ModelLoadFailed:
+                if not await self._loading.restored(item, hosted):
+                    raise
+                self._settle.answer_changed(self._settle.still_wanted(group))
+                return []
             group = self._settle.still_wanted(group)
         if not group:
             return []

@@ -236,7 +236,7 @@ async def _preload(
         left = ", ".join(each.canonical for each in resolved[index:])
         health.preloading = left
         while not stop.requested:
-            hosted = worker.hosting.of(wanted)
+            hosted = worker.hosting.of(wanted, feed.catalogue.revisions.get(wanted.entry.id, 0))
             try:
                 await worker.hosting.ensure(hosted)
                 break

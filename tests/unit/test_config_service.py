@@ -65,7 +65,7 @@ class Api(config_api.Api):
     async def revisions(self) -> list[tuple[int, str]]:
         """Of org/one, oldest first."""
         told = (await self.call("GET", f"{ONE}/history"))["revisions"]
-        assert all(set(each) == {"revision", "created_at", "operation", "author", "changes"} for each in told)
+        assert all(set(each) == {"revision", "created_at", "operation", "author", "note", "changes"} for each in told)
         return [(each["revision"], each["operation"]) for each in reversed(told)]
 
 

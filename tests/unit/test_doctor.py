@@ -17,7 +17,7 @@ from sie_cli.access import Access
 from sie_cli.cluster import Cluster
 from sie_cli.doctor import command
 from sie_cli.doctor.agreement import skew
-from sie_cli.doctor.catalogue import drift, models
+from sie_cli.doctor.catalogue import drift, models, restored
 from sie_cli.doctor.command import BLIND, FINE, WRONG, Report, status_of
 from sie_cli.doctor.gateway import gateway
 from sie_cli.doctor.gpu import Driver, Torch, gpu_faults
@@ -253,6 +253,30 @@ async def test_models_that_a_worker_cannot_load_are_findings(tmp_path: Path) -> 
     async with looking(Cluster(load(environ={}).settings, {}, tmp_path)) as look:
         with pytest.raises(Blind):
             await loads(look)
+
+
+class ConfigService(Gateway):
+    """A config service that made a former revision the newest again."""
+
+    def do_GET(self) -> None:
+        note = "revision 2 could not be loaded, so it is as revision 1 again: bad weights"
+        rows = [{"model_id": "ok"}, {"model_id": "org/a", "note": note}]
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"models": rows} if self.path == "/v1/configs/models" else {}).encode())
+
+
+async def test_a_model_whose_newest_revision_could_not_be_loaded_is_a_finding(tmp_path: Path) -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), ConfigService) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            async with looking(Cluster(load(environ={}).settings, {}, tmp_path)) as look:
+                (finding,) = await restored(look, f"http://127.0.0.1:{server.server_address[1]}")
+        finally:
+            server.shutdown()
+            thread.join()
+    assert finding.wrong == "org/a: revision 2 could not be loaded, so it is as revision 1 again: bad weights"
 
 
 async def test_a_file_that_keeps_the_folder_of_models_back_is_named(tmp_path: Path) -> None:

@@ -176,6 +176,15 @@ def with_nan(folder: Path) -> None:
     changed(folder, lambda tensors: tensors[some_matrix(tensors)].__setitem__((-1, -1), float("nan")))
 
 
+def quantised(dtype: torch.dtype) -> Callable[[Path], None]:
+    """Numbers without the scale that makes weights of them, which config.json would tell."""
+
+    def without_scale(folder: Path) -> None:
+        changed(folder, lambda tensors: tensors.update({some_matrix(tensors): tensors[some_matrix(tensors)].to(dtype)}))
+
+    return without_scale
+
+
 def without_a_tensor(folder: Path) -> None:
     changed(folder, lambda tensors: tensors.pop(some_matrix(tensors)))
 
@@ -239,6 +248,12 @@ CASES = [
         for kind in ("dense", "sparse", "gliner", "gliner2", "gliclass")
     ),
     *((kind, without_a_tensor, ["1 missing"]) for kind in ("dense", "cross", "gliner", "gliner2", "gliclass")),
+    ("dense", quantised(torch.int8), [WEIGHTS, "in int8, and config.json has no quantization_config"]),
+    (
+        "cross",
+        quantised(torch.float8_e4m3fn),
+        [WEIGHTS, "in float8_e4m3fn, and config.json has no quantization_config"],
+    ),
     ("dense", without_a_part, ["names 1 files that are not there: model-00002-of-00002.safetensors"]),
 ]
 

@@ -8,6 +8,9 @@ import dataclasses
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from sie_cli.display import counted
 from sie_cli.doctor.finding import Finding, Found
@@ -65,6 +68,8 @@ async def config(look: Look) -> Found:
             async with asyncio.timeout(1.0):
                 await heard.came.wait()
         told = await look.ask_config() if epoch else told
+    if epoch is not None:
+        findings += await restored(look, told.url)
     says = f"{counted(len(gateways), 'gateway')} and {counted(len(workers), 'worker')}"
     if epoch is None:
         return (
@@ -75,6 +80,14 @@ async def config(look: Look) -> Found:
             findings,
         )
     return f"{says} serve by epoch {epoch.epoch}", findings
+
+
+async def restored(look: Look, url: str) -> list[Finding]:
+    """Models whose newest revision could not be loaded, so that the one before it serves again."""
+    answer = await look.get(url, "/v1/configs/models", look.config_token)
+    fix = "correct the entry and write it again (sie models history ID, sie models set ID)"
+    models = msgspec.convert(answer.json().get("models", []), list[dict[str, Any]]) if answer.status == 200 else []
+    return [Finding(f"{model['model_id']}: {model['note']}", fix) for model in models if model.get("note")]
 
 
 def drift(

@@ -86,7 +86,7 @@ def history(cluster: Cluster, model: str, output: str | None) -> None:
             each["operation"],
             each["created_at"],
             each.get("author", ""),
-            _changes(each.get("changes", [])),
+            each.get("note") or _changes(each.get("changes", [])),
         )
         for each in body["revisions"]
     ]

@@ -12,12 +12,13 @@ _EPOCH = "2026-01-01T00:00:00Z:42"
 
 
 class ListedModel(Struct, kw_only=True):
-    """One model of the list; an alias has `alias`."""
+    """One model of the list; an alias has `alias`. `note`: why it is at this revision, where no person decided it."""
 
     model_id: str
     profiles: Texts = UNSET
     source: Text = UNSET
     alias: list[dict[str, Any]] | UnsetType = UNSET
+    note: Text = UNSET
 
 
 class ConfigModels(Struct, kw_only=True):
@@ -177,12 +178,13 @@ class Resolution(Struct, kw_only=True):
 
 
 class Revision(Struct, kw_only=True):
-    """One write of a model."""
+    """One write of a model. `note`: why, where no person decided it; else empty."""
 
     revision: int
     created_at: str
     operation: str
     author: str
+    note: str
     changes: list[dict[str, Any]]
 
 
@@ -197,6 +199,7 @@ class ModelHistory(Struct, kw_only=True):
                 "created_at": "2026-01-01T00:00:00Z",
                 "operation": "create",
                 "author": "SIE_ADMIN_TOKEN",
+                "note": "",
                 "changes": [],
             }
         ],

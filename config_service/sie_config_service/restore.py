@@ -1,0 +1,97 @@
+"""A revision that workers cannot load is replaced by the one that they had loaded before it.
+
+    heartbeat: failed for good ──► the newest revision? ──► loaded nowhere? ──► an earlier one was? ──► written again
+
+The write is a revision of its own, with the reason as its note: history, list and `sie doctor` show it. It keeps the
+source of the model, so that the next change of a file in SIE_MODELS_DIR counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from sie_broker import BrokerError
+from sie_config_service.mirror import Held
+from sie_config_service.store import CatalogueStore
+from sie_config_service.workers import Workers
+from sie_config_service.writes import Asked, Writer
+from sie_contracts.errors import ContentConflict, SIEError
+from sie_contracts.heartbeats import ModelStatus
+from sie_runtime.process import Stop, Trouble
+
+OPERATION = "restore"
+AUTHOR = "sie-config"
+_logger = logging.getLogger("sie.config")
+
+
+@dataclass(frozen=True)
+class Unloadable:
+    """A model whose `revision` no worker can load, the last one that was `loaded`, and why it failed."""
+
+    model: str
+    revision: int
+    loaded: int
+    why: str
+
+
+def unloadable(statuses: Iterable[ModelStatus]) -> list[Unloadable]:
+    """The models whose load failed for good at a revision that no worker has loaded, after one that was loaded."""
+    statuses = list(statuses)
+    loaded = {(status.model, status.revision) for status in statuses if status.state == "loaded"}
+    failed: dict[tuple[str, int], Unloadable] = {}
+    for status in statuses:
+        if status.state != "failed" or status.error is None or not status.error.extras.get("permanent"):
+            continue
+        name = (status.model, status.revision)
+        before = failed[name].loaded if name in failed else 0
+        if name not in loaded and before < status.loaded_revision < status.revision:
+            model = status.model.partition(":")[0]  # a profile with options of its own has its own copy
+            failed[name] = Unloadable(model, status.revision, status.loaded_revision, status.error.message)
+    return list(failed.values())
+
+
+class Restore:
+    """Follows what workers say of their loads."""
+
+    def __init__(self, workers: Workers, store: CatalogueStore, writer: Writer) -> None:
+        self._workers = workers
+        self._store = store
+        self._writer = writer
+        self._trouble = Trouble(_logger, "a revision that cannot be loaded stays the newest")
+
+    async def run(self, stop: Stop) -> None:
+        """Until `stop`. What fails is tried again with the next heartbeat."""
+        while not await stop.wait_woken(self._workers.failed):
+            for each in unloadable(self._workers.statuses()):
+                try:
+                    await self._restore(each)
+                    self._trouble.passed()
+                except (BrokerError, SIEError) as error:
+                    self._trouble.met(error)
+
+    async def _restore(self, failed: Unloadable) -> None:
+        held = await self._store.held(failed.model)
+        before = await self._store.revision(failed.model, failed.loaded)
+        is_done = held.stored is None or held.revision != failed.revision or held.stored.operation == OPERATION
+        if is_done or before is None or before.entry is None:
+            return
+        assert held.stored is not None
+        entry = before.entry
+
+        async def edit(_held: Held) -> dict[str, Any]:
+            return entry
+
+        note = (
+            f"revision {failed.revision} could not be loaded, so it is as revision {failed.loaded} again: {failed.why}"
+        )
+        source = held.stored.source
+        restore = Asked(
+            OPERATION, failed.model, edit, if_match=failed.revision, author=AUTHOR, note=note, source=source
+        )
+        with contextlib.suppress(ContentConflict):  # somebody else was quicker
+            await self._writer.write(restore)
+            _logger.error("%s: %s", failed.model, note)

@@ -1,0 +1,114 @@
+"""Which revision that workers cannot load is replaced by which former one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from inprocess import settings_of, until, until_told
+from unit.test_models_folder import ENTRY, put
+
+from sie_broker.memory import MemoryServer
+from sie_config_service.process import prepare
+from sie_config_service.restore import Restore, Unloadable, unloadable
+from sie_config_service.store import CatalogueStore, Change
+from sie_config_service.workers import Workers
+from sie_config_service.writes import Writer
+from sie_contracts.errors import ErrorInfo
+from sie_contracts.heartbeats import Heartbeat, ModelStatus
+from sie_runtime.process import Stop
+
+MODEL = "org/a"
+
+
+def failed(revision: int, loaded: int, *, permanent: bool = True, model: str = MODEL) -> ModelStatus:
+    error = ErrorInfo("MODEL_LOAD_FAILED", "bad weights", extras={"permanent": permanent})
+    return ModelStatus(model, "failed", error=error, revision=revision, loaded_revision=loaded)
+
+
+def loaded(revision: int) -> ModelStatus:
+    return ModelStatus(MODEL, "loaded", revision=revision, loaded_revision=revision)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "former"),
+    [
+        ([failed(2, 1)], 1),
+        ([failed(3, 1), failed(3, 2), failed(3, 0)], 2),  # the last one that any of them had
+        ([failed(2, 1, model=f"{MODEL}:small")], 1),
+        ([failed(2, 1), loaded(1)], 1),  # a worker that has not seen the change
+        ([failed(2, 1), loaded(2)], None),  # the fault is of one worker
+        ([failed(2, 1, permanent=False)], None),
+        ([failed(2, 0)], None),
+        ([failed(2, 2)], None),  # the same revision was loaded: the machine changed, not the entry
+    ],
+)
+def test_a_revision_that_failed_for_good_after_another_one_was_loaded(
+    statuses: list[ModelStatus], former: int | None
+) -> None:
+    revision = statuses[0].revision
+    assert unloadable(statuses) == ([] if former is None else [Unloadable(MODEL, revision, former, "bad weights")])
+
+
+@dataclass
+class Following:
+    store: CatalogueStore
+    workers: Workers
+
+    async def write(self, max_tokens: int, operation: str = "seed") -> None:
+        held = await self.store.held(MODEL)
+        assert held.stored is not None
+        assert held.entry is not None
+        change = Change(MODEL, held, {**held.entry, "max_tokens": max_tokens}, held.stored.source, operation)
+        await self.store.write([change])
+
+    def beat(self, *statuses: ModelStatus) -> None:
+        self.workers.note(Heartbeat("w", "_default", "cpu", "default", True, "1", models=statuses))
+
+    async def history(self) -> list[tuple[int, str, Any]]:
+        found = await self.store.history(MODEL)
+        return [(each.revision, each.operation, (each.entry or {}).get("max_tokens")) for each in found]
+
+
+@pytest.fixture
+async def following(tmp_path: Any) -> AsyncIterator[Following]:
+    put(tmp_path, "a.yaml", ENTRY.format(MODEL, 8))
+    prepared = await prepare(settings_of(SIE_MODELS_DIR=str(tmp_path)), MemoryServer().connect("sie-config"))
+
+    async def check(_entry: dict[str, Any]) -> None:
+        pass
+
+    workers, stop = Workers(15.0), Stop()
+    task = asyncio.create_task(Restore(workers, prepared.store, Writer(prepared.store, check)).run(stop))
+    yield Following(prepared.store, workers)
+    stop.request()
+    await task
+
+
+async def test_the_former_revision_is_written_again_with_its_source_and_the_reason(following: Following) -> None:
+    await following.write(16)
+    following.beat(failed(2, 1))
+
+    async def is_restored() -> bool:
+        return len(await following.history()) == 3
+
+    await until_told(is_restored, "the revision")
+    assert (await following.history())[0] == (3, "restore", 8)
+    stored = (await following.store.held(MODEL)).stored
+    assert stored is not None
+    why = "revision 2 could not be loaded, so it is as revision 1 again: bad weights"
+    assert (stored.source, stored.author, stored.note) == ("overlay", "sie-config", why)
+
+
+async def test_neither_a_restored_revision_nor_an_older_one_is_replaced(following: Following) -> None:
+    await following.write(16)
+    await following.write(8, "restore")
+    before = await following.history()
+    for status in (failed(3, 1), failed(2, 1)):
+        following.beat(status)
+        await until(lambda: not following.workers.failed.is_set(), "the look at the heartbeat")
+    await asyncio.sleep(0)
+    assert await following.history() == before
