@@ -11,7 +11,8 @@ from inprocess import settings_of
 
 from sie_broker import CoreMessage
 from sie_broker.memory import MemoryServer
-from sie_config_service.app import ConfigService, create_app
+from sie_config_service.app import create_app
+from sie_config_service.state import ConfigService
 from sie_config_service.store import CatalogueStore, open_store
 from sie_contracts import configs
 from sie_contracts.bundles import Bundle

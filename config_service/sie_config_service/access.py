@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 from starlette.exceptions import HTTPException
 
-from sie_config_service.routes import TABLE
 from sie_contracts.errors import NotFound, NotReady, PermissionDenied, Unauthenticated
 from sie_contracts.settings import Settings
 from sie_runtime.keys import Key, Keys
-from sie_runtime.routes import bearer
+from sie_runtime.routes import Match, bearer
 
 
 class Gate:
@@ -33,13 +33,12 @@ class Gate:
         """There is a broker, which has the keys."""
         self._keys = keys
 
-    def check(self, method: str, path: str, authorization: str) -> str:
-        """Let the call in or not; returns who it is, as the history of a model names its authors.
+    def check(self, method: str, match: Match[Any], authorization: str) -> str:
+        """Let the call of a path's routes in or not; returns who it is, as the history of a model names its authors.
 
         Raises Unauthenticated, PermissionDenied, NotReady while the keys are not known; then, to those who may read,
         NotFound and HTTPException 405 with `Allow`.
         """
-        match = TABLE.match(path)
         row = match.route(method)
         token = bearer(authorization)
         is_admin = self._admin is not None and self._admin.matches(token)

@@ -10,7 +10,7 @@ nor a removal of what is named comes about.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,6 @@ from sie_contracts.errors import ContentConflict, ValidationFailed
 
 if TYPE_CHECKING:
     from sie_config_service.mirror import Held, Snapshot
-    from sie_config_service.store import CatalogueStore
 
 INDEX_KEY = "aliases"
 VECTORS_CHANGED = "alias_vectors_changed"  # warnings: what was indexed through the alias does not fit what it gives now
@@ -68,8 +67,18 @@ class Guarded:
     told: dict[str, Any] = field(default_factory=dict)
 
 
-async def guard(store: CatalogueStore, model: str, held: Held, entry: dict[str, Any] | None, *, force: bool) -> Guarded:
-    """Look at a write before it is done: the checked document `entry`, or None for a removal, over what was `held`.
+async def guard(
+    index: Index,
+    read: Snapshot,
+    catalogue: Callable[[], Awaitable[Catalogue]],
+    model: str,
+    held: Held,
+    entry: dict[str, Any] | None,
+    *,
+    force: bool,
+) -> Guarded:
+    """Look at a write before it is done: the checked document `entry`, or None for a removal, over what was `held`,
+    with the index and the models as they are. `catalogue` reads all of it, which an error alone needs.
 
     `force` lets a model be written or removed although an alias needs it as it is.
     Raises ValidationFailed for what an alias may not say, ContentConflict naming the aliases that need the model.
@@ -79,19 +88,16 @@ async def guard(store: CatalogueStore, model: str, held: Held, entry: dict[str, 
         raise _invalid(
             "$.id", f"{model} is {'an alias' if was_alias else 'a model'}: take another id, or DELETE it first"
         )
-    index = await store.alias_index()
     if isinstance(after, Alias):
         before = _known(held.entry)
-        catalogue = _those(
-            await store.snapshot(), [model, *after.models, *(before.models if isinstance(before, Alias) else ())]
-        )
+        concerned = _those(read, [model, *after.models, *(before.models if isinstance(before, Alias) else ())])
         try:
-            check(after, catalogue)
+            check(after, concerned)
         except ValidationFailed:
-            check(after, await store.catalogue())  # which knows the names that are nearly right
+            check(after, await catalogue())  # which knows the names that are nearly right
             raise
-        changed = was_alias and (not isinstance(before, Alias) or changes_vectors(before, after, catalogue))
-        bundles = {catalogue.resolve(target.model).bundle for target in after.alias}
+        changed = was_alias and (not isinstance(before, Alias) or changes_vectors(before, after, concerned))
+        bundles = {concerned.resolve(target.model).bundle for target in after.alias}
         routable = {"routable_bundles_by_profile": {"default": sorted(bundles)}}
         return Guarded(index.written({model: after}), routable | ({"warnings": [VECTORS_CHANGED]} if changed else {}))
     if was_alias:
@@ -102,9 +108,7 @@ async def guard(store: CatalogueStore, model: str, held: Held, entry: dict[str, 
         raise _invalid("$.id", f"there is an alias {twin!r}: take another id, or DELETE the alias first")
     if not (named := index.naming(model)):
         return Guarded(index.written() if after is None else None)
-    present = _those(
-        await store.snapshot(), [model, *named, *(each for alias in named for each in index.models[alias])]
-    )
+    present = _those(read, [model, *named, *(each for alias in named for each in index.models[alias])])
     broken = _broken(present, named, model, after)
     if broken and not force:
         name, why = next(iter(broken.items()))

@@ -15,15 +15,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 import sie_contracts
-from sie_broker import Broker, BrokerError
-from sie_config_service.access import Gate
+from sie_broker import BrokerError
 from sie_config_service.handlers import json_response
-from sie_config_service.metrics import Metrics
-from sie_config_service.model_files import ModelFiles
 from sie_config_service.routes import TABLE, openapi_document
-from sie_config_service.store import CatalogueStore
-from sie_config_service.workers import Workers
-from sie_config_service.writes import Edits, Writer
+from sie_config_service.state import ConfigService
 from sie_contracts import configs
 from sie_contracts.errors import (
     InternalFailure,
@@ -33,79 +28,18 @@ from sie_contracts.errors import (
     QueueUnavailable,
     SIEError,
 )
-from sie_contracts.settings import Settings
-from sie_contracts.trust import Trust
 from sie_runtime.asgi import documented
-from sie_runtime.connection import because
 from sie_runtime.http import App, Receive, Scope, Send, common_headers, headers_of, probes, uuid7
 from sie_runtime.metrics_table import OTHER
 from sie_runtime.tracing import begin_request, end_request
 
 if TYPE_CHECKING:
-    from sie_runtime.spans import Tracer
+    pass
 
 PAGE_FILES = "https://cdn.jsdelivr.net https://fastapi.tiangolo.com"  # where FastAPI's page of documents has its files
 CLIENT_GONE = 499  # in metrics only, as at a gateway
-WORKER_TIMEOUT_S = 15.0  # silence after which a worker no longer counts
 _POLLED = ("epoch", "export")  # by every gateway and worker, and not traced
 _logger = logging.getLogger("sie.config")
-
-
-class ConfigService:
-    """What the routes share. `store` is None until the broker was reached and the catalogue seeded, also again after
-    the broker lost it.
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        self.trouble = ""  # why the catalogue could not be built the last time
-        self.leaving = False  # no new connections are wanted; what comes is answered
-        self.broker: Broker | None = None
-        self.store: CatalogueStore | None = None
-        self.writer: Writer | None = None
-        self.trust: Trust | None = None
-        self.workers = Workers(WORKER_TIMEOUT_S)
-        self.gate = Gate(settings)
-        self.files = ModelFiles(settings)
-        self.tracer: Tracer | None = None
-        self.metrics = Metrics(lambda: self.store.last_read if self.store is not None else None)
-
-    def begin(self, store: CatalogueStore, trust: Trust) -> None:
-        """The catalogue is there. `trust` says what an entry that is written over HTTP may ask for."""
-        self.store, self.writer, self.trust = store, Writer(store, self.files.check), trust
-        self.trouble = ""
-
-    def end(self) -> None:
-        """The catalogue is not there any more: all is refused as before it was seeded."""
-        self.store = self.writer = None
-
-    async def reconnected(self) -> None:
-        """The broker was away."""
-        if self.store is not None:
-            await self.store.reconnected()
-
-    def not_ready(self) -> str | None:
-        if self.leaving:
-            return "draining"
-        if self.store is not None:
-            return None
-        reason = f"the catalogue is not built: {self.trouble}" if self.trouble else "the catalogue is not built"
-        return because(reason, self.broker) if self.broker is not None else reason
-
-    def require(self) -> CatalogueStore:
-        if self.store is None:
-            raise QueueUnavailable("the catalogue is not built yet: no broker")
-        return self.store
-
-    def require_writer(self) -> Writer:
-        """Raises QueueUnavailable."""
-        self.require()
-        assert self.writer is not None
-        return self.writer
-
-    async def edits(self) -> Edits:
-        store = self.require()
-        assert self.trust is not None
-        return Edits(store, await store.bundles(), self.trust)
 
 
 def create_app(service: ConfigService) -> App:
@@ -141,7 +75,7 @@ def create_app(service: ConfigService) -> App:
             await send(message)
 
         try:
-            scope["sie.author"] = service.gate.check(scope["method"], path, headers.get("authorization", ""))
+            scope["sie.author"] = service.gate.check(scope["method"], match, headers.get("authorization", ""))
             if ".." in path.split("/"):
                 raise InvalidInput("path: expected no `..` in it", reason="malformed", param="path")
             assert route is not None, "a path without a route is not let in"

@@ -24,7 +24,7 @@ from sie_contracts.errors import GatewayTimeout, InvalidInput, PayloadTooLarge
 from sie_contracts.names import did_you_mean
 
 if TYPE_CHECKING:
-    from sie_config_service.app import ConfigService
+    from sie_config_service.state import ConfigService
 
 MAX_BODY_BYTES = 1 << 20
 BODY_S = 30.0

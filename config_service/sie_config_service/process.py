@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from sie_broker import Broker, BrokerError
 from sie_broker.owner import own
 from sie_broker.record import retry_conflicts
-from sie_config_service.app import ConfigService, create_app
+from sie_config_service.app import create_app
 from sie_config_service.overlay import MAX_TOLD, Overlay, Signature
 from sie_config_service.reload import Reload, tell_broken, warn_of_others
 from sie_config_service.restore import Restore
+from sie_config_service.state import ConfigService
 from sie_config_service.store import CatalogueStore, open_store
 from sie_contracts import topology
 from sie_contracts.errors import NotReady, ValidationFailed

@@ -122,7 +122,7 @@ class Writer:
         if changes and entry is not None:
             await self._check_bounds(asked.model, entry)
             await self._check(entry)
-        guarded = await guard(store, asked.model, held, entry, force=asked.force) if changes else Guarded()
+        guarded = await self._guarded(asked, held, entry) if changes else Guarded()
         body = self._body(asked, held, entry, held.revision + changes, await store.bundles()) | guarded.told
         created = bool(body["created_profiles"]) and asked.operation == "create"
         if asked.dry_run:
@@ -143,6 +143,10 @@ class Writer:
         elif reply is not None:
             await store.remember(reply)
         return Answered(body, created)
+
+    async def _guarded(self, asked: Asked, held: Held, entry: dict[str, Any] | None) -> Guarded:
+        index, read = await self._store.alias_index(), await self._store.snapshot()
+        return await guard(index, read, self._store.catalogue, asked.model, held, entry, force=asked.force)
 
     async def _check_bounds(self, model: str, entry: dict[str, Any]) -> None:
         """Raises PayloadTooLarge, ContentConflict for what the bucket is not to hold."""

@@ -10,7 +10,7 @@ import logging
 import re
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -20,7 +20,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 import sie_contracts
-from sie_broker import Connection
 from sie_contracts import sdk_versions
 from sie_contracts.configs import config_shape
 from sie_contracts.errors import (
@@ -32,31 +31,18 @@ from sie_contracts.errors import (
     ShuttingDown,
     SIEError,
 )
-from sie_contracts.settings import Settings
 from sie_gateway import operations, telemetry
 from sie_gateway.attach import ClientGone
 from sie_gateway.auth import Gate
 from sie_gateway.call import Answer, Call, FailedRequest, native_shape
-from sie_gateway.dead_letters import DeadLetters
-from sie_gateway.doctor import Doctor
-from sie_gateway.grant import Quotas
-from sie_gateway.inference import Inference
+from sie_gateway.inference import InferenceRoute
 from sie_gateway.intake import Intake, body_memory, bounded, check_length
-from sie_gateway.jobs.assembly import JobParts
-from sie_gateway.metrics import Metrics
-from sie_gateway.peers import Peers
-from sie_gateway.pools import Pools
-from sie_gateway.residency import Residencies
-from sie_gateway.route_kinds import GatewayRoute, InferenceRoute
+from sie_gateway.route_kinds import GatewayRoute
 from sie_gateway.routes import PROBES, TABLE, openapi_document
-from sie_gateway.scaling import Scaling
-from sie_gateway.status import Status
+from sie_gateway.state import Gateway, Readiness
 from sie_runtime import config_routes
 from sie_runtime.asgi import documented
-from sie_runtime.connection import because
-from sie_runtime.feed import CatalogueFeed
 from sie_runtime.http import App, Receive, Scope, Send, common_headers, headers_of, probes, reply, uuid7
-from sie_runtime.keys import Keys
 
 if TYPE_CHECKING:
     from sie_runtime.spans import Tracer
@@ -68,66 +54,6 @@ CORS_AGE_S = 600  # a browser keeps the answer to a preflight
 MAX_VERSIONS = 1024
 _MINOR = re.compile(r"[0-9]{1,6}\.[0-9]{1,6}(?![0-9])")
 _STARTS = frozenset({"http.response.start", "websocket.http.response.start", "websocket.accept"})
-
-
-class Readiness:
-    """Whether this gateway is ready, and how far its shutdown is. `keys` only in mode token."""
-
-    def __init__(self, broker: Connection, feed: CatalogueFeed, keys: Keys | None) -> None:
-        self._broker = broker
-        self._feed = feed
-        self._keys = keys
-        self.started = False
-        self.leaving = False  # no new connections are wanted; requests are still answered
-        self.draining = False  # new work is refused
-
-    def not_ready(self) -> str | None:
-        """Why this gateway is not ready, or None. Workers do not count: they may be scaled to zero."""
-        if self.leaving:
-            return "draining"
-        if not self._feed.loaded:
-            return "the catalogue is not loaded"
-        if not self._broker.connected:
-            return "no connection to the broker"
-        if self._keys is not None and not self._keys.loaded:
-            return because("the keys are not read", self._broker)
-        return None if self.started else because("starting", self._broker)
-
-
-class Services(NamedTuple):
-    """What a gateway does beside inference."""
-
-    doctor: Doctor
-    dead_letters: DeadLetters
-    residencies: Residencies
-    jobs: JobParts
-    quotas: Quotas
-
-
-class Gateway:
-    """The parts of a gateway that handlers of routes use."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        metrics: Metrics,
-        services: Services,
-        pools: Pools,
-        peers: Peers,
-        inference: Inference,
-        status: Status,
-        scaling: Scaling,
-    ) -> None:
-        self.settings = settings
-        self.metrics = metrics
-        self.doctor, self.dead_letters, self.residencies, parts, self.quotas = services
-        self.files, self.jobs, self.results = parts.files, parts.jobs, parts.results
-        self.fleet = status.fleet
-        self.pools = pools
-        self.peers = peers
-        self.inference = inference
-        self.status = status
-        self.scaling = scaling
 
 
 def create_app(gateway: Gateway, gate: Gate, readiness: Readiness, tracer: Tracer | None = None) -> App:

@@ -22,7 +22,7 @@ from sie_runtime import config_routes
 from sie_runtime.routes import Route
 
 if TYPE_CHECKING:
-    from sie_gateway.app import Gateway
+    from sie_gateway.state import Gateway
 
 MODELS = f"{config_routes.PREFIX}models"
 OWN = "/console/configs"

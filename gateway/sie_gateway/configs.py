@@ -16,7 +16,7 @@ from sie_gateway.operations import json_response
 if TYPE_CHECKING:
     from sie_contracts.catalogue import Catalogue
     from sie_contracts.entries import ModelEntry
-    from sie_gateway.app import Gateway
+    from sie_gateway.state import Gateway
 
 SOURCE = "catalogue"  # who wrote an entry, the config service knows alone
 

@@ -17,7 +17,7 @@ from sie_gateway.route_kinds import GatewayRoute, control
 from sie_runtime.routes import Parameter
 
 if TYPE_CHECKING:
-    from sie_gateway.app import Gateway
+    from sie_gateway.state import Gateway
 
 PATH = "/v1/dead-letters"
 _logger = logging.getLogger("sie.gateway.dead_letters")

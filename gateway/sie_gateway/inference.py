@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
 from sie_contracts import families, topology
 from sie_contracts.catalogue import Catalogue, Resolved
@@ -39,13 +38,11 @@ from sie_gateway.finished import Finished, Understood
 from sie_gateway.fleet import Fleet
 from sie_gateway.image_urls import ImageUrls, links
 from sie_gateway.metrics import Metrics
+from sie_gateway.route_kinds import GatewayRoute
 from sie_gateway.runner import Runner
 from sie_gateway.shadow import Shadows
 from sie_gateway.turns import Pace
 from sie_runtime.feed import CatalogueFeed
-
-if TYPE_CHECKING:
-    from sie_gateway.route_kinds import InferenceRoute
 
 MAX_ATTEMPTS = 4  # of a request whose model's entry changes on its way
 RENEWED_WITHIN_S = 1.0  # by then this gateway's catalogue has what a worker's has
@@ -360,3 +357,13 @@ async def _within(read: Callable[[], Awaitable[bytes]], budget_s: float) -> byte
             return await read()
     except TimeoutError as error:
         raise GatewayTimeout(f"the body was not complete within the budget of {budget_s:g} s", param="body") from error
+
+
+Handler = Callable[[Inference, Call, bytes], Awaitable[Answer]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceRoute(GatewayRoute):
+    """A route whose handler asks a model."""
+
+    handler: Handler

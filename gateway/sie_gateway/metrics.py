@@ -1,28 +1,16 @@
-"""The metrics of the gateway: `Metrics` what is counted where it happens, `Live` what is read when somebody scrapes."""
+"""Metrics that the gateway counts where things happen. `collector` has those that are read at a scrape."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Histogram
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
-import sie_contracts
-from sie_runtime.metrics import Maker, Scrape, epoch_number, exemplar
+from sie_runtime.metrics import Maker, exemplar
 from sie_runtime.refusals import REFUSED
 
 if TYPE_CHECKING:
-    from sie_broker import Connection
-    from sie_gateway.admission import Admission
-    from sie_gateway.demand import DemandRecords
     from sie_gateway.finished import Finished
-    from sie_gateway.inbox import Inbox
-    from sie_gateway.inference import Inference
-    from sie_gateway.lag import Lag
-    from sie_gateway.status import Status
-    from sie_runtime.feed import CatalogueFeed
 
 _FETCHES = ("fetched", "refused", "failed")
 _OPERATIONS = ("encode", "score", "extract")
@@ -101,75 +89,3 @@ class Metrics:
         self._traffic.met(key)
         self.key_tokens.labels(key).inc(finished.usage["total_tokens"])
         self.key_device_seconds.labels(key).inc(finished.device_s)
-
-
-class Live(Collector):
-    """What the gateway's parts know anyway. Workers that are forgotten and demand that is over leave no
-    series behind.
-    """
-
-    def __init__(
-        self,
-        broker: Connection,
-        feed: CatalogueFeed,
-        status: Status,
-        lag: Lag,
-        demand: DemandRecords,
-        inference: Inference,
-        inbox: Inbox,
-        admission: Admission,
-    ) -> None:
-        self._broker = broker
-        self._feed = feed
-        self._status = status
-        self._lag = lag
-        self._demand = demand
-        self._inference = inference
-        self._inbox = inbox
-        self._admission = admission
-        self._scrape = Scrape("gateway")
-
-    def collect(self) -> Iterator[Metric]:
-        gauge, counter = self._scrape.gauge, self._scrape.counter
-        yield gauge("sie_gateway_build_info", {(sie_contracts.__version__,): 1})
-        yield from self._workers()
-        yield from self._queue()
-        demand = {(lane.machine_profile, lane.bundle): 1.0 for lane in self._demand.pending()}
-        yield gauge("sie_gateway_pending_demand", demand)
-        yield gauge("sie_gateway_nats_connected", self._broker.connected)
-        yield gauge("sie_gateway_config_epoch", epoch_number(self._feed.catalogue.epoch))
-        yield gauge("sie_gateway_config_behind", self._feed.is_behind)
-        yield counter("sie_gateway_config_deltas", self._feed.deltas)
-        yield counter("sie_gateway_dlq_events", self._status.dead_letters)
-        yield gauge("sie_gateway_websockets", self._status.seats.taken)
-        yield gauge("sie_gateway_requests_in_progress", self._inference.in_progress)
-        yield gauge("sie_gateway_unfinished_result_bytes", self._inbox.unfinished_bytes)
-        yield counter("sie_gateway_reattached", self._inference.away.joined)
-        yield counter("sie_gateway_abandoned", self._inference.away.abandoned)
-        tokens, items, waiting_bytes = self._admission.occupied()
-        yield gauge("sie_gateway_permits_held_tokens", tokens)
-        yield gauge("sie_gateway_permits_held_messages", items)
-        yield gauge("sie_gateway_waiting_bytes", waiting_bytes)
-        yield gauge("sie_gateway_gateways", self._admission.peers.count())
-        yield gauge("sie_gateway_qps", self._admission.peers.qps())
-
-    def _workers(self) -> Iterator[Metric]:
-        gauge = self._scrape.gauge
-        seen = self._status.workers()
-        infos = [each.info for each in seen]
-        healthy = sum(info.healthy for info in infos)
-        yield gauge("sie_gateway_workers", {("healthy",): healthy, ("unhealthy",): len(infos) - healthy})
-        yield gauge("sie_gateway_worker_queue_depth", {(info.name,): info.queue_depth for info in infos})
-        yield gauge("sie_gateway_worker_memory_used_bytes", {(info.name,): info.memory_used_bytes for info in infos})
-        hosts: dict[tuple[str, ...], float] = {}
-        for info in infos:
-            for model in info.loaded_models if info.healthy else ():
-                hosts[model,] = hosts.get((model,), 0) + 1
-        yield gauge("sie_gateway_model_workers", hosts)
-
-    def _queue(self) -> Iterator[Metric]:
-        for name, found in (("queue", self._lag.lanes()), ("model_queue", self._lag.models())):
-            messages = {labels: float(waiting.count) for labels, waiting in found.items()}
-            oldest_s = {labels: waiting.oldest_s for labels, waiting in found.items()}
-            yield self._scrape.gauge(f"sie_gateway_{name}_messages", messages)
-            yield self._scrape.gauge(f"sie_gateway_{name}_oldest_seconds", oldest_s)

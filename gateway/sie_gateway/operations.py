@@ -16,7 +16,7 @@ from sie_gateway.models import alias_info, model_info, model_list
 from sie_runtime.http import scrape
 
 if TYPE_CHECKING:
-    from sie_gateway.app import Gateway
+    from sie_gateway.state import Gateway
 
 
 GZIP_OVER = 4096  # bytes: the headers of a short reply are as long as what it would save

@@ -19,7 +19,7 @@ from sie_gateway.route_kinds import GatewayRoute, control
 from sie_runtime.routes import HTML, OPEN, Content, Parameter
 
 if TYPE_CHECKING:
-    from sie_gateway.app import Gateway
+    from sie_gateway.state import Gateway
 
 
 def _grant(request: Request) -> Grant:

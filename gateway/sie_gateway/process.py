@@ -18,9 +18,10 @@ from sie_contracts import topology
 from sie_contracts.errors import QueueUnavailable, ShuttingDown
 from sie_contracts.settings import SettingError, Settings
 from sie_gateway.admission import Admission
-from sie_gateway.app import Gateway, Readiness, Services, create_app, metrics_app
+from sie_gateway.app import create_app, metrics_app
 from sie_gateway.auth import Gate, require_tokens
 from sie_gateway.backlog import Backlog
+from sie_gateway.collector import Live
 from sie_gateway.dead_letters import DeadLetters
 from sie_gateway.demand import ColdStarts, DemandRecords
 from sie_gateway.doctor import Doctor
@@ -33,7 +34,7 @@ from sie_gateway.jobs.assembly import assembled
 from sie_gateway.jobs.figures import Figures
 from sie_gateway.jobs.records import JobsBucket
 from sie_gateway.lag import Lag
-from sie_gateway.metrics import Live, Metrics
+from sie_gateway.metrics import Metrics
 from sie_gateway.offload import Offload, life_s
 from sie_gateway.placement import Ages, Placer
 from sie_gateway.pool_keeper import PoolKeeper
@@ -41,8 +42,10 @@ from sie_gateway.pool_rules import not_found
 from sie_gateway.pools import PoolRecord, Pools
 from sie_gateway.queue import LOAD_CEILING_S, WorkQueue
 from sie_gateway.residency import Residencies
+from sie_gateway.routes import inference_route
 from sie_gateway.runner import Runner
 from sie_gateway.scaling import Scaling
+from sie_gateway.state import Gateway, Readiness, Services
 from sie_gateway.status import Status
 from sie_runtime import tracing
 from sie_runtime.clock import BrokerClock
@@ -157,7 +160,7 @@ async def serve(
     letters = DeadLetters(broker, settings, metrics, record.own, placer.note)
     residencies = Residencies(broker, fleet, placer, cold)
     quotas = Quotas(admission.peers.count)
-    jobs = assembled(settings, broker, inference, fleet, gate, quotas, clock.now_s)
+    jobs = assembled(settings, broker, inference, fleet, gate.of_key, inference_route, quotas, clock.now_s)
     scaling.further.append(lambda lane: jobs.wanted_workers(lane, len(fleet.of_lane(lane)), clock.now_s()))
     services = Services(Doctor(host, port, data_dir), letters, residencies, jobs, quotas)
     readiness = Readiness(broker, feed, keys)

@@ -35,7 +35,7 @@ from sie_gateway.operations import json_response
 from sie_gateway.pool_rules import not_found
 
 if TYPE_CHECKING:
-    from sie_gateway.app import Gateway
+    from sie_gateway.state import Gateway
 
 MAX_PROFILES = 64
 MAX_BODY_BYTES = 64 << 10

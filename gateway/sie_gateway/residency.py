@@ -37,7 +37,7 @@ from sie_runtime.process import Stop, Trouble
 from sie_runtime.routes import Content
 
 if TYPE_CHECKING:
-    from sie_gateway.app import Gateway
+    from sie_gateway.state import Gateway
 
 EVERY_S = 0.5
 AGAIN_S = 2.0  # after a message that changed nothing: it was lost, or the worker's catalogue is older

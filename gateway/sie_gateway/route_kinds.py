@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
 from sie_contracts.api.shapes import MINI
-from sie_gateway.call import Answer, Call, ErrorShape, native_shape
-from sie_gateway.inference import Inference
+from sie_gateway.call import ErrorShape, native_shape
 from sie_gateway.intake import CONTROL_BYTES, CONTROL_S
 from sie_runtime import config_routes
 from sie_runtime.routes import Content, Parameter, Route
-
-Handler = Callable[[Inference, Call, bytes], Awaitable[Answer]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +25,6 @@ class GatewayRoute(Route):
     body_s: float = CONTROL_S  # in which such a body must be complete
     shape: ErrorShape = native_shape
     shapes: tuple[ErrorShape, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class InferenceRoute(GatewayRoute):
-    """A route whose handler asks a model."""
-
-    handler: Handler
 
 
 _ShortText = Annotated[str, Meta(max_length=128)]

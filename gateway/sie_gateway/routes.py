@@ -32,8 +32,9 @@ from sie_gateway import (
 )
 from sie_gateway.call import ErrorShape, family
 from sie_gateway.dialects import cohere, infinity, native, openai, rerank, tei
+from sie_gateway.inference import Handler, InferenceRoute
 from sie_gateway.jobs import file_routes, job_routes
-from sie_gateway.route_kinds import HEADERS, PLACEHOLDERS, GatewayRoute, Handler, InferenceRoute, control
+from sie_gateway.route_kinds import HEADERS, PLACEHOLDERS, GatewayRoute, control
 from sie_gateway.status import CLUSTER_PATH, WORKER_PATH
 from sie_runtime import config_routes, openapi
 from sie_runtime.routes import ARROW, HTML, JSON, MSGPACK, OPEN, RAW, TEXT, Content, Parameter, Route, Table
@@ -381,6 +382,14 @@ ROUTES: tuple[GatewayRoute, ...] = (
     *OPERATIONS,
 )
 TABLE = Table(ROUTES)
+
+
+def inference_route(path: str) -> InferenceRoute | None:
+    """The route that answers POST of a path, where it asks a model."""
+    route = TABLE.match(path).route("POST")
+    return route if isinstance(route, InferenceRoute) else None
+
+
 PROBES = frozenset(route.path for route in ROUTES if route.scope == OPEN and route.handler is None)
 
 

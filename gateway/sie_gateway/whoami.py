@@ -13,7 +13,7 @@ from sie_gateway.route_kinds import GatewayRoute, control
 from sie_runtime.routes import ANY, SCOPES
 
 if TYPE_CHECKING:
-    from sie_gateway.app import Gateway
+    from sie_gateway.state import Gateway
 
 
 async def whoami(gateway: Gateway, request: Request) -> Response:

@@ -11,8 +11,8 @@ from inprocess import settings_of, until
 
 from sie_broker import CoreMessage, Write
 from sie_broker.memory import MemoryServer
-from sie_config_service.app import ConfigService
 from sie_config_service.mirror import Held, bundle_key
+from sie_config_service.state import ConfigService
 from sie_config_service.store import Change, model_key, open_store, reply_of
 from sie_contracts import configs, topology
 from sie_contracts.bundles import Bundle

@@ -29,7 +29,8 @@ from sie_cli.models import service as models_service
 from sie_cli.models.catalogue import patch_of
 from sie_cli.models.service import Service, Write
 from sie_cli.ports import free_port
-from sie_config_service.app import ConfigService, create_app
+from sie_config_service.app import create_app
+from sie_config_service.state import ConfigService
 from sie_config_service.store import open_store
 from sie_contracts.bundles import Bundle
 from sie_contracts.catalogue import Catalogue, packaged_folder

@@ -12,7 +12,9 @@ from inprocess import settings_of
 from overlays import wanted_models
 
 from sie_config_service import access
-from sie_config_service.app import ConfigService, create_app
+from sie_config_service.app import create_app
+from sie_config_service.routes import TABLE
+from sie_config_service.state import ConfigService
 from sie_contracts.catalogue import packaged_folder
 from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import PermissionDenied, SIEError, Unauthenticated
@@ -72,7 +74,9 @@ def test_the_filter_leaves_the_named_models_alone_and_an_unknown_name_ends_the_s
 def reads(token: str, **environ: str) -> bool | type[SIEError]:
     """Whether the config service lets this token read the export."""
     try:
-        access.Gate(settings_of(**environ)).check("GET", "/v1/configs/export", f"Bearer {token}" if token else "")
+        access.Gate(settings_of(**environ)).check(
+            "GET", TABLE.match("/v1/configs/export"), f"Bearer {token}" if token else ""
+        )
     except SIEError as error:
         return type(error)
     return True

@@ -10,10 +10,9 @@ from sie_broker.record import LeaderLease, leases_of
 from sie_contracts.jobs import JobRecord
 from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
-from sie_gateway.auth import Gate
 from sie_gateway.fleet import Fleet
 from sie_gateway.grant import Charge, Grant, Quotas
-from sie_gateway.inference import Inference
+from sie_gateway.inference import Inference, InferenceRoute
 from sie_gateway.jobs.engine import Credentials, Engine
 from sie_gateway.jobs.files import FileStore
 from sie_gateway.jobs.keeper import Keeper
@@ -24,8 +23,6 @@ from sie_gateway.jobs.results import Results
 from sie_gateway.jobs.service import Jobs
 from sie_gateway.jobs.sweeping import Sweeper
 from sie_gateway.jobs.usage import Bound, Usage, Use
-from sie_gateway.route_kinds import InferenceRoute
-from sie_gateway.routes import TABLE
 from sie_runtime.http import uuid7
 from sie_runtime.process import Stop, Tasks
 from sie_store import object_stores
@@ -61,7 +58,8 @@ def assembled(
     broker: Broker,
     inference: Inference,
     fleet: Fleet,
-    gate: Gate,
+    grant_of_key: Callable[[str], Grant | None],
+    route_of: Callable[[str], InferenceRoute | None],
     quotas: Quotas,
     now_s: Callable[[], float],
 ) -> JobParts:
@@ -78,7 +76,7 @@ def assembled(
     def charge(grant: Grant) -> Charge:
         return quotas.charge(grant.key, grant.limits)
 
-    engine = Engine(settings, inference, ledger, files, store, Credentials(gate.of_key, charge), _route_of)
+    engine = Engine(settings, inference, ledger, files, store, Credentials(grant_of_key, charge), route_of)
 
     def workers(job: JobRecord) -> int:
         return sum(str(Lane(beat.pool, beat.machine_profile, beat.bundle)) == job.lane for beat in fleet.healthy())
@@ -117,9 +115,3 @@ def _file_usage(settings: Settings) -> Usage:
         remedy="delete some, or let them expire",
         reason="files",
     )
-
-
-def _route_of(path: str) -> InferenceRoute | None:
-    """The route that answers POST of a path."""
-    found = TABLE.match(path).route("POST")
-    return found if isinstance(found, InferenceRoute) else None

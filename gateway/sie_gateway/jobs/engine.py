@@ -36,7 +36,7 @@ from sie_store.sinks.sink import CollectionRefused, checked_name
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-    from sie_gateway.route_kinds import InferenceRoute
+    from sie_gateway.inference import InferenceRoute
 
 STORE = "SIE_PAYLOAD_STORE_URL"
 SINK_DTYPES = ("float32", "float16")  # numbers of others mean something only with a scale, or are packed bits

@@ -23,7 +23,7 @@ from sie_gateway.route_kinds import GatewayRoute, control
 from sie_runtime.routes import FORM, RAW, Content, Parameter
 
 if TYPE_CHECKING:
-    from sie_gateway.app import Gateway
+    from sie_gateway.state import Gateway
 
 PATH = "/v1/files"
 UPLOADED = ("batch", "jobs", "user_data")

@@ -18,7 +18,7 @@ from sie_gateway.route_kinds import GatewayRoute, control
 from sie_runtime.routes import RAW, Content, Parameter
 
 if TYPE_CHECKING:
-    from sie_gateway.app import Gateway
+    from sie_gateway.state import Gateway
 
 PATH, BATCH_PATH = "/v1/jobs", "/v1/batches"
 _T = TypeVar("_T")

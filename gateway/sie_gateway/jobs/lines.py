@@ -28,7 +28,7 @@ from sie_gateway.jobs.workplace import Workplace
 from sie_store.datasets.answers import most_frequent
 
 if TYPE_CHECKING:
-    from sie_gateway.route_kinds import InferenceRoute
+    from sie_gateway.inference import InferenceRoute
 
 
 class Lines:

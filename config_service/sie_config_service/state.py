@@ -1,0 +1,79 @@
+"""The parts of the config service that the handlers of routes use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sie_broker import Broker
+from sie_config_service.access import Gate
+from sie_config_service.metrics import Metrics
+from sie_config_service.model_files import ModelFiles
+from sie_config_service.store import CatalogueStore
+from sie_config_service.workers import Workers
+from sie_config_service.writes import Edits, Writer
+from sie_contracts.errors import QueueUnavailable
+from sie_contracts.settings import Settings
+from sie_contracts.trust import Trust
+from sie_runtime.connection import because
+
+if TYPE_CHECKING:
+    from sie_runtime.spans import Tracer
+
+WORKER_TIMEOUT_S = 15.0  # silence after which a worker no longer counts
+
+
+class ConfigService:
+    """What the routes share. `store` is None until the broker was reached and the catalogue seeded, also again after
+    the broker lost it.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.trouble = ""  # why the catalogue could not be built the last time
+        self.leaving = False  # no new connections are wanted; what comes is answered
+        self.broker: Broker | None = None
+        self.store: CatalogueStore | None = None
+        self.writer: Writer | None = None
+        self.trust: Trust | None = None
+        self.workers = Workers(WORKER_TIMEOUT_S)
+        self.gate = Gate(settings)
+        self.files = ModelFiles(settings)
+        self.tracer: Tracer | None = None
+        self.metrics = Metrics(lambda: self.store.last_read if self.store is not None else None)
+
+    def begin(self, store: CatalogueStore, trust: Trust) -> None:
+        """The catalogue is there. `trust` says what an entry that is written over HTTP may ask for."""
+        self.store, self.writer, self.trust = store, Writer(store, self.files.check), trust
+        self.trouble = ""
+
+    def end(self) -> None:
+        """The catalogue is not there any more: all is refused as before it was seeded."""
+        self.store = self.writer = None
+
+    async def reconnected(self) -> None:
+        """The broker was away."""
+        if self.store is not None:
+            await self.store.reconnected()
+
+    def not_ready(self) -> str | None:
+        if self.leaving:
+            return "draining"
+        if self.store is not None:
+            return None
+        reason = f"the catalogue is not built: {self.trouble}" if self.trouble else "the catalogue is not built"
+        return because(reason, self.broker) if self.broker is not None else reason
+
+    def require(self) -> CatalogueStore:
+        if self.store is None:
+            raise QueueUnavailable("the catalogue is not built yet: no broker")
+        return self.store
+
+    def require_writer(self) -> Writer:
+        """Raises QueueUnavailable."""
+        self.require()
+        assert self.writer is not None
+        return self.writer
+
+    async def edits(self) -> Edits:
+        store = self.require()
+        assert self.trust is not None
+        return Edits(store, await store.bundles(), self.trust)

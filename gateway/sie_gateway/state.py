@@ -1,0 +1,82 @@
+"""The parts of a gateway, put together by `process` and used by the handlers of routes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from sie_broker import Connection
+from sie_contracts.settings import Settings
+from sie_gateway.dead_letters import DeadLetters
+from sie_gateway.doctor import Doctor
+from sie_gateway.grant import Quotas
+from sie_gateway.inference import Inference
+from sie_gateway.jobs.assembly import JobParts
+from sie_gateway.metrics import Metrics
+from sie_gateway.peers import Peers
+from sie_gateway.pools import Pools
+from sie_gateway.residency import Residencies
+from sie_gateway.scaling import Scaling
+from sie_gateway.status import Status
+from sie_runtime.connection import because
+from sie_runtime.feed import CatalogueFeed
+from sie_runtime.keys import Keys
+
+
+class Readiness:
+    """Whether this gateway is ready, and how far its shutdown is. `keys` only in mode token."""
+
+    def __init__(self, broker: Connection, feed: CatalogueFeed, keys: Keys | None) -> None:
+        self._broker = broker
+        self._feed = feed
+        self._keys = keys
+        self.started = False
+        self.leaving = False  # no new connections are wanted; requests are still answered
+        self.draining = False  # new work is refused
+
+    def not_ready(self) -> str | None:
+        """Why this gateway is not ready, or None. Workers do not count: they may be scaled to zero."""
+        if self.leaving:
+            return "draining"
+        if not self._feed.loaded:
+            return "the catalogue is not loaded"
+        if not self._broker.connected:
+            return "no connection to the broker"
+        if self._keys is not None and not self._keys.loaded:
+            return because("the keys are not read", self._broker)
+        return None if self.started else because("starting", self._broker)
+
+
+class Services(NamedTuple):
+    """What a gateway does beside inference."""
+
+    doctor: Doctor
+    dead_letters: DeadLetters
+    residencies: Residencies
+    jobs: JobParts
+    quotas: Quotas
+
+
+class Gateway:
+    """The parts of a gateway that handlers of routes use."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        metrics: Metrics,
+        services: Services,
+        pools: Pools,
+        peers: Peers,
+        inference: Inference,
+        status: Status,
+        scaling: Scaling,
+    ) -> None:
+        self.settings = settings
+        self.metrics = metrics
+        self.doctor, self.dead_letters, self.residencies, parts, self.quotas = services
+        self.files, self.jobs, self.results = parts.files, parts.jobs, parts.results
+        self.fleet = status.fleet
+        self.pools = pools
+        self.peers = peers
+        self.inference = inference
+        self.status = status
+        self.scaling = scaling
