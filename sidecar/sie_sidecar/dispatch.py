@@ -111,7 +111,7 @@ class Dispatch:
             with self._settle.answering(flights, "running the batch"):
                 try:
                     done, note = await self._device.run(batch, on_started)
-                    ran = batch.cost
+                    ran = note.tokens
                     self._answer(batch, done, note)
                 except AdapterGone as gone:
                     self._on_gone(flights, suspects=started and gone.died)
@@ -148,8 +148,9 @@ class Dispatch:
             start += count
             self._settle.answer(job.work, merge(job.work, outcomes), block, done, note)
         if hosted is not None:
-            hosted.filled(note.tokens / device.limits.cost)
-            self._metrics.ran(hosted.name, note, done, device.limits.cost)
+            fill = batch.cost / device.limits.cost
+            hosted.filled(fill)
+            self._metrics.ran(hosted.name, note, done, fill)
         if batch.writes:  # an answer takes as long as it is: no reason to gather less
             return
         answered_s = self._clock()
