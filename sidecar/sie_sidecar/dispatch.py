@@ -162,8 +162,13 @@ class Dispatch:
         flights, lora = [job.work for job in batch.jobs], batch.key.lora
         hosted = flights[0].hosted
         assert hosted is not None
+        for flight in flights:
+            flight.sealed_s = 0.0
         with self._settle.answering(flights, "loading the LoRA"):
+            evicted_s = self._clock()
             async with self._loading.loras.turn(hosted):
+                for flight in flights:
+                    flight.waited_for_load(self._clock() - evicted_s)
                 done = False
                 while not done:
                     hosted.loras.discard(lora)
