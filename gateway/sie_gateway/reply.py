@@ -7,7 +7,7 @@ from __future__ import annotations
 import base64
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -155,10 +155,12 @@ def body_of(
         return data, content_type
     if msgpack:
         return Streamed(body, values, row, late), "application/msgpack"
+    began_s = time.perf_counter()
     rest = _json({name: value for name, value in body.items() if name != "items"})[1:]
+    rest_s = time.perf_counter() - began_s
 
     def after(spent_s: float) -> bytes:
-        return b"]," + (rest if late is None else rest[:-1] + b"," + _json(late(spent_s))[1:])
+        return b"]," + (rest if late is None else rest[:-1] + b"," + _json(late(rest_s + spent_s))[1:])
 
     return listed(body["items"], values, b'{"items":[', after, row), "application/json"
 
@@ -227,6 +229,27 @@ def listed(
     end = (lambda _: after) if isinstance(after, bytes) else after
     body = _Listed(values, numbers, before, end, row)
     return body if numbers > PIECE_VALUES else b"".join(body)
+
+
+class _Chain:
+    def __init__(self, parts: Sequence[Body], last: Callable[[float], bytes]) -> None:
+        self._parts = parts
+        self._last = last
+
+    def __iter__(self) -> Iterator[bytes]:
+        return _timed((piece for part in self._parts for piece in _pieces(part)), self._last)
+
+
+def _pieces(part: Body) -> Iterable[bytes]:
+    return (part,) if isinstance(part, bytes) else part
+
+
+def chained(parts: Sequence[Body], last: Callable[[float], bytes]) -> Body:
+    """Bodies one after the other, in pieces where one of them is; `last` may depend on the seconds that writing them
+    took.
+    """
+    body = _Chain(parts, last)
+    return b"".join(body) if all(isinstance(part, bytes) for part in parts) else body
 
 
 def _json(value: Any) -> bytes:

@@ -101,8 +101,8 @@ async def test_an_image_counts_as_what_a_worker_says_that_it_costs(tmp_path: Pat
 
 
 async def test_a_batch_of_images_of_one_size_is_bounded_by_their_number(tmp_path: Path) -> None:
-    """1. A batch runs, and another one is ready. 2. Images come that cost more tokens than a batch may have. 3. They run
-    together, and what is told of their batch counts tokens.
+    """1. A batch runs, and another one is ready. 2. Images come that cost more tokens than a batch may have. 3. They
+    run together, and what is told of their batch counts tokens.
     """
     async with running(tmp_path, SIE_MAX_BATCH_COST="60") as (cluster, gateway, sidecar):
         (adapter,) = cluster.adapters
