@@ -33,6 +33,7 @@ _EXTRACTED = ("entities", "relations", "classifications", "objects")
 
 Format = Literal["json", "msgpack", "raw", "arrow"]
 Row = Callable[[Any], Any]
+Piece = bytes | memoryview
 Placed = tuple[WorkResult, Outcome]  # what became of an input, with the result that it came in
 Late = Callable[[float], Mapping[str, Any]]  # the last entry of a map, by the seconds that writing all else of it took
 
@@ -87,7 +88,7 @@ def encode(body: Mapping[str, Any], *, msgpack: bool) -> tuple[bytes, str]:
     return _json(body), "application/json"
 
 
-def _timed(pieces: Iterator[bytes], last: Callable[[float], bytes]) -> Iterator[bytes]:
+def _timed(pieces: Iterator[Piece], last: Callable[[float], bytes]) -> Iterator[Piece]:
     """The pieces, then the last one, by the seconds that making the others took: not the time in which a client reads
     them.
     """
@@ -115,7 +116,7 @@ class Streamed:
         self._late = late
         self._step = _step(self._items, values)
 
-    def __iter__(self) -> Iterator[bytes]:
+    def __iter__(self) -> Iterator[Piece]:
         late = self._late
         return _timed(self._pieces(), lambda spent_s: _msgpack.encode(late(spent_s))[1:] if late is not None else b"")
 
@@ -172,12 +173,12 @@ class _Listed:
         self._values, self._before, self._after, self._row = values, before, after, row
         self._step = _step(values, numbers)
 
-    def __iter__(self) -> Iterator[bytes]:
+    def __iter__(self) -> Iterator[Piece]:
         return _timed(
             self._pieces(), lambda spent_s: (b"" if len(self._values) else self._before) + self._after(spent_s)
         )
 
-    def _pieces(self) -> Iterator[bytes]:
+    def _pieces(self) -> Iterator[Piece]:
         before = self._before
         for start in range(0, len(self._values), self._step):
             rows = _made(self._values[start : start + self._step], self._row)
@@ -198,7 +199,7 @@ def _is_wide(value: Any) -> bool:
     return isinstance(value, dict) and any(map(_is_wide, value.values()))
 
 
-def _parts(value: Any) -> Iterator[bytes]:
+def _parts(value: Any) -> Iterator[Piece]:
     """JSON of a value, a wide matrix in it some rows at a time."""
     if not _is_wide(value):
         yield _json(value)
@@ -236,11 +237,11 @@ class _Chain:
         self._parts = parts
         self._last = last
 
-    def __iter__(self) -> Iterator[bytes]:
+    def __iter__(self) -> Iterator[Piece]:
         return _timed((piece for part in self._parts for piece in _pieces(part)), self._last)
 
 
-def _pieces(part: Body) -> Iterable[bytes]:
+def _pieces(part: Body) -> Iterable[Piece]:
     return (part,) if isinstance(part, bytes) else part
 
 
