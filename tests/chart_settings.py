@@ -49,6 +49,7 @@ OWN = frozenset(
         "SIE_GATEWAY_REQUEST_TIMEOUT",
         "SIE_GATEWAY_URL",
         "SIE_GPU_COUNT",
+        "SIE_GPU_TYPE",
         "SIE_HF_FALLBACK",
         "SIE_IPC_SOCKET_PATH",
         "SIE_LOCAL_CACHE",
@@ -70,8 +71,8 @@ OWN = frozenset(
         "SIE_WORKER_METRICS_PORT",
     }
 )
-# What would be wrong in a pod: another way to name the machine profile, workers by URL.
-LEFT_OUT = frozenset({"SIE_GPU_TYPE", "SIE_GATEWAY_WORKERS"})
+# What would be wrong in a pod: workers by URL.
+LEFT_OUT = frozenset({"SIE_GATEWAY_WORKERS"})
 
 
 def readers() -> dict[str, list[str]]:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import yaml
 
 ROOT = Path(__file__).parents[1]
 ALL = sorted((ROOT / "docker").glob("*Dockerfile"))
@@ -66,7 +71,7 @@ def installed(image: str) -> list[str]:
     """The requirements that its environment is made of; `.` is the project."""
     steps = " && ".join(rest for word, rest in stages(dockerfile(image))["dependencies"] if word == "RUN")
     steps = steps.replace("$COMPONENT", image)
-    if not image.startswith("adapter-"):
+    if not image.startswith("adapter-") and image != "serve":
         steps = re.sub(r"case .*? esac", "", steps)
     words = [word.strip("\"';") for command in steps.split("&&") for word in _requirements(command)]
     return [word for word in words if re.match(r"\.\[|[a-z][a-z-]*==", word)]
@@ -75,6 +80,22 @@ def installed(image: str) -> list[str]:
 def _requirements(command: str) -> list[str]:
     found = re.search(r"pip --python /opt/sie/bin/python install (.*)", command)
     return found[1].split() if found else []
+
+
+def composed(environ: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+    """docker-compose.yml as it is with these variables and no others."""
+
+    def filled(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: filled(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [filled(each) for each in value]
+        if not isinstance(value, str):
+            return value
+        return re.sub(r"\$\{(\w+):-([^}]*)\}", lambda match: environ.get(match[1]) or match[2], value)
+
+    found: dict[str, Any] = filled(yaml.safe_load((ROOT / "docker-compose.yml").read_text()))
+    return found
 
 
 def budgets() -> dict[str, int]:

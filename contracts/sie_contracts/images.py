@@ -159,6 +159,11 @@ def grid_of(recipe: Recipe, pixels: Size) -> Size:
     return Size(pixels.height // recipe.multiple, pixels.width // recipe.multiple)
 
 
+def has_one_size(recipe: Recipe) -> bool:
+    """Whether all images have the same size for the model."""
+    return recipe.kind in ("squash", "crop", "page")
+
+
 def max_blocks(recipe: Recipe) -> int:
     """Of one image; 0 where it has none."""
     return recipe.max_pixels // recipe.multiple**2 if recipe.kind == "blocks" else 0

@@ -5,7 +5,7 @@ replies say of it: usage, timing, errors, headers.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -190,6 +190,14 @@ class Finished:
         self.written_ms = 1000 * written_s
         self.told = told = stage_times(total_ms=total_ms, wait_ms=wait_ms, last=self.last, written_ms=self.written_ms)
         return told
+
+    def late(self, call: Call, began_s: float) -> Callable[[float], dict[str, Any]]:
+        """The last entry of a reply, `timing`, by the seconds that writing all other entries took. What was done for
+        the reply since `began_s` counts as well, and is all that headers can tell that leave before it is written.
+        """
+        prepared_s = time.perf_counter() - began_s
+        self.timing(call, prepared_s)
+        return lambda spent_s: {"timing": self.timing(call, prepared_s + spent_s)}
 
     def item_timings(self) -> list[dict[str, float]]:
         """The same of each input, from publishing to the arrival of its result; one for all inputs of a chunk, nothing

@@ -7,7 +7,7 @@ from __future__ import annotations
 import base64
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -33,6 +33,7 @@ _EXTRACTED = ("entities", "relations", "classifications", "objects")
 
 Format = Literal["json", "msgpack", "raw", "arrow"]
 Row = Callable[[Any], Any]
+Piece = bytes | memoryview
 Placed = tuple[WorkResult, Outcome]  # what became of an input, with the result that it came in
 Late = Callable[[float], Mapping[str, Any]]  # the last entry of a map, by the seconds that writing all else of it took
 
@@ -87,7 +88,7 @@ def encode(body: Mapping[str, Any], *, msgpack: bool) -> tuple[bytes, str]:
     return _json(body), "application/json"
 
 
-def _timed(pieces: Iterator[bytes], last: Callable[[float], bytes]) -> Iterator[bytes]:
+def _timed(pieces: Iterator[Piece], last: Callable[[float], bytes]) -> Iterator[Piece]:
     """The pieces, then the last one, by the seconds that making the others took: not the time in which a client reads
     them.
     """
@@ -115,7 +116,7 @@ class Streamed:
         self._late = late
         self._step = _step(self._items, values)
 
-    def __iter__(self) -> Iterator[bytes]:
+    def __iter__(self) -> Iterator[Piece]:
         late = self._late
         return _timed(self._pieces(), lambda spent_s: _msgpack.encode(late(spent_s))[1:] if late is not None else b"")
 
@@ -155,10 +156,12 @@ def body_of(
         return data, content_type
     if msgpack:
         return Streamed(body, values, row, late), "application/msgpack"
+    began_s = time.perf_counter()
     rest = _json({name: value for name, value in body.items() if name != "items"})[1:]
+    rest_s = time.perf_counter() - began_s
 
     def after(spent_s: float) -> bytes:
-        return b"]," + (rest if late is None else rest[:-1] + b"," + _json(late(spent_s))[1:])
+        return b"]," + (rest if late is None else rest[:-1] + b"," + _json(late(rest_s + spent_s))[1:])
 
     return listed(body["items"], values, b'{"items":[', after, row), "application/json"
 
@@ -170,12 +173,12 @@ class _Listed:
         self._values, self._before, self._after, self._row = values, before, after, row
         self._step = _step(values, numbers)
 
-    def __iter__(self) -> Iterator[bytes]:
+    def __iter__(self) -> Iterator[Piece]:
         return _timed(
             self._pieces(), lambda spent_s: (b"" if len(self._values) else self._before) + self._after(spent_s)
         )
 
-    def _pieces(self) -> Iterator[bytes]:
+    def _pieces(self) -> Iterator[Piece]:
         before = self._before
         for start in range(0, len(self._values), self._step):
             rows = _made(self._values[start : start + self._step], self._row)
@@ -196,7 +199,7 @@ def _is_wide(value: Any) -> bool:
     return isinstance(value, dict) and any(map(_is_wide, value.values()))
 
 
-def _parts(value: Any) -> Iterator[bytes]:
+def _parts(value: Any) -> Iterator[Piece]:
     """JSON of a value, a wide matrix in it some rows at a time."""
     if not _is_wide(value):
         yield _json(value)
@@ -227,6 +230,27 @@ def listed(
     end = (lambda _: after) if isinstance(after, bytes) else after
     body = _Listed(values, numbers, before, end, row)
     return body if numbers > PIECE_VALUES else b"".join(body)
+
+
+class _Chain:
+    def __init__(self, parts: Sequence[Body], last: Callable[[float], bytes]) -> None:
+        self._parts = parts
+        self._last = last
+
+    def __iter__(self) -> Iterator[Piece]:
+        return _timed((piece for part in self._parts for piece in _pieces(part)), self._last)
+
+
+def _pieces(part: Body) -> Iterable[Piece]:
+    return (part,) if isinstance(part, bytes) else part
+
+
+def chained(parts: Sequence[Body], last: Callable[[float], bytes]) -> Body:
+    """Bodies one after the other, in pieces where one of them is; `last` may depend on the seconds that writing them
+    took.
+    """
+    body = _Chain(parts, last)
+    return b"".join(body) if all(isinstance(part, bytes) for part in parts) else body
 
 
 def _json(value: Any) -> bytes:

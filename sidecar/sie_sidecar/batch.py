@@ -82,7 +82,8 @@ class Device:
 
 @dataclass
 class Job(Generic[T]):
-    """One tokenised work item. `cost` in tokens, `time_cost` in those of short texts that take as long (0: the same).
+    """One tokenised work item. `cost`: what it takes of the budget of a batch. `time_cost`: in tokens of short texts
+    that take as long (0: the same).
     `alone`: it was in a batch that killed an adapter and now runs by itself. It is due at `deadline_s`, and had
     `budget_s` seconds when it was published. `media_bytes`: of its images and sounds. `writes`: its answer is written
     beside the lanes of the device (`ipc.Rows.writes`).

@@ -108,9 +108,10 @@ class DeviceQueue:
         key = BatchKey(
             flight.hosted.name, item.revision, item.operation, item.options.pooling, item.options.lora, padded
         )
-        cost = squares = media_bytes = 0
+        cost = batch_cost = squares = media_bytes = 0
         for row in runnable(flight)[0]:
             cost += row.cost
+            batch_cost += row.batch_cost
             squares += row.cost**2
             media_bytes += row.media_bytes
         self._inventory.count(flight, cost)
@@ -121,7 +122,9 @@ class DeviceQueue:
         bulk = item.priority == "bulk"
         rows = ready.rows.get(item.operation) if ready is not None else None
         writes = rows is not None and rows.writes
-        return Job(key, cost, arrived_s, flight, bulk, alone, flight.due_s, budget_s, time_cost, media_bytes, writes)
+        return Job(
+            key, batch_cost, arrived_s, flight, bulk, alone, flight.due_s, budget_s, time_cost, media_bytes, writes
+        )
 
     def put(self, flight: InFlight, *, back: bool = False) -> None:
         """It is tokenised and waits behind all others. `back`: its batch was lost, and it waits in the order of
@@ -275,8 +278,12 @@ def _frame(batch: Batch[InFlight], name: str, span: Span | None) -> tuple[ipc.Ru
         context=above.context if above is not None else Context(first.item.traceparent, first.item.tracestate),
         fingerprint=ready.loaded.fingerprint if ready is not None else "",
     )
-    attention = sum(len(row.ids) ** 2 for part in parts for row in part.rows)
-    note = BatchNote(name, sum(len(part.work.inputs) for part in parts), len(parts), batch.cost, attention)
+    tokens = attention = 0
+    for part in parts:
+        for row in part.rows:
+            tokens += row.cost
+            attention += len(row.ids) ** 2
+    note = BatchNote(name, sum(len(part.work.inputs) for part in parts), len(parts), tokens, attention)
     if span is not None:
         spans.sealed(span, note, key.residency)
     return frame, note

@@ -111,7 +111,7 @@ class Dispatch:
             with self._settle.answering(flights, "running the batch"):
                 try:
                     done, note = await self._device.run(batch, on_started)
-                    ran = batch.cost
+                    ran = note.tokens
                     self._answer(batch, done, note)
                 except AdapterGone as gone:
                     self._on_gone(flights, suspects=started and gone.died)
@@ -148,8 +148,9 @@ class Dispatch:
             start += count
             self._settle.answer(job.work, merge(job.work, outcomes), block, done, note)
         if hosted is not None:
-            hosted.filled(note.tokens / device.limits.cost)
-            self._metrics.ran(hosted.name, note, done, device.limits.cost)
+            fill = batch.cost / device.limits.cost
+            hosted.filled(fill)
+            self._metrics.ran(hosted.name, note, done, fill)
         if batch.writes:  # an answer takes as long as it is: no reason to gather less
             return
         answered_s = self._clock()
@@ -161,8 +162,13 @@ class Dispatch:
         flights, lora = [job.work for job in batch.jobs], batch.key.lora
         hosted = flights[0].hosted
         assert hosted is not None
+        for flight in flights:
+            flight.sealed_s = 0.0
         with self._settle.answering(flights, "loading the LoRA"):
+            evicted_s = self._clock()
             async with self._loading.loras.turn(hosted):
+                for flight in flights:
+                    flight.waited_for_load(self._clock() - evicted_s)
                 done = False
                 while not done:
                     hosted.loras.discard(lora)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sie_contracts.errors import InvalidInput
-from sie_contracts.images import ImageTokens, Size, cost, grid_of
+from sie_contracts.images import ImageTokens, Size, cost, grid_of, has_one_size
 from sie_contracts.ipc import Rows
 from sie_contracts.messages import Truncate
 from sie_sidecar.media_frames import Prepared
@@ -32,8 +32,10 @@ class Beside(NamedTuple):
 
 def alone(images: Seen, layout: Rows) -> Row:
     """The row of images: a text beside them is not read."""
-    ids = ids_of(images, layout)
-    return Row(ids, len(ids), expanded=len(ids) + cost_of(images, layout), images=images)
+    assert layout.images is not None
+    ids, pixels = ids_of(images, layout), cost_of(images, layout)
+    uncounted = pixels - len(images) if has_one_size(layout.images) else 0
+    return Row(ids, len(ids), expanded=len(ids) + pixels, images=images, uncounted=uncounted)
 
 
 def beside(tokenizer: ModelTokenizer, content: Beside, around: tuple[Ids, Ids], most: int, truncate: Truncate) -> Row:

@@ -57,6 +57,7 @@ class InFlight:
     fetched_s: float = 0.0
     loaded_s: float = 0.0
     tokenised_s: float = 0.0
+    reload_s: float = 0.0  # how long it waited for loads between `tokenised_s` and `sealed_s`
     sealed_s: float = 0.0
     started_s: float = 0.0
     stage: Stage = "preparing"
@@ -73,6 +74,11 @@ class InFlight:
         self.job = job
         if not self.settled:
             self.stage, self.settled = stage, stage == "settled"
+
+    def waited_for_load(self, seconds: float) -> None:
+        """It waited for a model or a LoRA; the wait before it is tokenised is known by its times."""
+        if self.tokenised_s and not self.sealed_s:
+            self.reload_s += seconds
 
     @property
     def is_outdated(self) -> bool:
@@ -211,7 +217,7 @@ def _size(piece: ArraySlice) -> int:
 
 def stages_of(flight: InFlight, now_s: float, done: ipc.BatchDone | None) -> Stages:
     """Contiguous marks: received, fetched, loaded, tokenised, sealed, started, answered. Of the last the adapter tells
-    its own share.
+    its own share. Loads between tokenised and sealed are of what was evicted meanwhile.
     """
     fetched_s = flight.fetched_s or flight.received_s
     loaded_s = flight.loaded_s or fetched_s
@@ -223,9 +229,9 @@ def stages_of(flight: InFlight, now_s: float, done: ipc.BatchDone | None) -> Sta
     max_ms = (now_s - sealed_s) * 1000 - inference_ms - postprocess_ms - tokenised_there_ms
     return Stages(
         fetch_ms=(fetched_s - flight.received_s) * 1000,
-        load_ms=(loaded_s - fetched_s) * 1000,
+        load_ms=(loaded_s - fetched_s + flight.reload_s) * 1000,
         preprocess_ms=(tokenised_s - loaded_s) * 1000 + tokenised_there_ms,
-        batch_wait_ms=(sealed_s - tokenised_s) * 1000,
+        batch_wait_ms=max(0.0, sealed_s - tokenised_s - flight.reload_s) * 1000,
         device_wait_ms=max(0.0, min((flight.started_s - sealed_s) * 1000, max_ms)),
         inference_ms=inference_ms,
         postprocess_ms=postprocess_ms,

@@ -96,6 +96,14 @@ class Loading:
         adapter must not run for ever, nor keep its place while a load does not end. `in_turn`: they have the turn of
         their LoRA. Raises SIEError.
         """
+        began_s = self._clock()
+        try:
+            await self._ensure(hosted, flights, past_gate=past_gate, in_turn=in_turn)
+        finally:
+            for flight in flights:
+                flight.waited_for_load(self._clock() - began_s)
+
+    async def _ensure(self, hosted: Hosted, flights: Sequence[InFlight], *, past_gate: bool, in_turn: bool) -> None:
         lora, items = flights[0].item.options.lora, functools.partial(unsettled, flights)
         until_s = max(flight.deadline_s for flight in flights)
         while (left_s := until_s - self._clock()) > 0:

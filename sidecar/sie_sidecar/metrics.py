@@ -84,10 +84,10 @@ class Metrics:
         if error.extras.get("error_class") == "CERTIFICATE":
             self.certificates.labels("failed").inc()
 
-    def ran(self, model: str, note: BatchNote, done: BatchDone, max_tokens: int) -> None:
-        """Account for a batch, which may have `max_tokens`."""
+    def ran(self, model: str, note: BatchNote, done: BatchDone, fill: float) -> None:
+        """Account for a batch that took this share of its budget."""
         self.batch_size.labels(model).observe(note.items)
-        self.batch_fill.observe(note.tokens / max_tokens)
+        self.batch_fill.observe(fill)
         self.tokens.labels(model).inc(note.tokens)
         self.padding.labels(model).inc(done.padding)
         self.device_seconds.labels(model).inc((done.inference_ms + done.postprocess_ms) / 1000)

@@ -44,7 +44,8 @@ class Row:
 
     `types`: uint8 [length] where a pair has them. `offsets`: int32 [length, 2], code points, for `spans` and
     `passages`. `expanded`: its length on the device, or the cost of what goes beside its ids, if that is more.
-    `vectors` stand in the place of ids. So do `images`, and so do `sound` and `document`.
+    `vectors` stand in the place of ids. So do `images`, and so do `sound` and `document`. `uncounted`: how many tokens
+    of its cost the budget of a batch leaves out.
     """
 
     ids: Ids
@@ -56,6 +57,7 @@ class Row:
     images: Seen = ()
     sound: Heard | None = None
     document: Document | None = None
+    uncounted: int = 0
 
     @property
     def truncated(self) -> bool:
@@ -65,6 +67,11 @@ class Row:
     def cost(self) -> int:
         """Tokens on the device."""
         return cost.text(len(self.ids), self.expanded)
+
+    @property
+    def batch_cost(self) -> int:
+        """What it takes of the budget of a batch."""
+        return self.cost - self.uncounted
 
     @property
     def media_bytes(self) -> int:

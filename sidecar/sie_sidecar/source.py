@@ -139,7 +139,7 @@ class Source:
     def weigh(self, flight: InFlight) -> None:
         """It is tokenised: its consumer's credit goes by what its deliveries really cost."""
         if flight.job is not None:
-            self.pulling.weigh(flight.lease.delivery.consumer, flight.job.cost)
+            self.pulling.weigh(flight.lease.delivery.consumer, sum(row.cost for row in flight.rows))
 
     def refill_soon(self) -> None:
         """Once in this turn of the loop, however many call."""

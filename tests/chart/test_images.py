@@ -18,7 +18,19 @@ from pathlib import Path
 
 import pytest
 import yaml
-from dockerfiles import ALL, ROOT, VERSION, budgets, dockerfile, health_check, images, installed, last_stage, stages
+from dockerfiles import (
+    ALL,
+    ROOT,
+    VERSION,
+    budgets,
+    composed,
+    dockerfile,
+    health_check,
+    images,
+    installed,
+    last_stage,
+    stages,
+)
 from helm import CHART, containers, rendered
 from inprocess import InProcess
 from packaging.requirements import Requirement
@@ -26,7 +38,8 @@ from packaging.utils import canonicalize_name
 from selection import long_but
 
 from sie_cli import main as cli
-from sie_contracts.settings import BY_NAME
+from sie_contracts.settings import BY_NAME, load
+from sie_sidecar.process import limits_of
 
 IMAGES = images()
 SLIM = ("gateway", "config", "sidecar")
@@ -35,6 +48,7 @@ PROCESSES = {
     "config": "sie_config_service.process",
     "sidecar": "sie_sidecar.process",
     "adapter": "sie_adapter.process",
+    "serve": "sie_cli.standalone",
 }
 BUILD = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
 OWN = (*BUILD["dev-mode-dirs"], "catalog")
@@ -53,7 +67,7 @@ def test_there_is_one_for_each_that_the_chart_names() -> None:
     named |= {
         each["image"].partition(":")[0].rpartition("/")[2] for _, _, each in containers(rendered("values-gke.yaml"))
     } - {"nats"}
-    assert named == {f"sie-{image}" for image in IMAGES}
+    assert named == {f"sie-{image}" for image in IMAGES if image != "serve"}
 
 
 def test_hadolint_has_nothing_to_say() -> None:
@@ -185,14 +199,15 @@ async def test_health_checks_pass_while_a_process_serves_and_fail_afterwards(tmp
 def test_all_that_compose_names_is_there() -> None:
     """Files, volumes, services, and hosts of addresses; a variable of the user's has a default."""
     text = (ROOT / "docker-compose.yml").read_text()
-    compose = yaml.safe_load(text)
+    compose = composed()
     services = compose["services"]
     assert all(":-" in variable for variable in re.findall(r"\$\{([^}]*)\}", text))
     for service in services.values():
         assert set(service.get("depends_on", ())) <= services.keys()
         for volume in service.get("volumes", ()):
             source = volume.partition(":")[0]
-            assert (ROOT / source).is_file() if source.startswith("./") else source in compose["volumes"]
+            if source != "./models":  # which a builder makes where it is not there
+                assert (ROOT / source).is_file() if source.startswith("./") else source in compose["volumes"]
         told = " ".join([*map(str, service.get("command", ())), *map(str, service.get("environment", {}).values())])
         assert set(re.findall(r"\b(?:http|nats)://([a-z]+):", told)) <= services.keys()
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ())), "for this machine alone"
@@ -216,9 +231,10 @@ def test_spans_go_where_the_collector_of_compose_listens() -> None:
 def test_compose_builds_and_scrapes_what_there_is() -> None:
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
     built = {name: each for name, each in services.items() if "build" in each}
-    assert built.keys() == {"gateway", "config", "sidecar", "adapter"}
-    for name, each in built.items():
+    assert built.keys() == {"gateway", "config", "sidecar", "adapter", "standalone"}
+    for service, each in built.items():
         image = each["build"]["args"]["COMPONENT"]
+        name = {"standalone": "serve"}.get(service, service)
         assert (each["image"], image.partition("-")[0]) == (f"sie-{image}:{VERSION}", name)
         assert each["build"]["dockerfile"] == dockerfile(image).relative_to(ROOT).as_posix()
         assert each["read_only"] is True
@@ -232,6 +248,47 @@ def test_compose_builds_and_scrapes_what_there_is() -> None:
     assert targets == {"gateway:9090", "config:8081", "sidecar:9095"}
     (nats,) = re.findall(r":-docker\.io/library/(.*)@", services["nats"]["image"])
     assert nats == yaml.safe_load((CHART / "values.yaml").read_text())["nats"]["image"]
+
+
+def test_compose_gives_its_processes_models_payloads_and_the_token_that_changes_models() -> None:
+    services = composed()["services"]
+
+    def settings(name: str, variable: str) -> str | None:
+        found: str | None = services[name]["environment"].get(variable)
+        return found
+
+    for variable, readers in (
+        ("SIE_PAYLOAD_STORE_URL", ("gateway", "sidecar")),
+        ("SIE_MODELS_DIR", ("config", "adapter", "standalone")),
+    ):
+        (folder,) = {settings(name, variable) for name in readers}
+        (volume,) = {
+            volume.partition(":")[0]
+            for name in readers
+            for volume in services[name]["volumes"]
+            if volume.split(":")[1] == folder
+        }
+        assert volume == {"SIE_PAYLOAD_STORE_URL": "payloads", "SIE_MODELS_DIR": "./models"}[variable]
+        assert set(readers) - {"standalone"} == {
+            name
+            for name, each in services.items()
+            if variable in each.get("environment", {}) and "profiles" not in each
+        }
+    assert {settings(name, "SIE_ADMIN_TOKEN") for name in ("gateway", "config", "standalone")} == {""}
+    assert "SIE_ADMIN_TOKEN" not in {*services["sidecar"]["environment"], *services["adapter"]["environment"]}
+
+
+@pytest.mark.parametrize(
+    ("variables", "requests", "wait_s"),
+    [({}, 64, 0.01), ({"SIE_MAX_BATCH_REQUESTS": "128", "SIE_MAX_BATCH_WAIT_MS": "5"}, 128, 0.005)],
+)
+def test_the_standalone_service_takes_the_bounds_of_its_batches_from_the_environment(
+    variables: Mapping[str, str], requests: int, wait_s: float
+) -> None:
+    service = composed(variables)["services"]["standalone"]
+    assert "--standalone" in service["command"]
+    limits = limits_of(load(environ=service["environment"], mode="standalone").settings, "standalone")
+    assert (limits.requests, limits.wait_s) == (requests, wait_s)
 
 
 def test_compose_starts_without_what_observes_it() -> None:
@@ -259,7 +316,7 @@ def test_the_install_steps_name_extras_that_exist() -> None:
         pinned = [word for word in installed(image) if not word.startswith(".")]
         assert all("==" in word for word in pinned)
     torch = next(each for each in project["optional-dependencies"]["adapter"] if each.startswith("torch"))
-    assert all(torch in installed(image) for image in ("adapter-cpu", "adapter-cuda"))
+    assert all(torch in installed(image) for image in ("adapter-cpu", "adapter-cuda", "serve"))
     assert any(word.startswith("flash-attn==") for word in installed("adapter-cuda"))
 
 

@@ -27,6 +27,7 @@ from helm import (
 from sie_adapter.process import DRAIN_S as ADAPTER_DRAIN_S
 from sie_cli import main as cli
 from sie_cli.environment import HUB
+from sie_contracts.gpu_type import gpu_type
 from sie_contracts.settings import BY_NAME, Secret, load
 from sie_gateway.process import longest_drain_s
 from sie_sidecar.process import DRAIN_S as SIDECAR_DRAIN_S
@@ -232,6 +233,23 @@ def test_the_socket_is_in_a_folder_of_this_user_alone(found: tuple[dict[str, Any
         for each in [folder, *spec["containers"]]:
             assert {"name": "socket", "mountPath": "/run/sie"} in each["volumeMounts"]
         assert "emptyDir" in next(volume for volume in spec["volumes"] if volume["name"] == "socket")
+
+
+def test_a_worker_is_told_the_type_of_its_gpu_by_its_machine_profile_or_its_group() -> None:
+    """One of a machine profile that the chart does not know detects it."""
+    groups: dict[str, Any] = {
+        **{name: {"machineProfile": name} for name in ("cpu", "l4", "a100-80gb", "h100")},
+        "own": {"machineProfile": "rack-7", "gpu": True},
+        "other": {"machineProfile": "h100", "gpuType": "h200"},
+    }
+    found = objects(template(values={**CHOSEN, "workers": {"groups": groups}}))
+    types = {
+        name: variables(container(found, f"sie-worker-{name}", "worker-sidecar")).get("SIE_GPU_TYPE") for name in groups
+    }
+    names = {name: name for name in ("cpu", "l4", "a100-80gb", "h100")}
+    assert types == {**names, "own": None, "other": "h200"}
+    assert all(gpu_type(name) == name for name in names)
+    assert "SIE_GPU_TYPE" not in variables(container(found, "sie-gateway", "gateway"))
 
 
 def test_one_adapter_for_each_gpu(found: tuple[dict[str, Any], ...]) -> None:

@@ -145,6 +145,7 @@ def test_every_key_says_what_it_is() -> None:
             "machineProfile",
             "device",
             "gpu",
+            "gpuType",
             "tolerations",
         )
         if not above.startswith("#") and key not in parts:

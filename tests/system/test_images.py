@@ -43,7 +43,7 @@ BUILDAH = ("buildah", *STORAGE)
 BASE = "docker.io/library/python:3.11-slim"
 NATS = "docker.io/library/nats:2.12-alpine"
 RUN_ARGS = (*engine.ulimits(), *shlex.split(os.environ.get("RUN_ARGS", "")))
-IMAGES = ("gateway", "config", "sidecar", "adapter-cpu")
+IMAGES = ("gateway", "config", "sidecar", "adapter-cpu", "serve")
 SERVICES = ("nats", "config", "gateway", "sidecar", "adapter")
 PROJECT = "sie-images-test"
 URL = "http://127.0.0.1:8080"
@@ -101,7 +101,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> None:
         shutil.copy(Path(sys.executable).with_name("nats-server"), folder)
         (folder / "Dockerfile").write_text(_NATS)
         run(*BUILDAH, "build", "--isolation", "chroot", "--network", "host", "-t", NATS, folder)
-    make("images")
+    make("images", "image-serve")
 
 
 @pytest.mark.parametrize("image", IMAGES)
@@ -123,7 +123,7 @@ def test_an_image_holds_what_it_says_and_no_more_than_its_budget(image: str) -> 
     }
     assert listed == {(package.lower().replace("_", "-"), version) for package, version in held["packages"]}
     assert {"sie-cluster", "click"} <= packages
-    assert ({"torch", "gliner"} <= packages) is (image == "adapter-cpu")
+    assert ({"torch", "gliner"} <= packages) is (image in ("adapter-cpu", "serve"))
     assert not packages & {"pip", "pytest", "cyclonedx-bom"}
     assert not held["tests"]
 

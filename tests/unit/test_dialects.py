@@ -8,23 +8,25 @@ import asyncio
 import base64
 import json
 import logging
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+import orjson
 import pyarrow.ipc
 import pytest
 import torch
 from fake_adapter import WIDTH, ids_of, toy_entry, vector_of
-from inprocess import GatewayProcess, InProcess, Source
+from inprocess import GatewayProcess, InProcess, Source, until
 
 from sie_adapter.epilogues import dtypes
-from sie_contracts import __version__
+from sie_contracts import __version__, messages
 from sie_contracts.configs import ConfigExport
 from sie_contracts.errors import InvalidInput
-from sie_contracts.messages import RunOptions
+from sie_contracts.messages import ArraySlice, Ok, RunOptions, WorkResult
 from sie_gateway import reply
 from sie_gateway.app import ClientVersions
 from sie_gateway.dialects import embedding_types, fields, openai, vocabulary
@@ -283,6 +285,68 @@ async def test_refusals_come_in_the_order_of_the_contract(gateway: GatewayProces
     answer = await post(gateway, f"{path}e", wrong, **{"x-sie-pool": "nowhere"})
     assert (answer.status_code, answer.json()["code"]) == (404, "POOL_NOT_FOUND")
     assert (await post(gateway, f"{path}e", wrong)).json()["error"]["reason"] == "unsupported_dtype"
+
+
+async def answered(cluster: InProcess, reply_to: asyncio.Task[httpx.Response]) -> httpx.Response:
+    """The reply to a request of two inputs, which a worker in one message answers with all that a model may give."""
+    stream = await until(lambda: cluster.server.streams.get(STREAM), "the stream of work")
+    message = await until(lambda: stream.messages.get(stream.last_sequence), "a message")
+    item = messages.decode_work(message.data)
+    block = np.ones((2, WIDTH), np.float32).tobytes()
+    data = {"classifications": [{"label": "a", "score": 0.9}]}
+    outcomes = tuple(
+        Ok({"dense": ArraySlice("<f4", (WIDTH,), start)}, 3, score=0.5, data=data) for start in (0, 4 * WIDTH)
+    )
+    result = WorkResult(item.request, item.chunk, "w0", outcomes, block, revision="local", fingerprint="f")
+    await cluster.send(item.reply, messages.encode(result))
+    return await reply_to
+
+
+@pytest.mark.parametrize("values_of_a_piece", [reply.PIECE_VALUES, 1])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/encode/toy/one", {"items": ["a", "b"]}),
+        ("/v1/score/toy/score", {"query": "q", "items": ["a", "b"]}),
+        ("/v1/extract/toy/classes", {"items": ["a", "b"]}),
+        ("/v1/embeddings", {"model": ONE, "input": ["a", "b"]}),
+        ("/v1/rerank", {"model": "toy/score", "query": "q", "documents": ["a", "b"]}),
+        ("/v1/embed", {"model": ONE, "texts": ["a", "b"]}),
+        ("/v2/embed", {"model": ONE, "input_type": "search_query", "texts": ["a", "b"]}),
+        (
+            "/v2/embed",
+            {"model": ONE, "input_type": "search_query", "texts": ["a", "b"], "embedding_types": ["int8", "float"]},
+        ),
+        ("/classify", {"model": "toy/classes", "input": ["a", "b"]}),
+    ],
+)
+async def test_the_timing_of_a_body_is_its_last_entry_and_counts_the_writing_of_all_others(
+    cluster: InProcess,
+    gateway: GatewayProcess,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    body: Any,
+    values_of_a_piece: int,
+) -> None:
+    """As postprocessing. Each piece of JSON takes 20 ms here."""
+    dumps, slow_s, written = orjson.dumps, 0.02, []
+
+    def slow(value: Any, *args: Any, **options: Any) -> bytes:
+        time.sleep(slow_s)
+        written.append(dumps(value, *args, **options))
+        return written[-1]
+
+    monkeypatch.setattr(reply, "PIECE_VALUES", values_of_a_piece)
+    asked = asyncio.create_task(post(gateway, path, body))
+    await until(lambda: (stream := cluster.server.streams.get(STREAM)) and stream.last_sequence, "a message")
+    monkeypatch.setattr(orjson, "dumps", slow)
+    answer = await answered(cluster, asked)
+    assert answer.status_code == 200, answer.text
+    told = answer.json()
+    assert list(told)[-1] == "timing"
+    assert b"timing" not in b"".join(written[:-1])
+    assert len(written) > 1
+    assert told["timing"]["postprocess_time"] >= 1000 * slow_s * (len(written) - 1)
 
 
 async def test_a_reply_that_breaks_off_is_seen_counted_and_logged(

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from sie_adapter.packing import MalformedBatch, images, items
 from sie_contracts.errors import InvalidInput
-from sie_contracts.images import Recipe, Size
+from sie_contracts.images import ImageTokens, Recipe, Size
 from sie_contracts.ipc import Rows
 from sie_contracts.messages import Input, RunOptions
 from sie_sidecar import layouts
@@ -46,6 +46,28 @@ def test_an_input_with_images_is_a_row_without_ids_that_costs_what_its_images_co
     seen, said = made.rows
     assert (len(seen.ids), seen.cost, len(seen.images), seen.truncated) == (0, 18, 2, False)
     assert (said.ids.tolist(), said.cost, said.images) == ([1], 1, ())
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, Recipe("crop", 4, 6, 8, tokens=9), Recipe("page", 4, 6, tokens=9)])
+def test_an_image_of_the_one_size_of_its_model_counts_as_1_in_the_budget_of_a_batch(
+    tokenizer: ModelTokenizer, recipe: Recipe
+) -> None:
+    """Memory, credit and time count its tokens. The ids that stand for it count as those of a text."""
+    asked = work(
+        Input(images=(FILE, FILE)), Input("river"), Input(images=(FILE,)), _0=[prepared(0)] * 2, _2=[prepared(1)]
+    )
+    (made,) = layouts.make(tokenizer, Rows(images=recipe), [asked])
+    assert [(row.cost, row.batch_cost) for row in made.rows] == [(18, 2), (1, 1), (9, 1)]
+    page = work(Input(images=(FILE,)), _0=[prepared(0)])
+    tokens = ImageTokens(2, count=5, before=(1,), after=(1,))
+    (made,) = layouts.make(tokenizer, Rows(images=recipe, image_tokens=tokens), [page])
+    assert (made.rows[0].cost, made.rows[0].batch_cost) == (7 + 9, 7 + 1)
+
+
+def test_an_image_of_a_size_of_its_own_counts_as_its_blocks_in_the_budget_of_a_batch(tokenizer: ModelTokenizer) -> None:
+    recipe = Recipe("blocks", multiple=2, min_pixels=4, max_pixels=64, block_tokens=3)
+    (made,) = layouts.make(tokenizer, Rows(images=recipe), [work(Input(images=(FILE,)), _0=[prepared(0)])])
+    assert made.rows[0].cost == made.rows[0].batch_cost == 1 + 3 * 6
 
 
 def test_the_bytes_of_pixels_are_counted_apart(tokenizer: ModelTokenizer) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from fake_adapter import IMAGES, toy_entry
 from image_files import encoded, picture, several
 from inprocess import GatewayProcess, InProcess, SidecarProcess, until
@@ -26,7 +27,7 @@ GOOD = encoded(picture())
 async def running(folder: Path, **environ: str) -> AsyncIterator[tuple[InProcess, GatewayProcess, SidecarProcess]]:
     async with InProcess(folder, toy_entry(MODEL, inputs=["text", "image"])) as cluster:
         gateway = await cluster.gateway(**environ)
-        yield cluster, gateway, await cluster.sidecar(SIE_IMAGE_WORKERS="1")
+        yield cluster, gateway, await cluster.sidecar(SIE_IMAGE_WORKERS="1", **environ)
 
 
 async def encode(gateway: GatewayProcess, *given: bytes | str, **headers: str) -> dict[str, Any]:
@@ -35,6 +36,12 @@ async def encode(gateway: GatewayProcess, *given: bytes | str, **headers: str) -
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
+
+
+def priced(cluster: InProcess) -> ModelStatus | None:
+    """The model whose worker says what an image of it costs."""
+    beat = cluster.last_beat("")
+    return next((each for each in beat.models if each.image_tokens), None) if beat is not None else None
 
 
 def image_workers() -> list[psutil.Process]:
@@ -85,17 +92,36 @@ async def test_an_image_counts_as_what_a_worker_says_that_it_costs(tmp_path: Pat
     async with running(tmp_path, SIE_CHUNK_COST="60") as (cluster, gateway, _):
         before = await encode(gateway, *(GOOD for _ in range(12)), **{"x-sie-explain": "1"})
         assert len(before["explain"]) == 12, f"{IMAGE_TOKENS} tokens each"
-
-        def told() -> ModelStatus | None:
-            beat = cluster.last_beat("")
-            return next((each for each in beat.models if each.image_tokens), None) if beat is not None else None
-
-        status = await until(told, "a heartbeat that says what an image costs")
+        status = await until(lambda: priced(cluster), "a heartbeat that says what an image costs")
         assert (status.model, status.image_tokens, status.image_vectors) == (MODEL, IMAGES.tokens, 0)
         after = await encode(gateway, *(GOOD for _ in range(12)), **{"x-sie-explain": "1"})
         assert len(after["explain"]) == 3, "11 tokens each, with those that any row has"
         assert after["usage"]["images"] == 12
         assert "images" not in (await encode(gateway, "a text"))["usage"]
+
+
+async def test_a_batch_of_images_of_one_size_is_bounded_by_their_number(tmp_path: Path) -> None:
+    """1. A batch runs, and another one is ready. 2. Images come that cost more tokens than a batch may have. 3. They
+    run together, and what is told of their batch counts tokens.
+    """
+    async with running(tmp_path, SIE_MAX_BATCH_COST="60") as (cluster, gateway, sidecar):
+        (adapter,) = cluster.adapters
+        await encode(gateway, GOOD)
+        await until(lambda: priced(cluster), "a heartbeat that says what an image costs")
+        adapter.hold_batches = True
+        tasks = []
+        for batches in (2, 3):
+            tasks.append(asyncio.create_task(encode(gateway, GOOD)))
+            await adapter.until(lambda it, batches=batches: len(it.batches) == batches, "a batch of one image")
+        tasks += [asyncio.create_task(encode(gateway, GOOD, **{"x-sie-explain": "1"})) for _ in range(8)]
+        async with asyncio.timeout(10):
+            while await sidecar.metric("sie_queue_depth", model=MODEL) < 10:
+                pass  # a scrape awaits
+        adapter.let_go()
+        found = await asyncio.gather(*tasks)
+        assert len(adapter.batches) == 4
+        assert [answer["explain"][0]["batch"]["tokens"] for answer in found[2:]] == [8 * IMAGES.tokens] * 8
+        assert await sidecar.metric("sie_batch_fill_ratio_sum") == pytest.approx((3 + 8) / 60)
 
 
 async def test_a_file_of_several_images_is_told(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,26 @@ async def test_a_model_that_was_unloaded_gets_its_lora_again(toy: Toy) -> None:
     toy.adapter.loras.clear()
     assert right(await toy.ask("c", "org/y"), "c", "org/y")
     assert toy.adapter.loads.count("toy/one") == 3
+
+
+@pytest.mark.parametrize("lost", ["lora", "model"])
+async def test_a_load_that_work_waits_for_after_it_was_tokenised_is_queue_time(toy: Toy, lost: str) -> None:
+    """Not the wait of a batch for company, nor inference."""
+    assert right(await toy.ask("a", "org/x"), "a", "org/x")
+    toy.adapter.loras.clear()  # evicted, and nobody was told
+    if lost == "model":
+        toy.adapter.loaded.clear()
+    toy.adapter.hold_loads = True
+    began_s = time.perf_counter()
+    asked = asyncio.create_task(toy.ask("b", "org/x"))
+    loads, again = (toy.adapter.lora_loads, "org/x") if lost == "lora" else (toy.adapter.loads, "toy/one")
+    await toy.adapter.until(lambda adapter: loads.count(again) == 2, f"the second load of the {lost}")
+    waited_s = time.perf_counter() - began_s
+    await asyncio.sleep(0.2)  # the time that the load takes
+    toy.adapter.let_go()
+    timing = (await asked).json()["timing"]
+    assert timing["queue_time"] >= 200
+    assert timing["batch_wait_time"] + timing["inference_time"] <= 1000 * waited_s + 100
 
 
 async def test_loras_of_profiles_load_with_the_model_that_serves_them(toy: Toy) -> None:

@@ -245,7 +245,7 @@ def test_ten_thousand_models_make_a_bounded_number_of_series() -> None:
         model, endpoint = f"org/model-{number}", ("encode", "score", "extract", "embeddings")[number % 4]
         worker.loaded(model, certified=True)
         worker.not_loaded(model, InternalFailure("x"))
-        worker.ran(model, note, done, 100)
+        worker.ran(model, note, done, 0.1)
         worker.answered(model, endpoint, result(""))
         gateway.answered(endpoint, (200, 404, 503, 504)[number % 4], f"profile-{number % 50}", 0.1)
         gateway.rejected.labels(f"profile-{number % 50}", f"bundle-{number}", "window").inc()

@@ -194,7 +194,7 @@ async def test_a_certificate_that_misses_a_bound_is_counted(tmp_path: Path) -> N
 
 def test_a_batch_is_counted_with_its_fill_its_padding_and_its_time() -> None:
     metrics = Metrics()
-    metrics.ran("m", BatchNote(items=3, tokens=80), BatchDone("b", (), b"", 20.0, 5.0, padding=20), 160)
+    metrics.ran("m", BatchNote(items=3, tokens=80), BatchDone("b", (), b"", 20.0, 5.0, padding=20), 0.5)
     found = {
         sample.name: sample.value
         for family in metrics.registry.collect()

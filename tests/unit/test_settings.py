@@ -187,6 +187,12 @@ DOCUMENTED = {
 each_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
 
+@pytest.mark.parametrize("variable", ["SIE_MEMORY_PRESSURE_THRESHOLD_PERCENT", "SIE_DISK_PRESSURE_THRESHOLD_PERCENT"])
+@pytest.mark.parametrize("percent", ["0", "100"])
+def test_a_threshold_may_be_the_least_and_the_most_percent(variable: str, percent: str) -> None:
+    assert getattr(load(environ={variable: percent}).settings, BY_NAME[variable].field) == float(percent)
+
+
 def test_the_table_holds_every_documented_setting_and_no_other() -> None:
     """C16."""
     assert set(DOCUMENTED) == set(BY_NAME)

@@ -134,6 +134,8 @@ def test_without_a_download_the_disk_is_relieved_as_well(cache: LocalCache, disk
         ("85", 560, ["org/a", "org/b"]),
         ("90", 460, []),
         ("50", 0, []),
+        ("100", 500, []),
+        ("0", 0, ["org/a", "org/b", "org/c"]),
     ],
 )
 def test_what_was_used_longest_ago_goes_above_the_threshold(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -116,7 +116,6 @@ def _answer(call: Call, finished: Finished, name: str, types: Sequence[str], ver
         start = b'{"embeddings":' if bare else b'{"embeddings":{'
         parts += [b"," if parts else start, reply.listed(rows, len(rows) * vectors[0].size, before)]
     items = finished.request.items
-    timing = finished.timing(call, time.perf_counter() - began_s)
     rest: dict[str, Any] = {
         "id": str(uuid4()),
         "response_type": "embeddings_floats" if bare else "embeddings_by_type",
@@ -124,12 +123,13 @@ def _answer(call: Call, finished: Finished, name: str, types: Sequence[str], ver
         **_shown(items),
         "meta": {"api_version": {"version": str(version)}, "billed_units": _billed(finished)},
         **finished.shared(call),
-        "timing": timing,
     }
     if scales:
         rest["embeddings_scale"] = scales
-    parts.append((b"," if bare else b"},") + orjson.dumps(rest)[1:])
-    return Answer(_Chain(parts), "application/json", finished.headers(timing))
+    parts.append((b"," if bare else b"},") + orjson.dumps(rest)[1:-1])
+    late = finished.late(call, began_s)
+    content = reply.chained(parts, lambda spent_s: b"," + orjson.dumps(late(spent_s))[1:])
+    return Answer(content, "application/json", finished.headers(finished.told))
 
 
 def _shown(items: Sequence[Item]) -> dict[str, Any]:
@@ -148,17 +148,3 @@ def _billed(finished: Finished) -> dict[str, int]:
         **({"input_tokens": finished.usage["total_tokens"]} if has_text else {}),
         **({"images": count} if count else {}),
     }
-
-
-class _Chain:
-    """Bodies one after the other."""
-
-    def __init__(self, parts: Sequence[Body]) -> None:
-        self._parts = parts
-
-    def __iter__(self) -> Iterator[bytes | memoryview]:
-        for part in self._parts:
-            if isinstance(part, bytes):
-                yield part
-            else:
-                yield from part

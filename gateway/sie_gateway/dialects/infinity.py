@@ -10,9 +10,7 @@ import time
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
-import orjson
-
-from sie_gateway import decoding
+from sie_gateway import decoding, reply
 from sie_gateway.call import Answer, Asked, Call
 from sie_gateway.dialects import fields, tei
 from sie_gateway.dialects.selection import able
@@ -29,15 +27,14 @@ async def classify(inference: Inference, call: Call, raw: bytes) -> Answer:
     items = fields.items([given] if isinstance(given, str) else given, "input", inference.max_items(call))
     params = {**fields.parameters(body, "truncate", "options"), "raw_scores": fields.flag(body, "raw_scores")}
     finished = await inference.run(call, Asked("extract", resolved, items, params))
-    data = tei.classes(finished, "input")
-    timing = finished.timing(call)
+    began_s = time.perf_counter()
     content = {
         "object": "classify",
-        "data": data,
+        "data": tei.classes(finished, "input"),
         "model": resolved.requested,
         "id": f"classify-{uuid4()}",
         "created": int(time.time()),
         **finished.shared(call),
-        "timing": timing,
     }
-    return Answer(orjson.dumps(content), "application/json", finished.headers(timing))
+    data, content_type = reply.body_of(content, 0, msgpack=False, late=finished.late(call, began_s))
+    return Answer(data, content_type, finished.headers(finished.told))

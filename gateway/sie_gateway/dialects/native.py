@@ -112,12 +112,6 @@ def _answer(call: Call, finished: Finished, *, msgpack: bool) -> Answer:
         return reply.extract_slot(index, items[index], finished.outcomes[index][1])
 
     row = found if request.operation == "extract" else None
-    prepared_s = time.perf_counter() - began_s
-
-    def late(spent_s: float) -> dict[str, Any]:
-        return {"timing": finished.timing(call, prepared_s + spent_s)}
-
+    late = finished.late(call, began_s)
     data, content_type = reply.body_of(content, finished.values, msgpack=msgpack, row=row, late=late)
-    # of a reply in pieces the headers leave before it is written
-    timing = finished.told if isinstance(data, bytes) else finished.timing(call, prepared_s)
-    return Answer(data, content_type, finished.headers(timing))
+    return Answer(data, content_type, finished.headers(finished.told))

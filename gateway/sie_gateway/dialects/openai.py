@@ -272,11 +272,10 @@ def _answer(call: Call, finished: Finished, kind: str, *, is_base64: bool) -> An
         for entry, value in zip(data, values, strict=True):
             entry[name] = value
     rest = orjson.dumps({"model": finished.request.resolved.requested, **finished.shared(call)})
-    prepared_s = time.perf_counter() - began_s
+    late = finished.late(call, began_s)
 
     def after(spent_s: float) -> bytes:
-        return b"]," + rest[1:-1] + b"," + orjson.dumps({"timing": finished.timing(call, prepared_s + spent_s)})[1:]
+        return b"]," + rest[1:-1] + b"," + orjson.dumps(late(spent_s))[1:]
 
     body = reply.listed(data, finished.values, b'{"object":"list","data":[', after)
-    timing = finished.told if isinstance(body, bytes) else finished.timing(call, prepared_s)
-    return Answer(body, "application/json", finished.headers(timing))
+    return Answer(body, "application/json", finished.headers(finished.told))

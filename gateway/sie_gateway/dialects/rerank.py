@@ -5,6 +5,7 @@ Infinity's, and TEI's where its body says so.
 from __future__ import annotations
 
 import functools
+import time
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -108,6 +109,7 @@ def _answer(
     with_documents: bool,
     warnings: list[str],
 ) -> Answer:
+    began_s = time.perf_counter()
     scores = [outcome.score or 0.0 for _, outcome in finished.succeeded("documents")]
     items = finished.request.items
     order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[:count]
@@ -137,9 +139,5 @@ def _answer(
         **shared,
         **({"data": ranked} if version == 1 else {}),  # what Voyage's client reads; it has the documents
     }
-
-    def late(spent_s: float) -> dict[str, Any]:
-        return {"timing": finished.timing(call, spent_s)}
-
-    data, content_type = reply.body_of(content, 0, msgpack=False, late=late)
+    data, content_type = reply.body_of(content, 0, msgpack=False, late=finished.late(call, began_s))
     return Answer(data, content_type, finished.headers(finished.told))
