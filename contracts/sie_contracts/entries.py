@@ -110,7 +110,8 @@ class HeadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 class RunDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Defaults of request parameters, of a model or a profile. None means inherited. `dimensions` lists the Matryoshka
-    widths. `truncate`: the side on which a text that is too long is cut.
+    widths. `truncate`: the side on which a text that is too long is cut. An empty `instruction`: those of requests are
+    ignored.
 
     `parameters` are options of the family, such as `threshold` or `score_mode`, overlaid key by key.
     """
