@@ -595,9 +595,10 @@ def test_an_instruction_that_a_score_does_not_read_is_a_warning() -> None:
 
 
 def test_an_instruction_that_is_not_read_changes_no_answer() -> None:
-    assert options({"instruction": "find"}, "org/cross", operation="score").run == options(
-        {}, "org/cross", operation="score"
-    ).run
+    assert (
+        options({"instruction": "find"}, "org/cross", operation="score").run
+        == options({}, "org/cross", operation="score").run
+    )
 
 
 @pytest.mark.parametrize("body", [{"instruction": "find"}, {"options": {"default_instruction": "find"}}])
