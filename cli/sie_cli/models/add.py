@@ -9,12 +9,13 @@ import click
 from sie_cli.cluster import CONFIG_URL, Cluster
 from sie_cli.models.catalogue import document, tell
 from sie_cli.models.inspect import described, source_arguments
-from sie_cli.models.service import MODELS, YAML, Write, path_of, write_options
+from sie_cli.models.service import YAML, Write, write_options
 from sie_cli.refusal import Refused
 from sie_contracts.aliases import Alias
 from sie_contracts.catalogue import packaged_folder
 from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import ModelLoadFailed, SIEError
+from sie_contracts.public_models import is_public
 from sie_contracts.settings import Settings
 from sie_contracts.trust import USUAL
 from sie_runtime.feed import read_folder
@@ -111,6 +112,8 @@ def _entry_of(settings: Settings, source: str, name: str, revision: str | None) 
     body, kind = document(Path(source))
     try:
         given = read(body, kind)
+        if is_public(given.value):
+            raise Refused(f"{source} is a model file of the public SIE: `sie models import {source}` translates it")
         entry = checked(given.value, given)
         if isinstance(entry, ModelEntry):
             _check_weights(entry, settings)
@@ -146,10 +149,7 @@ def _check_weights(entry: ModelEntry, settings: Settings) -> None:
 def _post(write: Write, text: str, entry: ModelEntry | Alias) -> None:
     """Add the entry at the config service, or with `force` replace the one that is there."""
     with write.service() as service:
-        is_there = write.force and any(each["model_id"] == entry.id for each in service.read(MODELS).body["models"])
-        method, path = ("PUT", path_of(entry.id)) if is_there else ("POST", MODELS)
-        answer = service.write(method, path, text.encode(), YAML, asked=write)
-        tell(write, answer)
+        tell(write, service.add(entry.id, text.encode(), YAML, asked=write))
     if isinstance(entry, ModelEntry) and entry.weights.path:
         click.echo(f"note: each worker needs the weights at {entry.weights.path}", err=True)
 
