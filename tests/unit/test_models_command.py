@@ -164,7 +164,8 @@ def test_a_folder_of_model_files_is_imported(served: Served, tmp_path: Path) -> 
     file.write_text(PUBLIC.replace("16", "8"))
     assert "max_tokens: 16 -> 8" in sie("import", str(file), *at).output
     assert "org/public: replaced" in done("import", str(file), "--force", *at)
-    assert "`sie models import" in sie("add", str(file), *at).output
+    assert "sie_id (line 1)" in (refused := sie("add", str(file), *at).output)
+    assert "`sie models import` translates them" in refused
     (tmp_path / "empty").mkdir()
     assert "has no file that ends in .yaml or .yml" in sie("import", str(tmp_path / "empty"), *at).output
     done("rm", "org/public", *at)

@@ -15,7 +15,6 @@ from sie_contracts.aliases import Alias
 from sie_contracts.catalogue import packaged_folder
 from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import ModelLoadFailed, SIEError
-from sie_contracts.public_models import is_public
 from sie_contracts.settings import Settings
 from sie_contracts.trust import USUAL
 from sie_runtime.feed import read_folder
@@ -112,8 +111,6 @@ def _entry_of(settings: Settings, source: str, name: str, revision: str | None) 
     body, kind = document(Path(source))
     try:
         given = read(body, kind)
-        if is_public(given.value):
-            raise Refused(f"{source} is a model file of the public SIE: `sie models import {source}` translates it")
         entry = checked(given.value, given)
         if isinstance(entry, ModelEntry):
             _check_weights(entry, settings)
