@@ -40,11 +40,12 @@ $(VENV)/.large: $(VENV)/.pip constraints.txt
 	$(PIP) --quiet --no-deps --constraint constraints.txt $(LARGE)
 	touch $@
 
-# The public SDKs, each in a folder of its own: they share the name of a package. They ask for Python 3.12 and run on 3.11.
+# The public SDKs and the public server, each in a folder of its own: they share the name of a package. They ask for Python 3.12 and run on 3.11.
 TARGET = $(PIP) --quiet --no-deps --ignore-requires-python --upgrade --target
 
 $(SDKS)/.installed: $(VENV)/.pip
 	set -e; for version in 0.3.1 0.6.4 0.6.5 0.8.0 0.10.1; do $(TARGET) $(SDKS)/$$version sie-sdk==$$version; done
+	$(TARGET) $(SDKS)/server sie-server==0.10.1  # whose model files are read
 	$(TARGET) $(SDKS)/needs msgpack==1.2.4 msgpack-numpy==0.4.8 websockets==14.2
 	touch $@
 

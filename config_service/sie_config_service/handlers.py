@@ -145,8 +145,10 @@ async def create(service: ConfigService, request: Request) -> Response:
     """Add a model, or profiles to one."""
     given, body = await _read(request)
     edits = await service.edits()
-    wanted = edits.entry(given.value, given)
-    return await _write(service, request, "create", wanted["id"], edits.create(wanted), body, profiles_of(wanted))
+    document, ignored = await edits.public(given)
+    wanted = edits.entry(document.value, document)
+    edit, profiles = edits.create(wanted), profiles_of(wanted)
+    return await _write(service, request, "create", wanted["id"], edit, body, profiles, ignored)
 
 
 async def rollback(service: ConfigService, request: Request) -> Response:
@@ -160,7 +162,9 @@ async def put(service: ConfigService, request: Request) -> Response:
     """Replace a model."""
     model = request.path_params["id"]
     given, body = await _read(request)
-    return await _write(service, request, "put", model, (await service.edits()).put(model, given), body)
+    edits = await service.edits()
+    document, ignored = await edits.public(given, model)
+    return await _write(service, request, "put", model, edits.put(model, document), body, warnings=ignored)
 
 
 async def patch(service: ConfigService, request: Request) -> Response:
@@ -184,6 +188,7 @@ async def _write(
     edit: Edit,
     body: bytes,
     profiles: Collection[str] | None = None,
+    warnings: tuple[str, ...] = (),
 ) -> Response:
     """Do one write and answer it."""
     dry_run, force = _flags(request, "dry_run", "force")
@@ -199,6 +204,7 @@ async def _write(
             profiles,
             force,
             request.scope["sie.author"],
+            warnings,
         )
     )
     status = 201 if answered.created and not answered.replayed else 200

@@ -36,7 +36,7 @@ from sie_broker import Broker, BrokerError, Bus, Entry, Write
 from sie_broker.record import Bucket, retry_conflicts
 from sie_config_service.aliases import INDEX_KEY, Index, index_in, index_of
 from sie_config_service.mirror import Held, Mirror, Snapshot, Stored, bundle_key, bundles_of, concerns, decoded
-from sie_contracts import messages, topology
+from sie_contracts import configs, messages, topology
 from sie_contracts.aliases import Alias, is_alias
 from sie_contracts.bundles import Bundle
 from sie_contracts.catalogue import Catalogue
@@ -490,7 +490,9 @@ def _export(read: Snapshot) -> ConfigExport:
         if held.entry is not None
     )
     bundles = tuple(msgspec.to_builtins(bundle) for bundle in read.bundles.values())
-    return ConfigExport(read.epoch, listed, bundles, generated_at=datetime.now(UTC).isoformat(timespec="seconds"))
+    hashes = {bundle: configs.bundle_hash(read.revisions(bundle)) for bundle in read.bundles}
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return ConfigExport(read.epoch, listed, bundles, generated_at=now, bundle_config_hashes=hashes)
 
 
 def _copied(entry: Entry | None) -> Stored | None:

@@ -25,9 +25,9 @@ from sie_config_service.aliases import Guarded, guard
 from sie_config_service.documents import Document, checked, difference, invalid, merged
 from sie_config_service.mirror import Held, bundles_of
 from sie_config_service.store import CatalogueStore, Change, digest_of, normalised, reply_of
-from sie_contracts.aliases import Alias
+from sie_contracts.aliases import Alias, is_alias
 from sie_contracts.bundles import Bundle, lacking, serving
-from sie_contracts.entries import ModelEntry
+from sie_contracts.entries import ModelEntry, is_id
 from sie_contracts.errors import (
     ContentConflict,
     IdempotencyMismatch,
@@ -35,7 +35,9 @@ from sie_contracts.errors import (
     PayloadTooLarge,
     PermissionDenied,
     QueueUnavailable,
+    ValidationFailed,
 )
+from sie_contracts.public_models import is_public, translated
 from sie_contracts.trust import Trust
 
 MAX_IDS = 50_000  # models and aliases, removed ones included, whose revisions are kept
@@ -66,6 +68,7 @@ class Asked:
     author: str = ""  # who asked
     note: str = ""  # why, where no person asked
     source: str = "api"
+    warnings: tuple[str, ...] = ()  # of the document
 
 
 @dataclass(frozen=True)
@@ -169,7 +172,8 @@ class Writer:
             "revision": revision,
             "created_profiles": [name for name in after if name not in before],
             "existing_profiles_skipped": [name for name in named if name in before and after[name] == before[name]],
-            "warnings": [],
+            "warnings": list(asked.warnings),
+            "unchanged": held.entry == entry,
             "routable_bundles_by_profile": dict.fromkeys(after, routable),
             "router_id": self.id,
         }
@@ -241,6 +245,21 @@ class Edits:
 
         return edit
 
+    async def public(self, document: Document, model: str = "") -> tuple[Document, tuple[str, ...]]:
+        """A model file of the public SIE as a document of ours, of `model` where it names none, with what is ignored
+        of it. Any other document as it is. Raises ValidationFailed.
+        """
+        if not is_public(document.value):
+            return document, ()
+        name = document.value.get("sie_id", model)
+        present = (await self._store.held(name)).entry if isinstance(name, str) and is_id(name) else None
+        try:
+            found = translated(document.value, None if present is None or is_alias(present) else present)
+        except ValidationFailed as error:
+            (fault,) = error.extras["errors"]
+            raise invalid(fault["loc"], fault["message"], document.line(fault["loc"])) from None
+        return Document({"id": model, **found.entry}, document.node), found.ignored
+
     def put(self, model: str, document: Document) -> Edit:
         raw = {"id": model, **document.value} if isinstance(document.value, dict) else document.value
         wanted = self._same(model, self.entry(raw, document), document)
@@ -264,7 +283,8 @@ class Edits:
 
     def delete(self, model: str) -> Edit:
         async def edit(held: Held) -> None:
-            await self._present(model, held)
+            if held.stored is None:  # one that was removed before stays so
+                raise await self._store.not_found(model)
 
         return edit
 

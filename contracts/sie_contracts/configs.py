@@ -70,13 +70,14 @@ class ConfigEpoch(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ConfigExport(msgspec.Struct, frozen=True, omit_defaults=False):
-    """The whole catalogue at one epoch."""
+    """The whole catalogue at one epoch. `bundle_config_hashes`: of the models of each bundle."""
 
     epoch: str
     models: tuple[ConfigModel, ...]
     bundles: tuple[dict[str, Any], ...] = ()
     snapshot_version: int = 1
     generated_at: str = ""
+    bundle_config_hashes: dict[str, str] = {}
 
 
 decode_delta = msgspec.msgpack.Decoder(ConfigDelta).decode

@@ -110,7 +110,8 @@ class HeadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 class RunDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Defaults of request parameters, of a model or a profile. None means inherited. `dimensions` lists the Matryoshka
-    widths. `truncate`: the side on which a text that is too long is cut.
+    widths. `truncate`: the side on which a text that is too long is cut. An empty `instruction`: those of requests are
+    ignored.
 
     `parameters` are options of the family, such as `threshold` or `score_mode`, overlaid key by key.
     """
@@ -225,6 +226,8 @@ def widths(entry: ModelEntry, run: RunDefaults) -> dict[str, int]:
 
 def parse_entry(raw: object) -> ModelEntry:
     """Check decoded YAML or JSON and return the entry. Raises ValidationFailed; its `errors` name the path."""
+    if isinstance(raw, dict) and "sie_id" in raw and "id" not in raw:
+        raise _invalid("a field of model files of the public SIE; `sie models import` translates them - at `$.sie_id`")
     if isinstance(raw, dict) and isinstance(raw.get("outputs"), dict):  # `score: {}` means an output without a width
         raw = {**raw, "outputs": {name: 0 if width in ({}, None) else width for name, width in raw["outputs"].items()}}
     try:

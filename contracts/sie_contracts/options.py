@@ -124,6 +124,11 @@ class _Parameters:
         """Whether any of `names` is set."""
         return any(name in self._found for name in names)
 
+    def drop(self, *names: str) -> None:
+        """Leave parameters unset, whatever the request says."""
+        for name in names:
+            self._found.pop(name, None)
+
     def side(self, defaults: RunDefaults) -> Side | None:
         """The side of texts for which nothing names a side or a prompt, None where something does."""
         is_named = self.is_set("is_query", "input_type", "prompt_name") or defaults.is_query is not None
@@ -196,6 +201,10 @@ def run_options(
         raise InvalidInput(message, reason="unsupported_task", param="model")
     own = families.row(entry.family).parameters if entry.family in FAMILIES else None
     names = request.foreign() if own is None else own
+    used = _USED[operation] | names
+    if not _takes_instruction(entry, defaults, operation):
+        used -= {"instruction", "default_instruction"}
+        request.drop("instruction", "default_instruction")
     run = _merged(entry, defaults, request, operation, names)
     if request.has_others(neutral := _neutral(entry)):
         usual = _merged(entry, defaults, request.only(neutral - {"output_types"}), operation, names)
@@ -203,11 +212,8 @@ def run_options(
         run = altered(usual, **{name: getattr(run, name) for name in RunOptions.__struct_fields__})
     on_error = one_of(*request.get("on_item_error"), choices={"slot": "slot", "fail": "fail"}, default=on_item_error)
     timing = one_of(*request.get("timing"), choices={"request": "request", "items": "items"}, default="request")
-    used = _USED[operation] | names
     if operation == "extract":  # no family follows a schema
         used -= {"output_schema"}
-    elif operation == "score" and own is not None and not _scores_by_instruction(entry):
-        used -= {"instruction", "default_instruction"}
     unused = list(itertools.islice(request.unused(used), MAX_WARNINGS))
     if unused and strict:
         path, meant = unused[0]
@@ -318,8 +324,13 @@ def _encode(
     }
 
 
-def _scores_by_instruction(entry: ModelEntry) -> bool:
-    return families.row(entry.family).gives_vectors or any("{instruction}" in piece for piece in entry.pair)
+def _takes_instruction(entry: ModelEntry, defaults: RunDefaults, operation: Operation) -> bool:
+    """Whether an instruction of a request has a meaning: an empty one of the profile says that none has."""
+    if defaults.instruction == "":
+        return False
+    if operation != "score" or entry.family not in FAMILIES or FAMILIES[entry.family].gives_vectors:
+        return True
+    return any("{instruction}" in piece for piece in entry.pair)
 
 
 def _score(

@@ -657,6 +657,21 @@ def test_fields_of_documents_are_read_in_their_order_one_per_line(client: httpx.
     assert found["warnings"][0].startswith("max_chunks_per_doc: ignored")
 
 
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
+def test_an_instruction_is_followed_by_a_model_that_reads_one_else_named(client: httpx.Client, path: str) -> None:
+    body = {"query": QUERY, "documents": DOCUMENTS, "instruction": "Find the river"}
+
+    def ask(model: str, without: str = "", **headers: str) -> httpx.Response:
+        return client.post(path, json={"model": model, **body, without: None}, headers=headers)
+
+    assert ask(CROSS).json()["warnings"] == [f"instruction: ignored, no such option of {CROSS} here"]
+    assert ask(CROSS).json()["results"] == ask(CROSS, without="instruction").json()["results"]
+    strict = ask(CROSS, **{"X-SIE-Strict": "true"})
+    assert (strict.status_code, strict.json()["error"]["param"]) == (400, "instruction")
+    assert "warnings" not in ask("test/reranker").json()
+    assert ask("test/reranker").json()["results"] != ask("test/reranker", without="instruction").json()["results"]
+
+
 @pytest.mark.parametrize("path", ["/classify", "/v1/classify"])
 def test_infinity_gets_all_classes_of_each_text(client: httpx.Client, path: str) -> None:
     """Contract 17.3: the classes of TEI's route, in Infinity's shape; the logits on demand. The only classifier need

@@ -5,6 +5,7 @@ them).
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -42,3 +43,40 @@ async def test_an_sdk_waits_while_the_first_worker_starts(tmp_path: Path, versio
         await cluster.sidecar(await cluster.adapter())
         out, told = await asyncio.wait_for(asked, 30)
     assert (out.decode().strip(), told.decode(), sdk.returncode) == ("8", "", 0)
+
+
+JOB = """
+import json, sys
+from sie_sdk import SIEClient
+from sie_sdk.client import RequestError
+client = SIEClient(sys.argv[1])
+job = {"model": "toy/one", "field_map": {"input_field": "t", "id_field": "id"}, "execution": "run"}
+with open(sys.argv[2], "rb") as file:
+    source = "upload://" + client.files.upload(file, purpose="jobs")["id"]
+made = client.jobs.submit(source=source, idempotency_key="a", **job)
+ended = client.jobs.wait(made["id"], timeout_s=20, poll_s=0.05)
+try:
+    client.jobs.submit(source=source, idempotency_key="b", output_field="v", **job)
+except RequestError as error:
+    refused = str(error)
+listed = [each["state"] for each in client.jobs.list()]
+print(json.dumps([made["object"], ended["state"], ended["completed_items"], ended["total_items"], listed, refused]))
+"""
+
+
+async def test_the_newest_sdk_submits_a_job_and_waits_for_its_end(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"id": f"r{number}", "t": f"text {number}"}) + "\n" for number in range(5)))
+    path = os.pathsep.join(map(str, (FOLDER / "0.10.1", FOLDER / "needs")))
+    environ = {**os.environ, "PYTHONPATH": path, "NO_PROXY": "*"}
+    async with InProcess(tmp_path) as cluster:
+        gateway = await cluster.gateway(SIE_PAYLOAD_STORE_URL=str(tmp_path / "payloads"))
+        await cluster.sidecar(await cluster.adapter())
+        sdk = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", JOB, gateway.url, str(rows), env=environ, stdout=-1, stderr=-1
+        )
+        out, told = await asyncio.wait_for(sdk.communicate(), 40)
+    assert sdk.returncode == 0, told.decode()
+    kind, state, done, count, listed, refused = json.loads(out)
+    assert (kind, state, done, count, listed) == ("job", "succeeded", 5, 5, ["succeeded"])
+    assert "output_field: leave it out" in refused

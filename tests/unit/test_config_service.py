@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import config_api
+import httpx
 import msgspec
 import pytest
 import yaml
@@ -83,6 +84,7 @@ async def test_a_model_is_created_replaced_patched_rolled_back_and_removed(api: 
     assert made == {
         "model_id": "org/one",
         "revision": 1,
+        "unchanged": False,
         "created_profiles": ["default", "plain"],
         "existing_profiles_skipped": [],
         "warnings": [],
@@ -96,7 +98,10 @@ async def test_a_model_is_created_replaced_patched_rolled_back_and_removed(api: 
     assert (await api.call("POST", f"{ONE}/rollback", {"revision": 1}))["revision"] == 4
     assert await api.call("GET", ONE) == normalised(parse_entry(ENTRY))
     gone = await api.call("DELETE", ONE)
-    assert (gone["revision"], gone["routable_bundles_by_profile"]) == (5, {})
+    assert (gone["revision"], gone["routable_bundles_by_profile"], gone["unchanged"]) == (5, {}, False)
+    again = await api.call("DELETE", ONE)
+    assert (again["revision"], again["unchanged"]) == (5, True)
+    assert (await api.call("DELETE", "/v1/configs/models/org/two", status=404))["detail"]["error"] == "model_not_found"
     assert (await api.call("GET", ONE, status=404))["detail"]["error"] == "model_not_found"
     assert await api.call("GET", "/v1/configs/models") == {"models": []}
     assert (await api.call("POST", f"{ONE}/rollback", {"revision": 3}))["created_profiles"] == ["default"]
@@ -104,6 +109,102 @@ async def test_a_model_is_created_replaced_patched_rolled_back_and_removed(api: 
     refused = await api.call("POST", f"{ONE}/rollback", {"revision": 9}, 404)
     assert (refused["error"]["reason"], refused["error"]["revisions"]) == ("revision_not_found", [6, 5, 4, 3, 2, 1])
     assert (await api.call("POST", f"{ONE}/rollback", {"revision": 5}, 422))["errors"][0]["loc"] == "$.revision"
+
+
+PUBLIC = f"""
+sie_id: org/public
+hf_id: org/public
+hf_revision: {"ab" * 20}
+tasks: {{encode: {{dense: {{dim: 4}}}}}}
+max_sequence_length: 16
+profiles:
+  default:
+    max_batch_tokens: 8192
+    adapter_path: sie_server.adapters.bert_flash:BertFlashAdapter
+    adapter_options: {{runtime: {{pooling: mean, normalize: true}}}}
+  raw:
+    extends: default
+    adapter_options: {{runtime: {{pooling: mean, normalize: false}}}}
+"""
+PUBLIC_MODEL = "/v1/configs/models/org/public"
+
+
+@pytest.fixture
+async def catalogue() -> AsyncIterator[Api]:
+    """With a bundle of a family that public files have."""
+    api = Api(MemoryServer(), **TOKENS)
+    api._bundles = {"default": Bundle("default", families=("text-encoder",))}
+    await api.start()
+    yield api
+    await api.client.aclose()
+
+
+async def sent(api: Api, method: str, path: str, text: str, **headers: str) -> httpx.Response:
+    return await api.client.request(
+        method, path, content=text, headers={"Content-Type": "application/x-yaml", **headers}
+    )
+
+
+async def test_a_model_file_of_the_public_server_becomes_an_entry(catalogue: Api) -> None:
+    made = await sent(catalogue, "POST", "/v1/configs/models", PUBLIC)
+    assert (made.status_code, made.json()["created_profiles"]) == (201, ["default", "raw"])
+    assert made.json()["warnings"] == ["profiles.default.max_batch_tokens: ignored, SIE_MAX_BATCH_COST bounds a batch"]
+    stored = await catalogue.call("GET", PUBLIC_MODEL)
+    assert stored == {
+        "id": "org/public",
+        "weights": {"hub": "org/public", "revision": "ab" * 20},
+        "family": "text-encoder",
+        "outputs": {"dense": 4},
+        "max_tokens": 16,
+        "run": {"pooling": "mean"},
+        "profiles": {"raw": {"run": {"normalize": False}}},
+    }
+    again = (await sent(catalogue, "POST", "/v1/configs/models", PUBLIC)).json()
+    assert (again["unchanged"], again["existing_profiles_skipped"]) == (True, ["default", "raw"])
+    other = await sent(catalogue, "POST", "/v1/configs/models", PUBLIC.replace("dim: 4", "dim: 8"))
+    assert (other.status_code, other.json()["detail"]["error"]) == (409, "content_conflict")
+    assert other.json()["error"]["diff"] == [{"path": "$.outputs.dense", "before": 4, "after": 8}]
+    put = await sent(catalogue, "PUT", PUBLIC_MODEL, PUBLIC.replace("sie_id: org/public\n", "").replace("16", "8"))
+    assert put.status_code == 200
+    assert (await catalogue.call("GET", PUBLIC_MODEL))["max_tokens"] == 8
+    seen = await catalogue.client.get(PUBLIC_MODEL, headers={"Accept": "application/x-yaml"})
+    assert (seen.headers["content-type"], yaml.safe_load(seen.text)["id"]) == ("application/x-yaml", "org/public")
+
+
+async def test_what_a_public_file_does_not_say_stays_as_the_catalogue_has_it(catalogue: Api) -> None:
+    entry = {
+        "id": "org/public",
+        "weights": {"hub": "org/public", "revision": "ab" * 20},
+        "family": "text-encoder",
+        "outputs": {"dense": 4},
+        "max_tokens": 16,
+        "run": {"pooling": "mean"},
+        "description": "of the catalogue",
+    }
+    await catalogue.call("POST", "/v1/configs/models", entry, 201)
+    added = await sent(catalogue, "POST", "/v1/configs/models", PUBLIC)
+    assert (added.status_code, added.json()["created_profiles"]) == (201, ["raw"])
+    assert (await catalogue.call("GET", PUBLIC_MODEL))["description"] == "of the catalogue"
+
+
+async def test_a_public_file_without_a_counterpart_is_refused_by_its_line(catalogue: Api) -> None:
+    text = PUBLIC.replace("BertFlashAdapter", "LayaAdapter")
+    answer = await sent(catalogue, "POST", "/v1/configs/models", text)
+    (fault,) = answer.json()["errors"]
+    assert (answer.status_code, fault["loc"], fault["line"]) == (422, "$.profiles.default.adapter_path", 10)
+
+
+async def test_an_export_has_the_hash_of_each_bundle(api: Api) -> None:
+    before = await api.call("GET", "/v1/configs/export")
+    assert (before["snapshot_version"], set(before["bundle_config_hashes"])) == (1, set(BUNDLES))
+    await api.call("POST", "/v1/configs/models", ENTRY, 201)
+    after = (await api.call("GET", "/v1/configs/export"))["bundle_config_hashes"]
+    changed = {name for name in BUNDLES if after[name] != before["bundle_config_hashes"][name]}
+    assert changed == {"default", "late"}
+    status = await api.call("GET", f"{ONE}/status")
+    assert {each["bundle_id"]: each["expected_bundle_config_hash"] for each in status["bundles"]} == {
+        name: after[name] for name in ("default", "late")
+    }
 
 
 async def test_each_write_tells_the_epochs_before_and_after_it_in_one_delta(api: Api) -> None:

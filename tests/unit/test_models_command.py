@@ -43,7 +43,7 @@ from sie_sidecar.process import _known
 ADMIN, READER = "admin-token-of-a-test", "reader-token-of-a-test"
 PLAIN = Write(Cluster(load(environ={}).settings, {}, Path()))
 TOKENS = {"SIE_ADMIN_TOKEN": ADMIN, "SIE_CONFIG_READ_TOKEN": READER}
-BUNDLES = {"default": Bundle("default", families=("toy",)), "eyes": Bundle("eyes", families=("eye",))}
+BUNDLES = {"default": Bundle("default", families=("toy", "text-encoder")), "eyes": Bundle("eyes", families=("eye",))}
 ENTRY = """\
 id: org/one
 weights: {package: x}
@@ -119,6 +119,66 @@ def revision_of(url: str, model: str = "org/one") -> int:
     return int(
         httpx.get(f"{url}/v1/configs/models/{model}", headers={"Authorization": ADMIN}).headers["etag"].strip('"')
     )
+
+
+PUBLIC = """\
+sie_id: org/public
+hf_id: org/public
+hf_revision: abababababababababababababababababababab
+tasks: {encode: {dense: {dim: 4}}}
+max_sequence_length: 16
+profiles:
+  default:
+    adapter_path: sie_server.adapters.bert_flash:BertFlashAdapter
+    adapter_options: {loadtime: {compile: true}, runtime: {pooling: mean}}
+"""
+
+
+def test_a_folder_of_model_files_is_imported(served: Served, tmp_path: Path) -> None:
+    at = ("--url", served.url)
+    (tmp_path / "nested").mkdir()
+    file = tmp_path / "nested" / "public.yaml"
+    file.write_text(PUBLIC)
+    (tmp_path / "own.yml").write_text(ENTRY.replace("org/one", "org/own"))
+    (tmp_path / "other.yaml").write_text(PUBLIC.replace("BertFlash", "Laya").replace("org/public", "org/other"))
+    (tmp_path / "broken.yaml").write_text("a: [")
+    (tmp_path / "notes.txt").write_text("no file of a model")
+    checked = sie("import", str(tmp_path), "--dry-run", *at)
+    assert checked.exit_code == 1
+    assert checked.stdout.splitlines() == [
+        f"{tmp_path / 'broken.yaml'}: rejected",
+        "    $ (line 2): not YAML: did not find expected node content",
+        "org/public: added",
+        "    profiles.default.adapter_options.loadtime.compile: ignored, it has no counterpart",
+        f"{tmp_path / 'other.yaml'}: rejected",
+        "    profiles.default.adapter_path (line 8): no family here does what LayaAdapter does; `sie models inspect` "
+        "says which one reads a folder",
+        "org/own: added",
+        "dry run, nothing is stored: 2 rejected, 2 added",
+    ]
+    assert "2 of 4 files are rejected" in checked.output
+    assert sie("show", "org/public", *at).exit_code == 1
+    sie("import", str(tmp_path), *at)
+    assert yaml.safe_load(done("show", "org/public", *at))["run"] == {"pooling": "mean"}
+    (row,) = json.loads(done("import", str(file), "-o", "json", *at))
+    assert (row["model_id"], row["state"]) == ("org/public", "unchanged")
+    file.write_text(PUBLIC.replace("16", "8"))
+    assert "max_tokens: 16 -> 8" in sie("import", str(file), *at).output
+    assert "org/public: replaced" in done("import", str(file), "--force", *at)
+    assert "sie_id (line 1)" in (refused := sie("add", str(file), *at).output)
+    assert "`sie models import` translates them" in refused
+    (tmp_path / "empty").mkdir()
+    assert "has no file that ends in .yaml or .yml" in sie("import", str(tmp_path / "empty"), *at).output
+    done("rm", "org/public", *at)
+    done("rm", "org/own", *at)
+
+
+def test_an_import_ends_at_once_where_the_service_takes_no_file(served: Served, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.yaml").write_text(PUBLIC)
+    result = sie("import", str(tmp_path), "--url", served.url, token="wrong")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "rejected" not in result.output
 
 
 def test_a_model_is_added_shown_changed_rolled_back_and_removed(served: Served, tmp_path: Path) -> None:
@@ -316,7 +376,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "a family of no bundle": (
         ("set", "org/one", "family=nose"),
         1,
-        ("family:", "no bundle can serve", "default has toy; eyes has eye"),
+        ("family:", "no bundle can serve", "default has toy, text-encoder; eyes has eye"),
     ),
     "a branch": (
         ("set", "org/one", "weights.hub=a/b", "weights.revision=main"),

@@ -594,6 +594,27 @@ def test_an_instruction_that_a_score_does_not_read_is_a_warning() -> None:
     assert options({"instruction": "find"}, "org/late", operation="score").warnings == ()
 
 
+def test_an_instruction_that_is_not_read_changes_no_answer() -> None:
+    assert (
+        options({"instruction": "find"}, "org/cross", operation="score").run
+        == options({}, "org/cross", operation="score").run
+    )
+
+
+@pytest.mark.parametrize("body", [{"instruction": "find"}, {"options": {"default_instruction": "find"}}])
+def test_a_profile_with_an_empty_instruction_takes_none_of_a_request(body: dict[str, Any]) -> None:
+    plain = entry("org/plain", profiles={"bare": {"run": {"instruction": ""}}})
+    resolved = Catalogue({plain.id: plain}).resolve("org/plain:bare")
+    found = run_options(resolved, body)[1]
+    assert found.run == run_options(resolved, {})[1].run
+    assert found.run.prefix == ""
+    (warning,) = found.warnings
+    assert warning.endswith("instruction: ignored, no such option of org/plain here")
+    with pytest.raises(InvalidInput) as caught:
+        run_options(resolved, body, strict=True)
+    assert caught.value.reason == "unknown_option"
+
+
 def test_a_schema_is_a_warning_of_a_model_that_takes_none() -> None:
     body = {"labels": ["x"], "params": {"output_schema": {"type": "object"}}}
     warning = "params.output_schema: ignored, no such option of org/gliner here"

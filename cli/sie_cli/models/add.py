@@ -9,7 +9,7 @@ import click
 from sie_cli.cluster import CONFIG_URL, Cluster
 from sie_cli.models.catalogue import document, tell
 from sie_cli.models.inspect import described, source_arguments
-from sie_cli.models.service import MODELS, YAML, Write, path_of, write_options
+from sie_cli.models.service import YAML, Write, write_options
 from sie_cli.refusal import Refused
 from sie_contracts.aliases import Alias
 from sie_contracts.catalogue import packaged_folder
@@ -146,10 +146,7 @@ def _check_weights(entry: ModelEntry, settings: Settings) -> None:
 def _post(write: Write, text: str, entry: ModelEntry | Alias) -> None:
     """Add the entry at the config service, or with `force` replace the one that is there."""
     with write.service() as service:
-        is_there = write.force and any(each["model_id"] == entry.id for each in service.read(MODELS).body["models"])
-        method, path = ("PUT", path_of(entry.id)) if is_there else ("POST", MODELS)
-        answer = service.write(method, path, text.encode(), YAML, asked=write)
-        tell(write, answer)
+        tell(write, service.add(entry.id, text.encode(), YAML, asked=write))
     if isinstance(entry, ModelEntry) and entry.weights.path:
         click.echo(f"note: each worker needs the weights at {entry.weights.path}", err=True)
 

@@ -41,7 +41,7 @@ def list_command(cluster: Cluster, output: str | None) -> None:
         body = service.read(MODELS).body
     click.echo(f"models of {public_url(service.url)}", err=True)
     rows = [(each["model_id"], _variants(each), each["source"]) for each in body["models"]]
-    _print(
+    print_body(
         body,
         output,
         lambda: display.table([("MODEL", "PROFILES", "SOURCE"), *rows]) if rows else click.echo("no models"),
@@ -67,7 +67,7 @@ def show(cluster: Cluster, model: str, output: str | None) -> None:
         answer = service.read(path_of(model))
     if answer.revision is not None:
         click.echo(f"{model} is at revision {answer.revision}", err=True)
-    _print(answer.body, output or "yaml", lambda: display.table([("FIELD", "VALUE"), *_flat(answer.body, "")]))
+    print_body(answer.body, output or "yaml", lambda: display.table([("FIELD", "VALUE"), *_flat(answer.body, "")]))
 
 
 @click.command()
@@ -90,7 +90,7 @@ def history(cluster: Cluster, model: str, output: str | None) -> None:
         )
         for each in body["revisions"]
     ]
-    _print(body, output, lambda: display.table([("REVISION", "OPERATION", "AT", "AUTHOR", "CHANGES"), *rows]))
+    print_body(body, output, lambda: display.table([("REVISION", "OPERATION", "AT", "AUTHOR", "CHANGES"), *rows]))
 
 
 def _changes(found: list[dict[str, Any]]) -> str:
@@ -111,7 +111,7 @@ def status(cluster: Cluster, model: str, output: str | None) -> None:
     """Which gateways and workers serve which revision of model ID."""
     with service_of(cluster, writes=False) as service:
         body = service.read(path_of(model, "/status")).body
-    _print(body, output, lambda: _show_status(body))
+    print_body(body, output, lambda: _show_status(body))
 
 
 def _show_status(body: dict[str, Any]) -> None:
@@ -269,7 +269,7 @@ def tell(write: Write, answer: Answer, *, removed: bool = False) -> None:
         if body["existing_profiles_skipped"] and not body["created_profiles"] and not removed:
             click.echo(f"unchanged profiles: {', '.join(body['existing_profiles_skipped'])}")
 
-    _print(body, write.output, lines)
+    print_body(body, write.output, lines)
     for warning in body["warnings"]:
         click.echo(f"warning: {warning}{_WARNINGS.get(warning, '')}", err=True)
 
@@ -284,7 +284,8 @@ _WARNINGS = {
 }
 
 
-def _print(body: Any, output: str | None, table: Any) -> None:
+def print_body(body: Any, output: str | None, table: Any) -> None:
+    """Print a reply as JSON or YAML, else by `table`."""
     if output == "json":
         click.echo(msgspec.json.format(msgspec.json.encode(body)))
     elif output == "yaml":

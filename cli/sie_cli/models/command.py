@@ -8,6 +8,7 @@ from sie_cli.models import catalogue, residency
 from sie_cli.models.add import add
 from sie_cli.models.alias import alias
 from sie_cli.models.compare import compare
+from sie_cli.models.importing import import_command
 from sie_cli.models.inspect import inspect
 from sie_cli.options import AnyPosition
 
@@ -31,6 +32,7 @@ def models() -> None:
     \b
     With a config service (--url, SIE_CONFIG_SERVICE_URL) and its SIE_ADMIN_TOKEN:
     sie models list                            what there is
+    sie models import ./models --dry-run       add a folder of model files, also of those of the public SIE
     sie models show my/model                   the configuration, which `add` and `set -f` take back
     sie models set my/model max_tokens=128     change it; --dry-run only checks, --if-match N refuses if it is not at
                                                revision N
@@ -42,5 +44,5 @@ def models() -> None:
     """
 
 
-for _command in (inspect, add, *catalogue.COMMANDS, alias, compare, *residency.COMMANDS):
+for _command in (inspect, add, import_command, *catalogue.COMMANDS, alias, compare, *residency.COMMANDS):
     models.add_command(_command)

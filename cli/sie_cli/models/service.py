@@ -31,7 +31,13 @@ JSON, YAML = "application/json", "application/x-yaml"
 TIMEOUT_S = 15.0  # the service gives a write 10
 RETRY_S = 20.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 5.0
+_OF_DOCUMENT = frozenset({400, 409, 413, 422})  # statuses
+_ABOUT_TRUST = frozenset({"remote_code", "model_path"})  # reasons
 _ENVELOPE = "not the answer of a config service"
+
+
+class Rejected(Refused):
+    """The service does not take this document. Others it may take."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,12 @@ class Service:
             method, path + ("?" + "&".join(f"{name}=true" for name in flags) if flags else ""), body, headers
         )
 
+    def add(self, model: str, body: bytes, content_type: str, *, asked: Write) -> Answer:
+        """Add a model, or with `force` replace the one that is there. Raises Refused."""
+        is_there = asked.force and any(each["model_id"] == model for each in self.read(MODELS).body["models"])
+        method, path = ("PUT", path_of(model)) if is_there else ("POST", MODELS)
+        return self.write(method, path, body, content_type, asked=asked)
+
     def _asked(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> Answer:
         end_s, pause_s, told = time.monotonic() + RETRY_S, FIRST_PAUSE_S, False
         while True:
@@ -140,7 +152,8 @@ class Service:
                 )
             except msgspec.DecodeError as error:
                 raise Refused(f"{public_url(self.url)} gave {_ENVELOPE}: {_WRONG_URL}") from error
-        raise Refused("\n".join(self._refusal(method, answer)))
+        of_document = answer.status_code in _OF_DOCUMENT or _error(answer).get("reason") in _ABOUT_TRUST
+        raise (Rejected if of_document else Refused)("\n".join(self._refusal(method, answer)))
 
     def _refusal(self, method: str, answer: httpx.Response) -> list[str]:
         error = _error(answer)
@@ -170,10 +183,7 @@ class Service:
                 else f"repeat with {only}"
             )
             lines.append(f"look at it with `sie models show`, then {again}")
-        elif code in _NEXT and error.get("reason") not in (
-            "remote_code",
-            "model_path",
-        ):  # which say themselves what to do
+        elif code in _NEXT and error.get("reason") not in _ABOUT_TRUST:  # which say themselves what to do
             lines.append(_NEXT[code])
         return lines
 

@@ -218,7 +218,7 @@ class Rollback(Struct, kw_only=True):
 
 
 class Written(Struct, kw_only=True):
-    """What a write did. `revision` is also its ETag."""
+    """What a write did. `revision` is also its ETag. `unchanged`: the model was so already."""
 
     EXAMPLE: ClassVar[Any] = {
         "model_id": MINI,
@@ -226,6 +226,7 @@ class Written(Struct, kw_only=True):
         "created_profiles": ["default"],
         "existing_profiles_skipped": [],
         "warnings": [],
+        "unchanged": False,
         "routable_bundles_by_profile": {"default": ["default"]},
         "router_id": "config-0",
     }
@@ -235,5 +236,6 @@ class Written(Struct, kw_only=True):
     created_profiles: list[str]
     existing_profiles_skipped: list[str]
     warnings: list[str]
+    unchanged: bool
     routable_bundles_by_profile: dict[str, list[str]]
     router_id: str

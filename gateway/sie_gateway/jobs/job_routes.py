@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -9,10 +10,12 @@ from fastapi import Request
 from fastapi.responses import Response
 from msgspec import Meta
 
+from sie_contracts import sdk_versions
 from sie_contracts.api import batches as batches_api
 from sie_contracts.api import jobs as api
 from sie_contracts.errors import InvalidInput
 from sie_gateway.call import Call, family
+from sie_gateway.jobs import public_form
 from sie_gateway.operations import json_response, number
 from sie_gateway.route_kinds import GatewayRoute, control
 from sie_runtime.routes import RAW, Content, Parameter
@@ -29,10 +32,12 @@ def _call(request: Request) -> Call:
     return found
 
 
-async def _body(request: Request, kind: type[_T]) -> _T:
-    """The body as a struct. Raises InvalidInput, which names the field."""
+async def _body(request: Request, kind: type[_T], form: Callable[[Any], Any] | None = None) -> _T:
+    """The body as a struct, `form` makes its fields of what was sent. Raises InvalidInput, which names the field."""
     try:
-        return msgspec.json.decode(await request.body(), type=kind)
+        if form is None:
+            return msgspec.json.decode(await request.body(), type=kind)
+        return msgspec.convert(form(msgspec.json.decode(await request.body())), kind)
     except msgspec.DecodeError as error:  # says what was expected, and never what was sent
         text = str(error)
         message, _, path = text.rpartition(" - at `$.")
@@ -46,24 +51,35 @@ def _limit(request: Request, default: int, most: int) -> int:
     return int(number(request.query_params, "limit", default, 1, most))
 
 
+def _form(body: Any) -> Any:
+    return public_form.requested(body) if public_form.is_public(body) else body
+
+
+def _told(request: Request, info: api.JobInfo, status: int = 200) -> Response:
+    """A job as the client reads it."""
+    is_public = _call(request).dialect is not sdk_versions.NATIVE
+    return json_response(public_form.as_public(info) if is_public else info, status)
+
+
 async def submit(gateway: Gateway, request: Request) -> Response:
     """A new job. Raises SIEError."""
-    return json_response(await gateway.jobs.submit(_call(request), await _body(request, api.JobRequest)), 201)
+    wanted = await _body(request, api.JobRequest, _form)
+    return _told(request, await gateway.jobs.submit(_call(request), wanted), 201)
 
 
 async def page(gateway: Gateway, request: Request) -> Response:
     """Raises InvalidInput, NotFound."""
-    query = request.query_params
-    return json_response(
-        gateway.jobs.page(_call(request), _limit(request, 50, 1000), query.get("after", ""), query.get("state", "")),
-        to=request,
-    )
+    query, call = request.query_params, _call(request)
+    found = gateway.jobs.page(call, _limit(request, 50, 1000), query.get("after", ""), query.get("state", ""))
+    if call.dialect is sdk_versions.NATIVE:
+        return json_response(found, to=request)
+    return json_response({"object": "list", "data": [public_form.as_public(each) for each in found.data]})
 
 
 async def show(gateway: Gateway, request: Request) -> Response:
     """Raises NotFound."""
     jobs = gateway.jobs
-    return json_response(jobs.told(jobs.find(_call(request), request.path_params["job"])))
+    return _told(request, jobs.told(jobs.find(_call(request), request.path_params["job"])))
 
 
 async def pause(gateway: Gateway, request: Request) -> Response:
@@ -78,7 +94,7 @@ async def resume(gateway: Gateway, request: Request) -> Response:
 
 async def cancel(gateway: Gateway, request: Request) -> Response:
     """Raises NotFound, ContentConflict, QueueUnavailable."""
-    return json_response(await gateway.jobs.want(_call(request), request.path_params["job"], "cancel"))
+    return _told(request, await gateway.jobs.want(_call(request), request.path_params["job"], "cancel"))
 
 
 async def retry(gateway: Gateway, request: Request) -> Response:

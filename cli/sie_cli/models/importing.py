@@ -1,0 +1,72 @@
+"""`sie models import`: a folder of model files, of ours and of the public SIE, into the catalogue.
+
+file ──► config service ──► stored, with what is ignored of it
+                        └ rejected: the fields, and the next file
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sie_cli.cluster import Cluster
+from sie_cli.models.catalogue import document, print_body
+from sie_cli.models.service import Rejected, Service, Write, service_options
+from sie_cli.refusal import Refused
+from sie_contracts.errors import ValidationFailed
+
+_SUFFIXES = (".yaml", ".yml")
+
+
+@click.command("import")
+@click.argument("source", metavar="FOLDER", type=click.Path(exists=True, path_type=Path))
+@click.option("--dry-run", is_flag=True, help="Do all checks and store nothing.")
+@click.option("--force", is_flag=True, help="Replace models that are there, also if an alias needs them as they are.")
+@service_options
+def import_command(cluster: Cluster, source: Path, *, dry_run: bool, force: bool, output: str | None) -> None:
+    """Add all model files of FOLDER, or one file, at a config service.
+
+    Files of the public SIE (sie_id, hf_id, profiles with adapter_path) are translated. Fields without a counterpart
+    are printed. A file that is rejected is printed with its reason; the others are stored, and the status is 1.
+    """
+    files = sorted(file for file in source.rglob("*") if file.suffix in _SUFFIXES) if source.is_dir() else [source]
+    if not files:
+        raise click.UsageError(f"{source} has no file that ends in {' or '.join(_SUFFIXES)}")
+    write = Write(cluster, dry_run=dry_run, output=output, force=force)
+    with write.service() as service:
+        rows = [_imported(write, service, file) for file in files]
+    print_body(rows, output, lambda: _show(rows, dry_run=dry_run))
+    if rejected := sum("rejected" in row for row in rows):
+        raise Refused(f"{rejected} of {len(rows)} files are rejected")
+
+
+def _imported(write: Write, service: Service, file: Path) -> dict[str, Any]:
+    """What became of a file. Raises Refused where the service takes no file."""
+    from sie_config_service.documents import read
+
+    row: dict[str, Any] = {"file": str(file)}
+    body, content_type = document(file)
+    try:
+        value = read(body, content_type).value
+        model = str(value.get("sie_id") or value.get("id")) if isinstance(value, dict) else ""
+        answer = service.add(model, body, content_type, asked=write)
+    except (Rejected, ValidationFailed) as error:
+        return {**row, "rejected": error.message}
+    told = answer.body
+    state = "unchanged" if told["unchanged"] else "added" if told["created_profiles"] else "replaced"
+    return {**row, "model_id": told["model_id"], "state": state, "warnings": told["warnings"]}
+
+
+def _show(rows: list[dict[str, Any]], *, dry_run: bool) -> None:
+    for row in rows:
+        if "rejected" in row:
+            click.echo(f"{row['file']}: rejected\n    " + row["rejected"].replace("\n", "\n    "))
+            continue
+        click.echo(f"{row['model_id']}: {row['state']}")
+        for warning in row["warnings"]:
+            click.echo(f"    {warning}")
+    states = [row.get("state", "rejected") for row in rows]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    click.echo(f"dry run, nothing is stored: {counts}" if dry_run else counts)
