@@ -249,7 +249,7 @@ class Protocol(HttpToolsProtocol):
         if self._is_resuming:
             return
         super().on_message_begin()
-        self.scope[FIRST_BYTE] = time.perf_counter()  # type: ignore[typeddict-unknown-key]
+        self.scope[FIRST_BYTE] = time.perf_counter()  # type: ignore[literal-required]
         self._in_head, self._head_bytes, self._begun_s = True, -self._piece_bytes, self.loop.time()
         self._idle_bytes = self._trailer_bytes = 0
         if len(self.pipeline) >= MAX_PIPELINED:
