@@ -41,7 +41,7 @@ from sie_gateway.route_kinds import GatewayRoute
 from sie_gateway.routes import PROBES, TABLE, openapi_document
 from sie_gateway.state import Gateway, Readiness
 from sie_runtime import config_routes
-from sie_runtime.asgi import documented
+from sie_runtime.asgi import FIRST_BYTE, documented
 from sie_runtime.http import App, Receive, Scope, Send, common_headers, headers_of, probes, reply, uuid7
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ class Edge:
         is_socket = scope["type"] == "websocket"
         if scope["type"] != "http" and not is_socket:
             return
-        received_s = time.perf_counter()
+        received_s: float = scope.get(FIRST_BYTE) or time.perf_counter()  # an upgrade has no first byte
         headers = headers_of(scope)
         path = scope["path"]
         if self._root and (path + "/").startswith(self._root + "/"):

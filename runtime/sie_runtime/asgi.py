@@ -26,6 +26,7 @@ Body = bytes | Iterable[bytes | memoryview]
 
 MAX_ID_CHARS = 128
 _NO_FRAMES = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+FIRST_BYTE = "sie.first_byte_s"  # of a scope: when the first byte of its request came, by perf_counter
 SECURITY_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),

@@ -17,6 +17,7 @@ import contextlib
 import os
 import re
 import select
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from sie_contracts.errors import GatewayTimeout, InternalFailure, InvalidInput, QueueFull, SIEError
-from sie_runtime.asgi import SECURITY_HEADERS, refusal, refuse, secured
+from sie_runtime.asgi import FIRST_BYTE, SECURITY_HEADERS, refusal, refuse, secured
 from sie_runtime.descriptors import max_connections
 from sie_runtime.refusals import Refusals
 
@@ -248,6 +249,7 @@ class Protocol(HttpToolsProtocol):
         if self._is_resuming:
             return
         super().on_message_begin()
+        self.scope[FIRST_BYTE] = time.perf_counter()  # type: ignore[literal-required]
         self._in_head, self._head_bytes, self._begun_s = True, -self._piece_bytes, self.loop.time()
         self._idle_bytes = self._trailer_bytes = 0
         if len(self.pipeline) >= MAX_PIPELINED:

@@ -76,6 +76,11 @@ class Health:
         """Of the present or the last adapter."""
         return self._link.description.device if self._link.description else ""
 
+    @property
+    def gpu_count(self) -> int:
+        """SIE_GPU_COUNT, 0 where the adapter computes on a CPU."""
+        return 0 if self.device == "cpu" else self._settings.gpu_count
+
     def heartbeat(self) -> Heartbeat:
         description = self.description
         worker = self.worker
@@ -99,7 +104,7 @@ class Health:
             ready=self.not_ready() is None,
             version=sie_contracts.__version__,
             leaving=self.leaving,
-            gpu_count=self._settings.gpu_count,
+            gpu_count=self.gpu_count,
             gpu=self._settings.gpu_type or (description.gpu if description else ""),
             device=description.device if description else "",
             memory_used_bytes=description.memory_used_bytes if description else 0,

@@ -103,7 +103,7 @@ class Status:
                 "name": self._id,
                 "machine_profile": self._lane.machine_profile,
                 "pool_name": worker.source.lane.pool if worker else self._lane.pool,
-                "gpu_count": self._settings.gpu_count,
+                "gpu_count": health.gpu_count,
                 "bundle": self._lane.bundle,
                 "bundle_config_hash": health.feed.catalogue.epoch,
                 "loaded_models": [name for name, each in hosted.items() if each.state == "loaded"],

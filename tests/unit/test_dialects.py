@@ -349,6 +349,31 @@ async def test_the_timing_of_a_body_is_its_last_entry_and_counts_the_writing_of_
     assert told["timing"]["postprocess_time"] >= 1000 * slow_s * (len(written) - 1)
 
 
+async def test_the_total_time_of_a_request_begins_with_its_first_byte(
+    cluster: InProcess, gateway: GatewayProcess
+) -> None:
+    """On a connection that was used before: the time between two requests is no part of the second."""
+    await cluster.sidecar()
+    host, port = gateway.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = json.dumps({"items": ["a"]}).encode()
+    head = f"POST /v1/encode/{ONE} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    total_ms, wall_ms = [], []
+    for pause_s in (0.0, 0.15):
+        await asyncio.sleep(0.3)  # the client has nothing to ask
+        began_s = time.perf_counter()
+        for piece in (head[:9], head[9:], body[:5], body[5:]):
+            writer.write(piece)
+            await asyncio.sleep(pause_s)  # the network is slow
+        answer = await reader.readuntil(b"\r\n\r\n")
+        length = next(int(line[15:]) for line in answer.splitlines() if line.lower().startswith(b"content-length:"))
+        total_ms.append(json.loads(await reader.readexactly(length))["timing"]["total_time"])
+        wall_ms.append(1000 * (time.perf_counter() - began_s))
+    assert total_ms[1] >= 3 * 150
+    assert all(total <= wall for total, wall in zip(total_ms, wall_ms, strict=True))
+    writer.close()
+
+
 async def test_a_reply_that_breaks_off_is_seen_counted_and_logged(
     cluster: InProcess, gateway: GatewayProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,6 +5,7 @@ needed.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -12,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_adapter import TOKENIZER, toy_entry
+from fake_adapter import TOKENIZER, FakeAdapter, toy_entry
 from inprocess import InProcess, SidecarProcess, Source, free_port, settings_of, until
+from websockets.asyncio.client import connect
 
 from sie_contracts import ipc, messages, topology
 from sie_contracts.catalogue import Catalogue
@@ -230,15 +232,20 @@ async def test_the_worker_id_is_in_results_heartbeats_and_logs(
     assert "sidecar rack-7.gpu-1 serves lane" in caplog.text
 
 
-async def test_the_gpu_count_is_shown_by_the_gateway(cluster: InProcess) -> None:
+async def test_the_gpu_count_is_shown_by_the_gateway(cluster: InProcess, tmp_path: Path) -> None:
     """SIE_GPU_COUNT."""
     gateway = await cluster.gateway()
     await cluster.sidecar()
     await cluster.sidecar(SIE_GPU_COUNT="2")
     await cluster.sidecar(SIE_GPU_COUNT="0")
+    cluster.adapters.append(on_cpu := FakeAdapter(tmp_path / "cpu.sock", device="cpu"))
+    await on_cpu.start()
+    alone = await cluster.sidecar(on_cpu)  # there is no GPU to count, whatever was said
     health = (await gateway.client.get("/health")).json()
-    assert [worker["gpu_count"] for worker in health["workers"]] == [1, 2, 0]
+    assert [worker["gpu_count"] for worker in health["workers"]] == [1, 2, 0, 0]
     assert health["cluster"]["gpu_count"] == 3
+    async with connect(f"{alone.side_url.replace('http', 'ws')}/ws/status", proxy=None) as status:
+        assert json.loads(await status.recv())["gpu_count"] == 0
 
 
 @pytest.mark.parametrize(

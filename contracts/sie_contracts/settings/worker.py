@@ -67,7 +67,11 @@ class WorkerSettings:
         "Kind of the node. Requests are routed by it, and it selects measured defaults. Default: SIE_GPU_TYPE, else SIE_POOL. At a gateway with SIE_GATEWAY_CONFIGURED_GPUS: where work of the bundle `default` goes that names no machine profile, if its model's entry names none.",
     )
     gpu_count: int = row(
-        1, "SIE_GPU_COUNT", "sidecar", whole(0), "Number of GPUs that the worker reports in its heartbeats."
+        1,
+        "SIE_GPU_COUNT",
+        "sidecar",
+        whole(0),
+        "Number of GPUs that the worker reports in its heartbeats. A worker whose device is a CPU reports 0.",
     )
     gateway_url: str | None = row(
         None,
