@@ -14,6 +14,9 @@ from types import FrameType
 def main() -> None:
     """`sie` with the arguments of this process, which ends with it."""
     _end_on_signals()
+    from sie_contracts.loopback import bypass_proxies
+
+    bypass_proxies(os.environ)
     from sie_cli.main import main as command
 
     command()

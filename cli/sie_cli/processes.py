@@ -33,9 +33,9 @@ from sie_cli.ports import free_port
 from sie_cli.preflight import store_bytes
 from sie_cli.readiness import Probe, lacks_workers, not_ready, unread_stream
 from sie_cli.supervisor import Child, Supervisor
+from sie_contracts.loopback import is_loopback
 from sie_contracts.settings import BY_NAME, ROWS, Row, Secret, Settings, public_url
 from sie_contracts.trust import Allowed
-from sie_runtime.origins import is_loopback
 from sie_runtime.process import end_signals
 from sie_store.models_folder import in_use, place_of
 

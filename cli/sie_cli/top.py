@@ -24,6 +24,7 @@ from sie_cli.keyboard import single_keys, suspend, takes_keys
 from sie_cli.options import refuse
 from sie_cli.picture import Frame, View, picture
 from sie_cli.trends import Past
+from sie_contracts.loopback import direct
 from sie_contracts.settings import public_url
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ async def _ask_past(view: View, url: str, token: str | None) -> None:
 
     headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
-        async with httpx.AsyncClient(timeout=PAST_S, trust_env=False) as client:
+        async with httpx.AsyncClient(timeout=PAST_S, transport=direct(url, httpx.AsyncHTTPTransport)) as client:
             answer = await client.get(f"{url}/v1/history?step_s=60", headers=headers)
         if answer.status_code == 200:
             view.past = msgspec.json.decode(answer.content, type=Past)

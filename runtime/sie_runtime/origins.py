@@ -19,6 +19,7 @@ import socket
 from collections.abc import Sequence
 
 from sie_contracts.errors import PermissionDenied, SIEError
+from sie_contracts.loopback import is_loopback
 from sie_runtime.asgi import App, Receive, Scope, Send, refuse, refuse_upgrade
 from sie_runtime.refusals import Refusals
 
@@ -145,8 +146,3 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def is_loopback(name: str) -> bool:
-    """Whether only this machine can reach a listener at this address."""
-    return name == "localhost" or (_is_address(name) and ipaddress.ip_address(name).is_loopback)

@@ -32,7 +32,7 @@ class Driver:
         self.url = url
         self._session = session
         self._has_answered = False
-        self._http = httpx.AsyncClient(limits=transport.limits(session))
+        self._http = httpx.AsyncClient(**transport.options(url, session, httpx.AsyncHTTPTransport))
 
     async def close(self) -> None:
         await self._http.aclose()

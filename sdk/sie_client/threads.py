@@ -40,7 +40,7 @@ class Driver:
         self.url = url
         self._session = session
         self._has_answered = False
-        self._http = httpx.Client(limits=transport.limits(session))
+        self._http = httpx.Client(**transport.options(url, session, httpx.HTTPTransport))
         self._lock = threading.Lock()
         self._in_flight = 0
         self._is_closed = False

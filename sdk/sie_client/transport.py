@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeGuard, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeGuard, cast
 
 import httpx
 
 from sie_client.core import Received, Send, Session, Sink, Stream, TransportFailed
 from sie_client.types import Item
+from sie_contracts.loopback import direct, is_local
 
 CONNECT_S = 10.0
 PIECE_BYTES = 1 << 20  # of a body that goes into a sink
@@ -28,11 +28,12 @@ class Ended(Exception):
     """A plan was given up, because what it is a part of has ended."""
 
 
-def limits(session: Session) -> httpx.Limits:
-    """Connections are bounded by what is sent at a time, not here."""
-    return httpx.Limits(
+def options(url: str, session: Session, transport: Callable[..., object]) -> dict[str, Any]:
+    """Of a client of httpx for the server at `url`. Its connections are bounded by what is sent at a time, not here."""
+    limits = httpx.Limits(
         max_connections=None, max_keepalive_connections=max(20, 2 * session.concurrency), keepalive_expiry=60.0
     )
+    return {"limits": limits, "transport": direct(url, transport, limits=limits)}
 
 
 def timeout(request: Send) -> httpx.Timeout:
@@ -62,7 +63,7 @@ def failed(error: Exception, started_s: float, url: str, *, has_answered: bool) 
     not there is told.
     """
     is_permanent = isinstance(error, _NEVER_SENT) or is_unknown_host(error)
-    is_nobody = not has_answered and _is_refused(error) and _is_loopback(url)
+    is_nobody = not has_answered and _is_refused(error) and is_local(url)
     return TransportFailed(error, time.monotonic() - started_s, is_permanent, public(url), is_nobody)
 
 
@@ -94,14 +95,6 @@ def _is_refused(error: BaseException) -> bool:
             return True
         cause = cause.__cause__ or cause.__context__
     return False
-
-
-def _is_loopback(url: str) -> bool:
-    try:
-        host = httpx.URL(url).host
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except (httpx.InvalidURL, ValueError):  # a name
-        return False
 
 
 def is_unknown_host(error: BaseException) -> bool:

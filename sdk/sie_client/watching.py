@@ -17,6 +17,7 @@ import msgspec
 from sie_client.core import Received, Send, Session, TransportFailed, reading
 from sie_client.errors import RequestError
 from sie_client.transport import is_unknown_host
+from sie_contracts.loopback import is_local
 
 CLUSTER_STATUS = "/ws/cluster-status"
 AGAIN_AFTER_S = 1.0  # a connection broke
@@ -38,14 +39,19 @@ def decoded(frame: bytes) -> dict[str, Any]:
 class _Url:
     def __init__(self, base_url: str) -> None:
         self._base = "ws" + base_url[4:] if base_url.startswith("http") else base_url
+        self._is_local = is_local(base_url)
 
     def _options(self, request: Send) -> dict[str, Any]:
+        from websockets.version import version
+
         return {
             "uri": self._base + request.path,
             "additional_headers": dict(request.headers),
             "max_size": MAX_FRAME_BYTES,
             "open_timeout": SILENCE_S,
             "close_timeout": CLOSE_S,
+            # before version 15 the package knows no proxies
+            **({"proxy": None} if self._is_local and not version.startswith("14.") else {}),
         }
 
 

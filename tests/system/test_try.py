@@ -154,3 +154,18 @@ def test_a_token_is_found_as_other_commands_find_it(guarded_cluster: Cluster) ->
     refused = tried(guarded_cluster, "test/mini", "a")
     assert refused.exit_code == 2
     assert "set SIE_AUTH_TOKEN to a token with the scopes read and infer" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("try", "test/mini", "a"), ("models", "list"), ("top", "--once")],
+    ids=" ".join,
+)
+def test_commands_reach_a_server_of_this_machine_without_a_proxy(
+    open_cluster: Cluster, command: tuple[str, ...]
+) -> None:
+    environ = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    environ |= dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), "http://127.0.0.1:9")
+    argv = [SIE, *command, "--data-dir", str(open_cluster.data_dir)]
+    result = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr

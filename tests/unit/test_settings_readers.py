@@ -213,6 +213,7 @@ CHECKED_ONLY = {("SIE_HEARTBEAT_TIMEOUT_MS", "sidecar")}
 READS_ENVIRON = {
     "gateway/sie_gateway/doctor.py": "the environment of `sie doctor`, which it starts",
     "contracts/sie_contracts/settings/__init__.py": "the one reader",
+    "cli/sie_cli/entry.py": "HTTP_PROXY and the like, to which it adds addresses that need no proxy",
     "cli/sie_cli/serve.py": "hands its whole environment on to the processes that it starts",
     "cli/sie_cli/doctor/command.py": (
         "hands it to the settings piece by piece, so that one wrong setting hides no other"

@@ -27,6 +27,7 @@ from sie_cli.evals.targets import Targets
 from sie_cli.evals.tasks import Retrieval, Similarity, Task, Texts
 from sie_cli.evals.utilisation import WorkerWatch
 from sie_cli.refusal import Refused
+from sie_contracts.loopback import is_local
 
 UNFINISHED = "unfinished"  # in the folder of results
 HERE = "local"  # in place of a machine profile, where no cluster is measured
@@ -163,7 +164,7 @@ def _speed(known: _Known) -> Measured:
     for level, name in zip(plan.levels, names, strict=True):
         expected[str(level)], told = _expected(known, name, str(level), is_speed=True)
     watches = {
-        each.name: WorkerWatch(each.url, each.token, is_local=opened.is_local(each.url))
+        each.name: WorkerWatch(each.url, each.token, is_local=is_local(each.url))
         for each in known.sources
         if isinstance(each, Sie)
     }

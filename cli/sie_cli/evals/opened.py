@@ -6,10 +6,8 @@ sie, sie:URL, st, openai:URL, infinity:URL, tei:URL ──► Source
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 from collections.abc import Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 from sie_cli.cluster import GATEWAY_URL, Cluster
 from sie_cli.evals.load import PATIENCE_S
@@ -17,6 +15,7 @@ from sie_cli.evals.own_cluster import START_S, own_cluster
 from sie_cli.evals.servers import DIALECTS, Server
 from sie_cli.evals.sources import SentenceTransformers, Sie, Source
 from sie_cli.refusal import Refused
+from sie_contracts.loopback import direct
 from sie_contracts.settings import Secret, public_url
 
 CONNECT_S = 10.0  # to a gateway that somebody named, and again to one that went away
@@ -57,7 +56,10 @@ class Opened:
         else:
             import httpx
 
-            client = self._held.enter_context(httpx.Client(base_url=url.rstrip("/"), timeout=PATIENCE_S))
+            transport = direct(url, httpx.HTTPTransport)
+            client = self._held.enter_context(
+                httpx.Client(base_url=url.rstrip("/"), timeout=PATIENCE_S, transport=transport)
+            )
             source = Server(name, client, DIALECTS[kind], self._model, scores_pairs=self._scores_pairs())
         self.sources.append(source)
         return source
@@ -108,20 +110,13 @@ def first_cluster(sources: Sequence[Source]) -> Sie | None:
     return next((each for each in sources if isinstance(each, Sie)), None)
 
 
-def is_local(url: str) -> bool:
-    """Whether an address is of this machine."""
-    host = urlsplit(url).hostname or ""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
-
-
 def _answers(url: str) -> bool:
     """Whether anybody listens there. A `sie serve` that was killed has left its address behind."""
     import httpx
 
     try:
-        httpx.get(f"{url}/healthz", timeout=CONNECT_S)
+        with httpx.Client(transport=direct(url, httpx.HTTPTransport), timeout=CONNECT_S) as client:
+            client.get(f"{url}/healthz")
     except httpx.TransportError:
         return False
     return True

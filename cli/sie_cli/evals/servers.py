@@ -18,6 +18,7 @@ from sie_cli.evals.load import NOBODY, PATIENCE_S, Answer, Failed, Request, Send
 from sie_cli.evals.outputs import DENSE, Matrix, Output
 from sie_cli.evals.sources import only_dense
 from sie_cli.refusal import Refused
+from sie_contracts.loopback import direct
 
 if TYPE_CHECKING:
     import httpx
@@ -101,7 +102,9 @@ class Server:
         import httpx
 
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        async with httpx.AsyncClient(base_url=self._client.base_url, timeout=PATIENCE_S, limits=limits) as client:
+        url = str(self._client.base_url)
+        transport = direct(url, httpx.AsyncHTTPTransport, limits=limits)
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=limits, transport=transport) as client:
 
             async def send(request: Request) -> Answer:
                 only_texts(self.name, request.texts)

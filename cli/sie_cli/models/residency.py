@@ -18,6 +18,7 @@ import msgspec
 
 from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
 from sie_cli.refusal import Refused
+from sie_contracts.loopback import direct
 from sie_contracts.settings import public_url
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -47,7 +48,8 @@ class _Gateway:
         self.url = cluster.gateway_urls[0]
         token = cluster.gateway_admin_token
         headers = {"authorization": f"Bearer {token.reveal()}"} if token else {}
-        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT_S)
+        transport = direct(self.url, httpx.HTTPTransport)
+        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT_S, transport=transport)
 
     def __enter__(self) -> _Gateway:
         return self

@@ -23,6 +23,7 @@ import msgspec
 
 from sie_cli.cluster import CONFIG_URL, GATEWAY_URL, SOURCE, Cluster, cluster_options
 from sie_cli.refusal import Refused
+from sie_contracts.loopback import direct
 from sie_contracts.settings import public_url
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -77,6 +78,7 @@ class Service:
     def __init__(self, url: str, token: str, transport: httpx.BaseTransport | None = None) -> None:
         self.url = url.rstrip("/")
         headers = {"authorization": f"Bearer {token}"} if token else {}
+        transport = transport or direct(self.url, httpx.HTTPTransport)
         self._client = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT_S, transport=transport)
 
     def __enter__(self) -> Service:

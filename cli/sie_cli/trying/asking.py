@@ -14,6 +14,7 @@ import numpy as np
 
 from sie_cli.refusal import Refused
 from sie_cli.trying.inputs import Input
+from sie_contracts.loopback import direct
 
 if TYPE_CHECKING:
     from sie_client import SIEClient
@@ -127,9 +128,8 @@ def words_of(ids: Iterable[int], model: str, url: str, token: str | None) -> dic
     headers = {"authorization": f"Bearer {token}"} if token else {}
     body = {"ids": [[each] for each in asked], "skip_special_tokens": False}
     try:
-        answer = httpx.post(
-            f"{url}/tei/{quoted(model)}/decode", json=body, headers=headers, timeout=DECODE_S, trust_env=False
-        )
+        with httpx.Client(transport=direct(url, httpx.HTTPTransport), timeout=DECODE_S) as client:
+            answer = client.post(f"{url}/tei/{quoted(model)}/decode", json=body, headers=headers)
         told = answer.json() if answer.status_code == 200 else None
     except (httpx.HTTPError, ValueError):
         return {}

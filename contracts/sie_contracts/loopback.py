@@ -1,0 +1,53 @@
+"""Addresses of this machine. A proxy is another machine, to which they name itself, so none is used for them.
+
+a client of httpx ──► direct(url, transport)    SIEClient and the commands of `sie`
+a process of `sie` ──► bypass_proxies(environ)  once, for the other libraries in it and in what it starts
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable, MutableMapping
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+T = TypeVar("T")
+
+# no networks: httpx and the standard library take names and addresses alone
+_HOSTS = ("localhost", "127.0.0.1", "::1")
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy", "ws_proxy", "wss_proxy", "grpc_proxy")
+_EXCEPTIONS = ("no_proxy", "NO_PROXY")  # which of them counts differs between libraries; gRPC reads the first alone
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host`, a name or an address, is this machine's loopback interface."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return False
+
+
+def is_local(url: str) -> bool:
+    """Whether the host of a URL is this machine's loopback interface."""
+    try:
+        return is_loopback(urlsplit(url).hostname or "")
+    except ValueError:  # no URL
+        return False
+
+
+def direct(url: str, transport: Callable[..., T], **options: Any) -> T | None:
+    """A transport of httpx, made with `options`, for a server of this machine. None for any other: httpx then makes
+    its own transports, one for each proxy of the environment.
+    """
+    return transport(**options) if is_local(url) else None
+
+
+def bypass_proxies(environ: MutableMapping[str, str]) -> None:
+    """Add the loopback addresses to NO_PROXY, if `environ` names a proxy."""
+    if not any(environ.get(name) or environ.get(name.upper()) for name in _PROXIES):
+        return
+    values = [environ.get(name, "") for name in _EXCEPTIONS]
+    for name, value in zip(_EXCEPTIONS, values, strict=True):
+        hosts = [host for host in (value or values[0] or values[1]).split(",") if host.strip()]
+        if hosts != ["*"]:  # of all hosts
+            environ[name] = ",".join(dict.fromkeys([*hosts, *_HOSTS]))

@@ -1,0 +1,189 @@
+"""No proxy of the environment is used for this machine's own addresses, and one is for every other host."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from object_stores import BUCKET, Moto
+from websockets.asyncio.server import serve
+
+from sie_cli.models.service import Service
+from sie_client import SIEAsyncClient, SIEClient
+from sie_contracts.loopback import bypass_proxies, is_local
+from sie_store.object_stores import opened, within
+
+NOBODY = "http://127.0.0.1:9"
+NAMES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "ws_proxy", "wss_proxy", "grpc_proxy")
+
+
+class Handler(BaseHTTPRequestHandler):
+    """A server, and a proxy: a request with a whole URL is answered by what answers the others."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.server.targets.append(self.path)  # type: ignore[attr-defined]
+        path = urlsplit(self.path).path
+        data = json.dumps({"data": [{"name": path}], "models": [{"name": path}]}).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing to the test's output."""
+
+
+@contextlib.contextmanager
+def listening(host: str = "127.0.0.1") -> Iterator[tuple[str, list[str]]]:
+    """The address of a server, and the targets of the requests that it has answered."""
+    targets: list[str] = []
+    with ThreadingHTTPServer((host, 0), Handler) as server:
+        server.targets = targets  # type: ignore[attr-defined]
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://{host}:{server.server_port}", targets
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture
+def proxied(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Names a proxy in the environment, and no exceptions."""
+
+    def name(url: str) -> None:
+        for each in NAMES:
+            monkeypatch.delenv(each, raising=False)
+            monkeypatch.delenv(each.upper(), raising=False)
+        for each in NAMES[:3]:
+            monkeypatch.setenv(each.upper(), url)
+
+    return name
+
+
+def listed(url: str) -> Any:
+    with SIEClient(url, connection_budget_s=0.0) as client:
+        return client.list_models()
+
+
+def listed_async(url: str) -> Any:
+    async def run() -> Any:
+        async with SIEAsyncClient(url, connection_budget_s=0.0) as client:
+            return await client.list_models()
+
+    return asyncio.run(run())
+
+
+def read_by_command(url: str) -> Any:
+    with Service(url, "") as service:
+        return service.read("/v1/models").body["models"]
+
+
+CLIENTS = pytest.mark.parametrize("call", [listed, listed_async, read_by_command])
+
+
+@CLIENTS
+@pytest.mark.parametrize("proxy", [NOBODY, "socks5://127.0.0.1:9"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.3"])
+def test_a_server_of_this_machine_is_reached_without_the_proxy(
+    call: Callable[[str], Any], proxy: str, host: str, proxied: Callable[[str], None]
+) -> None:
+    with listening(host) as (url, targets):
+        proxied(proxy)
+        assert [model["name"] for model in call(url)] == ["/v1/models"]
+        assert targets == ["/v1/models"]
+
+
+@CLIENTS
+def test_any_other_host_is_reached_by_the_proxy(call: Callable[[str], Any], proxied: Callable[[str], None]) -> None:
+    with listening() as (url, targets):
+        proxied(url)
+        assert [model["name"] for model in call("http://sie.example:8080")] == ["/v1/models"]
+        assert targets == ["http://sie.example:8080/v1/models"]
+
+
+@contextlib.asynccontextmanager
+async def frames() -> AsyncIterator[str]:
+    async def send(connection: Any) -> None:
+        await connection.send(b'{"workers": []}')
+        await connection.wait_closed()
+
+    async with serve(send, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{next(iter(server.sockets)).getsockname()[1]}"
+
+
+async def test_frames_of_this_machine_come_without_the_proxy(proxied: Callable[[str], None]) -> None:
+    proxied(NOBODY)
+
+    def first(url: str) -> Any:
+        with SIEClient(url, connection_budget_s=0.0) as client:
+            return next(iter(client.watch()))
+
+    async with frames() as url, SIEAsyncClient(url, connection_budget_s=0.0) as client:
+        watched = client.watch()
+        assert (await anext(watched))["workers"] == []
+        await watched.aclose()
+        assert (await asyncio.to_thread(first, url))["workers"] == []
+
+
+@pytest.mark.parametrize(
+    ("before", "hosts"),
+    [
+        ({"HTTP_PROXY": "p"}, "localhost,127.0.0.1,::1"),
+        ({"https_proxy": "p", "NO_PROXY": "corp,localhost"}, "corp,localhost,127.0.0.1,::1"),
+        ({"ALL_PROXY": "p", "no_proxy": "corp"}, "corp,localhost,127.0.0.1,::1"),
+        ({"ALL_PROXY": "p", "no_proxy": "*"}, None),
+        ({"HTTP_PROXY": ""}, None),
+        ({"NO_PROXY": "corp"}, None),  # with no proxy in the environment, that of the system is used
+    ],
+)
+def test_exceptions_get_the_addresses_of_this_machine(before: dict[str, str], hosts: str | None) -> None:
+    after = dict(before)
+    bypass_proxies(after)
+    if hosts is None:
+        assert {name: value for name, value in after.items() if value != "*"} == {
+            name: value for name, value in before.items() if value != "*"
+        }
+    else:
+        assert (after["no_proxy"], after["NO_PROXY"]) == (hosts, hosts)
+
+
+async def test_a_bucket_at_this_machine_is_reached_without_the_proxy(
+    proxied: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import obstore
+
+    store = Moto()
+    try:
+        proxied(NOBODY)
+        for name, value in store.environ.items():
+            monkeypatch.setenv(name, value)
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.setenv(name, "")  # which is undone
+        bypass_proxies(os.environ)
+        bucket = opened(f"s3://{BUCKET}/", "SIE_PAYLOAD_STORE_URL")
+        await within(10, obstore.put_async(bucket, "a", b"b"))
+        assert bytes(await (await obstore.get_async(bucket, "a")).bytes_async()) == b"b"
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "is_one"),
+    [("http://localhost:1", True), ("http://[::1]:1", True), ("http://127.9.9.9", True), ("http://10.0.0.1", False)]
+    + [(url, False) for url in ("http://localhost.example", "http://[::1", "x", "", "http://0.0.0.0:1")],
+)
+def test_addresses_of_this_machine_are_known(url: str, is_one: bool) -> None:
+    assert is_local(url) == is_one
