@@ -46,6 +46,7 @@ TARGET = $(PIP) --quiet --no-deps --ignore-requires-python --upgrade --target
 $(SDKS)/.installed: $(VENV)/.pip
 	set -e; for version in 0.3.1 0.6.4 0.6.5 0.8.0 0.10.1; do $(TARGET) $(SDKS)/$$version sie-sdk==$$version; done
 	$(TARGET) $(SDKS)/server sie-server==0.10.1  # whose model files are read
+	$(TARGET) $(SDKS)/integrations sie-langchain==0.10.1 sie-haystack==0.10.1 sie-qdrant==0.10.1
 	$(TARGET) $(SDKS)/needs msgpack==1.2.4 msgpack-numpy==0.4.8 websockets==14.2
 	touch $@
 

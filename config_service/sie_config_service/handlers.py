@@ -204,7 +204,7 @@ async def _write(
             profiles,
             force,
             request.scope["sie.author"],
-            warnings,
+            warnings=warnings,
         )
     )
     status = 201 if answered.created and not answered.replayed else 200

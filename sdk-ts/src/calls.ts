@@ -126,9 +126,7 @@ async function attempt(request: Send, session: Session): Promise<Received | Fail
     const response = await session.fetch(session.baseUrl + request.path, init);
     const body = new Uint8Array(await response.arrayBuffer());
     const answer = { status: response.status, headers: response.headers, body };
-    // a 202 with a code says "not yet"; one without is the answer to what goes on after it, such as the load of a model
-    const isNotYet = response.status === 202 && response.headers.has("x-sie-error-code");
-    const failed = response.ok && !isNotYet ? undefined : judged(answer, session);
+    const failed = response.ok ? undefined : judged(answer, session);
     if (!failed?.isAway) session.seen.answer = true;
     return failed ?? answer;
   } catch (error) {
@@ -175,9 +173,7 @@ const COSTLY = new Set(["GATEWAY_TIMEOUT", "RESOURCE_EXHAUSTED"]);
 function judged(answer: Received, session: Session): Failed {
   const { status, headers, body } = answer;
   const told = maps(body);
-  const inner = isMap(told["error"]) ? told["error"] : undefined;
-  // a 202 says "not yet" in the body itself, with its code in a header alone
-  const details = { ...(inner ?? (status < 400 ? told : {})) };
+  const details = isMap(told["error"]) ? { ...told["error"] } : {};
   if (Array.isArray(told["errors"])) details["errors"] = told["errors"];
   const code = String(headers.get("x-sie-error-code") || (details["code"] ?? "")); // another API's shape has its own in the body
   const isProxy = !code && [502, 503, 504].includes(status); // its answer: there is nobody behind it

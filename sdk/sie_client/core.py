@@ -310,7 +310,7 @@ def call(request: Send, policy: Policy, patience: Patience | None = None) -> Pla
     previous: SIEError | None = None
     while True:
         answer: Received | TransportFailed = yield request
-        if isinstance(answer, Received) and 200 <= answer.status < 300 and answer.status != 202:
+        if isinstance(answer, Received) and 200 <= answer.status < 300:
             patience.renew()
             return answer
         failure, min_s, max_s, is_away = _judged(answer)
@@ -375,8 +375,7 @@ def failure_of(answer: Received) -> SIEError:
         body = None
     told: dict[str, Any] = body if isinstance(body, dict) else {}
     inner = told.get("error")
-    # a 202 says "not yet" in the body itself, with its code in a header alone
-    details = dict(inner) if isinstance(inner, dict) else dict(told) if answer.status < 400 else {}
+    details = dict(inner) if isinstance(inner, dict) else {}
     if isinstance(told.get("errors"), list):
         details["errors"] = told["errors"]
     # routes in the shape of another API have its code in the body

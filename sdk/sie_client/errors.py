@@ -27,7 +27,7 @@ SIEError
     ├── InternalServerError           INTERNAL_ERROR
     ├── ModelLoadFailedError          MODEL_LOAD_FAILED
     ├── LoraLoadFailedError           LORA_LOAD_FAILED
-    ├── ProvisioningError             PROVISIONING, as 202 or 503
+    ├── ProvisioningError             PROVISIONING
     ├── ModelLoadingError             MODEL_LOADING
     ├── LoraLoadingError              LORA_LOADING
     ├── ResourceExhaustedError        RESOURCE_EXHAUSTED

@@ -483,21 +483,17 @@ def test_an_unreadable_reply_is_a_server_error(body: bytes) -> None:
 
 
 def provisioning() -> Received:
-    """What the gateway answers, word for word: no error map, its code in a header."""
-    body = {
-        "status": "provisioning",
+    error = {
+        "code": "PROVISIONING",
+        "message": "no worker is ready yet",
+        "retryable": True,
+        "request_id": "r3",
         "gpu": "l4",
         "bundle": "default",
         "estimated_wait_s": 41.5,
-        "message": "no worker is ready yet",
     }
-    headers = {
-        "retry-after": "5",
-        "x-should-retry": "true",
-        "x-sie-error-code": "PROVISIONING",
-        "x-sie-request-id": "r3",
-    }
-    return Received(202, headers, json.dumps(body).encode())
+    headers = {"retry-after": "5", "x-should-retry": "true", "x-sie-error-code": "PROVISIONING"}
+    return Received(503, headers, json.dumps({"error": error}).encode())
 
 
 def test_a_lane_that_starts_is_waited_for_and_then_named() -> None:
@@ -512,7 +508,7 @@ def test_a_lane_that_starts_is_waited_for_and_then_named() -> None:
     error = caught.value
     assert (error.code, error.status, error.request_id, error.details["estimated_wait_s"]) == (
         "PROVISIONING",
-        202,
+        503,
         "r3",
         41.5,
     )

@@ -1,0 +1,56 @@
+"""Environments of their own for public distributions, unmodified, on the Python that runs the tests.
+
+The public SDK asks for a newer Python than it needs. So what a distribution requires is installed by pip's rules, and
+the distribution itself without a look at its Python.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
+PUBLIC = re.compile(r"sie-[a-z]+$")  # distributions of the public SDK's authors
+
+
+class Environment:
+    """A virtual environment in `folder`, without a pip of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.python = folder / "bin" / "python"
+        self._wheels = folder / "wheels"
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=60)
+
+    def install(self, *requirements: str, options: tuple[str, ...] = ()) -> None:
+        self._pip("install", "--no-compile", *options, *requirements)
+
+    def uninstall(self, *names: str) -> None:
+        self._pip("uninstall", "--yes", *names)
+
+    def install_public(self, *pins: str) -> None:
+        """Install public distributions, `name==version`, and what they require."""
+        any_python = ("--no-deps", "--ignore-requires-python")
+        self._pip("download", *any_python, "--dest", str(self._wheels), *pins)
+        names = {pin.partition("==")[0].replace("-", "_") for pin in pins}
+        wheels = [path for path in sorted(self._wheels.glob("*.whl")) if path.name.split("-")[0] in names]
+        needs = [need for wheel in wheels for need in _requirements(wheel)]
+        self.install(*needs)
+        self.install(*map(str, wheels), options=any_python)
+
+    def _pip(self, *arguments: str) -> None:
+        done = subprocess.run(
+            [*PIP[:3], "--python", str(self.python), *PIP[3:], *arguments], capture_output=True, text=True, timeout=900
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def _requirements(wheel: Path) -> list[str]:
+    """What a wheel requires without extras, beside other public distributions."""
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
+        lines = Parser().parsestr(archive.read(name).decode()).get_all("Requires-Dist", [])
+    return [line for line in lines if "extra ==" not in line and not PUBLIC.match(re.split(r"[^a-z0-9-]", line)[0])]

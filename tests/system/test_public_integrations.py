@@ -1,0 +1,67 @@
+"""The integrations of the public SDK and its MCP server, unmodified, each in a process of its own against a real
+`sie serve`. `make test` installs three of them beside the tests; the long lane gives each an environment of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import foreign
+import pytest
+from cluster import Cluster
+from parity.toys import image, png
+
+ROOT = Path(__file__).parents[2]
+SDKS = ROOT / ".venv-sdks"
+VERSION = "0.10.1"
+CASES = {
+    "langchain": 11,
+    "haystack": 10,
+    "qdrant": 5,
+    "llamaindex": 15,
+    "dspy": 8,
+    "crewai": 5,
+    "chroma": 5,
+    "weaviate": 10,
+    "lancedb": 10,
+    "mcp": 9,
+}
+QUICK = ("langchain", "haystack", "qdrant")
+pytestmark = pytest.mark.xdist_group("open")
+
+
+def passed(name: str, python: str | Path, cluster: Cluster, folder: Path, environ: Mapping[str, str]) -> int:
+    """How many cases of an integration were right. It says nothing on stderr."""
+    picture = folder / "picture.png"
+    picture.write_bytes(png(image(8, 8)))
+    argv = [str(python), str(ROOT / "tests/clients/integrations.py"), name, cluster.url, str(picture)]
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("SIE_")}
+    done = subprocess.run(
+        argv,
+        env={**inherited, "NO_PROXY": "*", "HOME": str(folder), **environ},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    return done.stdout.count("ok: ")
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_an_integration_works_beside_the_tests_own_libraries(name: str, open_cluster: Cluster, tmp_path: Path) -> None:
+    path = os.pathsep.join(str(SDKS / each) for each in ("integrations", VERSION, "needs"))
+    assert passed(name, sys.executable, open_cluster, tmp_path, {"PYTHONPATH": path}) == CASES[name]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", CASES)
+def test_an_integration_works_in_an_environment_of_its_own(name: str, open_cluster: Cluster, tmp_path: Path) -> None:
+    environment = foreign.Environment(tmp_path / "environment")
+    environment.install_public(f"sie-{name}=={VERSION}", f"sie-sdk=={VERSION}")
+    telemetry = {"CREWAI_DISABLE_TELEMETRY": "true", "OTEL_SDK_DISABLED": "true"}
+    assert passed(name, environment.python, open_cluster, tmp_path, telemetry) == CASES[name]
