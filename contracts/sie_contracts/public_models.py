@@ -253,7 +253,7 @@ class _Translator:
         self._name_unread()
         outputs = self._outputs(kind)
         own = self._draft(base, kind, outputs)
-        profiles = {}
+        profiles: dict[str, dict[str, Any]] = {}
         if base != "default":
             profiles[base] = {}
             self._ignored["profiles"] = f"the file has no default profile: {base} is the default"
