@@ -136,7 +136,11 @@ def is_single(items: Item | str | Sequence[Item | str]) -> TypeGuard[Item | str]
 
 def as_list(items: Item | str | Sequence[Item | str]) -> list[Item | str]:
     """The items of a call. What is no list is one item, also where it is none: `wire.mapped` tells what
-    was expected.
+    was expected. Raises TypeError for a table, whose elements are the names of its columns.
     """
+    if hasattr(items, "columns") and len(getattr(items, "shape", ())) == 2:
+        raise TypeError(
+            f"items: expected texts, got a {type(items).__name__}: pass one of its columns, such as df['text']"
+        )
     is_list = isinstance(items, Iterable) and not isinstance(items, Mapping | str | bytes | bytearray)
     return list(cast("Sequence[Item | str]", items)) if is_list else [cast("Item | str", items)]
