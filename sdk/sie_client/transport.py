@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import socket
+import ssl
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeGuard, cast
@@ -56,12 +57,13 @@ def sent_headers(request: Send) -> dict[str, str]:
 
 
 def failed(error: Exception, started_s: float, url: str, *, has_answered: bool) -> TransportFailed:
-    """A URL or header that cannot be sent at all, and a name that nobody has, will not get better by waiting.
+    """A URL or header that cannot be sent at all, a name that nobody has, and https at a port of plain http will not
+    get better by waiting.
 
     A port of this machine that refuses will hardly: a server that restarts is waited for (`has_answered`), one that is
     not there is told.
     """
-    is_permanent = isinstance(error, _NEVER_SENT) or is_unknown_host(error)
+    is_permanent = isinstance(error, _NEVER_SENT) or is_unknown_host(error) or _is_without_tls(error)
     is_nobody = not has_answered and _is_refused(error) and _is_loopback(url)
     return TransportFailed(error, time.monotonic() - started_s, is_permanent, public(url), is_nobody)
 
@@ -110,6 +112,16 @@ def is_unknown_host(error: BaseException) -> bool:
     while cause is not None:
         if isinstance(cause, socket.gaierror):
             return cause.errno != socket.EAI_AGAIN
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+def _is_without_tls(error: BaseException) -> bool:
+    """Whether the port answered the greeting of TLS with something else."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ssl.SSLError):
+            return cause.reason == "WRONG_VERSION_NUMBER"
         cause = cause.__cause__ or cause.__context__
     return False
 

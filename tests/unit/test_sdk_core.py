@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -750,3 +751,19 @@ def test_a_ranking_has_positions_and_documents_and_no_failures() -> None:
     assert outcome(verbs.rerank("m", "q", [], None, {}, Session())) == ([], [])
     with pytest.raises(sie_client.InvalidInputError, match="top_n"):
         next(verbs.rerank("m", "q", ["a"], 0, {}, Session()))
+
+
+async def test_https_at_a_port_of_plain_http_ends_at_once_and_names_its_cause() -> None:
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+        url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        with SIEClient(url) as client, pytest.raises(sie_client.SIEConnectionError, match="WRONG_VERSION_NUMBER"):
+            await asyncio.wait_for(asyncio.to_thread(client.encode, "m", "a"), 10)
+        async with SIEAsyncClient(url) as client:
+            with pytest.raises(sie_client.SIEConnectionError, match="WRONG_VERSION_NUMBER"):
+                await asyncio.wait_for(client.encode("m", "a"), 10)
