@@ -481,8 +481,12 @@ def _dimensions(entry: ModelEntry, defaults: RunDefaults, path: str, value: Any)
         raise bad(path, value, "a whole number")
     width = integer(path, value, "a whole number", 1, 1 << 20)
     if width not in allowed:
+        remedy = ""
+        if width < native:
+            listed = sorted({*(defaults.dimensions or ()), width})
+            remedy = f"; run.dimensions of its entry lists them: sie models set {entry.id} 'run.dimensions={listed}'"
         raise InvalidInput(
-            f"{path}: {entry.id} allows {', '.join(map(str, allowed))}, got {width}",
+            f"{path}: {entry.id} allows {', '.join(map(str, allowed))}, got {width}{remedy}",
             reason="bad_dimensions",
             param=path,
         )

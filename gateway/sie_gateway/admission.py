@@ -200,7 +200,10 @@ class Admission:
         self, place: Place, refusal: Refusal, tokens: float, budget_s: float, client: Callable[[], bytes]
     ) -> QueueFull:
         retry_s = place.turns.book(self._clock(), client(), tokens, refusal.turn_s, refusal.room)
-        message = f"about {refusal.wait_s:.1f} s of work is ahead, {budget_s:.1f} s are left"
+        message = (
+            f"the wait may take {refusal.wait_s:.1f} s, with the work of those that were told when to come again, and "
+            f"{budget_s:.1f} s are left"
+        )
         if refusal.is_stalled:
             message = f"the queue stands still: a wait of {refusal.wait_s:.1f} s is expected, {budget_s:.1f} s are left"
         return QueueFull(message, retry_after_s=retry_s, extras={"queue_depth": self.queue_depth(place.lane)})

@@ -34,7 +34,8 @@ from sie_contracts.errors import (
 from sie_gateway import operations, telemetry
 from sie_gateway.attach import ClientGone
 from sie_gateway.auth import Gate
-from sie_gateway.call import Answer, Call, FailedRequest, native_shape
+from sie_gateway.call import Answer, Call, native_shape
+from sie_gateway.finished import FailedRequest
 from sie_gateway.inference import InferenceRoute
 from sie_gateway.intake import Intake, body_memory, bounded, check_length
 from sie_gateway.route_kinds import GatewayRoute

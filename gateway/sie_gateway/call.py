@@ -88,6 +88,11 @@ class Call:
         self.attempt += 1
         self.charge.refund()
 
+    @property
+    def explains(self) -> bool:
+        """Whether the client asks where the time was spent."""
+        return self.headers.get("x-sie-explain") == "1"
+
     def digest(self) -> bytes:
         """What its client is known by when it sends the same again."""
         told = (
@@ -170,12 +175,3 @@ class EntryChanged(Exception):
         """`entry` is the model's as it was understood."""
         super().__init__(entry.id)
         self.entry = entry
-
-
-class FailedRequest(Exception):
-    """A request that ends in `error`, with one entry per failed input."""
-
-    def __init__(self, error: SIEError, errors: list[dict[str, Any]]) -> None:
-        super().__init__(error.message)
-        self.error = error
-        self.errors = errors

@@ -19,7 +19,6 @@ from sie_contracts.messages import Failed, Ok, Operation, Priority, RunOptions, 
 from sie_contracts.options import RequestOptions
 from sie_contracts.topology import Lane
 from sie_gateway.body import Item
-from sie_gateway.call import Call, FailedRequest
 from sie_gateway.reply import Placed, array_of, slot_error
 
 if TYPE_CHECKING:
@@ -181,23 +180,23 @@ class Finished:
         """From publishing to the arrival of the last result."""
         return max(self._waits_ms.values(), default=0.0)
 
-    def timing(self, call: Call, written_s: float = 0.0) -> dict[str, float]:
+    def timing(self, received_s: float, written_s: float = 0.0) -> dict[str, float]:
         """Milliseconds by stage, up to now; kept for the log and the trace, which are to say what the client read.
         `written_s`: what making the reply of the results took, which counts as postprocessing.
         """
         wait_ms = self._waits_ms[self.last.chunk] if self.last else 0.0
-        total_ms = (time.perf_counter() - call.received_s) * 1000
+        total_ms = (time.perf_counter() - received_s) * 1000
         self.written_ms = 1000 * written_s
         self.told = told = stage_times(total_ms=total_ms, wait_ms=wait_ms, last=self.last, written_ms=self.written_ms)
         return told
 
-    def late(self, call: Call, began_s: float) -> Callable[[float], dict[str, Any]]:
+    def late(self, received_s: float, began_s: float) -> Callable[[float], dict[str, Any]]:
         """The last entry of a reply, `timing`, by the seconds that writing all other entries took. What was done for
         the reply since `began_s` counts as well, and is all that headers can tell that leave before it is written.
         """
         prepared_s = time.perf_counter() - began_s
-        self.timing(call, prepared_s)
-        return lambda spent_s: {"timing": self.timing(call, prepared_s + spent_s)}
+        self.timing(received_s, prepared_s)
+        return lambda spent_s: {"timing": self.timing(received_s, prepared_s + spent_s)}
 
     def item_timings(self) -> list[dict[str, float]]:
         """The same of each input, from publishing to the arrival of its result; one for all inputs of a chunk, nothing
@@ -211,12 +210,12 @@ class Finished:
         }
         return [found.get(result.chunk, none) for result, _ in self.outcomes]
 
-    def shared(self, call: Call) -> dict[str, Any]:
+    def shared(self, *, explain: bool) -> dict[str, Any]:
         """What every reply that is a map tells beside its results and `timing`, which is written last."""
         told: dict[str, Any] = {"usage": self.usage, "fingerprint": self.fingerprint}
         if warnings := [*self.request.options.warnings, *self._half_read()]:
             told["warnings"] = warnings
-        if call.headers.get("x-sie-explain") == "1":
+        if explain:
             lane, priority = str(self.request.lane), self.request.priority
             told["explain"] = [
                 {
@@ -338,3 +337,12 @@ def stage_times(
 
 def timing_headers(values: Mapping[str, float]) -> dict[str, str]:
     return {header: f"{values[name]:.2f}" for header, name in _TIMING_HEADERS}
+
+
+class FailedRequest(Exception):
+    """A request that ends in `error`, with one entry per failed input."""
+
+    def __init__(self, error: SIEError, errors: list[dict[str, Any]]) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.errors = errors

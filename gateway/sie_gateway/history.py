@@ -107,7 +107,7 @@ class History:
         now_s = self._clock()
         times_ms = None
         if call.finished is not None:
-            told = call.finished.told or call.finished.timing(call)
+            told = call.finished.told or call.finished.timing(call.received_s)
             times_ms = _of_stages(told)
         code = call.code if status >= 400 else ""
         self._step(now_s).count(code, times_ms)

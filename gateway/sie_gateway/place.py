@@ -55,8 +55,8 @@ class _Other(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """`wait_s` is expected, `turn_s` is when there will be room for this request, `room` the cost of all that may come
-    in a second.
+    """`wait_s`: how long the wait may be, by what is believed of predictions and what was promised to others. `turn_s`
+    is when there will be room for this request, `room` the cost of all that may come in a second.
     """
 
     wait_s: float
@@ -327,16 +327,18 @@ class Place:
         is_turn = promised > 0 and self.turns.claim(now_s, client())
         margin = 1.0 if is_turn else MARGIN
         believed = margin * wait.belief(FLOOR_DOUBT if ahead <= self._floor(floor_requests) else DOUBT)
-        if wait.stalled_s + believed * wait.likely_s <= budget_s:
+        longest_s = wait.stalled_s + believed * wait.likely_s
+        if longest_s <= budget_s:
             if not promised or is_turn:
                 return None
             busy = (self._lanes + BUSY_BATCHES) * wait.rate * wait.batch_s if wait.formed_s == math.inf else 0.0
             if everything + self.turns.due(now_s, wait.batch_s) <= busy:
                 return None
             due = self.turns.due(now_s, min(budget_s, wait.formed_s))
-            if believed * self.wait(now_s, ahead, cost, budget_s, due).likely_s <= budget_s:
+            longest_s = believed * self.wait(now_s, ahead, cost, budget_s, due).likely_s
+            if longest_s <= budget_s:
                 return None
-        return self._refusal(now_s, wait, everything, share, budget_s)
+        return self._refusal(now_s, wait, longest_s, everything, share, budget_s)
 
     def _floor(self, requests: int) -> float:
         """The cost of that many requests, each the mean of those in the queue; at least what the workers take in."""
@@ -344,14 +346,16 @@ class Place:
         mean = window.cost / window.items if window.items else 0.0
         return max(requests * mean, window.stretch() * sum(host.credit_cost for host in self.hosts))
 
-    def _refusal(self, now_s: float, wait: Wait, ahead: float, share: float, budget_s: float) -> Refusal:
+    def _refusal(
+        self, now_s: float, wait: Wait, longest_s: float, ahead: float, share: float, budget_s: float
+    ) -> Refusal:
         turn_s = ahead / wait.rate if wait.rate else 0.0
         if wait.stalled_s:
             turn_s += max(RESTART_S, STALL_TURN * wait.stalled_s)
         if now_s - self._began_s < OTHER_S and not any(now_s - other.at_s < OTHER_S for other in self._others.values()):
             share = 1 / self.gateways  # they may have as much, and did not tell yet
         room = share * wait.rate * _bunch_s(budget_s, wait.batch_s) if wait.rate else math.inf
-        return Refusal(wait.likely_s + wait.stalled_s, turn_s, room, bool(wait.stalled_s))
+        return Refusal(longest_s, turn_s, room, bool(wait.stalled_s))
 
     def late(self, now_s: float) -> list[tuple[Entered, Wait]]:
         """Those in the queue that cannot be answered in time by now: nothing of them has run, and what was expected of
@@ -413,7 +417,8 @@ class Place:
         stays, share = self.everywhere(now_s, self.window.cost + sum(self.window.waiting_costs().values()) - gone)
         for entered, wait in late:
             cost = entered.cost * (self.scale or 1.0) / entered.scale
-            yield entered, self._refusal(now_s, wait, stays + cost, share, entered.budget_s), cost
+            longest_s = wait.likely_s + wait.stalled_s
+            yield entered, self._refusal(now_s, wait, longest_s, stays + cost, share, entered.budget_s), cost
 
     def _behind(self, waiting: dict[str, list[Entered]]) -> Iterator[tuple[Entered, float]]:
         """Those that wait in this gateway, each with the tokens ahead of it: keys take turns by tokens."""

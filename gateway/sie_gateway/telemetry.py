@@ -78,7 +78,7 @@ def log_request(call: Call, endpoint: str, status: int, seconds: float) -> None:
         words.append(f"items={len(call.asked.items)}")
     if call.finished is not None:
         words.append(f"tokens={call.finished.usage['total_tokens']}")
-        words.append(_STAGES % _of_stages(call.finished.told or call.finished.timing(call)))
+        words.append(_STAGES % _of_stages(call.finished.told or call.finished.timing(call.received_s)))
     model = call.labels.get("model") or (call.resolved.canonical if call.resolved is not None else None)
     extra = {"request_id": call.id, "model": model, "latency_ms": round(seconds * 1000, 2)}
     _logger.info(" ".join(words), extra=extra)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import ssl
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard, cast
@@ -57,12 +58,13 @@ def sent_headers(request: Send) -> dict[str, str]:
 
 
 def failed(error: Exception, started_s: float, url: str, *, has_answered: bool) -> TransportFailed:
-    """A URL or header that cannot be sent at all, and a name that nobody has, will not get better by waiting.
+    """A URL or header that cannot be sent at all, a name that nobody has, and https at a port of plain http will not
+    get better by waiting.
 
     A port of this machine that refuses will hardly: a server that restarts is waited for (`has_answered`), one that is
     not there is told.
     """
-    is_permanent = isinstance(error, _NEVER_SENT) or is_unknown_host(error)
+    is_permanent = isinstance(error, _NEVER_SENT) or is_unknown_host(error) or _is_without_tls(error)
     is_nobody = not has_answered and _is_refused(error) and is_local(url)
     return TransportFailed(error, time.monotonic() - started_s, is_permanent, public(url), is_nobody)
 
@@ -107,6 +109,16 @@ def is_unknown_host(error: BaseException) -> bool:
     return False
 
 
+def _is_without_tls(error: BaseException) -> bool:
+    """Whether the port answered the greeting of TLS with something else."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ssl.SSLError):
+            return cause.reason == "WRONG_VERSION_NUMBER"
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
 def is_good(answer: Received | TransportFailed) -> bool:
     """Whether the other copy of a request need not be waited for."""
     return isinstance(answer, Received) and answer.status == 200
@@ -129,7 +141,11 @@ def is_single(items: Item | str | Sequence[Item | str]) -> TypeGuard[Item | str]
 
 def as_list(items: Item | str | Sequence[Item | str]) -> list[Item | str]:
     """The items of a call. What is no list is one item, also where it is none: `wire.mapped` tells what
-    was expected.
+    was expected. Raises TypeError for a table, whose elements are the names of its columns.
     """
+    if hasattr(items, "columns") and len(getattr(items, "shape", ())) == 2:
+        raise TypeError(
+            f"items: expected texts, got a {type(items).__name__}: pass one of its columns, such as df['text']"
+        )
     is_list = isinstance(items, Iterable) and not isinstance(items, Mapping | str | bytes | bytearray)
     return list(cast("Sequence[Item | str]", items)) if is_list else [cast("Item | str", items)]

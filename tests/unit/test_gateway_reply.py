@@ -300,7 +300,7 @@ def test_timing_is_that_of_the_chunk_that_arrived_last_and_each_input_has_its_ow
     stages = [Stages(inference_ms=40, worker_ms=50), Stages(inference_ms=20, worker_ms=30)]
     results = [WorkResult("r", number, "w", (Ok({}, 3),), b"", stages=each) for number, each in enumerate(stages)]
     finished.take([0, 2], [Chunk(0, 1, 1), Chunk(1, 2, 1)], results, [60.0, 90.0])
-    timing = finished.timing(Call("r", time.perf_counter() - 0.2, {}))
+    timing = finished.timing(time.perf_counter() - 0.2)
     assert (timing["inference_time"], timing["queue_time"]) == (20, 60)
     assert timing["total_time"] >= 200
     first, refused, second = finished.item_timings()
@@ -536,8 +536,8 @@ def test_the_last_entry_of_a_reply_is_made_when_all_else_of_it_is_written(values
 def test_writing_the_reply_is_postprocessing() -> None:
     finished = Finished(SimpleNamespace(items=()), {})  # type: ignore[arg-type]
     call = Call("r", time.perf_counter() - 0.2, {})
-    before = finished.timing(call)
-    told = finished.timing(call, 0.15)
+    before = finished.timing(call.received_s)
+    told = finished.timing(call.received_s, 0.15)
     assert (before["postprocess_time"], told["postprocess_time"], told["postprocessing_ms"]) == (0, 150, 150)
     assert told["unattributed_time"] == pytest.approx(told["total_time"] - 150, abs=0.01)
     assert finished.told == told

@@ -26,8 +26,7 @@ from sie_contracts.muvera import Muvera
 from sie_contracts.options import RequestOptions
 from sie_contracts.topology import Lane
 from sie_gateway.body import Item
-from sie_gateway.call import FailedRequest
-from sie_gateway.finished import Understood
+from sie_gateway.finished import FailedRequest, Understood
 from sie_gateway.inference import Inference
 from sie_gateway.jobs import asking as askings
 from sie_gateway.jobs import cache as caches

@@ -128,3 +128,21 @@ def test_the_turn_of_one_that_is_refused_after_all_has_room_for_what_its_tokens_
     permits[0].taken(one.result(0, chunks=1))
     assert refused
     assert one.place.turns.promised(one.now_s) == pytest.approx(8 * len(refused))
+
+
+def test_whoever_is_refused_is_told_of_a_wait_that_is_longer_than_what_is_left() -> None:
+    """By doubt about predictions, and by work that was promised to others."""
+    for promises in (0, 40):
+        one = Known()
+        permits = [one.enter(number) for number in range(60)]
+        for number in range(promises):
+            one.place.turns.book(one.now_s, b"p%d" % number, 96, 0.5, 1000)
+        refused = 0
+        for tenths in range(1, 200):
+            refusal = one.place.judge(one.now_s, "key", 8, tenths / 10, 0, lambda: b"new")
+            if refusal is not None:
+                assert refusal.wait_s > tenths / 10, (promises, tenths)
+                refused += 1
+        assert refused
+        for permit in permits:
+            permit.close()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
+import pandas
+import polars
 import pytest
 
 import sie_client
-from sie_client import SIEClient, transport, verbs
+from sie_client import SIEAsyncClient, SIEClient, transport, verbs
 from sie_client.core import Answered, Hedges, Pause, Plan, Received, Send, Session, Together, TransportFailed, Work
 from sie_contracts import arrays, errors
 
@@ -700,7 +704,29 @@ def test_what_is_no_list_of_items_is_one_item_and_told_as_it_is(wrong: object, t
                 call(*args)
 
 
+@pytest.mark.parametrize("frame", [pandas.DataFrame({"title": ["a"]}), polars.DataFrame({"title": ["a"]})], ids=type)
+async def test_a_table_is_refused_with_the_remedy_before_anything_is_sent(frame: Any) -> None:
+    """Its elements are the names of its columns, which would be encoded."""
+    with SIEClient("http://127.0.0.1:1") as client:
+        for call in (
+            lambda: client.encode("m", frame),
+            lambda: client.score("m", "q", frame),
+            lambda: client.extract("m", frame, labels=["a"]),
+        ):
+            with pytest.raises(TypeError, match=r"items: .*DataFrame: pass one of its columns, such as df\['text'\]"):
+                call()
+    async with SIEAsyncClient("http://127.0.0.1:1") as client:
+        for coroutine in (
+            client.encode("m", frame),
+            client.score("m", "q", frame),
+            client.extract("m", frame, labels=["a"]),
+        ):
+            with pytest.raises(TypeError, match="pass one of its columns"):
+                await coroutine
+
+
 def test_one_text_is_one_item_not_its_letters() -> None:
+    assert transport.as_list(pandas.Series(["a", "b"])) == ["a", "b"]
     assert transport.as_list("abc") == ["abc"]
     assert transport.as_list({"text": "abc"}) == [{"text": "abc"}]
     assert transport.as_list(letter for letter in "abc") == ["a", "b", "c"]
@@ -721,3 +747,19 @@ def test_a_ranking_has_positions_and_documents_and_no_failures() -> None:
     assert outcome(verbs.rerank("m", "q", [], None, {}, Session())) == ([], [])
     with pytest.raises(sie_client.InvalidInputError, match="top_n"):
         next(verbs.rerank("m", "q", ["a"], 0, {}, Session()))
+
+
+async def test_https_at_a_port_of_plain_http_ends_at_once_and_names_its_cause() -> None:
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+        url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        with SIEClient(url) as client, pytest.raises(sie_client.SIEConnectionError, match="WRONG_VERSION_NUMBER"):
+            await asyncio.wait_for(asyncio.to_thread(client.encode, "m", "a"), 10)
+        async with SIEAsyncClient(url) as client:
+            with pytest.raises(sie_client.SIEConnectionError, match="WRONG_VERSION_NUMBER"):
+                await asyncio.wait_for(client.encode("m", "a"), 10)

@@ -122,12 +122,12 @@ def _answer(call: Call, finished: Finished, name: str, types: Sequence[str], ver
         "texts": [] if name == "images" else [item.text for item in items],
         **_shown(items),
         "meta": {"api_version": {"version": str(version)}, "billed_units": _billed(finished)},
-        **finished.shared(call),
+        **finished.shared(explain=call.explains),
     }
     if scales:
         rest["embeddings_scale"] = scales
     parts.append((b"," if bare else b"},") + orjson.dumps(rest)[1:-1])
-    late = finished.late(call, began_s)
+    late = finished.late(call.received_s, began_s)
     content = reply.chained(parts, lambda spent_s: b"," + orjson.dumps(late(spent_s))[1:])
     return Answer(content, "application/json", finished.headers(finished.told))
 

@@ -34,7 +34,7 @@ async def classify(inference: Inference, call: Call, raw: bytes) -> Answer:
         "model": resolved.requested,
         "id": f"classify-{uuid4()}",
         "created": int(time.time()),
-        **finished.shared(call),
+        **finished.shared(explain=call.explains),
     }
-    data, content_type = reply.body_of(content, 0, msgpack=False, late=finished.late(call, began_s))
+    data, content_type = reply.body_of(content, 0, msgpack=False, late=finished.late(call.received_s, began_s))
     return Answer(data, content_type, finished.headers(finished.told))

@@ -68,7 +68,7 @@ def raw_answer(call: Call, finished: Finished, name: str) -> Answer:
     vectors = finished.succeeded(name)
     body = reply.Joined(vectors, "dense")
     width = vectors[0][1].outputs["dense"].shape[-1]
-    headers = finished.headers(finished.timing(call)) | {"Content-Length": str(body.nbytes)}
+    headers = finished.headers(finished.timing(call.received_s)) | {"Content-Length": str(body.nbytes)}
     headers |= {"X-SIE-Shape": f"{len(vectors)},{width}", "X-SIE-Dtype": finished.request.options.run.dtype}
     return Answer(body, reply.RAW, headers)
 
@@ -80,7 +80,7 @@ def arrow_answer(call: Call, finished: Finished) -> Answer:
     return Answer(
         arrow.Rows(request.items, finished.outcomes, request.options.run),
         reply.ARROW,
-        finished.headers(finished.timing(call)),
+        finished.headers(finished.timing(call.received_s)),
     )
 
 
@@ -102,7 +102,7 @@ def _answer(call: Call, finished: Finished, *, msgpack: bool) -> Answer:
     if options.item_timing:
         for slot, own in zip(slots, finished.item_timings() if slots else (), strict=True):
             slot["timing"] = own
-    content |= finished.shared(call)
+    content |= finished.shared(explain=call.explains)
     if request.operation == "score":  # public SDKs read this name
         content["usage"] = {"input_tokens": finished.usage["prompt_tokens"], **finished.usage}
     if options.run.muvera is not None:
@@ -112,6 +112,6 @@ def _answer(call: Call, finished: Finished, *, msgpack: bool) -> Answer:
         return reply.extract_slot(index, items[index], finished.outcomes[index][1])
 
     row = found if request.operation == "extract" else None
-    late = finished.late(call, began_s)
+    late = finished.late(call.received_s, began_s)
     data, content_type = reply.body_of(content, finished.values, msgpack=msgpack, row=row, late=late)
     return Answer(data, content_type, finished.headers(finished.told))

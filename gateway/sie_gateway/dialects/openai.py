@@ -271,8 +271,8 @@ def _answer(call: Call, finished: Finished, kind: str, *, is_base64: bool) -> An
     for name, values in extras.items():
         for entry, value in zip(data, values, strict=True):
             entry[name] = value
-    rest = orjson.dumps({"model": finished.request.resolved.requested, **finished.shared(call)})
-    late = finished.late(call, began_s)
+    rest = orjson.dumps({"model": finished.request.resolved.requested, **finished.shared(explain=call.explains)})
+    late = finished.late(call.received_s, began_s)
 
     def after(spent_s: float) -> bytes:
         return b"]," + rest[1:-1] + b"," + orjson.dumps(late(spent_s))[1:]

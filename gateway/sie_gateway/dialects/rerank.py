@@ -121,7 +121,7 @@ def _answer(
             each if text is None else {**each, "document": text if root else {"text": text}}
             for each, text in zip(ranked, texts, strict=True)
         ]
-    shared = finished.shared(call)
+    shared = finished.shared(explain=call.explains)
     if warnings:
         shared["warnings"] = [*warnings, *shared.get("warnings", ())]
     tokens = finished.usage["total_tokens"]
@@ -139,5 +139,5 @@ def _answer(
         **shared,
         **({"data": ranked} if version == 1 else {}),  # what Voyage's client reads; it has the documents
     }
-    data, content_type = reply.body_of(content, 0, msgpack=False, late=finished.late(call, began_s))
+    data, content_type = reply.body_of(content, 0, msgpack=False, late=finished.late(call.received_s, began_s))
     return Answer(data, content_type, finished.headers(finished.told))

@@ -92,7 +92,7 @@ def _truncation(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _answer(call: Call, finished: Finished, body: Any) -> Answer:
-    timing = finished.timing(call)
+    timing = finished.timing(call.received_s)
     headers = finished.headers({**timing, "queue_time": timing["queue_ms"]})
     headers |= {name: str(int(float(value))) for name, value in headers.items() if name.endswith("-Time")}
     headers["X-Compute-Time"] = headers["X-Total-Time"]

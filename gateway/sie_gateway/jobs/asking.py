@@ -29,8 +29,8 @@ from sie_contracts.errors import (
 )
 from sie_contracts.messages import Failed, Ok, Operation, WorkResult
 from sie_gateway.body import Item
-from sie_gateway.call import Asked, Call, EntryChanged, FailedRequest
-from sie_gateway.finished import Understood
+from sie_gateway.call import Asked, Call, EntryChanged
+from sie_gateway.finished import FailedRequest, Understood
 from sie_gateway.grant import Charge, Grant
 from sie_gateway.inference import Inference
 from sie_gateway.reply import Placed

@@ -19,7 +19,8 @@ import orjson
 
 from sie_contracts.errors import ErrorInfo, NotFound, SIEError
 from sie_contracts.jobs import FileRecord, JobRecord, Plan, ShardRecord, Span
-from sie_gateway.call import Answer, Call, FailedRequest
+from sie_gateway.call import Answer, Call
+from sie_gateway.finished import FailedRequest
 from sie_gateway.jobs import envelope
 from sie_gateway.jobs.asking import Asking, Halted
 from sie_gateway.jobs.envelope import BadLine, Cut, Request, Row
