@@ -59,8 +59,10 @@ try:
     client.jobs.submit(source=source, idempotency_key="b", output_field="v", **job)
 except RequestError as error:
     refused = str(error)
+found = client.jobs.results(made["id"])
 listed = [each["state"] for each in client.jobs.list()]
-print(json.dumps([made["object"], ended["state"], ended["completed_items"], ended["total_items"], listed, refused]))
+counts = [ended["completed_items"], ended["total_items"]]
+print(json.dumps([made["object"], ended["state"], *counts, listed, refused, found["items"]]))
 """
 
 
@@ -77,6 +79,8 @@ async def test_the_newest_sdk_submits_a_job_and_waits_for_its_end(tmp_path: Path
         )
         out, told = await asyncio.wait_for(sdk.communicate(), 40)
     assert sdk.returncode == 0, told.decode()
-    kind, state, done, count, listed, refused = json.loads(out)
+    kind, state, done, count, listed, refused, items = json.loads(out)
     assert (kind, state, done, count, listed) == ("job", "succeeded", 5, 5, ["succeeded"])
     assert "output_field: leave it out" in refused
+    assert items == []
+    assert "results are incomplete: retrieved 0 of 5 items" in told.decode()
