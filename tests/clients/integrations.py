@@ -269,7 +269,10 @@ def weaviate(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
     with sie.SIEDocumentEnricher(url, DENSE, extract_model=ENTITIES, **arguments) as enricher:
         yield "SIEDocumentEnricher.enrich", is_enriched(enricher.enrich(TEXTS))
         parts = list(enricher.enrich_iter(TEXTS, batch_size=1))
-        yield "SIEDocumentEnricher.enrich_iter", len(parts) == 2 and is_enriched([each for part in parts for each in part])
+        yield (
+            "SIEDocumentEnricher.enrich_iter",
+            len(parts) == 2 and is_enriched([each for part in parts for each in part]),
+        )
         yield "SIEDocumentEnricher.enrich_query", is_vector(enricher.enrich_query(TEXTS[0]))
 
     async def concurrent() -> tuple[Any, ...]:
@@ -295,7 +298,10 @@ def lancedb(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
     tokens = get_registry().get("sie-multivector").create(base_url=url, model=MULTIVECTOR)
     yield "SIEEmbeddingFunction.ndims", dense.ndims() == WIDTH
     yield "SIEMultiVectorEmbeddingFunction.ndims", tokens.ndims() == WIDTH
-    yield "SIEMultiVectorEmbeddingFunction.compute_query_embeddings", is_matrix(tokens.compute_query_embeddings("a b")[0])
+    yield (
+        "SIEMultiVectorEmbeddingFunction.compute_query_embeddings",
+        is_matrix(tokens.compute_query_embeddings("a b")[0]),
+    )
 
     class Row(LanceModel):  # type: ignore[misc]
         id: int
@@ -326,9 +332,7 @@ def lancedb(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
         yield "SIEReranker.rerank_fts", is_sorted([each["_relevance_score"] for each in ranked])
         extractor = sie.SIEExtractor(base_url=url, model=ENTITIES)
         yield "SIEExtractor.extract", are_entities(extractor.extract(TEXTS, labels=LABELS)[0])
-        extractor.enrich_table(
-            table, source_column="text", target_column="entities", labels=LABELS, id_column="id"
-        )
+        extractor.enrich_table(table, source_column="text", target_column="entities", labels=LABELS, id_column="id")
         yield "SIEExtractor.enrich_table", are_entities(table.to_arrow()["entities"][0].as_py())
 
 
