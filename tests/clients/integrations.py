@@ -176,9 +176,8 @@ def llamaindex(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
 
 
 def dspy(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
-    import sie_dspy as sie
-
     import dspy as library
+    import sie_dspy as sie
 
     dense = sie.SIEEmbedder(base_url=url, model=DENSE)
     yield "SIEEmbedder of one", is_vector(dense(TEXTS[0]))
@@ -287,12 +286,11 @@ def weaviate(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
 
 
 def lancedb(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
+    import lancedb as library
     import sie_lancedb as sie
     from lancedb.embeddings import get_registry
     from lancedb.index import FTS
     from lancedb.pydantic import LanceModel, MultiVector, Vector
-
-    import lancedb as library
 
     dense = get_registry().get("sie").create(base_url=url, model=DENSE)
     tokens = get_registry().get("sie-multivector").create(base_url=url, model=MULTIVECTOR)
@@ -338,7 +336,7 @@ def lancedb(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
 
 def mcp(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
     """Of eight tools two need neither text generation nor a model that the test cluster lacks."""
-    models = {name: "test/none" for name in ("ENCODE", "RERANK", "CAPTION", "DOCLING", "VLOCR")}
+    models = dict.fromkeys(("ENCODE", "RERANK", "CAPTION", "DOCLING", "VLOCR"), "test/none")
     models |= {"EXTRACT": ENTITIES, "PII": ENTITIES, "ENCODE": DENSE, "RERANK": CROSS, "EMBED": IMAGES}
     os.environ |= {f"SIE_MCP_{name}_MODEL": model for name, model in models.items()}
     os.environ["SIE_BASE_URL"] = url
