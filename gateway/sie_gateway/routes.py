@@ -27,7 +27,6 @@ from sie_gateway import (
     operations,
     overview,
     reserving,
-    residency,
     whoami,
 )
 from sie_gateway.call import ErrorShape, family
@@ -371,7 +370,7 @@ ROUTES: tuple[GatewayRoute, ...] = (
     *DIALECTS,
     *TEI,
     *CONTROL,
-    *residency.RESIDENCY,
+    *operations.RESIDENCY,
     *CATALOGUE,
     *config_forward.CONFIG_FORWARD,
     *overview.OVERVIEW,

@@ -31,7 +31,6 @@ CASES = {
     "mcp": 9,
 }
 QUICK = ("langchain", "haystack", "qdrant")
-pytestmark = pytest.mark.xdist_group("open")
 
 
 def passed(name: str, python: str | Path, cluster: Cluster, folder: Path, environ: Mapping[str, str]) -> int:

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cluster import Cluster
 from inprocess import InProcess
 from selection import long_but
 
@@ -23,6 +24,19 @@ from sie_sdk import SIEClient
 found = SIEClient(sys.argv[1]).encode("toy/one", {"text": "x"}, provision_timeout_s=25)
 print(len(found["dense"]))
 """
+
+
+def test_every_public_method_is_answered(open_cluster: Cluster) -> None:
+    """What this server does not have is refused with a message that says so."""
+    path = os.pathsep.join(map(str, (FOLDER / VERSIONS[-1], FOLDER / "needs")))
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).parents[1] / "clients/sdk_methods.py"), open_cluster.url],
+        env={**os.environ, "PYTHONPATH": path, "NO_PROXY": "*"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr, done.stdout.count("ok: ")) == (0, "", 84), done.stdout
 
 
 @pytest.mark.parametrize("version", long_but(VERSIONS, ["0.6.4", "0.10.1"]))
