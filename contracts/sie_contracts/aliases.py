@@ -85,33 +85,33 @@ def parse_alias(raw: Mapping[str, Any]) -> Alias:
     targets = [alias] if isinstance(alias, str | dict) else alias
     plain: dict[str, Any] = {
         **raw,
-        "alias": [_named(each) for each in targets] if isinstance(targets, list | tuple) else targets,
+        "alias": [_named(target) for target in targets] if isinstance(targets, list | tuple) else targets,
     }
     if "shadow" in plain:
         plain["shadow"] = _named(plain["shadow"])
     try:
-        found = msgspec.convert(plain, Alias)
+        parsed = msgspec.convert(plain, Alias)
     except msgspec.ValidationError as error:
         message = in_words(str(error))
         text, at, where = message.rpartition(" - at ")
         raise _invalid(where.strip("`") if at else "$", text if at else message) from error
-    if not 1 <= len(found.alias) <= MAX_TARGETS:
-        raise _invalid("$.alias", f"expected from 1 to {MAX_TARGETS} targets, got {len(found.alias)}")
-    for number, target in enumerate(found.alias):
+    if not 1 <= len(parsed.alias) <= MAX_TARGETS:
+        raise _invalid("$.alias", f"expected from 1 to {MAX_TARGETS} targets, got {len(parsed.alias)}")
+    for number, target in enumerate(parsed.alias):
         if not 1 <= target.weight <= MAX_WEIGHT:
             message = (
                 f"expected a weight from 1 to {MAX_WEIGHT}, got {target.weight}; a target that is to serve nobody is "
                 "left out"
             )
             raise _invalid(f"$.alias[{number}].weight", message)
-        if _key_name(target.model) in {_key_name(other.model) for other in found.alias[:number]}:
+        if _key_name(target.model) in {_key_name(earlier_target.model) for earlier_target in parsed.alias[:number]}:
             raise _invalid(f"$.alias[{number}].model", f"{target.model[:200]!r} is named twice; give it one weight")
-    if found.shadow is not None and not 0 < found.shadow.share <= 1:
+    if parsed.shadow is not None and not 0 < parsed.shadow.share <= 1:
         message = (
-            f"expected a share above 0, at most 1, got {found.shadow.share:g}; without a shadow leave `shadow` out"
+            f"expected a share above 0, at most 1, got {parsed.shadow.share:g}; without a shadow leave `shadow` out"
         )
         raise _invalid("$.shadow.share", message)
-    return found
+    return parsed
 
 
 def _named(value: Any) -> Any:
@@ -143,21 +143,23 @@ def _uniform(*parts: str) -> float:
     """A number above 0 and below 1 from a hash of the parts. Each part is hashed with its length, so that parts cannot
     be confused.
     """
-    found = hashlib.blake2b(digest_size=_HASH_BYTES)
+    digest = hashlib.blake2b(digest_size=_HASH_BYTES)
     for part in parts:
         data = part.encode()
-        found.update(len(data).to_bytes(4, "big") + data)
+        digest.update(len(data).to_bytes(4, "big") + data)
     # 53 bits, the precision of a float: of 64 bits the largest values would round to 1, and log(1) is 0
-    return ((int.from_bytes(found.digest(), "big") >> 11) + 0.5) / (1 << 53)
+    return ((int.from_bytes(digest.digest(), "big") >> 11) + 0.5) / (1 << 53)
 
 
 def resolve_all(catalogue: Catalogue, spec: str) -> tuple[Resolved, ...]:
     """All models that a name may resolve to; for an alias its targets, the heaviest first. Raises ModelNotFound,
     BundleConflict.
     """
-    found = catalogue.resolve(spec)
-    targets = sorted(catalogue.aliases[found.alias].alias, key=lambda target: -target.weight) if found.alias else ()
-    return (found, *(catalogue.resolve(target.model, follow=False) for target in targets[1:]))
+    resolved = catalogue.resolve(spec)
+    targets = (
+        sorted(catalogue.aliases[resolved.alias].alias, key=lambda target: -target.weight) if resolved.alias else ()
+    )
+    return (resolved, *(catalogue.resolve(target.model, follow=False) for target in targets[1:]))
 
 
 def check(alias: Alias, catalogue: Catalogue) -> None:
@@ -169,10 +171,12 @@ def check(alias: Alias, catalogue: Catalogue) -> None:
     `force` skips this last check only.
     """
     folded = alias.id.casefold()
-    if taken := next((model for model in catalogue.entries if model.casefold() == folded), None):
-        message = f"a model has the id {taken!r}: give the alias another one, or remove the model first"
+    if model_id := next((model for model in catalogue.entries if model.casefold() == folded), None):
+        message = f"a model has the id {model_id!r}: give the alias another one, or remove the model first"
         raise _invalid("$.id", message)
-    if twin := next((other for other in catalogue.aliases if other.casefold() == folded and other != alias.id), None):
+    if twin := next(
+        (alias_id for alias_id in catalogue.aliases if alias_id.casefold() == folded and alias_id != alias.id), None
+    ):
         raise _invalid("$.id", f"the alias {twin!r} differs in case alone: give this one another id")
     targets = [
         _target(catalogue, alias, target.model, f"$.alias[{number}].model") for number, target in enumerate(alias.alias)
@@ -210,20 +214,24 @@ def _target(catalogue: Catalogue, alias: Alias, model: str, loc: str) -> Resolve
 def _check_alike(targets: list[Resolved], catalogue: Catalogue) -> None:
     """Raise ValidationFailed if the results of one target cannot be mixed with those of another."""
     first = targets[0]
-    for number, other in enumerate(targets[1:], 1):
+    for number, target in enumerate(targets[1:], 1):
         loc = f"$.alias[{number}].model"
-        if set(other.entry.tasks) != set(first.entry.tasks):
+        if set(target.entry.tasks) != set(first.entry.tasks):
             message = (
-                f"{other.entry.id} does {_verbs(other)}, but {first.entry.id} {_verbs(first)}: some keys would get "
+                f"{target.entry.id} does {_verbs(target)}, but {first.entry.id} {_verbs(first)}: some keys would get "
                 "errors; "
             )
             raise _invalid(loc, message + _FORCE)
-        one, two = _numbers(first, catalogue), _numbers(other, catalogue)
-        if "encode" not in first.entry.tasks or (one == two and all(one.values())):
+        first_numbers, numbers = _numbers(first, catalogue), _numbers(target, catalogue)
+        if "encode" not in first.entry.tasks or (first_numbers == numbers and all(first_numbers.values())):
             continue
-        differ = "differ from those of" if all((*one.values(), *two.values())) else "are not known to be those of"
+        differ = (
+            "differ from those of"
+            if all((*first_numbers.values(), *numbers.values()))
+            else "are not known to be those of"
+        )
         message = (
-            f"the vectors of {other.canonical} {differ} {first.canonical}, and an index must not mix vectors: {_FIX}; "
+            f"the vectors of {target.canonical} {differ} {first.canonical}, and an index must not mix vectors: {_FIX}; "
         )
         raise _invalid(loc, message + _FORCE)
 
@@ -250,11 +258,13 @@ def _verbs(resolved: Resolved) -> str:
 def changes_vectors(before: Alias, after: Alias, catalogue: Catalogue) -> bool:
     """Whether an index that was built through `before` can, or may, not be searched through `after`."""
     try:
-        former = {_target(catalogue, before, each.model, "$").numbers for each in before.alias}
-        found = [_target(catalogue, after, each.model, "$") for each in after.alias]
+        former = {_target(catalogue, before, target.model, "$").numbers for target in before.alias}
+        targets = [_target(catalogue, after, target.model, "$") for target in after.alias]
     except ValidationFailed:  # the vectors of a target that does not exist any more are not known
         return True
-    return any("encode" in each.entry.tasks and (not each.numbers or {each.numbers} != former) for each in found)
+    return any(
+        "encode" in target.entry.tasks and (not target.numbers or {target.numbers} != former) for target in targets
+    )
 
 
 def model_of(spec: str) -> str:

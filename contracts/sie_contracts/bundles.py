@@ -88,7 +88,9 @@ def serving(bundles: Mapping[str, Bundle], family: str, named: str = "") -> tupl
 def lacking(bundles: Mapping[str, Bundle], family: str, named: str = "") -> tuple[str, str]:
     """Why no bundle can serve a model, and the fix: the path of the wrong field, and a sentence."""
     able = [bundle.id for bundle in ordered(bundles) if bundle.serves(family)]
-    known = "; ".join(f"{bundle.id} has {', '.join(bundle.families) or 'every family'}" for bundle in ordered(bundles))
+    families_of_bundles = "; ".join(
+        f"{bundle.id} has {', '.join(bundle.families) or 'every family'}" for bundle in ordered(bundles)
+    )
     if able and named:
         fault = (
             f"bundle {named[:100]!r} has no family {family[:100]!r}"
@@ -96,14 +98,14 @@ def lacking(bundles: Mapping[str, Bundle], family: str, named: str = "") -> tupl
             else f"there is no bundle {named[:100]!r}"
         )
         return "$.bundle", f"{fault}; name {' or '.join(able)}, or none"
-    return "$.family", f"no bundle can serve the family {family[:100]!r}: {known}"
+    return "$.family", f"no bundle can serve the family {family[:100]!r}: {families_of_bundles}"
 
 
-def conflict(model: str, able: tuple[str, ...], wanted: str, why: str) -> BundleConflict:
-    """The error for a model that the `wanted` bundle does not serve, or that no bundle serves."""
+def conflict(model: str, able: tuple[str, ...], requested: str, why: str) -> BundleConflict:
+    """The error for a model that the `requested` bundle does not serve, or that no bundle serves."""
     if able:
         message = (
-            f"bundle {wanted[:100]!r} does not serve {model}; {' and '.join(able)} can: name one of these, or none"
+            f"bundle {requested[:100]!r} does not serve {model}; {' and '.join(able)} can: name one of these, or none"
         )
     else:
         message = f"{model} cannot be served: {why}"

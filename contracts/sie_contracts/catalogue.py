@@ -95,8 +95,8 @@ class Catalogue:
         written: Mapping[str, int] | None = None,
     ) -> Catalogue:
         """A snapshot of documents by id."""
-        entries = {name: found for name, found in documents.items() if isinstance(found, ModelEntry)}
-        aliases = {name: found for name, found in documents.items() if isinstance(found, Alias)}
+        entries = {name: document for name, document in documents.items() if isinstance(document, ModelEntry)}
+        aliases = {name: document for name, document in documents.items() if isinstance(document, Alias)}
         return cls(entries, revisions, bundles, epoch, aliases, written or {})
 
     def with_model(self, model: str, entry: ModelEntry | Alias | None, revision: int, epoch: str) -> Catalogue:
@@ -141,8 +141,8 @@ class Catalogue:
         `able` is true, and aliases of such models, are listed.
         """
 
-        def keep(found: str) -> bool:
-            entry = self.entries.get(found) or self.entries.get(self.aliases[found].heaviest.model.partition(":")[0])
+        def keep(name: str) -> bool:
+            entry = self.entries.get(name) or self.entries.get(self.aliases[name].heaviest.model.partition(":")[0])
             return entry is not None and able(entry)
 
         return self._names.near(name, keep=keep)
@@ -176,15 +176,15 @@ class Catalogue:
         """Results of `bundles_of` by family and by the bundle that an entry names: each request asks for one."""
         return {}
 
-    def _in_bundle(self, resolved: Resolved, wanted: str) -> Resolved:
-        """Choose the bundles: the `wanted` one, or all that can serve the model. Raises BundleConflict."""
-        if resolved.bundles and not wanted:
+    def _in_bundle(self, resolved: Resolved, bundle: str) -> Resolved:
+        """Choose the bundles: `bundle`, or all that can serve the model. Raises BundleConflict."""
+        if resolved.bundles and not bundle:
             return resolved
         entry, able = resolved.entry, self.bundles_of(resolved.entry)
-        if not able or (wanted and wanted not in able):
+        if not able or (bundle and bundle not in able):
             why = "" if able else bundling.lacking(self.bundles, entry.family, entry.bundle)[1]
-            raise bundling.conflict(entry.id, able, wanted, why)
-        return replace(resolved, bundles=(wanted,) if wanted else able)
+            raise bundling.conflict(entry.id, able, bundle, why)
+        return replace(resolved, bundles=(bundle,) if bundle else able)
 
     def find_alias(self, name: str) -> Alias | None:
         """The alias with this id, found as `find` finds an entry."""
@@ -295,9 +295,9 @@ def _overlay_load(base: LoadOptions, layer: LoadOptions | None) -> LoadOptions:
     """
     if layer is None:
         return base
-    given = ((name, getattr(layer, name)) for name in LoadOptions.__struct_fields__)
+    layer_options = ((name, getattr(layer, name)) for name in LoadOptions.__struct_fields__)
     return msgspec.structs.replace(
-        base, **{name: value for name, value in given if value or (name == "causal" and value is not None)}
+        base, **{name: value for name, value in layer_options if value or (name == "causal" and value is not None)}
     )
 
 

@@ -156,10 +156,10 @@ def resolution(catalogue: Catalogue, raw: bytes) -> dict[str, Any]:
         raise InvalidInput(f"body: {error}", reason="malformed", param="body") from None
     if not isinstance(body, dict):
         raise InvalidInput(f"body: expected an object, got {type(body).__name__}", reason="schema", param="body")
-    if others := sorted(body.keys() - {"model", "bundle"}):
-        field = others[0][:60]
-        if meant := did_you_mean(field, ("model", "bundle")):
-            raise InvalidInput(f"{field}: no such field{meant}", reason="schema", param=field)
+    if unknown_fields := sorted(body.keys() - {"model", "bundle"}):
+        field = unknown_fields[0][:60]
+        if suggestion := did_you_mean(field, ("model", "bundle")):
+            raise InvalidInput(f"{field}: no such field{suggestion}", reason="schema", param=field)
         # it may be content, which no error repeats
         raise InvalidInput("body: expected model and bundle, got another field too", reason="schema", param="body")
     model, bundle = body.get("model"), body.get("bundle")
@@ -194,15 +194,15 @@ def bundle_hash(revisions: Mapping[str, int]) -> str:
     return digest(revisions)
 
 
-def has_seen(epoch: str, wanted: str) -> bool:
-    """Whether a reader at `epoch` has every write up to `wanted`. Epochs of different buckets cannot be compared:
+def has_seen(epoch: str, required: str) -> bool:
+    """Whether a reader at `epoch` has every write up to `required`. Epochs of different buckets cannot be compared:
     False.
     """
     created, _, last = epoch.rpartition(":")
-    wanted_created, _, wanted_last = wanted.rpartition(":")
-    if not (last.isdigit() and wanted_last.isdigit()):
-        return epoch == wanted
-    return created == wanted_created and int(last) >= int(wanted_last)
+    required_created, _, required_last = required.rpartition(":")
+    if not (last.isdigit() and required_last.isdigit()):
+        return epoch == required
+    return created == required_created and int(last) >= int(required_last)
 
 
 def model_status(
@@ -223,10 +223,15 @@ def model_status(
     gives the revision at an epoch; None if it is not known here.
     """
 
-    def reader(name: str, seen: str) -> dict[str, Any]:
-        return {"id": name, "epoch": seen, "revision": revision_at(seen), "acked": has_seen(seen, since)}
+    def reader(name: str, reader_epoch: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "epoch": reader_epoch,
+            "revision": revision_at(reader_epoch),
+            "acked": has_seen(reader_epoch, since),
+        }
 
-    told, serving = [], []
+    bundle_states, serving = [], []
     for bundle, (expected_hash, beats) in (bundles or {}).items():
         workers = [
             reader(beat.worker, beat.config_epoch) | _copy(beat, model)
@@ -235,7 +240,7 @@ def model_status(
         acked, pending = (
             [worker["id"] for worker in workers if worker["acked"] is is_acked] for is_acked in (True, False)
         )
-        told.append(
+        bundle_states.append(
             {
                 "bundle_id": bundle,
                 "expected_bundle_config_hash": expected_hash,
@@ -249,23 +254,23 @@ def model_status(
     return {
         "model_id": model,
         "config_epoch": epoch,
-        "all_bundles_acked": all(each["acked"] for each in told),
-        "no_bundles": bundles is not None and not told,
-        "bundles": told,
+        "all_bundles_acked": all(bundle_state["acked"] for bundle_state in bundle_states),
+        "no_bundles": bundles is not None and not bundle_states,
+        "bundles": bundle_states,
         "source": source,
         "revision": revision,
-        "gateways": [reader(*each) for each in sorted(gateways.items())],
+        "gateways": [reader(*gateway) for gateway in sorted(gateways.items())],
         "workers": serving,
     }
 
 
 def _copy(beat: Heartbeat, model: str) -> dict[str, str]:
     """What a worker has loaded of a model. A copy of an earlier revision stays until no request asks for it."""
-    found = next((status for status in beat.models if status.model == model), None)
+    copy = next((status for status in beat.models if status.model == model), None)
     return {
         "bundle": beat.bundle,
-        "state": found.state if found else "available",
-        "fingerprint": found.fingerprint if found else "",
+        "state": copy.state if copy else "available",
+        "fingerprint": copy.fingerprint if copy else "",
     }
 
 

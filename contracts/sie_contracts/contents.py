@@ -21,8 +21,8 @@ def content_keys(item: WorkItem) -> list[str]:
         _encode((item.model, item.profile, item.revision, item.operation, item.query, item.options))
     )
     keys = []
-    for each in item.inputs:
+    for content in item.inputs:
         digest = common.copy()
-        digest.update(_encode(each))
+        digest.update(_encode(content))
         keys.append(digest.hexdigest()[:32])
     return keys

@@ -217,11 +217,13 @@ def listed_outputs(entry: ModelEntry) -> list[str]:
 
 def widths(entry: ModelEntry, run: RunDefaults) -> dict[str, int]:
     """The width of each vector output. For a profile with MUVERA, `dense` is the width of the MUVERA encoding."""
-    found = {name: width for name, width in entry.outputs.items() if name in VECTORS and width}
-    if run.muvera and "multivector" in found:
+    widths_by_name = {name: width for name, width in entry.outputs.items() if name in VECTORS and width}
+    if run.muvera and "multivector" in widths_by_name:
         own = run.muvera if isinstance(run.muvera, dict) else {}
-        found["dense"] = muvera.parse({**entry.head.muvera, **own} or True, None, "muvera").width(found["multivector"])
-    return found
+        widths_by_name["dense"] = muvera.parse({**entry.head.muvera, **own} or True, None, "muvera").width(
+            widths_by_name["multivector"]
+        )
+    return widths_by_name
 
 
 def parse_entry(raw: object) -> ModelEntry:

@@ -322,7 +322,7 @@ def each_error() -> Iterator[SIEError]:
         yield InvalidInput("message", reason=reason)
     leaves = [leaf("message") for leaf in catalogue() if leaf is not AllItemsFailed]
     yield from leaves
-    yield from (AllItemsFailed("message", failures=[each]) for each in leaves)
+    yield from (AllItemsFailed("message", failures=[failure]) for failure in leaves)
 
 
 def tei_type(error: SIEError) -> str:

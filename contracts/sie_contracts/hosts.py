@@ -86,23 +86,23 @@ class Order:
             self._rings[key] = [entry]
             bisect.insort(self._sorted, key)
 
-    def first(self, lot: int, taken: set[str], *, only_free: bool) -> tuple[Key, str] | None:
-        """The first worker, for a model of this hash, that is not among `taken`."""
+    def first(self, lot: int, excluded: set[str], *, only_free: bool) -> tuple[Key, str] | None:
+        """The first worker, for a model of this hash, that is not in `excluded`."""
         for key in self._sorted:
             if only_free and key[0]:
                 return None
             ring = self._rings[key]
             start = bisect.bisect_left(ring, (lot, ""))
             behind = (ring[position % len(ring)] for position in range(start, start + len(ring)))
-            near = list(itertools.islice((entry for entry in behind if entry[1] not in taken), _NEAR))
+            near = list(itertools.islice((entry for entry in behind if entry[1] not in excluded), _NEAR))
             if near:
                 return key, min(near, key=lambda entry: pair(lot, entry[0]))[1]
         return None
 
 
-def pair(lot: int, other: int) -> int:
+def pair(lot: int, second_lot: int) -> int:
     """A hash of two hashes (Fibonacci hashing)."""
-    return (lot ^ other) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+    return (lot ^ second_lot) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
 
 
 def lot_of(name: str) -> int:

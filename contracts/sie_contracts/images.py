@@ -109,11 +109,11 @@ class Normalisation(msgspec.Struct, frozen=True, omit_defaults=True):
     @staticmethod
     def from_processor(config: Mapping[str, Any]) -> Normalisation:
         """Of a preprocessor_config.json. Raises UnknownProcessor."""
-        found = _completed(config)
-        rescale = float(found["rescale_factor"]) if found["do_rescale"] else 1.0
-        if not found["do_normalize"]:
+        settings = _completed(config)
+        rescale = float(settings["rescale_factor"]) if settings["do_rescale"] else 1.0
+        if not settings["do_normalize"]:
             return Normalisation(rescale=rescale)
-        return Normalisation(_channels(found, "image_mean"), _channels(found, "image_std"), rescale)
+        return Normalisation(_channels(settings, "image_mean"), _channels(settings, "image_std"), rescale)
 
 
 def check(recipe: Recipe, size: Size) -> None:
@@ -200,15 +200,15 @@ def _blocks(recipe: Recipe, size: Size) -> tuple[Size, ...]:
     elif recipe.raised == "floored" and min(height, width) < unit:
         scale = max(unit / height, unit / width)
         height, width = int(height * scale), int(width * scale)
-    found = Size(round(height / unit) * unit, round(width / unit) * unit)
-    if found.height * found.width > recipe.max_pixels:
+    rounded = Size(round(height / unit) * unit, round(width / unit) * unit)
+    if rounded.height * rounded.width > recipe.max_pixels:
         shrink = math.sqrt(height * width / recipe.max_pixels)
         edges = (max(unit, math.floor(edge / shrink / unit) * unit) for edge in (height, width))
         return (Size(*edges),)
-    if found.height * found.width < recipe.min_pixels:
+    if rounded.height * rounded.width < recipe.min_pixels:
         grow = math.sqrt(recipe.min_pixels / (height * width))
         return (Size(*(math.ceil(edge * grow / unit) * unit for edge in (height, width))),)
-    return (found,)
+    return (rounded,)
 
 
 def _fit(recipe: Recipe, size: Size) -> tuple[Size, ...]:
@@ -273,15 +273,15 @@ def from_processor(config: Mapping[str, Any]) -> Recipe:
     """The recipe of a checkpoint's preprocessor_config.json: what the image processor that it names does up to uint8
     pixels. Raises UnknownProcessor.
     """
-    found = _completed(config)
-    if not found["do_resize"]:
+    settings = _completed(config)
+    if not settings["do_resize"]:
         raise UnknownProcessor("do_resize is false: images would keep their own sizes")
-    number = found["resample"]
+    number = settings["resample"]
     if not isinstance(number, int) or not 0 <= number < len(_FILTERS):
         raise UnknownProcessor(f"resample is {number!r}, which is no filter of Pillow")
     read, _ = _PROCESSORS[_name(config)]
     try:
-        return msgspec.structs.replace(read(found), resample=_FILTERS[number])
+        return msgspec.structs.replace(read(settings), resample=_FILTERS[number])
     except UnknownProcessor:
         raise
     except ValueError as error:
@@ -305,17 +305,17 @@ def _completed(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**_COMMON, **defaults, **{key: value for key, value in config.items() if value is not None}}
 
 
-def _channels(found: Mapping[str, Any], key: str) -> tuple[float, float, float]:
-    value = found[key]
-    values = [float(each) for each in value] if isinstance(value, list | tuple) else [float(value)] * 3
+def _channels(settings: Mapping[str, Any], key: str) -> tuple[float, float, float]:
+    value = settings[key]
+    values = [float(mean) for mean in value] if isinstance(value, list | tuple) else [float(value)] * 3
     if len(values) != 3:
         raise UnknownProcessor(f"{key} has {len(values)} channels, images have 3")
     return values[0], values[1], values[2]
 
 
-def _sides(found: Mapping[str, Any], key: str, *, square: bool) -> dict[str, int]:
+def _sides(settings: Mapping[str, Any], key: str, *, square: bool) -> dict[str, int]:
     """The map that a size stands for; a single number is a square or the shorter edge."""
-    value = found.get(key)
+    value = settings.get(key)
     if isinstance(value, int):
         value = {"height": value, "width": value} if square else {"shortest_edge": value}
     elif isinstance(value, list | tuple) and len(value) == 2:
@@ -328,13 +328,13 @@ def _sides(found: Mapping[str, Any], key: str, *, square: bool) -> dict[str, int
     return edges
 
 
-def _fixed(found: Mapping[str, Any]) -> Recipe:
+def _fixed(settings: Mapping[str, Any]) -> Recipe:
     """CLIP and SigLIP, and what is built from them: one size for all images."""
     for key in ("do_pad", "use_square_size"):
-        if found.get(key):
+        if settings.get(key):
             raise UnknownProcessor(f"{key} is true, which no recipe does")
-    size = _sides(found, "size", square=bool(found.get("default_to_square")))
-    crop = _sides(found, "crop_size", square=True) if found["do_center_crop"] else None
+    size = _sides(settings, "size", square=bool(settings.get("default_to_square")))
+    crop = _sides(settings, "crop_size", square=True) if settings["do_center_crop"] else None
     if crop is not None and crop.keys() != {"height", "width"}:
         raise UnknownProcessor(f"crop_size has {', '.join(sorted(crop))}, expected height and width")
     if size.keys() == {"height", "width"}:
@@ -347,36 +347,36 @@ def _fixed(found: Mapping[str, Any]) -> Recipe:
     raise UnknownProcessor(f"size has {', '.join(sorted(size))}{lacks}: images would get sizes of their own")
 
 
-def _smart(found: Mapping[str, Any], raised: Raised, frames: int) -> Recipe:
+def _smart(settings: Mapping[str, Any], raised: Raised, frames: int) -> Recipe:
     """Towers that take images of any size, in blocks of merged patches. The bounds count the pixels of all frames."""
-    given = found.get("size")
-    size = dict(given) if isinstance(given, Mapping) else {}
-    least = found.get("min_pixels") or size.get("shortest_edge")
-    most = found.get("max_pixels") or size.get("longest_edge")
+    bounds = settings.get("size")
+    size = dict(bounds) if isinstance(bounds, Mapping) else {}
+    least = settings.get("min_pixels") or size.get("shortest_edge")
+    most = settings.get("max_pixels") or size.get("longest_edge")
     if not isinstance(least, int) or not isinstance(most, int):
         raise UnknownProcessor("neither size nor min_pixels and max_pixels bound the pixels: classes differ in them")
     if least % frames or most % frames:
         raise UnknownProcessor(f"the bounds {least} and {most} are no multiples of {frames} frames")
-    unit = int(found["patch_size"]) * int(found["merge_size"])
+    unit = int(settings["patch_size"]) * int(settings["merge_size"])
     return Recipe("blocks", multiple=unit, min_pixels=least // frames, max_pixels=most // frames, raised=raised)
 
 
-def _qwen(found: Mapping[str, Any]) -> Recipe:
-    return _smart(found, "no", 1)
+def _qwen(settings: Mapping[str, Any]) -> Recipe:
+    return _smart(settings, "no", 1)
 
 
-def _paddle(found: Mapping[str, Any]) -> Recipe:
-    return _smart(found, "rounded", 1)
+def _paddle(settings: Mapping[str, Any]) -> Recipe:
+    return _smart(settings, "rounded", 1)
 
 
-def _glm(found: Mapping[str, Any]) -> Recipe:
-    return _smart(found, "floored", int(found["temporal_patch_size"]))
+def _glm(settings: Mapping[str, Any]) -> Recipe:
+    return _smart(settings, "floored", int(settings["temporal_patch_size"]))
 
 
-def _pixtral(found: Mapping[str, Any]) -> Recipe:
-    if found.get("do_center_crop"):
+def _pixtral(settings: Mapping[str, Any]) -> Recipe:
+    if settings.get("do_center_crop"):
         raise UnknownProcessor("do_center_crop is true, which no recipe does after fitting")
-    size, patch = _sides(found, "size", square=True), _sides(found, "patch_size", square=True)
+    size, patch = _sides(settings, "size", square=True), _sides(settings, "patch_size", square=True)
     if size.keys() == {"height", "width"} and size["height"] == size["width"]:
         size = {"longest_edge": size["height"]}
     if size.keys() != {"longest_edge"}:
@@ -386,25 +386,25 @@ def _pixtral(found: Mapping[str, Any]) -> Recipe:
     return Recipe("fit", longest=size["longest_edge"], multiple=patch["height"])
 
 
-def _grounding_dino(found: Mapping[str, Any]) -> Recipe:
-    if found.get("pad_size"):
+def _grounding_dino(settings: Mapping[str, Any]) -> Recipe:
+    if settings.get("pad_size"):
         raise UnknownProcessor("pad_size is set, which no recipe does")
-    size = _sides(found, "size", square=False)
-    if isinstance(found["size"], int):
-        size["longest_edge"] = int(found["max_size"])
+    size = _sides(settings, "size", square=False)
+    if isinstance(settings["size"], int):
+        size["longest_edge"] = int(settings["max_size"])
     if size.keys() != {"shortest_edge", "longest_edge"}:
         raise UnknownProcessor(f"size has {', '.join(sorted(size))}, expected shortest_edge and longest_edge")
     return Recipe("bounded", shorter=size["shortest_edge"], longest=size["longest_edge"])
 
 
-def _donut(found: Mapping[str, Any]) -> Recipe:
+def _donut(settings: Mapping[str, Any]) -> Recipe:
     for key, expected in (("do_thumbnail", True), ("do_pad", True), ("do_align_long_axis", False)):
-        if bool(found[key]) != expected:
+        if bool(settings[key]) != expected:
             raise UnknownProcessor(f"{key} is {str(not expected).lower()}, which no recipe does")
-    given = found["size"]
-    if isinstance(given, list | tuple):  # width first, in these files alone
-        given = list(reversed(given))
-    size = _sides({"size": given}, "size", square=True)
+    page_size = settings["size"]
+    if isinstance(page_size, list | tuple):  # width first, in these files alone
+        page_size = list(reversed(page_size))
+    size = _sides({"size": page_size}, "size", square=True)
     if size.keys() != {"height", "width"}:
         raise UnknownProcessor(f"size has {', '.join(sorted(size))}, expected height and width")
     return Recipe("page", size["height"], size["width"])

@@ -101,7 +101,7 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan/1"):
     @property
     def rows(self) -> tuple[int, ...]:
         """Rows to answer, by number."""
-        return tuple(each.rows for each in self.again or self.spans)
+        return tuple(span.rows for span in self.again or self.spans)
 
 
 class ShardRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="shard/1"):
@@ -204,7 +204,7 @@ def bounded(record: T) -> T:
             record,
             owner_name=cut_text(record.owner_name, MAX_WORD_BYTES),
             codes=_cut_codes(record.codes),
-            broken=tuple(cut_text(each, MAX_BROKEN_BYTES) for each in record.broken[:MAX_BROKEN]),
+            broken=tuple(cut_text(message, MAX_BROKEN_BYTES) for message in record.broken[:MAX_BROKEN]),
             error=_cut_error(record.error),
             trouble=_cut_error(record.trouble),
             fingerprint=cut_text(record.fingerprint, MAX_WORD_BYTES),
@@ -233,7 +233,7 @@ def _cut_error(info: ErrorInfo | None) -> ErrorInfo | None:
     """An error without its extras, which no answer about a job has."""
     if info is None:
         return None
-    code, reason, param = (cut_text(each, MAX_WORD_BYTES) for each in (info.code, info.reason, info.param))
+    code, reason, param = (cut_text(word, MAX_WORD_BYTES) for word in (info.code, info.reason, info.param))
     return ErrorInfo(code, cut_text(info.message, MAX_MESSAGE_BYTES), reason, param, info.retry_after_s)
 
 

@@ -38,10 +38,10 @@ def fault_of(body: bytes, error: Exception) -> str:
                 "bracket is not closed"
             )
         return str(error).partition(" - at")[0]
-    return _found(body, int(stopped[1]), str(error))
+    return _explained(body, int(stopped[1]), str(error))
 
 
-def _found(body: bytes, at: int, says: str) -> str:
+def _explained(body: bytes, at: int, says: str) -> str:
     """What is wrong at the place where the decoder stopped."""
     if "trailing characters" in says:
         at = max(0, at - 1)  # it has read the first of them
@@ -77,7 +77,7 @@ def _lone_surrogate(body: bytes, stopped: int | None) -> int | None:
     gives no offset; then it is the last one.
     """
     if stopped is None:
-        found = [half.start() for half in _HIGH.finditer(body, max(0, len(body) - 2 * _ESCAPE_BYTES))]
-        return found[-1] if found else None
+        offsets = [half.start() for half in _HIGH.finditer(body, max(0, len(body) - 2 * _ESCAPE_BYTES))]
+        return offsets[-1] if offsets else None
     before = stopped - 2 * _ESCAPE_BYTES
     return before if before >= 0 and _HIGH.match(body, before) else stopped - _ESCAPE_BYTES

@@ -25,13 +25,13 @@ _FIRST_MODELS = 64
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """The hosts of one model. A host in `leaving` still serves, beside the `wanted` hosts, until all of these have the
+    """The hosts of one model. A host in `leaving` still serves, beside `target_count` hosts, until these have the
     model.
     """
 
     model: str
     index: int
-    wanted: int
+    target_count: int
     hosts: list[Worker] = field(default_factory=list)
     leaving: str = ""
     before: tuple[str, ...] = ()  # the hosts in the stored table
@@ -57,7 +57,7 @@ class Layout:
     Rules: a model keeps its live hosts. Then, by falling demand, models without a host adopt workers that have them
     loaded. Then missing hosts are filled in, by (room, planned use, residency, number of models, consistent hash). A
     model that is not loaded moves off a worker with more models than slots if another worker has room. At most one
-    model per call moves off a hot worker; the host that it leaves stays in the table, before the `wanted` hosts, until
+    model per call moves off a hot worker; the host that it leaves stays in the table, before the new hosts, until
     all of these have it loaded. Hosts that have the model loaded come first.
 
     So a lost worker moves only its own models, and equal inputs move nothing while no worker is hot. If a table must
@@ -81,7 +81,7 @@ class Layout:
         self._overfull: set[str] = set()
         self._free_models: list[int] = []
         self._free_workers: list[int] = []
-        self._wanted = np.ones(_FIRST_MODELS)
+        self._target_counts = np.ones(_FIRST_MODELS)
         self._first = np.zeros(_FIRST_MODELS, np.intp)  # by model index: its first host
         self._several: set[str] = set()  # models with more than one host
         self._order: Order | None = None  # set during `settle`
@@ -129,22 +129,22 @@ class Layout:
         self._free_workers.append(worker.index)
         return changed
 
-    def set_model(self, model: str, wanted: int) -> None:
+    def set_model(self, model: str, count: int) -> None:
         """Set how many hosts a model is to have, at least 1."""
         row = self.rows.get(model)
         if row is None:
             index = self._free_models.pop() if self._free_models else len(self.rows) + 1
-            if index >= len(self._wanted):
-                self._wanted = np.concatenate([self._wanted, np.ones(len(self._wanted))])
+            if index >= len(self._target_counts):
+                self._target_counts = np.concatenate([self._target_counts, np.ones(len(self._target_counts))])
                 self._first = np.concatenate([self._first, np.zeros(len(self._first), np.intp)])
             row = self.rows[model] = _Row(model, index, 0)
             self.indices[model] = index
             if index == len(self.names):
                 self.names.append(model)
             self.names[index] = model
-        if row.wanted != wanted:
-            row.wanted = wanted
-            self._wanted[row.index] = wanted
+        if row.target_count != count:
+            row.target_count = count
+            self._target_counts[row.index] = count
             self._dirty.add(model)
 
     def set_before(self, model: str, hosts: tuple[str, ...]) -> None:
@@ -156,7 +156,7 @@ class Layout:
     def drop_model(self, model: str) -> None:
         row = self.rows.pop(model)
         self._assign(row, [])
-        self._wanted[row.index] = 1
+        self._target_counts[row.index] = 1
         del self.indices[model]
         self._free_models.append(row.index)
         self._dirty.discard(model)
@@ -165,7 +165,7 @@ class Layout:
     @property
     def size(self) -> int:
         """The length of arrays by model."""
-        return len(self._wanted)
+        return len(self._target_counts)
 
     # ---- the table
 
@@ -183,7 +183,7 @@ class Layout:
                 self._pause()
             self._keep(self.rows[model])
         lacking = [row for row in map(self.rows.__getitem__, touched) if len(row.hosts) < self._complete(row)]
-        self._share = demand / self._wanted
+        self._share = demand / self._target_counts
         use = self._use()
         if lacking or self._overfull or self._is_movable(use):
             for worker in self.workers.values():
@@ -233,12 +233,12 @@ class Layout:
             if hosts != row.before:
                 row.before = changes[model] = hosts
             refused = self._refused.get(model, ())
-            if row.leaving or len(row.hosts) < row.wanted or any(worker.name in refused for worker in row.hosts):
+            if row.leaving or len(row.hosts) < row.target_count or any(worker.name in refused for worker in row.hosts):
                 self._unsettled.add(model)
         return changes
 
     def _complete(self, row: _Row) -> int:
-        return min(row.wanted, len(self.workers))
+        return min(row.target_count, len(self.workers))
 
     def _use(self) -> NDArray[np.float64]:
         """Planned use by worker index. Rounded, so that the result does not depend on the order of the sum."""
@@ -301,18 +301,18 @@ class Layout:
         if len(able) < len(live) and len(refused) < len(self.workers):
             live = able
         row.leaving = ""
-        if len(live) > row.wanted:
-            first, *others = live
-            if row.is_loaded([first]) and not row.is_loaded(others[: row.wanted]):
+        if len(live) > row.target_count:
+            first, *rest = live
+            if row.is_loaded([first]) and not row.is_loaded(rest[: row.target_count]):
                 row.leaving = first.name
-            live = others
-        self._assign(row, live[: row.wanted])
+            live = rest
+        self._assign(row, live[: row.target_count])
 
     def _adopt(self, row: _Row) -> None:
         """A model without a host takes the workers that have it loaded."""
         having = [self.workers[name] for name in self.having.get(row.model, ())]
         having.sort(key=lambda worker: (row.model not in worker.holdings.loaded, worker.use, worker.name))
-        for worker in having[: row.wanted]:
+        for worker in having[: row.target_count]:
             self._add(row, worker)
 
     def _best(self, row: _Row, *, only_free: bool) -> Worker | None:
@@ -322,21 +322,21 @@ class Layout:
         if self._order is None:
             self._order = Order(self.workers.values())
         having, refused = self.having.get(row.model, set()), self._refused.get(row.model, set())
-        taken = {worker.name for worker in row.hosts} | {row.leaving}
+        placed = {worker.name for worker in row.hosts} | {row.leaving}
         lot = lot_of(row.model)
-        found = self._order.first(lot, taken | having | refused, only_free=only_free)
+        choice = self._order.first(lot, placed | having | refused, only_free=only_free)
         resident = [
             worker
-            for worker in map(self.workers.__getitem__, having - taken - refused)
+            for worker in map(self.workers.__getitem__, having - placed - refused)
             if worker.free > 0 or not only_free
         ]
         if resident:
             best = min(resident, key=lambda worker: (worker.key[1], worker.key[2], pair(lot, worker.lot), worker.name))
-            if found is None or (False, best.key[1]) <= found[0][:2]:
+            if choice is None or (False, best.key[1]) <= choice[0][:2]:
                 return best
-        if found is not None:
-            return self.workers[found[1]]
-        left = [] if only_free else [self.workers[name] for name in refused - taken]
+        if choice is not None:
+            return self.workers[choice[1]]
+        left = [] if only_free else [self.workers[name] for name in refused - placed]
         return min(left, key=lambda worker: (worker.key, pair(lot, worker.lot), worker.name), default=None)
 
     def _relieve_full(self, demand: NDArray[np.float64], touched: set[str]) -> None:
@@ -353,10 +353,10 @@ class Layout:
                     return
                 if worker.free >= 0 or worker.holdings.has(row.model):
                     continue
-                other = self._best(row, only_free=True)
-                if other is not None:
+                better = self._best(row, only_free=True)
+                if better is not None:
                     self._drop(row, worker)
-                    self._add(row, other)
+                    self._add(row, better)
                     touched.add(row.model)
                     room -= 1
 
@@ -377,19 +377,19 @@ class Layout:
             having, refused = self.having.get(model, set()), self._refused.get(model, set())
             able = [self.workers[name] for name in having]
             able += [worker for worker in spare if worker.name not in refused and worker.name not in having]
-            for other in able:
-                fuller = max(hot.use - part, other.use + part)
-                found = (fuller, model, other.name)
-                if fuller <= hot.use - MOVE_GAIN and (best is None or found < best) and row.takes(other.name):
-                    best = found
+            for candidate in able:
+                fuller = max(hot.use - part, candidate.use + part)
+                move = (fuller, model, candidate.name)
+                if fuller <= hot.use - MOVE_GAIN and (best is None or move < best) and row.takes(candidate.name):
+                    best = move
         if best is not None:
             self._move(self.rows[best[1]], hot, self.workers[best[2]])
             touched.add(best[1])
 
-    def _move(self, row: _Row, worker: Worker, other: Worker) -> None:
+    def _move(self, row: _Row, worker: Worker, target: Worker) -> None:
         self._drop(row, worker)
-        self._add(row, other)
-        if row.model in worker.holdings.loaded and row.model not in other.holdings.loaded:
+        self._add(row, target)
+        if row.model in worker.holdings.loaded and row.model not in target.holdings.loaded:
             row.leaving = worker.name
 
 

@@ -9,12 +9,12 @@ from sie_contracts.errors import InvalidInput
 Cause = Literal["too_large", "undecodable", "aspect", "timeout"]
 
 
-def fault(cause: Cause, what: str) -> InvalidInput:
+def fault(cause: Cause, message: str) -> InvalidInput:
     """The error of a file that cannot be used; its message begins with the cause."""
-    return InvalidInput(f"{cause}: {what}", reason="invalid_media")
+    return InvalidInput(f"{cause}: {message}", reason="invalid_media")
 
 
 def cause_of(error: InvalidInput) -> tuple[Cause, str]:
     """What `fault` was given."""
-    found, _, what = error.message.partition(": ")
-    return next(cause for cause in get_args(Cause) if cause == found), what
+    prefix, _, message = error.message.partition(": ")
+    return next(cause for cause in get_args(Cause) if cause == prefix), message

@@ -71,13 +71,13 @@ def parse(raw: Mapping[str, Any] | Literal[True], defaults: Muvera | None, path:
     """
     if raw is not True and not isinstance(raw, Mapping):
         raise _bad(path, "true, false, null or a map", _got(raw))
-    known = Muvera.__struct_fields__
+    fields = Muvera.__struct_fields__
     changes: dict[str, int | bool | None] = {}
     for name, value in () if raw is True else raw.items():
-        if name not in known:
+        if name not in fields:
             where = f"{path}.{str(name)[:64]}"
             raise InvalidInput(
-                f"{where}: no such key, expected one of {', '.join(known)}", reason="schema", param=where
+                f"{where}: no such key, expected one of {', '.join(fields)}", reason="schema", param=where
             )
         if value is not None:
             changes[name] = (
@@ -85,9 +85,9 @@ def parse(raw: Mapping[str, Any] | Literal[True], defaults: Muvera | None, path:
             )
         elif name in _NULLABLE:
             changes[name] = None
-    made: Muvera = msgspec.structs.replace(defaults or Muvera(), **changes)
-    made.width(1, path)
-    return made
+    parsed: Muvera = msgspec.structs.replace(defaults or Muvera(), **changes)
+    parsed.width(1, path)
+    return parsed
 
 
 def _whole(path: str, value: object, name: str) -> int:

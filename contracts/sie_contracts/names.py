@@ -21,11 +21,11 @@ _LONGEST = 256
 _LIKE = 0.7  # similarity from which a name counts, 1 is equal: one or two letters wrong, missing or exchanged
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown field: "; did you mean `x`?" with the most similar one of `known`; empty if
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
+    """The end of a message about an unknown field: "; did you mean `x`?" with the most similar candidate; empty if
     none is similar.
     """
-    like = difflib.get_close_matches(name.casefold()[:_LONGEST], sorted(known), 1, _LIKE)
+    like = difflib.get_close_matches(name.casefold()[:_LONGEST], sorted(candidates), 1, _LIKE)
     return f"; did you mean `{like[0]}`?" if like else ""
 
 
@@ -43,12 +43,12 @@ _EXPECTED = re.compile(r"Expected `([^`]+)`(?:, got `([^`]+)`)?")
 def in_words(message: str) -> str:
     """A message of msgspec about a type, in our wording: "expected a string or null, got a whole number"."""
     return _EXPECTED.sub(
-        lambda found: f"expected {_kinds(found[1])}" + (f", got {_kinds(found[2])}" if found[2] else ""), message
+        lambda match: f"expected {_kinds(match[1])}" + (f", got {_kinds(match[2])}" if match[2] else ""), message
     )
 
 
 def _kinds(types: str) -> str:
-    *first, last = (word for each in types.split(" | ") for word in _TYPES.get(each, (each,)))
+    *first, last = (word for type_name in types.split(" | ") for word in _TYPES.get(type_name, (type_name,)))
     return f"{', '.join(first)} or {last}" if first else last
 
 
@@ -61,10 +61,10 @@ class Names:
     @cached_property
     def _folded(self) -> dict[str, list[str]]:
         """All ids by their case-folded form."""
-        found: dict[str, list[str]] = {}
+        ids: dict[str, list[str]] = {}
         for name in self._ids:
-            found.setdefault(name.casefold(), []).append(name)
-        return found
+            ids.setdefault(name.casefold(), []).append(name)
+        return ids
 
     @cached_property
     def _lines(self) -> tuple[str, list[str], list[int]]:
@@ -74,8 +74,8 @@ class Names:
 
     def same(self, name: str) -> str | None:
         """The only id that differs from `name` in case alone."""
-        found = self._folded.get(name.casefold(), ())
-        return found[0] if len(found) == 1 else None
+        ids = self._folded.get(name.casefold(), ())
+        return ids[0] if len(ids) == 1 else None
 
     def near(self, name: str, count: int = 3, keep: Callable[[str], bool] = lambda _: True) -> list[str]:
         """The ids that are most similar to `name`, best first, among those for which `keep` is true. `name` may lack
@@ -103,9 +103,9 @@ class Names:
             if places > left and shared:
                 break
             left -= places
-            found = -1
+            position = -1
             met: set[int] = set()
-            while len(met) < _MAX_PLACES and (found := text.find(piece, found + 1)) >= 0:
-                met.add(bisect_right(starts, found) - 1)
+            while len(met) < _MAX_PLACES and (position := text.find(piece, position + 1)) >= 0:
+                met.add(bisect_right(starts, position) - 1)
             shared.update(met)
         return [lines[number] for number, _ in shared.most_common(MAX_COMPARED)]

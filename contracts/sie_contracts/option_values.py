@@ -84,11 +84,11 @@ def weights(path: str, value: Any) -> dict[str, float]:
     names = ("dense", "sparse", "colbert")
     if not isinstance(value, dict) or not set(value) <= set(names) or not any(value.values()):
         raise bad(path, value, f"a map of {', '.join(names)}, at least one above 0")
-    found = {name: number(f"{path}.{name}", weight) for name, weight in value.items()}
-    for name, weight in found.items():
+    weights = {name: number(f"{path}.{name}", weight) for name, weight in value.items()}
+    for name, weight in weights.items():
         if weight < 0:
             raise bad(f"{path}.{name}", weight, "at least 0")
-    return found
+    return weights
 
 
 def hypothesis(path: str, value: Any) -> str:

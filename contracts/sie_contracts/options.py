@@ -145,11 +145,11 @@ class _Parameters:
     def unused(self, used: frozenset[str]) -> Iterator[tuple[str, str]]:
         """The paths of parameters that have no meaning for this model on this route, each with a suggestion."""
         for prefix, level in self.levels:
-            known = used if prefix.endswith("options.") else used | _TOP_LEVEL
+            options = used if prefix.endswith("options.") else used | _TOP_LEVEL
             for name in level:
-                if name not in known:
+                if name not in options:
                     shown = str(name)[:64]
-                    yield prefix + shown, "" if name in FIELDS else did_you_mean(shown, known)
+                    yield prefix + shown, "" if name in FIELDS else did_you_mean(shown, options)
 
     def foreign(self) -> frozenset[str]:
         """All names that no route knows."""
@@ -216,9 +216,11 @@ def run_options(
         used -= {"output_schema"}
     unused = list(itertools.islice(request.unused(used), MAX_WARNINGS))
     if unused and strict:
-        path, meant = unused[0]
-        raise InvalidInput(f"{path}: no such option of {entry.id} here{meant}", reason="unknown_option", param=path)
-    warnings = tuple(f"{path}: ignored, no such option of {entry.id} here{meant}" for path, meant in unused)
+        path, suggestion = unused[0]
+        raise InvalidInput(
+            f"{path}: no such option of {entry.id} here{suggestion}", reason="unknown_option", param=path
+        )
+    warnings = tuple(f"{path}: ignored, no such option of {entry.id} here{suggestion}" for path, suggestion in unused)
     if operation == "encode" and _is_prompted_unasked(entry, defaults, request):
         warnings += (
             f"prompt_name: texts have the document prompt of {entry.id}, since the request names none; set is_query, "
@@ -259,13 +261,15 @@ def altered(usual: RunOptions, **changes: Any) -> RunOptions:
 
 def prompt_template(entry: ModelEntry, path: str, name: Any) -> str:
     """The template of a prompt that a request names at `path`. Raises InvalidInput for a name that the model lacks."""
-    known = templates(entry)
-    if not isinstance(name, str) or name not in known:
+    prompts = templates(entry)
+    if not isinstance(name, str) or name not in prompts:
         expected = (
-            f"expected a prompt of {entry.id}: {', '.join(sorted(known))}" if known else f"{entry.id} has no prompts"
+            f"expected a prompt of {entry.id}: {', '.join(sorted(prompts))}"
+            if prompts
+            else f"{entry.id} has no prompts"
         )
         raise InvalidInput(f"{path}: {expected}", reason="schema", param=path)
-    return known[name]
+    return prompts[name]
 
 
 def unpooled(entry: ModelEntry, run: RunOptions) -> RunOptions:
@@ -384,12 +388,12 @@ def _extract(
 
 def _family_parameters(defaults: RunDefaults, request: _Parameters, names: frozenset[str]) -> dict[str, Any]:
     """The options `names`, which only this family reads. A family of another package checks its own."""
-    found = dict(defaults.parameters or {})
+    parameters = dict(defaults.parameters or {})
     for name in names:
         path, value = request.get(name)
         if value is not None:
-            found[name] = CHECKS[name](path, value) if name in CHECKS else any_value(path, value)
-    return found
+            parameters[name] = CHECKS[name](path, value) if name in CHECKS else any_value(path, value)
+    return parameters
 
 
 def _cut(piece: str, instruction: str) -> tuple[str, ...]:
@@ -422,8 +426,8 @@ def _outputs(entry: ModelEntry, defaults: RunDefaults, path: str, value: Any, *,
 
 
 def _muvera(entry: ModelEntry, defaults: RunDefaults, path: str, value: Any) -> Muvera | None:
-    wanted = defaults.muvera if value is None else value
-    if wanted is None or wanted is False:
+    muvera_option = defaults.muvera if value is None else value
+    if muvera_option is None or muvera_option is False:
         return None
     if "multivector" not in entry.outputs:
         raise InvalidInput(f"{path}: {entry.id} has no multivectors to encode", reason="muvera_unsupported", param=path)
@@ -431,8 +435,8 @@ def _muvera(entry: ModelEntry, defaults: RunDefaults, path: str, value: Any) -> 
     for where, layer in (("muvera", defaults.muvera), (path, value)):
         if isinstance(layer, dict):
             chosen = muvera.parse(layer, chosen, where)
-    if not isinstance(wanted, bool | dict):
-        raise bad(path, wanted, "true, false or a map")
+    if not isinstance(muvera_option, bool | dict):
+        raise bad(path, muvera_option, "true, false or a map")
     chosen.width(entry.outputs["multivector"], path)
     return chosen
 
@@ -508,11 +512,13 @@ def _is_query(defaults: RunDefaults, request: _Parameters) -> bool:
 
 def _instruction(entry: ModelEntry, defaults: RunDefaults, request: _Parameters) -> str:
     fallback = text(*request.get("default_instruction")) or entry.prompts.get("default_instruction", "")
-    found = text(*request.get("instruction")) or defaults.instruction or fallback
+    instruction = text(*request.get("instruction")) or defaults.instruction or fallback
     if not families.row(entry.family).ends_instruction:
-        return found
-    found = found.strip()
-    return found if not found or unicodedata.category(found[-1]).startswith("P") else f"{found}."
+        return instruction
+    instruction = instruction.strip()
+    return (
+        instruction if not instruction or unicodedata.category(instruction[-1]).startswith("P") else f"{instruction}."
+    )
 
 
 def _template(entry: ModelEntry, defaults: RunDefaults, request: _Parameters, *, is_query: bool) -> str:
@@ -520,18 +526,18 @@ def _template(entry: ModelEntry, defaults: RunDefaults, request: _Parameters, *,
     if request.is_set("prompt_name"):
         path, name = request.get("prompt_name")
         return "{text}" if name is None else prompt_template(entry, path, name)
-    known = templates(entry)
+    prompts = templates(entry)
     if request.side(defaults) == "":
-        return known.get(entry.default_prompt_name, "{text}")
-    return known.get("query" if is_query else "document", "{text}")
+        return prompts.get(entry.default_prompt_name, "{text}")
+    return prompts.get("query" if is_query else "document", "{text}")
 
 
 def _is_prompted_unasked(entry: ModelEntry, defaults: RunDefaults, request: _Parameters) -> bool:
     """Whether texts have a document prompt that neither the request nor the model's library asks for."""
     if request.side(defaults) != "document" or request.is_set("doc_template"):
         return False
-    known = templates(entry)
-    return known.get("document", "{text}") != known.get(entry.default_prompt_name, "{text}")
+    prompts = templates(entry)
+    return prompts.get("document", "{text}") != prompts.get(entry.default_prompt_name, "{text}")
 
 
 def _prompt(

@@ -12,11 +12,11 @@ def distrusted(folder: Path) -> str:
 
     Raises OSError for a folder that cannot be examined.
     """
-    found = folder.stat()
+    status = folder.stat()
     if is_open(folder):
-        return f"every user of this machine may write there (mode {stat.S_IMODE(found.st_mode):04o})"
-    if found.st_uid not in (0, os.geteuid()):
-        return f"it belongs to another user (uid {found.st_uid})"
+        return f"every user of this machine may write there (mode {stat.S_IMODE(status.st_mode):04o})"
+    if status.st_uid not in (0, os.geteuid()):
+        return f"it belongs to another user (uid {status.st_uid})"
     return ""
 
 

@@ -16,7 +16,7 @@ _PATH = re.compile(r"(?<![\w.~:/…-])(?:file://|~)?/[^\s:;,'\"()\[\]{}<>|]+")
 
 def without_paths(text: str) -> str:
     """The text with `…/NAME` for each absolute path."""
-    return _PATH.sub(lambda found: f"…/{found[0].rstrip('/').rpartition('/')[2]}", text)
+    return _PATH.sub(lambda match: f"…/{match[0].rstrip('/').rpartition('/')[2]}", text)
 
 
 def public(error: ErrorInfo) -> ErrorInfo:

@@ -109,11 +109,11 @@ def _check(root: Any, *, is_json: bool) -> None:
     raise Malformed(f"nested deeper than {MAX_NESTING}")
 
 
-def _name_by_text(found: dict[Any, Any]) -> None:
-    if set(map(type, found)) <= _TEXT_KEYS:
+def _name_by_text(mapping: dict[Any, Any]) -> None:
+    if set(map(type, mapping)) <= _TEXT_KEYS:
         return
-    pairs = list(found.items())
-    found.clear()
+    pairs = list(mapping.items())
+    mapping.clear()
     for key, value in pairs:
         if isinstance(key, bytes):
             try:
@@ -122,4 +122,4 @@ def _name_by_text(found: dict[Any, Any]) -> None:
                 raise Malformed("a key of a map is not valid UTF-8") from None
         if not isinstance(key, str):
             raise Malformed(f"expected text for each key of a map, got {type(key).__name__}")
-        found[key] = value
+        mapping[key] = value

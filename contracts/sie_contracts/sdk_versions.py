@@ -47,10 +47,10 @@ class Dialect:
         info = error.info()
         if code != error.code:
             info = msgspec.structs.replace(info, code=code, reason=info.reason or error.code.lower())
-        found = SIEError.from_info(info)
+        translated = SIEError.from_info(info)
         if status is not None:
-            found.status = status
-        return found
+            translated.status = status
+        return translated
 
 
 NATIVE = Dialect()
@@ -74,8 +74,8 @@ DIALECTS: tuple[tuple[tuple[int, int, int], Dialect], ...] = (
 
 
 def _parsed(version: str) -> tuple[int, int, int] | None:
-    found = _MINOR.match(version)
-    return None if found is None else (int(found[1]), int(found[2]), int(found[3] or 0))
+    match = _MINOR.match(version)
+    return None if match is None else (int(match[1]), int(match[2]), int(match[3] or 0))
 
 
 def dialect_of(headers: Mapping[str, str]) -> Dialect:

@@ -161,24 +161,28 @@ def from_extractor(config: Mapping[str, Any], *, positions: int) -> SoundRecipe:
 
 
 def _clap(config: Mapping[str, Any], positions: int) -> SoundRecipe:
-    found = {**_CLAP, **{key: value for key, value in config.items() if value is not None}}
-    if found["truncation"] not in ("fusion", "rand_trunc") or found["padding"] not in ("repeatpad", "repeat", "pad"):
-        raise UnknownExtractor(f"truncation is {found['truncation']} and padding {found['padding']}")
-    fused = found["truncation"] == "fusion"
-    if fused and found["feature_size"] != FUSED_BINS:
-        raise UnknownExtractor(f"feature_size is {found['feature_size']}, fused features have {FUSED_BINS}")
-    window = found["max_length_s"] * found["sampling_rate"]
+    settings = {**_CLAP, **{key: value for key, value in config.items() if value is not None}}
+    if settings["truncation"] not in ("fusion", "rand_trunc") or settings["padding"] not in (
+        "repeatpad",
+        "repeat",
+        "pad",
+    ):
+        raise UnknownExtractor(f"truncation is {settings['truncation']} and padding {settings['padding']}")
+    fused = settings["truncation"] == "fusion"
+    if fused and settings["feature_size"] != FUSED_BINS:
+        raise UnknownExtractor(f"feature_size is {settings['feature_size']}, fused features have {FUSED_BINS}")
+    window = settings["max_length_s"] * settings["sampling_rate"]
     return SoundRecipe(
-        rate=found["sampling_rate"],
+        rate=settings["sampling_rate"],
         window=window,
-        fft=found["fft_window_size"],
-        hop=found["hop_length"],
-        bins=found["feature_size"],
+        fft=settings["fft_window_size"],
+        hop=settings["hop_length"],
+        bins=settings["feature_size"],
         chunk=max(1, window // positions),
-        low=found["frequency_min"],
-        high=found["frequency_max"],
+        low=settings["frequency_min"],
+        high=settings["frequency_max"],
         scale="htk" if fused else "slaney",
-        filling=found["padding"],
+        filling=settings["padding"],
         fused=fused,
     )
 
@@ -192,16 +196,16 @@ def _whisper(config: Mapping[str, Any], positions: int) -> SoundRecipe:
     """Source: transformers, WhisperFeatureExtractor. It gives all frames of a sound that is longer than the window if
     it is told not to cut it.
     """
-    found = {**_WHISPER, **_WHISPER_FIXED, **{key: value for key, value in config.items() if value is not None}}
-    if changed := [name for name, value in _WHISPER_FIXED.items() if found[name] != value]:
-        raise UnknownExtractor(f"{changed[0]} is {found[changed[0]]}, known is {_WHISPER_FIXED[changed[0]]}")
-    window = found["chunk_length"] * found["sampling_rate"]
+    settings = {**_WHISPER, **_WHISPER_FIXED, **{key: value for key, value in config.items() if value is not None}}
+    if changed := [name for name, value in _WHISPER_FIXED.items() if settings[name] != value]:
+        raise UnknownExtractor(f"{changed[0]} is {settings[changed[0]]}, known is {_WHISPER_FIXED[changed[0]]}")
+    window = settings["chunk_length"] * settings["sampling_rate"]
     return SoundRecipe(
-        rate=found["sampling_rate"],
+        rate=settings["sampling_rate"],
         window=window,
-        fft=found["n_fft"],
-        hop=found["hop_length"],
-        bins=found["feature_size"],
+        fft=settings["n_fft"],
+        hop=settings["hop_length"],
+        bins=settings["feature_size"],
         chunk=max(1, window // positions),
         high=_WHISPER_HIGH,
         filling="pad",

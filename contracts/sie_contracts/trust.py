@@ -48,21 +48,23 @@ def claims(entry: ModelEntry, families: Iterable[str]) -> list[Claim]:
     """What an entry needs permission for. `families` are those of the distribution itself."""
     weights = entry.weights
     source = weights.path or weights.package or f"{weights.hub}@{weights.revision}"
-    found = []
-    loads = {"$.load": entry.load} | {f"$.profiles.{name}.load": each.load for name, each in entry.profiles.items()}
+    claimed = []
+    loads = {"$.load": entry.load} | {
+        f"$.profiles.{name}.load": profile.load for name, profile in entry.profiles.items()
+    }
     runs_code = [loc for loc, load in loads.items() if load is not None and load.trust_remote_code]
-    found += [Claim("code", f"code of {source}", f"{loc}.trust_remote_code") for loc in runs_code]
+    claimed += [Claim("code", f"code of {source}", f"{loc}.trust_remote_code") for loc in runs_code]
     if weights.package:
-        found.append(Claim("code", f"package {weights.package}", "$.weights.package"))
+        claimed.append(Claim("code", f"package {weights.package}", "$.weights.package"))
     if entry.family not in families:
-        found.append(Claim("code", f"family {entry.family} of {source}", "$.family"))
+        claimed.append(Claim("code", f"family {entry.family} of {source}", "$.family"))
     if weights.path:
-        found.append(Claim("path", weights.path, "$.weights.path"))
+        claimed.append(Claim("path", weights.path, "$.weights.path"))
     if os.path.isabs(entry.golden) or ".." in Path(entry.golden).parts:
-        found.append(Claim("path", entry.golden, "$.golden"))
-    runs = {"$.run": entry.run} | {f"$.profiles.{name}.run": each.run for name, each in entry.profiles.items()}
-    found += [Claim("path", run.lora, f"{loc}.lora") for loc, run in runs.items() if run.lora and is_place(run.lora)]
-    return found
+        claimed.append(Claim("path", entry.golden, "$.golden"))
+    runs = {"$.run": entry.run} | {f"$.profiles.{name}.run": profile.run for name, profile in entry.profiles.items()}
+    claimed += [Claim("path", run.lora, f"{loc}.lora") for loc, run in runs.items() if run.lora and is_place(run.lora)]
+    return claimed
 
 
 def is_place(lora: str) -> bool:
@@ -87,7 +89,7 @@ class Allowed:
     def folders(self) -> list[str]:
         """The folders that an entry may name, with all links resolved."""
         named = [*(self.paths or ()), *(() if is_bucket(self.models) else (self.models,))]
-        return [os.path.realpath(os.path.expanduser(each)) for each in named]
+        return [os.path.realpath(os.path.expanduser(folder)) for folder in named]
 
 
 class Trust:
@@ -105,11 +107,11 @@ class Trust:
         """Why the entry is refused; None if it is allowed. `is_here`: its files are on this machine, and are searched
         for links that lead out.
         """
-        wanting = [each for each in claims(entry, self._families) if not self._is_allowed(each, is_here=is_here)]
+        wanting = [claim for claim in claims(entry, self._families) if not self._is_allowed(claim, is_here=is_here)]
         if not wanting:
             return None
-        known = {each for own in self._own() for each in claims(own, self._families)}
-        left = next((each for each in wanting if each not in known), None)
+        own_claims = {claim for own in self._own() for claim in claims(own, self._families)}
+        left = next((claim for claim in wanting if claim not in own_claims), None)
         return None if left is None else _refused(left)
 
     def _is_allowed(self, claim: Claim, *, is_here: bool) -> bool:
@@ -136,10 +138,10 @@ def is_below(path: str, folders: Iterable[str], *, is_here: bool) -> bool:
     place = os.path.expanduser(path)
     if not is_in(place):
         return False
-    seen = 0
+    file_count = 0
     for parent, below, files in os.walk(place) if is_here else ():
-        seen += len(files)
-        if seen > MAX_FILES or not all(is_in(os.path.join(parent, name)) for name in (*below, *files)):
+        file_count += len(files)
+        if file_count > MAX_FILES or not all(is_in(os.path.join(parent, name)) for name in (*below, *files)):
             return False
     return True
 
@@ -149,10 +151,10 @@ def _refused(claim: Claim) -> Refused:
     as_file = "or write the entry as a file in SIE_MODELS_DIR"
     both = "at the config service and at workers"
     if claim.kind == "path":
-        what = (
+        fault = (
             f"{name} names a place that is neither below the models folder nor below a folder of SIE_MODEL_PATHS, or "
             "has links out of it"
         )
-        return Refused("model_path", claim.loc, f"{what}; add the folder to SIE_MODEL_PATHS {both}, {as_file}")
-    what = f"{name} makes a worker use code or files that the operator has not allowed to entries written over HTTP"
-    return Refused("remote_code", claim.loc, f"{what}; set SIE_ALLOW_REMOTE_CODE=true {both}, {as_file}")
+        return Refused("model_path", claim.loc, f"{fault}; add the folder to SIE_MODEL_PATHS {both}, {as_file}")
+    fault = f"{name} makes a worker use code or files that the operator has not allowed to entries written over HTTP"
+    return Refused("remote_code", claim.loc, f"{fault}; set SIE_ALLOW_REMOTE_CODE=true {both}, {as_file}")

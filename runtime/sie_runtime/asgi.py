@@ -68,9 +68,9 @@ def secured(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]
     """The headers of a response with SECURITY_HEADERS, as far as it has none of its own by these names. Names are in
     lower case.
     """
-    found = list(headers)
-    names = [name for name, _ in found]
-    return [*found, *(pair for pair in SECURITY_HEADERS if pair[0] not in names)]
+    merged = list(headers)
+    names = [name for name, _ in merged]
+    return [*merged, *(pair for pair in SECURITY_HEADERS if pair[0] not in names)]
 
 
 def documented(send: Send, elsewhere: str = "") -> Send:

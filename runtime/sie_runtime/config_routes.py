@@ -93,14 +93,14 @@ def bound(handlers: Mapping[tuple[str, str], Any], endpoint: str = "") -> tuple[
 
     Raises ValueError for a handler without a route.
     """
-    if unknown := handlers.keys() - {(each.method, each.endpoint) for each in CONFIG_ROUTES}:
+    if unknown := handlers.keys() - {(route.method, route.endpoint) for route in CONFIG_ROUTES}:
         raise ValueError(f"no such routes: {sorted(unknown)}")
     return tuple(
         replace(
-            each,
-            handler=handlers.get((each.method, each.endpoint)),
-            served=(each.method, each.endpoint) in handlers,
-            endpoint=endpoint or each.endpoint,
+            route,
+            handler=handlers.get((route.method, route.endpoint)),
+            served=(route.method, route.endpoint) in handlers,
+            endpoint=endpoint or route.endpoint,
         )
-        for each in CONFIG_ROUTES
+        for route in CONFIG_ROUTES
     )

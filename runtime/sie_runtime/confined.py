@@ -36,7 +36,7 @@ def die_with(parent: int) -> None:
 
 def silence() -> None:
     """From now on this process reads what clients sent, and what a library prints might quote it."""
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 1)
-    os.dup2(nothing, 2)
-    os.close(nothing)
+    null_file = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null_file, 1)
+    os.dup2(null_file, 2)
+    os.close(null_file)

@@ -24,7 +24,7 @@ class Memory:
 
 def memories() -> list[Memory]:
     """Of the group of this process and those around it, where they have a limit."""
-    found = []
+    groups = []
     for folder, version in _groups("memory"):
         limit, used, dropped = (
             ("memory.max", "memory.current", "inactive_file")
@@ -38,13 +38,13 @@ def memories() -> list[Memory]:
             counters = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             # file pages that nobody used lately are counted as used, but are given back before anything fails
             used_bytes = int((folder / used).read_text()) - int(counters.get(dropped, 0))
-            found.append(Memory(used_bytes, limit_bytes))
-    return found
+            groups.append(Memory(used_bytes, limit_bytes))
+    return groups
 
 
 def memory_limit() -> int | None:
     """The tightest, in bytes. None without one."""
-    return min((each.limit_bytes for each in memories()), default=None)
+    return min((memory.limit_bytes for memory in memories()), default=None)
 
 
 def oom_kills() -> int:
@@ -59,7 +59,7 @@ def oom_kills() -> int:
 
 def cores() -> float | None:
     """What the quota of this group, or of one around it, leaves of the machine's cores. None without a quota."""
-    found = []
+    quotas = []
     for folder, version in _groups("cpu"):
         with contextlib.suppress(OSError, ValueError):  # not one of this version, or "max"
             if version == 2:
@@ -67,8 +67,8 @@ def cores() -> float | None:
             else:
                 quota, period = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
             if quota > 0:
-                found.append(quota / period)
-    return min(found, default=None)
+                quotas.append(quota / period)
+    return min(quotas, default=None)
 
 
 def _groups(controller: str) -> Iterator[tuple[Path, int]]:

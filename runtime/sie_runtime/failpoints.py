@@ -26,16 +26,16 @@ class FailpointError(Exception):
 
 def parse(spec: str) -> dict[str, tuple[str, int]]:
     """What to do at each failpoint, and how often. Raises ValueError for a spec that cannot be read."""
-    found = {}
+    actions = {}
     for part in filter(None, (piece.strip() for piece in spec.split(","))):
-        one = _ONE.fullmatch(part)
-        if one is None:
+        match = _ONE.fullmatch(part)
+        if match is None:
             raise ValueError(
                 f"{part!r}: expected component.place=crash, =stop or =error, and :count behind it for more than one "
                 "pass"
             )
-        found[one[1]] = (one[2], int(one[3] or 1))
-    return found
+        actions[match[1]] = (match[2], int(match[3] or 1))
+    return actions
 
 
 def arm(spec: str) -> None:

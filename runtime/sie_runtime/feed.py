@@ -250,14 +250,14 @@ class CatalogueFeed:
         epoch is updated.
         """
         before = self.catalogue.epoch
-        told = await source.epoch()
-        self._refuse_older(told.epoch, before)
+        state = await source.epoch()
+        self._refuse_older(state.epoch, before)
         present = self.catalogue.epoch  # a delta may have been applied meanwhile
-        if has_seen(present, told.epoch):
+        if has_seen(present, state.epoch):
             return False
-        since = told.bundles.get(self._bundle) if self._bundle else None
-        if since and has_seen(told.epoch, present) and has_seen(present, since):
-            self._replace(self.catalogue.at(told.epoch))
+        since = state.bundles.get(self._bundle) if self._bundle else None
+        if since and has_seen(state.epoch, present) and has_seen(present, since):
+            self._replace(self.catalogue.at(state.epoch))
             return False
         return True
 

@@ -191,9 +191,9 @@ def accepts_json(accept: str) -> bool:
     output.
     """
     for part in accept.lower().split(","):
-        media, *parameters = (each.strip() for each in part.split(";"))
+        media, *parameters = (piece.strip() for piece in part.split(";"))
         if media == "application/json":
-            return not any(re.fullmatch(r"q=0(\.0*)?", each) for each in parameters)
+            return not any(re.fullmatch(r"q=0(\.0*)?", parameter) for parameter in parameters)
     return False
 
 

@@ -108,13 +108,13 @@ def decode(entry: Entry) -> Key:
 
 def readable(entries: Iterable[Entry]) -> list[tuple[Key, int]]:
     """The keys among entries, with their revisions. What is none is left out, as gateways leave it out."""
-    found = []
+    keys = []
     for entry in entries:
         try:
-            found.append((decode(entry), entry.revision))
+            keys.append((decode(entry), entry.revision))
         except ValueError as error:
             _logger.warning("record %s cannot be read and is left out: %s", entry.key, error)
-    return found
+    return keys
 
 
 def stricter(one: Key | None, other: Key | None) -> Key | None:
@@ -151,11 +151,11 @@ class KeyBuckets:
 
     async def read(self) -> list[tuple[Key, int]]:
         """The keys as gateways take them, with their revisions in the bucket; 0 of one that only the copy has."""
-        found = {key.id: (key, 0) for key, _ in readable(await self.copy.entries())}
+        keys = {key.id: (key, 0) for key, _ in readable(await self.copy.entries())}
         for key, revision in readable(await self.bucket.entries()):
-            before, _ = found.get(key.id, (None, 0))
-            found[key.id] = stricter(key, before) or key, revision
-        return list(found.values())
+            before, _ = keys.get(key.id, (None, 0))
+            keys[key.id] = stricter(key, before) or key, revision
+        return list(keys.values())
 
     async def remove(self, key_id: str, revision: int) -> None:
         """Remove a record. Raises WrongRevision."""
@@ -251,8 +251,8 @@ class Keys:
 
 def lost_keys(bucket: Mapping[str, Key], copy: Mapping[str, Key]) -> list[Key]:
     """The keys of the copy that the bucket lacks, or has as they were before they were revoked."""
-    found = [key for key_id, key in copy.items() if stricter(bucket.get(key_id), key) is not bucket.get(key_id)]
-    return sorted(found, key=lambda key: key.created_s)
+    lost = [key for key_id, key in copy.items() if stricter(bucket.get(key_id), key) is not bucket.get(key_id)]
+    return sorted(lost, key=lambda key: key.created_s)
 
 
 def damage_of(lost: Sequence[Key]) -> str:

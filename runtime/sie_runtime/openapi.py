@@ -50,23 +50,23 @@ class Schemas:
 
 def statuses(*shapes: Shape) -> Statuses:
     """The statuses that errors have in the given shapes."""
-    found: dict[int, dict[str, None]] = {}
+    codes_of_status: dict[int, dict[str, None]] = {}
     for error in each_error():
         for shape in shapes:
-            found.setdefault(shape(error, "", None)[0], {})[error.code] = None
-    return {status: list(codes) for status, codes in found.items()}
+            codes_of_status.setdefault(shape(error, "", None)[0], {})[error.code] = None
+    return {status: list(codes) for status, codes in codes_of_status.items()}
 
 
 def _types(routes: Sequence[Route], placeholders: Mapping[str, Parameter]) -> list[Any]:
-    found: dict[str, Any] = {}
+    types: dict[str, Any] = {}
     for route in routes:
         contents = [route.body, *route.replies.values()]
         wanted = [content.type for content in contents if content is not None and content.type is not None]
         wanted += [route.errors] if route.errors is not None else []
         wanted += [parameter.type for parameter in (*placeholders.values(), *route.parameters)]
         for each in wanted:
-            found |= {repr(one): one for one in (each if isinstance(each, tuple) else (each,))}
-    return list(found.values())
+            types |= {repr(one): one for one in (each if isinstance(each, tuple) else (each,))}
+    return list(types.values())
 
 
 def document(
@@ -97,50 +97,50 @@ def _operation(route: Route, placeholders: Mapping[str, Parameter], schemas: Sch
     responses = {} if route.errors is None else dict(_refusals(errors(route), schemas.of(route.errors)))
     for status, reply in route.replies.items():
         responses[str(status)] = _response(reply, schemas)
-    found: Schema = {
+    operation: Schema = {
         "summary": route.summary,
         "tags": [route.tag],
         "operationId": re.sub(r"[^a-z0-9]+", "_", f"{route.method} {path}".lower()).strip("_"),
-        "parameters": [_parameter(each, schemas) for each in _parameters(route, path, placeholders)],
+        "parameters": [_parameter(parameter, schemas) for parameter in _parameters(route, path, placeholders)],
         "responses": responses,
     }
     if route.scope == OPEN:
-        found["security"] = [{}]
+        operation["security"] = [{}]
     if route.body is not None:
-        found["requestBody"] = {"required": True, "content": _content(route.body, schemas)}
-    return found
+        operation["requestBody"] = {"required": True, "content": _content(route.body, schemas)}
+    return operation
 
 
 def _parameters(route: Route, path: str, placeholders: Mapping[str, Parameter]) -> Iterator[Parameter]:
-    own = {each.name: each for each in route.parameters if each.where == "path"}
+    own = {parameter.name: parameter for parameter in route.parameters if parameter.where == "path"}
     yield from (own.get(name) or placeholders[name] for name in re.findall(r"\{(\w+)\}", path))
     yield from (each for each in route.parameters if each.where != "path")
 
 
 def _parameter(each: Parameter, schemas: Schemas) -> Schema:
-    found: Schema = {"name": each.name, "in": each.where, "schema": schemas.of(each.type)}
+    schema: Schema = {"name": each.name, "in": each.where, "schema": schemas.of(each.type)}
     if each.description:
-        found["description"] = each.description
+        schema["description"] = each.description
     if each.required or each.where == "path":
-        found["required"] = True
+        schema["required"] = True
     if each.example is not None:
-        found["example"] = each.example
-    return found
+        schema["example"] = each.example
+    return schema
 
 
 def _content(content: Content, schemas: Schemas) -> Schema:
-    found: Schema = {}
+    schemas_by_media: Schema = {}
     for media in content.media:
         if media == FORM:
-            found[media] = {"schema": schemas.of(content.type)}
+            schemas_by_media[media] = {"schema": schemas.of(content.type)}
             continue
         if media != JSON:
-            found[media] = {"schema": _MEDIA.get(media, {"type": "string"})}
+            schemas_by_media[media] = {"schema": _MEDIA.get(media, {"type": "string"})}
             continue
-        found[media] = {"schema": schemas.of(content.type)}
+        schemas_by_media[media] = {"schema": schemas.of(content.type)}
         if (example := _example(content)) is not None:
-            found[media]["example"] = example
-    return found
+            schemas_by_media[media]["example"] = example
+    return schemas_by_media
 
 
 def _example(content: Content) -> Any:
@@ -151,10 +151,10 @@ def _example(content: Content) -> Any:
 
 
 def _response(reply: Content, schemas: Schemas) -> Schema:
-    found: Schema = {"description": reply.description}
+    response: Schema = {"description": reply.description}
     if reply.media:
-        found["content"] = _content(reply, schemas)
-    return found
+        response["content"] = _content(reply, schemas)
+    return response
 
 
 def _refusals(found: Statuses, schema: Schema) -> Iterator[tuple[str, Schema]]:

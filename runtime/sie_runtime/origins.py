@@ -134,10 +134,10 @@ def matches(allowed: str, name: str, port: str) -> bool:
     """Whether a listed name matches. `*.example.com` matches every name below example.com. A port is compared if the
     list has one.
     """
-    wanted, wanted_port = parts(allowed)
+    allowed_name, wanted_port = parts(allowed)
     if wanted_port and wanted_port != port:
         return False
-    return name.endswith(wanted[1:]) if wanted.startswith("*.") else name == wanted
+    return name.endswith(allowed_name[1:]) if allowed_name.startswith("*.") else name == allowed_name
 
 
 def _is_address(name: str) -> bool:

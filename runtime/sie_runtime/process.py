@@ -56,24 +56,24 @@ def traceback_of(error: BaseException | None) -> str:
     """Where an exception and its causes were raised, the last one first. Messages that may quote a client are
     left out.
     """
-    told: list[str] = []
-    while error is not None and len(told) < 10:
+    parts: list[str] = []
+    while error is not None and len(parts) < 10:
         shown = "" if isinstance(error, QUOTING) else f": {error}"
-        told.append(
+        parts.append(
             "".join(traceback.format_tb(error.__traceback__))
             + f"{type(error).__module__}.{type(error).__qualname__}{shown}"
         )
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return "\ncame from\n".join(told)
+    return "\ncame from\n".join(parts)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
     """The documented fields of a log line. A trace that is not given is that of the task that logs."""
-    given = record.__dict__
-    found = {name: given.get(name) for name in _FIELDS}
-    if found["trace_id"] is None:
-        found["trace_id"] = current_trace_id()
-    return found
+    attributes = record.__dict__
+    fields = {name: attributes.get(name) for name in _FIELDS}
+    if fields["trace_id"] is None:
+        fields["trace_id"] = current_trace_id()
+    return fields
 
 
 class _Plain(logging.Formatter):
@@ -82,8 +82,8 @@ class _Plain(logging.Formatter):
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        given = _fields(record)
-        return super().formatMessage(record) + "".join(f" {name}={given[name]}" for name in _TOLD if given[name])
+        fields = _fields(record)
+        return super().formatMessage(record) + "".join(f" {name}={fields[name]}" for name in _TOLD if fields[name])
 
     def formatException(self, ei: Any) -> str:
         return traceback_of(ei[1])

@@ -48,9 +48,9 @@ _HEAD_TOO_LARGE = f"the head of this request, its trailers included, is larger t
 
 def _head(status: int, headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, int] | None:
     """The bytes of a head and the length of its body; None for a head that uvicorn has to handle itself."""
-    found = dict(headers)
-    length = found.get(b"content-length", b"")
-    if not length.isdigit() or not _FRAMING.isdisjoint(found) or _NO_NAME.search(b"".join(found)):
+    header_values = dict(headers)
+    length = header_values.get(b"content-length", b"")
+    if not length.isdigit() or not _FRAMING.isdisjoint(header_values) or _NO_NAME.search(b"".join(header_values)):
         return None
     lines = [b"%b: %b" % pair for pair in headers]
     if _CONTROL.search(b"".join(lines)):
@@ -413,9 +413,9 @@ class Protocol(HttpToolsProtocol):
                 # at once: a client that is gone may be back in a moment
                 os.write(descriptor, b"HTTP/1.1 100 Continue\r\n\r\n")
             self._is_asked = True
-        found = select.poll()
-        found.register(descriptor, 0)  # only errors and resets
-        if found.poll(0):
+        poll = select.poll()
+        poll.register(descriptor, 0)  # only errors and resets
+        if poll.poll(0):
             self.transport.abort()
             return
         self._last_timer = self.loop.call_later(next_s, self._ask, min(2 * next_s, MAX_ASK_S))

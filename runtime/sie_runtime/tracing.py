@@ -88,10 +88,10 @@ def begin_request(
     if "traceparent" in headers and (tracer is None or tracer.propagates):
         context = of_headers(headers["traceparent"], headers.get("tracestate", ""))
     if tracer is not None:
-        told = method if method in _METHODS else "_OTHER"
-        own = {"http.request.method": told, "sie.request_id": request_id}
+        shown_method = method if method in _METHODS else "_OTHER"
+        own = {"http.request.method": shown_method, "sie.request_id": request_id}
         start_ns = time.time_ns() - round((time.perf_counter() - received_s) * 1e9)
-        span = tracer.begin(told, context, kind="server", start_ns=start_ns, attributes=own)
+        span = tracer.begin(shown_method, context, kind="server", start_ns=start_ns, attributes=own)
         context = span.context
     set_current(context)  # also an empty one: a pipelined request begins in the task of the request before it
     return context, span
@@ -114,12 +114,12 @@ def of_headers(traceparent: str, tracestate: str) -> Context:
     """The context that a client sends. An invalid one is dropped, as the specification asks. A later version is read as
     ours.
     """
-    found = _CONTEXT.fullmatch(traceparent)
-    if found is None:
+    match = _CONTEXT.fullmatch(traceparent)
+    if match is None:
         return NONE
-    if found["version"] != _VERSION:
-        traceparent = f"{_VERSION}-{found['ids']}-{_flags(found) & _SAMPLED:02x}"
-    elif found["more"]:
+    if match["version"] != _VERSION:
+        traceparent = f"{_VERSION}-{match['ids']}-{_flags(match) & _SAMPLED:02x}"
+    elif match["more"]:
         return NONE
     is_state = len(tracestate) <= MAX_STATE_CHARS and tracestate.isascii() and tracestate.isprintable()
     return Context(traceparent, tracestate if is_state else "")
@@ -127,12 +127,12 @@ def of_headers(traceparent: str, tracestate: str) -> Context:
 
 def trace_id_of(traceparent: str) -> str | None:
     """The trace of a context, 32 hex digits, if it is sampled; else None, because no collector has it."""
-    found = _CONTEXT.fullmatch(traceparent)
-    return found["trace"] if found is not None and _flags(found) & _SAMPLED else None
+    match = _CONTEXT.fullmatch(traceparent)
+    return match["trace"] if match is not None and _flags(match) & _SAMPLED else None
 
 
-def _flags(found: re.Match[str]) -> int:
-    return int(found["flags"], 16)
+def _flags(match: re.Match[str]) -> int:
+    return int(match["flags"], 16)
 
 
 def set_current(context: Context) -> None:

@@ -65,15 +65,15 @@ class Bucket:
         """The manifest of a snapshot, None if it is not complete; and how to write another one unless somebody else did
         so meanwhile.
         """
-        key, what = f"{place(repository, revision)}/{MANIFEST}", f"{repository}@{revision}"
+        key, snapshot = f"{place(repository, revision)}/{MANIFEST}", f"{repository}@{revision}"
 
         async def read() -> tuple[bytes, PutMode]:
-            found, data = await object_stores.first_bytes(self.store, key, MAX_MANIFEST_BYTES + 1)
+            first_answer, data = await object_stores.first_bytes(self.store, key, MAX_MANIFEST_BYTES + 1)
             version: UpdateVersion = {}
-            if found.meta["e_tag"]:
-                version["e_tag"] = found.meta["e_tag"]
-            if found.meta["version"]:
-                version["version"] = found.meta["version"]
+            if first_answer.meta["e_tag"]:
+                version["e_tag"] = first_answer.meta["e_tag"]
+            if first_answer.meta["version"]:
+                version["version"] = first_answer.meta["version"]
             return data, version or "overwrite"
 
         try:
@@ -83,12 +83,13 @@ class Bucket:
             return None, "create"
         except ManifestError as error:
             raise FetchFailed(
-                "INCOMPATIBLE", f"{what}: {error}; `sie weights push --force` writes another one"
+                "INCOMPATIBLE", f"{snapshot}: {error}; `sie weights push --force` writes another one"
             ) from error
         if (manifest.repository, manifest.revision) != (repository, revision):
-            other = f"{manifest.repository}@{manifest.revision}"
+            other_snapshot = f"{manifest.repository}@{manifest.revision}"
             raise FetchFailed(
-                "INCOMPATIBLE", f"{what} has the manifest of {other}: `sie weights push --force` writes its own"
+                "INCOMPATIBLE",
+                f"{snapshot} has the manifest of {other_snapshot}: `sie weights push --force` writes its own",
             )
         return manifest, version
 
@@ -99,13 +100,13 @@ class Bucket:
         prefix = place(repository, revision)
 
         async def listed() -> dict[str, int]:
-            found: dict[str, int] = {}
+            sizes: dict[str, int] = {}
             async for page in obstore.list(self.store, prefix=prefix):
-                found |= {entry["path"].removeprefix(prefix + "/"): entry["size"] for entry in page}
-                if len(found) > MAX_OBJECTS:
+                sizes |= {entry["path"].removeprefix(prefix + "/"): entry["size"] for entry in page}
+                if len(sizes) > MAX_OBJECTS:
                     raise StoreError(f"more than {MAX_OBJECTS} objects below {prefix}")
-            found.pop(MANIFEST, None)
-            return found
+            sizes.pop(MANIFEST, None)
+            return sizes
 
         return await self.limits.asked(listed)
 
@@ -113,8 +114,8 @@ class Bucket:
         """The names of folders below `prefix`."""
         import obstore
 
-        found = await self.limits.asked(lambda: obstore.list_with_delimiter_async(self.store, prefix=prefix))
-        return sorted(path.rpartition("/")[2] for path in found["common_prefixes"])
+        listing = await self.limits.asked(lambda: obstore.list_with_delimiter_async(self.store, prefix=prefix))
+        return sorted(path.rpartition("/")[2] for path in listing["common_prefixes"])
 
     async def stored(self, repository: str, revision: str) -> Stored:
         sizes, manifest = await self.sizes(repository, revision), None
@@ -141,22 +142,22 @@ class Bucket:
                 return [await self.stored(repository, revision) for revision in await self.below(folder)]
 
         folders = [name for name in await self.below(None) if _FOLDER.fullmatch(name)]
-        found = [stored for each in await asyncio.gather(*map(of, folders)) for stored in each]
+        all_snapshots = [stored for snapshots in await asyncio.gather(*map(of, folders)) for stored in snapshots]
         # some stores keep objects for empty folders
-        return [stored for stored in found if stored.sizes or stored.manifest is not None]
+        return [stored for stored in all_snapshots if stored.sizes or stored.manifest is not None]
 
     async def removed(self, repository: str, revision: str) -> int:
         import obstore
 
         prefix = place(repository, revision)
-        gone = 0
+        removed_bytes = 0
         with contextlib.suppress(ObjectMissing):
             await self.limits.asked(lambda: obstore.delete_async(self.store, f"{prefix}/{MANIFEST}"))
         for name, size in (await self.sizes(repository, revision)).items():
             with contextlib.suppress(ObjectMissing):  # somebody else removed it
                 await self.limits.asked(functools.partial(obstore.delete_async, self.store, f"{prefix}/{name}"))
-            gone += size
-        return gone
+            removed_bytes += size
+        return removed_bytes
 
 
 class BucketSource:
@@ -173,8 +174,8 @@ class BucketSource:
     async def answer(self, file: RemoteFile, start: int, end: int) -> AsyncGenerator[Piece, None]:
         import obstore
 
-        wanted: GetOptions = {"range": (start, end)}
-        get = obstore.get_async(self._bucket.store, f"{self._prefix}/{file.path}", options=wanted)
+        options: GetOptions = {"range": (start, end)}
+        get = obstore.get_async(self._bucket.store, f"{self._prefix}/{file.path}", options=options)
         try:
             answer = await object_stores.within(self.limits.stall_s, get)
             if (size := answer.meta["size"]) != file.size:

@@ -212,7 +212,11 @@ class LocalCache:
 
     def listed(self) -> list[Snapshot]:
         """All snapshots with a manifest whose files are there, sorted by name."""
-        return [each for each in self._with_manifest() if not verify(each.folder, each.manifest, digests=False)]
+        return [
+            snapshot
+            for snapshot in self._with_manifest()
+            if not verify(snapshot.folder, snapshot.manifest, digests=False)
+        ]
 
     def _with_manifest(self) -> list[Snapshot]:
         """`listed`, and also snapshots whose files are missing or cut off."""
@@ -246,12 +250,14 @@ class LocalCache:
         partial folders; none of them in use now.
         """
         going = []
-        for each in self._with_manifest():
-            repository, revision = each.manifest.repository, each.manifest.revision
-            if each.manifest.origin != "found" and not self._is_used(repository, revision):
+        for snapshot in self._with_manifest():
+            repository, revision = snapshot.manifest.repository, snapshot.manifest.revision
+            if snapshot.manifest.origin != "found" and not self._is_used(repository, revision):
                 with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                     going.append(
-                        Candidate(repository, revision, each.used_s, is_partial=False, bytes=_bytes_in(each.folder))
+                        Candidate(
+                            repository, revision, snapshot.used_s, is_partial=False, bytes=_bytes_in(snapshot.folder)
+                        )
                     )
         for path in self.hub.glob("models--*/partial/*"):
             repository, revision = (
@@ -263,7 +269,15 @@ class LocalCache:
                 if not self._is_used(repository, revision):
                     used_s = self.used_s(repository, revision)
                     going.append(Candidate(repository, revision, used_s, is_partial=True, bytes=_bytes_in(path)))
-        return sorted(going, key=lambda each: (each.used_s, not each.is_partial, each.repository, each.revision))
+        return sorted(
+            going,
+            key=lambda candidate: (
+                candidate.used_s,
+                not candidate.is_partial,
+                candidate.repository,
+                candidate.revision,
+            ),
+        )
 
     def _is_used(self, repository: str, revision: str) -> bool:
         path = self._lock_file(repository, revision, "use")
@@ -286,13 +300,13 @@ class LocalCache:
             return False
         with lock:
             place, partial = self.place(repository, revision), self._of(repository) / "partial"
-            gone = partial / f"{revision}{REMOVED}"
-            if gone.exists():
-                shutil.rmtree(gone)
+            removed = partial / f"{revision}{REMOVED}"
+            if removed.exists():
+                shutil.rmtree(removed)
             if place.exists() and not candidate.is_partial:
                 partial.mkdir(parents=True, exist_ok=True)
-                os.rename(place, gone)  # atomic: half a snapshot must not be found
-            for folder in (gone, partial / revision):
+                os.rename(place, removed)  # atomic: half a snapshot must not be found
+            for folder in (removed, partial / revision):
                 if folder.exists():
                     shutil.rmtree(folder)
         return True
@@ -347,8 +361,8 @@ class LocalCache:
         if before is None:
             return msgspec.structs.replace(manifest, origin="found") if place.exists() else manifest
         wrong = {name for name, fact in before.files.items() if not _has_size(place / name, fact.bytes)}
-        kept = {name: fact for name, fact in before.files.items() if name not in wrong}
-        files = {**kept, **manifest.files}
+        intact_files = {name: fact for name, fact in before.files.items() if name not in wrong}
+        files = {**intact_files, **manifest.files}
         left_out = tuple(sorted({*before.left_out, *manifest.left_out, *wrong} - set(files)))
         return msgspec.structs.replace(manifest, files=files, left_out=left_out, origin=before.origin)
 
@@ -363,9 +377,9 @@ class LocalCache:
             durable.write(place / MANIFEST, encode(manifest))
             shutil.rmtree(partial)
             return
-        kept = {*manifest.files}
+        published_names = {*manifest.files}
         for path in partial.rglob("*"):
-            if path.is_file() and path.relative_to(partial).as_posix() not in kept:
+            if path.is_file() and path.relative_to(partial).as_posix() not in published_names:
                 path.unlink()
         durable.write(partial / MANIFEST, encode(manifest))
         place.parent.mkdir(parents=True, exist_ok=True)

@@ -46,9 +46,9 @@ async def _wrong(source: BucketSource, files: list[RemoteFile], progress: Progre
         return digests.sha256
 
     return [
-        f"{file.path} has the SHA-256 {found[:16]}.., the manifest says {file.sha256[:16]}.."
-        for file, found in zip(files, (await each_file(digested, files)).values(), strict=True)
-        if found != file.sha256
+        f"{file.path} has the SHA-256 {digest[:16]}.., the manifest says {file.sha256[:16]}.."
+        for file, digest in zip(files, (await each_file(digested, files)).values(), strict=True)
+        if digest != file.sha256
     ]
 
 

@@ -45,20 +45,20 @@ def usage(folder: Path, limit_bytes: int | None = None) -> Usage:
     what is below `folder`.
     """
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    found = shutil.disk_usage(there)
+    disk = shutil.disk_usage(there)
     if limit_bytes is None:
-        return Usage(found.used, found.free)
+        return Usage(disk.used, disk.free)
     used = sum(_size(os.path.join(where, name)) for where, _, names in os.walk(folder) for name in names)
-    return Usage(used, max(0, min(found.free, limit_bytes - used)))
+    return Usage(used, max(0, min(disk.free, limit_bytes - used)))
 
 
 def _size(path: str) -> int:
     """Bytes of a file; 0 for a link, and for a file that was removed meanwhile."""
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except FileNotFoundError:
         return 0
-    return found.st_size if stat.S_ISREG(found.st_mode) else 0
+    return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
 
 def limited(folder: Path, threshold_percent: float | None, probe: Probe = usage) -> LocalCache:
@@ -85,7 +85,7 @@ def make_room(cache: LocalCache, threshold_percent: float | None, probe: Probe, 
         others_bytes = cache.outstanding_bytes()
         needed = needed_bytes + others_bytes
         free = probe(cache.folder).free
-        if needed + SPARE_BYTES > free + sum(each.bytes for each in going):
+        if needed + SPARE_BYTES > free + sum(candidate.bytes for candidate in going):
             raise _no_room(cache, threshold_percent, needed, others_bytes, free)
         if threshold_percent is None:
             return
@@ -175,9 +175,9 @@ def _no_room(
     """A failure of a class that is tried again later, when there may be room. `others_bytes`: the part of
     `needed_bytes` that other fetches need.
     """
-    others = f" ({others_bytes / 2**20:.1f} of them by other fetches)" if others_bytes else ""
+    shared = f" ({others_bytes / 2**20:.1f} of them by other fetches)" if others_bytes else ""
     needs = (
-        f"no space on the disk of {cache.folder}: {needed_bytes / 2**20:.1f} MiB are needed{others}, {free / 2**20:.1f}"
+        f"no space on the disk of {cache.folder}: {needed_bytes / 2**20:.1f} MiB are needed{shared}, {free / 2**20:.1f}"
         " are free"
     )
     if threshold_percent is None:

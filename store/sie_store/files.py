@@ -61,8 +61,8 @@ class FileObjects:
         """The bytes of an object, in pieces. Raises ObjectMissing before the first one."""
         import obstore
 
-        found = await object_stores.within(CALL_S, obstore.get_async(self._store, _key(file)))
-        return _pieces(aiter(found.stream(PIECE_BYTES)))
+        answer = await object_stores.within(CALL_S, obstore.get_async(self._store, _key(file)))
+        return _pieces(aiter(answer.stream(PIECE_BYTES)))
 
     async def range(self, file: str, start: int, end: int) -> bytes:
         """The bytes from `start` to `end` of an object, which has as many."""

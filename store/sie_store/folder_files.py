@@ -92,8 +92,8 @@ def reading(file: Path) -> Iterator[None]:
             "INCOMPATIBLE", f"{error.filename or file} cannot be read: {error.strerror or line_of(error)}"
         ) from error
     except Exception as error:
-        said = f"{type(error).__name__}: {line_of(error)}"
-        raise load_failed("INCOMPATIBLE", f"{file} does not describe a model that can be made: {said}") from error
+        message = f"{type(error).__name__}: {line_of(error)}"
+        raise load_failed("INCOMPATIBLE", f"{file} does not describe a model that can be made: {message}") from error
 
 
 def line_of(error: Exception) -> str:

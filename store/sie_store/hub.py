@@ -89,8 +89,8 @@ async def _fetched(repository: str, revision: str, wanted: Wanted, folder: Path,
     what = progress.what
     async with _session() as session:
         listing = await _asked(lambda: _listing(session, repository, revision), what)
-        found = {sibling.rfilename: sibling for sibling in listing.siblings}
-        names = [name for name in found if wanted(name)]
+        siblings = {sibling.rfilename: sibling for sibling in listing.siblings}
+        names = [name for name in siblings if wanted(name)]
         try:
             check_paths(names)
         except ManifestError as error:
@@ -98,11 +98,11 @@ async def _fetched(repository: str, revision: str, wanted: Wanted, folder: Path,
         if not names:
             raise FetchFailed("INCOMPATIBLE", f"{what} has none of the files that a model of its kind needs")
         url = f"{constants.ENDPOINT}/{repository}/resolve/{quote(revision, safe='')}"
-        files = [await _file(session, url, found[name], what) for name in names]
+        files = [await _file(session, url, siblings[name], what) for name in names]
         if wanted is of_lora and (size := sum(file.size for file in files)) > MAX_LORA_BYTES:
             raise FetchFailed("INCOMPATIBLE", f"{what} has {size} bytes, a LoRA has at most {MAX_LORA_BYTES}")
         facts = await Download(_Hub(session, url, what), folder, progress).all(files)
-    left_out = tuple(sorted(name for name in found if not wanted(name) and is_safe(name)))
+    left_out = tuple(sorted(name for name in siblings if not wanted(name) and is_safe(name)))
     return Manifest(repository, revision, facts, left_out, "hub")
 
 

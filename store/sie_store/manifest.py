@@ -144,12 +144,12 @@ def _check(manifest: Manifest) -> None:
 
 def digest(path: Path, read: Callable[[int], None] = lambda _: None) -> str:
     """The SHA-256 of a file, in hex. `read` is called with the bytes of every piece. Raises OSError."""
-    made = hashlib.sha256()
+    sha256 = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(_PIECE_BYTES):
-            made.update(piece)
+            sha256.update(piece)
             read(len(piece))
-    return made.hexdigest()
+    return sha256.hexdigest()
 
 
 def describe(
@@ -173,9 +173,9 @@ def describe(
             files[name] = FileFact(path.stat().st_size, digest(path, read))
         else:
             left_out.append(name)
-    made = Manifest(repository, revision, files, tuple(left_out), origin)
-    _check(made)
-    return made
+    manifest = Manifest(repository, revision, files, tuple(left_out), origin)
+    _check(manifest)
+    return manifest
 
 
 def verify(
@@ -193,8 +193,8 @@ def verify(
                 wrong.append(f"{name} is not a file")
             elif size != fact.bytes:
                 wrong.append(f"{name} has {size} bytes, the manifest says {fact.bytes}")
-            elif digests and (found := digest(path, read)) != fact.sha256:
-                wrong.append(f"{name} has the SHA-256 {found[:16]}.., the manifest says {fact.sha256[:16]}..")
+            elif digests and (actual := digest(path, read)) != fact.sha256:
+                wrong.append(f"{name} has the SHA-256 {actual[:16]}.., the manifest says {fact.sha256[:16]}..")
         except FileNotFoundError:
             wrong.append(f"{name} is missing")
         except OSError as error:

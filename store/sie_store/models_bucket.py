@@ -38,11 +38,11 @@ class BucketFolder:
         """(time, size, a number from the tag) of each file of models, by its path below the prefix. Raises SettingError
         if there is none.
         """
-        found = self._run(self._patience.asked(self._listed))
-        if not found:
+        files = self._run(self._patience.asked(self._listed))
+        if not files:
             kinds = " or ".join(f"*{suffix}" for suffix in self._suffixes)
             raise SettingError(SETTING, f"{self.url} holds no {kinds}: put one there, or name another place")
-        return found
+        return files
 
     def read(self, paths: Collection[str], max_bytes: int) -> dict[str, bytes]:
         """The present bodies of these files, by path, each with at most `max_bytes`. A file that was removed meanwhile
@@ -53,11 +53,11 @@ class BucketFolder:
     async def _listed(self) -> dict[str, tuple[int, int, int]]:
         import obstore
 
-        found: dict[str, tuple[int, int, int]] = {}
-        seen = 0
+        files: dict[str, tuple[int, int, int]] = {}
+        count = 0
         async for page in obstore.list(self._store):
-            seen += len(page)
-            if seen > MAX_OBJECTS:
+            count += len(page)
+            if count > MAX_OBJECTS:
                 raise SettingError(
                     SETTING, f"{self.url} has more than {MAX_OBJECTS} objects: keep models below a prefix of their own"
                 )
@@ -65,24 +65,24 @@ class BucketFolder:
                 path = entry["path"]
                 if path.endswith(self._suffixes) and not any(part.startswith(".") for part in path.split("/")):
                     changed_ns = int(entry["last_modified"].timestamp() * 1e9)
-                    found[path] = changed_ns, entry["size"], hash(entry["e_tag"])
-        return found
+                    files[path] = changed_ns, entry["size"], hash(entry["e_tag"])
+        return files
 
     async def _bodies(self, paths: Collection[str], max_bytes: int) -> dict[str, bytes]:
         turns = asyncio.Semaphore(READS_AT_ONCE)
-        found: dict[str, bytes] = {}
+        bodies: dict[str, bytes] = {}
 
         async def one(path: str) -> None:
             async with turns:
                 with contextlib.suppress(ObjectMissing):
-                    _, found[path] = await self._patience.asked(
+                    _, bodies[path] = await self._patience.asked(
                         lambda: object_stores.first_bytes(self._store, path, max_bytes)
                     )
 
         async with asyncio.TaskGroup() as group:
             for path in paths:
                 group.create_task(one(path))
-        return found
+        return bodies
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
         """The result of `work`, in an event loop of its own."""
@@ -106,5 +106,5 @@ class BucketFolder:
 
 
 def _first(errors: Collection[BaseException]) -> BaseException:
-    found = next(iter(errors))
-    return _first(found.exceptions) if isinstance(found, BaseExceptionGroup) else found
+    first = next(iter(errors))
+    return _first(first.exceptions) if isinstance(first, BaseExceptionGroup) else first

@@ -42,7 +42,7 @@ def examined(allowed: Allowed) -> str:
     belongs to another user.
     """
     folder = Path(allowed.models).expanduser()
-    trusted = {os.path.realpath(os.path.expanduser(each)) for each in allowed.paths or ()}
+    trusted = {os.path.realpath(os.path.expanduser(folder_name)) for folder_name in allowed.paths or ()}
     if not folder.is_dir() or os.path.realpath(folder) in trusted or not (why := distrusted(folder)):
         return ""
     place = folder.absolute()
@@ -98,8 +98,8 @@ def _bodies(allowed: Allowed) -> Mapping[str, bytes]:
     try:
         if is_bucket(name):
             bucket = BucketFolder(name, SUFFIXES)
-            found = [path for path in bucket.look() if not path.startswith("bundles/")]
-            return bucket.read(found, MAX_FILE_BYTES)
+            paths = [path for path in bucket.look() if not path.startswith("bundles/")]
+            return bucket.read(paths, MAX_FILE_BYTES)
         root = Path(name).expanduser()
         if not root.is_dir():
             return {}
@@ -113,7 +113,7 @@ def _bodies(allowed: Allowed) -> Mapping[str, bytes]:
 def _files(root: Path) -> Iterator[Path]:
     for place, below, names in os.walk(root):
         below[:] = [
-            each for each in below if not each.startswith(".") and not (Path(place) == root and each == "bundles")
+            name for name in below if not name.startswith(".") and not (Path(place) == root and name == "bundles")
         ]
         for name in names:
             file = Path(place, name)

@@ -71,13 +71,13 @@ class PayloadStore:
         """The bytes of an object, verified against its key. Raises PayloadMissing, StoreError."""
         import obstore
 
-        wanted = _digest_of(key)
+        digest = _digest_of(key)
 
         async def read() -> bytes:
             async with self._turns:
                 failpoint("payloads.before_get")
                 data = bytes(await (await obstore.get_async(self._store, key)).bytes_async())
-                if await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest()) != wanted:
+                if await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest()) != digest:
                     raise PayloadMissing(f"object {key} is damaged")
                 return data
 
@@ -107,10 +107,10 @@ class PayloadStore:
 
 
 def _digest_of(key: str) -> str:
-    found = _KEY.fullmatch(key)
-    if found is None:
+    match = _KEY.fullmatch(key)
+    if match is None:
         raise PayloadMissing("the key is not that of a payload")
-    return found[1]
+    return match[1]
 
 
 async def _within(timeout_s: float, work: Coroutine[Any, Any, _T]) -> _T:

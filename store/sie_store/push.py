@@ -69,10 +69,10 @@ class Push:
             for name in todo:
                 await self._write(name, self._manifest.files[name])
                 self._written[name] = self._manifest.files[name].bytes
-            wanted = self._joined(there)
+            joined = self._joined(there)
             try:
-                if wanted != there:
-                    await self._put(MANIFEST, encode(wanted), {}, version)
+                if joined != there:
+                    await self._put(MANIFEST, encode(joined), {}, version)
                 stored = await self._bucket.stored(self._manifest.repository, self._manifest.revision)
                 if (
                     not stored.wrong
@@ -95,20 +95,20 @@ class Push:
             if force:
                 return None, "overwrite"
             raise PushRefused(error.message) from error
-        others = [
+        changed = [
             name
             for name, fact in self._manifest.files.items()
             if there is not None and there.files.get(name, fact) != fact
         ]
-        if others and not force:
+        if changed and not force:
             raise PushRefused(
-                f"{self._what} is there with another {others[0]}, "
-                f"SHA-256 {there.files[others[0]].sha256[:16]}.. and not "  # type: ignore[union-attr]
-                f"{self._manifest.files[others[0]].sha256[:16]}..: one commit has one content. Push it under another "
+                f"{self._what} is there with another {changed[0]}, "
+                f"SHA-256 {there.files[changed[0]].sha256[:16]}.. and not "  # type: ignore[union-attr]
+                f"{self._manifest.files[changed[0]].sha256[:16]}..: one commit has one content. Push it under another "
                 "name or revision, "
                 "or replace what is there with --force"
             )
-        return None if others else there, version
+        return None if changed else there, version
 
     async def _lacking(self, there: Manifest | None, *, everything: bool) -> list[str]:
         """The files that must be written: those of another size, and those that nothing proves to be right."""
@@ -127,14 +127,14 @@ class Push:
         import obstore
 
         try:
-            found = await self._bucket.limits.asked(
+            answer = await self._bucket.limits.asked(
                 functools.partial(
                     obstore.get_async, self._bucket.store, f"{self._place}/{name}", options={"head": True}
                 )
             )
         except ObjectMissing:
             return False
-        return found.attributes.get(DIGEST) == fact.sha256
+        return answer.attributes.get(DIGEST) == fact.sha256
 
     def _joined(self, there: Manifest | None) -> Manifest:
         files, left_out = dict(self._manifest.files), set(self._manifest.left_out)

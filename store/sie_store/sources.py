@@ -169,8 +169,8 @@ class WeightSources:
                 (f"{name}, which weights.digests names, is missing" for name in _absent(place, entry)), lacking(entry)
             )
             return f"{what} in the local cache {self.cache_folder} (SIE_LOCAL_CACHE) is not complete: {unfit or absent}"
-        others = [folder.name for folder in sorted(place.parent.glob("*")) if folder.is_dir()]
-        holds = f", which has {', '.join(others)} of it" if others else ""
+        revisions = [folder.name for folder in sorted(place.parent.glob("*")) if folder.is_dir()]
+        holds = f", which has {', '.join(revisions)} of it" if revisions else ""
         return f"{what} is not in the local cache {self.cache_folder} (SIE_LOCAL_CACHE){holds}"
 
     def _has_all(self, folder: Path, entry: ModelEntry) -> bool:
@@ -182,18 +182,18 @@ class WeightSources:
         """
         hub = entry.weights.hub
         snapshots = sorted(self.cache.place(hub, "any").parent.glob("*"))
-        found = [
+        commits = [
             folder.name
             for folder in snapshots
             if is_model(folder, entry) and (self.cache.find(hub, folder.name) or not self.cache.flaw(hub, folder.name))
         ]
-        if len(found) > 1:
+        if len(commits) > 1:
             message = (
-                f"the cache has several snapshots of {hub}, {', '.join(found)}: sie models add {hub} --revision COMMIT "
-                "chooses one"
+                f"the cache has several snapshots of {hub}, {', '.join(commits)}: sie models add {hub} --revision "
+                "COMMIT chooses one"
             )
             raise load_failed("NOT_FOUND", f"no weights for {entry.id}: {message}")
-        return found[0] if found else ""
+        return commits[0] if commits else ""
 
     def _downloaded(self, entry: ModelEntry) -> Located:
         what = _named(entry.weights)
@@ -261,10 +261,14 @@ class WeightSources:
             raise lora_rejected(name, "it is neither a folder nor the name of a hub repository") from error
         except FetchFailed as error:
             allowed = "" if self.may_download else "; downloads are off (SIE_HF_FALLBACK)"
-            made = {"NOT_FOUND": lora_not_found, "INCOMPATIBLE": lora_rejected}.get(error.error_class, lora_failed)
+            error_type = {"NOT_FOUND": lora_not_found, "INCOMPATIBLE": lora_rejected}.get(
+                error.error_class, lora_failed
+            )
             # whoever named it needs no name that hides it
             message = error.message.replace(private, "it") if private else error.message
-            raise made(name, f"no folder of the models folder, not in the local cache; {message}{allowed}") from error
+            raise error_type(
+                name, f"no folder of the models folder, not in the local cache; {message}{allowed}"
+            ) from error
 
     def _lora(self, repository: str, revision: str, private: str) -> Located:
         """`private`: the name for logs, if a client chose the LoRA. Raises FetchFailed, ManifestError."""

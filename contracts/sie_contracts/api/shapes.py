@@ -39,12 +39,12 @@ def needs_one_of(*names: str) -> Meta:
 
 def _inlined(schema: Any, components: dict[str, Any]) -> Any:
     if isinstance(schema, list):
-        return [_inlined(each, components) for each in schema]
+        return [_inlined(subschema, components) for subschema in schema]
     if not isinstance(schema, dict):
         return schema
     if "$ref" in schema:
         return _inlined(components[schema["$ref"].rpartition("/")[2]], components)
-    return {name: _inlined(each, components) for name, each in schema.items()}
+    return {name: _inlined(subschema, components) for name, subschema in schema.items()}
 
 
 class Usage(msgspec.Struct, kw_only=True):

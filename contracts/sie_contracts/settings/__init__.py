@@ -211,7 +211,7 @@ def _cross_check(settings: Settings) -> None:
 
 
 def _warnings(sources: Mapping[str, str], environ: Mapping[str, str], mode: Mode) -> list[str]:
-    told = [
+    warnings = [
         f"{name} is set, but no such setting exists"
         for name in sorted(environ)
         if name.startswith("SIE_") and name not in BY_NAME
@@ -220,12 +220,12 @@ def _warnings(sources: Mapping[str, str], environ: Mapping[str, str], mode: Mode
         if sources[row.name] not in ("flag", "environment"):
             continue
         if row.mode is not None and row.mode != mode:
-            told.append(
+            warnings.append(
                 f"{row.name} is set, but has no effect {'with --standalone' if mode == 'standalone' else 'in queue mode'}"
             )
         if row.waits_for:
-            told.append(f"{row.name} is set, but this version has no {row.waits_for} yet")
-    return told
+            warnings.append(f"{row.name} is set, but this version has no {row.waits_for} yet")
+    return warnings
 
 
 def default_worker_id() -> str:

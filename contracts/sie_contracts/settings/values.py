@@ -86,10 +86,10 @@ def choice(*values: str) -> Kind:
 
 def choices(*values: str) -> Kind:
     def parse(text: str) -> tuple[str, ...]:
-        found = _list_of(text.lower())
-        if not set(found) <= set(values):
+        names = _list_of(text.lower())
+        if not set(names) <= set(values):
             raise ValueError
-        return found
+        return names
 
     return "a comma-separated list of " + ", ".join(values), parse
 
@@ -118,10 +118,10 @@ _HOST = re.compile(r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*(:\d{1,5})?|\[[0-9a-f:
 
 
 def _hosts(text: str) -> tuple[str, ...]:
-    found = _list_of(text)
-    if not all(_HOST.fullmatch(host) for host in found):
+    hosts = _list_of(text)
+    if not all(_HOST.fullmatch(host) for host in hosts):
         raise ValueError
-    return found
+    return hosts
 
 
 def _secret(text: str) -> Secret:
@@ -184,25 +184,25 @@ def _store(*, file_urls: bool = True, paths: bool = True) -> Parse:
 
 
 def _stores(text: str) -> tuple[str, ...]:
-    found = _list_of(text)
-    for url in found:
+    urls = _list_of(text)
+    for url in urls:
         store_url(url)
-    return found
+    return urls
 
 
 def _sinks(text: str) -> tuple[tuple[str, Secret], ...]:
     """Names of databases with their URLs, which may hold passwords."""
-    found: dict[str, Secret] = {}
+    sinks: dict[str, Secret] = {}
     for part in _list_of(text):
         name, equals, url = part.partition("=")
         pieces = urlsplit(url)
         _ = pieces.port  # raises ValueError out of range
-        if not equals or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name) or name in found:
+        if not equals or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name) or name in sinks:
             raise ValueError
         if not pieces.scheme or not pieces.hostname:
             raise ValueError
-        found[name] = Secret(url)
-    return tuple(found.items())
+        sinks[name] = Secret(url)
+    return tuple(sinks.items())
 
 
 def _socket_path(text: str) -> str:
@@ -255,8 +255,8 @@ NATS = _url("nats", "tls")
 
 
 def _origins(text: str) -> tuple[str, ...]:
-    origins = tuple(each.strip() for each in text.split(","))
-    if any(not _ORIGIN.fullmatch(each) for each in origins):
+    origins = tuple(origin.strip() for origin in text.split(","))
+    if any(not _ORIGIN.fullmatch(origin) for origin in origins):
         raise ValueError
     return origins
 

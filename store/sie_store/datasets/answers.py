@@ -118,10 +118,10 @@ def counted(codes: Iterable[str]) -> dict[str, int]:
 def most_frequent(counts: Counter[str]) -> dict[str, int]:
     """The most frequent MAX_CODES by their names, and the rest together as OTHER."""
     ordered = counts.most_common()
-    found = dict(ordered[:MAX_CODES])
+    frequent = dict(ordered[:MAX_CODES])
     if rest := sum(count for _, count in ordered[MAX_CODES:]):
-        found[OTHER] = found.get(OTHER, 0) + rest
-    return found
+        frequent[OTHER] = frequent.get(OTHER, 0) + rest
+    return frequent
 
 
 _kept = msgspec.json.Encoder(enc_hook=str)
@@ -141,20 +141,20 @@ def _found(answer: Answer, name: str) -> Any:
 
 
 def _numbers(answers: Sequence[Answer], value: Callable[[Answer], Any]) -> NDArray[np.float32]:
-    found = np.full(len(answers), np.nan, np.float32)
+    numbers = np.full(len(answers), np.nan, np.float32)
     for at, answer in enumerate(answers):
         if answer.error is None and (number := value(answer)) is not None:
-            found[at] = np.asarray(number).reshape(-1)[0]
-    return found
+            numbers[at] = np.asarray(number).reshape(-1)[0]
+    return numbers
 
 
 def _stacked(answers: Sequence[Answer]) -> Array:
     arrays = [answer.arrays["dense"] for answer in answers if answer.error is None]
     if len({(array.shape, array.dtype) for array in arrays}) != 1:
         raise ValueError("dense: vectors of one shard have different widths or types")
-    made = np.zeros((len(answers), arrays[0].size), arrays[0].dtype)
-    made[[answer.error is None for answer in answers]] = arrays
-    return made
+    vectors = np.zeros((len(answers), arrays[0].size), arrays[0].dtype)
+    vectors[[answer.error is None for answer in answers]] = arrays
+    return vectors
 
 
 def _ragged(answers: Sequence[Answer], name: str) -> list[Array | None]:

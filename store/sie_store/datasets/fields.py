@@ -19,13 +19,13 @@ def fields(row: bytes, most: int | None = None) -> tuple[str, ...] | None:
         return None
     if '"' not in text:
         return None if "\r" in text else tuple(text.split(",", -1 if most is None else most))
-    found, at = [], 0
+    fields, at = [], 0
     while (match := _FIELD.match(text, at)) is not None:
         quoted, bare, comma = match.groups()
-        found.append(bare if quoted is None else quoted.replace('""', '"'))
+        fields.append(bare if quoted is None else quoted.replace('""', '"'))
         at = match.end()
-        if most is not None and len(found) > most:
-            return tuple(found)
+        if most is not None and len(fields) > most:
+            return tuple(fields)
         if not comma:
-            return tuple(found) if at == len(text) else None
+            return tuple(fields) if at == len(text) else None
     return None

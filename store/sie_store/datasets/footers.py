@@ -151,7 +151,7 @@ def read(place: Place, what: Found, cut: Cut, names: Sequence[str], size: SpanSi
     import pyarrow as pa
 
     with _opened(place, what, names) as file:
-        known = [name for name in names if name in file.schema_arrow.names]
+        present = [name for name in names if name in file.schema_arrow.names]
         begin = sum(file.metadata.row_group(number).num_rows for number in range(cut.start))
         skip, count = cut.first - begin, 0
         groups = [file.metadata.row_group(number) for number in range(cut.start, cut.end)]
@@ -159,21 +159,21 @@ def read(place: Place, what: Found, cut: Cut, names: Sequence[str], size: SpanSi
             group.column(at).num_values
             for group in groups
             for at in range(group.num_columns)
-            if group.column(at).path_in_schema.split(".")[0] in known
+            if group.column(at).path_in_schema.split(".")[0] in present
         )
         mean = values // max(1, sum(group.num_rows for group in groups))
         try:
             batches = file.iter_batches(
                 max(1, min(BATCH_ROWS, MAX_SPAN_VALUES // max(1, mean))),
                 row_groups=range(cut.start, cut.end),
-                columns=known,
+                columns=present,
                 use_threads=False,
             )
             for batch in batches:
                 part = batch.slice(skip, cut.rows - count)
                 skip = max(0, skip - batch.num_rows)
                 size.add(sum(map(_values, part.columns)), sum(map(_decoded_bytes, part.columns)))
-                yield from _micros(part).to_pylist() if known else ({} for _ in range(len(part)))
+                yield from _micros(part).to_pylist() if present else ({} for _ in range(len(part)))
                 count += len(part)
                 if count == cut.rows:
                     break

@@ -29,4 +29,4 @@ def is_packed(name: str) -> bool:
 def is_hidden(name: str) -> bool:
     """Whether a name below a folder is not one of data: hidden ones, markers of other programs, folders, a manifest."""
     segments = name.split("/")
-    return any(not each or each[0] in "._" for each in segments) or segments[-1] == MANIFEST
+    return any(not segment or segment[0] in "._" for segment in segments) or segments[-1] == MANIFEST

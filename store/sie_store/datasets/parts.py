@@ -89,12 +89,12 @@ def _lines(shard: Shard, *, has_arrays: bool) -> Iterator[bytes]:
 
 
 def _arrays(shard: Shard, at: int) -> dict[str, Any]:
-    found: dict[str, Any] = {} if shard.dense is None else {"dense": _exact(shard.dense[at])}
-    found |= {name: values[at] for name, values in shard.numbers.items()}
+    arrays_by_name: dict[str, Any] = {} if shard.dense is None else {"dense": _exact(shard.dense[at])}
+    arrays_by_name |= {name: values[at] for name, values in shard.numbers.items()}
     for name, arrays in shard.ragged.items():
         array = arrays[at]
-        found[name] = None if array is None else _exact(array)
-    return found
+        arrays_by_name[name] = None if array is None else _exact(array)
+    return arrays_by_name
 
 
 def _exact(array: Array) -> Array:

@@ -52,7 +52,9 @@ class Place:
                 f"{param}: expected s3://bucket/path, gs://bucket/path or file:///path", param=param
             ) from error
         _check_segments(url, where, param)
-        root = next((each for each in allowed if _below(where, store_url(each)) is not None), None)
+        root = next(
+            (allowed_root for allowed_root in allowed if _below(where, store_url(allowed_root)) is not None), None
+        )
         if root is None:
             raise InvalidInput(f"{param}: this place is not below one of {SETTING}", reason="not_allowed", param=param)
         path = _below(where, store_url(root)) or ""

@@ -107,9 +107,9 @@ async def _each(place: Place, source: JobInput, most: _Most, patience: Patience)
             is_empty = False
             yield [run]
     else:
-        for each in await inputs(place, source, patience):
+        for source_object in await inputs(place, source, patience):
             is_empty = False
-            yield await _planned(place, each.source, source, names, most, patience)
+            yield await _planned(place, source_object.source, source, names, most, patience)
     if is_empty:
         raise InvalidInput("input.url: there is nothing to read", reason="input_missing", param="input.url")
 
@@ -123,9 +123,9 @@ async def inputs(place: Place, source: JobInput, patience: Patience = _PATIENCE)
     return await _listed(place, lambda name: _is_input(name, source.format), patience)
 
 
-def _is_input(name: str, wanted: InputFormat | None) -> bool:
+def _is_input(name: str, input_format: InputFormat | None) -> bool:
     own = format_of(name)
-    return wanted is not None or (own is not None and own != "images") or is_packed(name)
+    return input_format is not None or (own is not None and own != "images") or is_packed(name)
 
 
 async def images(place: Place, patience: Patience, after: str = "", most: int | None = None) -> list[Found]:
@@ -147,7 +147,7 @@ async def _listed_once(
 ) -> list[Found]:
     import obstore
 
-    kept: list[Found] = []
+    objects: list[Found] = []
     limit = MAX_OBJECTS if most is None else most
     pages = aiter(
         obstore.list(
@@ -161,15 +161,15 @@ async def _listed_once(
         for entry in page:
             name = entry["path"].removeprefix(place.folder)
             if name > after and not is_hidden(name) and is_wanted(name):
-                kept.append(Found(name, entry["size"], tag_of(place, entry)))
-        if most is None and len(kept) > limit:
+                objects.append(Found(name, entry["size"], tag_of(place, entry)))
+        if most is None and len(objects) > limit:
             raise InvalidInput(f"input.url: more than {limit} objects", reason=TOO_MANY, param="input.url")
-        if most is not None and len(kept) >= limit + LISTED_AT_ONCE:
+        if most is not None and len(objects) >= limit + LISTED_AT_ONCE:
             # buckets answer in the order of names, folders of the disk in any
-            kept = heapq.nsmallest(limit, kept, key=_name)
+            objects = heapq.nsmallest(limit, objects, key=_name)
             if place.root is None:
                 break
-    return (await asyncio.to_thread(sorted, kept, key=_name))[:limit]
+    return (await asyncio.to_thread(sorted, objects, key=_name))[:limit]
 
 
 def _name(what: Found) -> str:
@@ -210,13 +210,13 @@ def _span(what: Found, kind: str, cut: Cut, header: str = "") -> Span:
     return Span(what.source, kind, cut.first, cut.rows, cut.start, cut.end, tag=what.tag, header=header)
 
 
-def _check_columns(source: str, wanted: dict[str, str], there: Iterable[str]) -> None:
+def _check_columns(source: str, params: dict[str, str], there: Iterable[str]) -> None:
     there = list(there)
     for column, times in Counter(there).items():
         if times > 1:
             message = f"{source}: {times} columns have the name {column[:64]!r}: name each column differently"
             raise InvalidInput(message, reason="schema", param="input.url")
-    for column, param in wanted.items():
+    for column, param in params.items():
         if column not in there:
             shown = ", ".join(name[:64] for name in there[:MAX_COLUMNS_SHOWN])
             raise InvalidInput(
@@ -272,14 +272,14 @@ class _Sample(NamedTuple):
         lines = data.split(b"\n")
         if not is_whole:
             lines.pop()  # it goes on
-        seen: dict[str, None] = {}
+        names_of_columns: dict[str, None] = {}
         most = 0
         for line in lines[:SAMPLE_ROWS]:
             with contextlib.suppress(ValueError, RecursionError):  # a fault of its own row
                 row = sizes.columns_of(line)
-                seen |= dict.fromkeys(row)
+                names_of_columns |= dict.fromkeys(row)
                 most = max(most, sum(sizes.values_of(row[name]) for name in names if name in row))
-        return cls(list(seen), min(most, sizes.MAX_ROW_VALUES))
+        return cls(list(names_of_columns), min(most, sizes.MAX_ROW_VALUES))
 
 
 async def _header(place: Place, what: Found, begin: int, patience: Patience) -> tuple[str, int]:

@@ -126,33 +126,33 @@ class _Maker:
 
     def all(self, rows: Iterable[_Columns], size: SpanSize) -> list[Row]:
         """The rows of a span. Raises InvalidInput where they are too large together."""
-        made = []
+        complete = []
         for at, read_columns in enumerate(rows):
             row = self(at, read_columns)
             size.add(1 + len(row.kept), _bytes_of(row))
-            made.append(row)
-        return made
+            complete.append(row)
+        return complete
 
     def __call__(self, at: int, row: _Columns) -> Row:
         default = f"{self._span.source}#{self._span.first + at}"
         if isinstance(row, ErrorInfo):
             return Row(default, kept=dict.fromkeys(self._source.keep), fault=row)
-        kept = {name: row.get(name) for name in self._source.keep}
+        columns_to_keep = {name: row.get(name) for name in self._source.keep}
         try:
             own = self._id(row, default)
         except ColumnFault as error:
-            return Row(default, kept=kept, fault=_fault("schema", f"{error}", "input.id"))
+            return Row(default, kept=columns_to_keep, fault=_fault("schema", f"{error}", "input.id"))
         texts: dict[str, str] = {}
         for name, template in self._templates.items():
             try:
                 texts[name] = template.text(row)
             except ColumnFault as error:
-                return Row(own, kept=kept, fault=_fault("schema", f"{error}", f"input.{name}"))
+                return Row(own, kept=columns_to_keep, fault=_fault("schema", f"{error}", f"input.{name}"))
         try:
             files = self._images(row)
         except ColumnFault as error:
-            return Row(own, kept=kept, fault=_fault("schema", f"{error}", "input.image"))
-        return Row(own, texts.get("text"), texts.get("query"), texts.get("document"), files, kept)
+            return Row(own, kept=columns_to_keep, fault=_fault("schema", f"{error}", "input.image"))
+        return Row(own, texts.get("text"), texts.get("query"), texts.get("document"), files, columns_to_keep)
 
     def _id(self, row: Mapping[str, Any], default: str) -> str:
         if not self._source.id:
@@ -170,13 +170,13 @@ class _Maker:
         values = value if isinstance(value, list) else [value]
         if value is None or not values:
             raise ColumnFault(f"column {column!r} is {'null' if column in row else 'missing'}")
-        return tuple(_image(each, column) for each in values)
+        return tuple(_image(file, column) for file in values)
 
 
 def _bytes_of(row: Row) -> int:
     """What the texts of a row take; its lists and maps are counted by their values."""
     texts = (row.text, row.query, row.document, *row.images, *row.kept.values())
-    return sum(sys.getsizeof(each) for each in texts if isinstance(each, str | bytes))
+    return sum(sys.getsizeof(text) for text in texts if isinstance(text, str | bytes))
 
 
 def _image(value: Any, column: str) -> bytes:
@@ -217,10 +217,10 @@ async def _images(place: Place, span: Span, patience: Patience) -> list[Row]:
                     return Row(what.source, fault=error.info())
                 raise
 
-    made = await asyncio.gather(*map(one, run), return_exceptions=True)
+    outcomes = await asyncio.gather(*map(one, run), return_exceptions=True)
     rows: list[Row] = []
-    for each in made:
-        if isinstance(each, BaseException):
-            raise each
-        rows.append(each)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+        rows.append(outcome)
     return rows

@@ -70,10 +70,10 @@ class Scanner:
 def rows_of(data: bytes, *, is_quoted: bool) -> list[bytes]:
     """The rows of a text, without their line ends."""
     scanner = Scanner(is_quoted=is_quoted)
-    found = [*scanner.feed(data), scanner.end()]
+    bounds = [*scanner.feed(data), scanner.end()]
     return [
         data[start:end].removesuffix(b"\n").removesuffix(b"\r")
-        for starts, ends in found
+        for starts, ends in bounds
         for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
     ]
 

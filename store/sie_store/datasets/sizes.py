@@ -83,8 +83,8 @@ def count_outside(text: bytes, marks: bytes, most: int) -> int:
     """
     total = at = 0
     for string in _STRING.finditer(text):
-        total += sum(text.count(marks[each : each + 1], at, string.start()) for each in range(len(marks)))
+        total += sum(text.count(marks[index : index + 1], at, string.start()) for index in range(len(marks)))
         at = string.end()
         if total > most:
             return total
-    return total + sum(text.count(marks[each : each + 1], at) for each in range(len(marks)))
+    return total + sum(text.count(marks[index : index + 1], at) for index in range(len(marks)))

@@ -32,7 +32,7 @@ def encode(shard: Shard) -> bytes:
         columns[name] = _lists(arrays)
     for name, values in shard.extracted.items():
         columns[name] = _as_json(values)
-    errors = [None if each is None else {"code": each.code, "message": each.message} for each in shard.errors]
+    errors = [None if error is None else {"code": error.code, "message": error.message} for error in shard.errors]
     columns["error"] = pa.array(errors, pa.struct([("code", pa.string()), ("message", pa.string())]))
     columns["tokens"] = pa.array(shard.tokens)
     columns["truncated"] = pa.array(shard.truncated)
@@ -81,10 +81,10 @@ def _inferred(values: list[Any]) -> pa.Array:
     import pyarrow as pa
 
     try:
-        made = pa.array(values, from_pandas=True)
+        array = pa.array(values, from_pandas=True)
     except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
         return _as_json(values)
-    return _as_json(values) if _has_map(made.type) else made
+    return _as_json(values) if _has_map(array.type) else array
 
 
 def _has_map(kind: pa.DataType) -> bool:

@@ -94,22 +94,22 @@ def _kind(value: Any) -> str:
 
 def templates(source: JobInput) -> dict[str, Template]:
     """The templates that are given, by their names. Raises InvalidInput."""
-    given = {"text": source.text, "query": source.query, "document": source.document}
-    return {name: Template.parsed(text, f"input.{name}") for name, text in given.items() if text}
+    texts = {"text": source.text, "query": source.query, "document": source.document}
+    return {name: Template.parsed(text, f"input.{name}") for name, text in texts.items() if text}
 
 
 def columns(source: JobInput) -> dict[str, str]:
     """The columns that are read, each with the parameter that names it. Raises InvalidInput."""
-    found: dict[str, str] = {}
+    params: dict[str, str] = {}
     for name, template in templates(source).items():
         for column in template.columns:
-            found.setdefault(column, f"input.{name}")
+            params.setdefault(column, f"input.{name}")
     for name in ("image", "id"):
         if column := str(getattr(source, name)):
-            found.setdefault(column, f"input.{name}")
+            params.setdefault(column, f"input.{name}")
     for column in source.keep:
-        found.setdefault(column, "input.keep")
-    return found
+        params.setdefault(column, "input.keep")
+    return params
 
 
 def reads_images(source: JobInput) -> bool:

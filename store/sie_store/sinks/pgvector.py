@@ -156,9 +156,9 @@ async def _prepared(connection: Any, collection: str, dims: int) -> tuple[str, s
         )
         columns = await connection.fetch(_COLUMNS, _quoted(collection))
     types = {column["attname"]: column["type"].rpartition(".")[2] for column in columns}
-    found = types.get("embedding", "no column embedding")
-    if found != kind:
-        raise CollectionMismatch(f"the table {collection} has {found}, where {kind} is written")
+    actual = types.get("embedding", "no column embedding")
+    if actual != kind:
+        raise CollectionMismatch(f"the table {collection} has {actual}, where {kind} is written")
     if types.get("id") != "text" or types.get("payload") != "jsonb":
         raise CollectionMismatch(f"the table {collection} lacks the columns id of type text and payload of type jsonb")
     if not any(column["attname"] == "id" and column["is_unique"] for column in columns):
@@ -171,7 +171,7 @@ def _records(rows: SinkRows) -> list[tuple[str, bytes, str]]:
     PostgreSQL has no character NUL: U+FFFD takes its place in payloads.
     """
     head = struct.pack(">HH", rows.vectors.shape[1], 0)
-    found = []
+    encoded_rows = []
     for number, (row_id, vector, payload) in enumerate(
         zip(rows.ids, rows.vectors.astype(np.dtype(">f4")), rows.payloads, strict=True)
     ):
@@ -179,8 +179,10 @@ def _records(rows: SinkRows) -> list[tuple[str, bytes, str]]:
         if "\0" in row_id:
             raise RowsRefused(f"row {number} has an id with the character NUL, which PostgreSQL cannot keep")
         text = encoded(payload, number).decode()
-        found.append((row_id, head + vector.tobytes(), _NUL.sub(r"\1\\ufffd", text) if "\\u0000" in text else text))
-    return found
+        encoded_rows.append(
+            (row_id, head + vector.tobytes(), _NUL.sub(r"\1\\ufffd", text) if "\\u0000" in text else text)
+        )
+    return encoded_rows
 
 
 def _quoted(name: str) -> str:
@@ -191,17 +193,17 @@ def _quoted(name: str) -> str:
 def _failure(error: asyncpg.PostgresError) -> StoreError:
     """The error for one of PostgreSQL. Its text is not quoted: it quotes rows."""
     state = error.sqlstate if _STATE.fullmatch(error.sqlstate or "") else "no SQLSTATE"
-    what = f"{type(error).__name__}, {state}"
+    error_name = f"{type(error).__name__}, {state}"
     if state[:2] == "28" or state == "42501":
-        return AccessRefused(f"PostgreSQL refuses this user ({what})")
+        return AccessRefused(f"PostgreSQL refuses this user ({error_name})")
     if state == "3D000":
         return SinkUnsuitable("PostgreSQL has no such database")
     if state in RACES:
-        return StoreError(f"PostgreSQL: another writer was quicker ({what})")
+        return StoreError(f"PostgreSQL: another writer was quicker ({error_name})")
     if state in ("42P01", "3F000"):
-        return CollectionMissing(f"PostgreSQL has no such table ({what})")
+        return CollectionMissing(f"PostgreSQL has no such table ({error_name})")
     if state[:2] == "42":
-        return CollectionMismatch(f"the table is another one now ({what})")
+        return CollectionMismatch(f"the table is another one now ({error_name})")
     if state[:2] in ("22", "23", "54"):
-        return RowsRefused(f"PostgreSQL refuses the rows ({what})")
-    return StoreError(f"PostgreSQL answers with an error ({what})")
+        return RowsRefused(f"PostgreSQL refuses the rows ({error_name})")
+    return StoreError(f"PostgreSQL answers with an error ({error_name})")

@@ -70,12 +70,12 @@ class QdrantSink:
             raise SinkUnsuitable(f"a vector has {dims} numbers, where Qdrant takes at most {MAX_DIMS}")
         if any('"' in field for field in kinds):
             raise CollectionRefused("Qdrant cannot index a field with a quotation mark in its name")
-        found = await self._asked("GET", path, missing=True)
-        if found is None:
-            wanted = {"vectors": {"size": dims, "distance": DISTANCE}}
-            await self._asked("PUT", path, msgspec.json.encode(wanted), exists=True)
-            found = await self._asked("GET", path)
-        _check(found, collection, dims)
+        collection_info = await self._asked("GET", path, missing=True)
+        if collection_info is None:
+            settings = {"vectors": {"size": dims, "distance": DISTANCE}}
+            await self._asked("PUT", path, msgspec.json.encode(settings), exists=True)
+            collection_info = await self._asked("GET", path)
+        _check(collection_info, collection, dims)
         for field, kind in kinds.items():
             index = {"field_name": f'"{field}"', "field_schema": kind}
             await self._asked("PUT", f"{path}/index?wait=true", msgspec.json.encode(index))
@@ -188,9 +188,9 @@ def _refusal(response: httpx.Response, rows: bool) -> StoreError:
     return StoreError(f"Qdrant answers with status {status}", float(after) if after.isdecimal() else 0.0)
 
 
-def _check(found: Any, collection: str, dims: int) -> None:
+def _check(collection_info: Any, collection: str, dims: int) -> None:
     try:
-        vectors = found["config"]["params"]["vectors"]
+        vectors = collection_info["config"]["params"]["vectors"]
     except (TypeError, KeyError):
         raise SinkUnsuitable("the server does not answer as Qdrant does") from None
     if not isinstance(vectors, dict) or "size" not in vectors:

@@ -77,8 +77,10 @@ class SinkRows:
         last = {row_id: number for number, row_id in enumerate(self.ids)}
         if len(last) == count:
             return self
-        kept = sorted(last.values())
-        return SinkRows([self.ids[each] for each in kept], self.vectors[kept], [self.payloads[each] for each in kept])
+        numbers = sorted(last.values())
+        return SinkRows(
+            [self.ids[number] for number in numbers], self.vectors[numbers], [self.payloads[each] for each in numbers]
+        )
 
 
 class Sink(Protocol):
