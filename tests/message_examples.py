@@ -328,6 +328,9 @@ EXAMPLES: dict[str, Any] = {
     "heartbeat-1-crossover": _heartbeat(
         models=(ModelStatus("org/model", "loaded", crossover_tokens=1152),),
     ),
+    "heartbeat-1-revisions": _heartbeat(
+        models=(ModelStatus("org/model", "failed", revision=8, loaded_revision=7),),
+    ),
     "delta-1": ConfigDelta("sie-config", "a:7", "a:8", "org/model", 8, _ENTRY),
     "delta-1-since": ConfigDelta("sie-config", "a:7", "a:8", "org/model", 8, _ENTRY, "a:4"),
     "ipc3-Ping": ipc.Ping(("org/model",)),
@@ -537,6 +540,7 @@ EXAMPLES: dict[str, Any] = {
         2,
         "2026-01-01T00:00:00+00:00",
     ),
+    "export-1-hashes": ConfigExport("a:7", (), bundle_config_hashes={"default": "f00d"}),
     "export-1-written": ConfigExport("a:7", (ConfigModel("org/model", _ENTRY, 7, written=5),)),
 }
 
@@ -558,6 +562,7 @@ _DATA = {
     "extras",
     "model_config",
     "bundles",
+    "bundle_config_hashes",
     "certificate",
     "hosts",
     "raised_s",

@@ -74,7 +74,7 @@ REFUSED = {
     **dict.fromkeys(("connections.add", "connections.list", "connections.revoke"), (404, NO_PATH)),
     **dict.fromkeys(("jobs.execute", "jobs.repair"), (404, NO_PATH)),
     **dict.fromkeys(("jobs.get", "jobs.wait", "jobs.results", "jobs.cancel"), (404, "job")),
-    "jobs.submit": (400, "unknown field"),  # jobs have a schema of their own here
+    "jobs.submit": (400, "a job reads files"),  # jobs have a schema of their own here
 }
 
 
