@@ -43,7 +43,7 @@ from admission_simulation import Before, Case, World
 from report import Report as Lines
 from report import machine
 
-from sie_gateway.admission import Admission
+from sie_gateway.admission.admission import Admission
 
 CLIENTS = (1, 10, 100, 500)
 STARTS = ("cold", "tiny", "stall", "slow")

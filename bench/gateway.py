@@ -36,7 +36,7 @@ PREPARED = "BENCH_REPLY_BYTES"
 PREPARE = f"""
 import os
 if os.environ.get("{PREPARED}"):
-    from sie_gateway.call import Answer
+    from sie_gateway.inference.call import Answer
     from sie_gateway.dialects import native
     body = bytes(int(os.environ["{PREPARED}"]))
     def prepared(call, finished, **_):

@@ -30,10 +30,10 @@ from sie_contracts.errors import QueueFull
 from sie_contracts.heartbeats import Heartbeat, ModelStatus
 from sie_contracts.messages import BatchNote, Ok, Stages, WorkResult
 from sie_contracts.topology import Lane
-from sie_gateway.admission import Admission
-from sie_gateway.backlog import Backlog
-from sie_gateway.fleet import Fleet
-from sie_gateway.place import Place
+from sie_gateway.admission.admission import Admission
+from sie_gateway.admission.model_queue import Place
+from sie_gateway.fleet.lanes import Fleet
+from sie_gateway.streams.backlog import Backlog
 from sie_sidecar.batch import TIMES_OVER
 from sie_sidecar.rate import Rate
 from sie_sidecar.sizing import Ask, fitting

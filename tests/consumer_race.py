@@ -14,9 +14,9 @@ from sie_broker import Broker, BrokerError, Delivery
 from sie_contracts import messages, topology
 from sie_contracts.messages import Input, RunOptions, WorkItem
 from sie_contracts.topology import Lane
-from sie_gateway.consumers import Consumers
 from sie_gateway.metrics import Metrics
-from sie_gateway.queue import WorkQueue
+from sie_gateway.streams.consumers import Consumers
+from sie_gateway.streams.publish import WorkQueue
 from sie_runtime.process import Stop
 
 LANE = Lane("_default", "cpu", "default")

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpcore
 
-from sie_gateway.image_urls import Network
+from sie_gateway.inference.image_urls import Network
 
 PUBLIC = "93.184.216.34"  # of no machine that a test reaches
 

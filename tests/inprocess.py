@@ -31,7 +31,7 @@ from sie_contracts.configs import ConfigEpoch, ConfigExport, ConfigModel
 from sie_contracts.entries import ModelEntry
 from sie_contracts.heartbeats import Heartbeat
 from sie_contracts.settings import Mode, Settings, load
-from sie_gateway.image_urls import NETWORK, Network
+from sie_gateway.inference.image_urls import NETWORK, Network
 from sie_gateway.process import serve as serve_gateway
 from sie_runtime.process import Stop
 from sie_sidecar.process import serve as serve_sidecar

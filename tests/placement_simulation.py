@@ -24,8 +24,8 @@ import numpy as np
 
 from sie_contracts.heartbeats import Heartbeat, ModelStatus
 from sie_contracts.records import Placement
-from sie_gateway.placement import EVERY_S
-from sie_gateway.planner import Planner, Waiting
+from sie_gateway.fleet.placement import EVERY_S
+from sie_gateway.fleet.planner import Planner, Waiting
 from sie_sidecar.assignment import AHEAD_AGAIN_S, role
 
 TOKENS = 100  # of each request

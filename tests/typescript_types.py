@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from sie_gateway.routes import openapi_document
+from sie_gateway.http.routes import openapi_document
 
 CLIENT = Path(__file__).parents[1] / "sdk-ts"
 TYPES = CLIENT / "src" / "openapi.ts"

@@ -157,7 +157,7 @@ async def replayed(broker: Broker, settings: Settings, name: str, timeout_s: flo
     Refused, BrokerError.
     """
     from sie_gateway.metrics import Metrics
-    from sie_gateway.replaying import Unreadable, open_replays
+    from sie_gateway.operations.replay import Unreadable, open_replays
 
     letters = _letters(broker, settings.pool)
     found = await _one(letters, name)

@@ -32,7 +32,7 @@ MAX_REASONS = 3  # of failed models, in a picture
 
 
 class WorkerRow(msgspec.Struct, frozen=True):
-    """A worker of a frame: see `sie_gateway.status.WorkerInfo`."""
+    """A worker of a frame: see `sie_gateway.operations.status.WorkerInfo`."""
 
     name: str
     gpu: str

@@ -4,7 +4,7 @@ same report.
     request ─► chunks ─► queue of (model, priority) ─► a worker with credit ─► gathered ─► tokenised ─► batches ─►
     device ─► answered
 
-Chunks, credit, quantum and batches are the code that runs in the cluster (sie_gateway.chunk, sie_sidecar.batch,
+Chunks, credit, quantum and batches are the code that runs in the cluster (sie_gateway.inference.chunk, sie_sidecar.batch,
 sie_sidecar.quantum); the device, the tokenizer and the wire are formulas of `Machine`. Not modelled: HTTP, loads of
 models, failures.
 """
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, fields
 
 from sie_cli.trace import Request, TraceError
 from sie_contracts.settings import Settings
-from sie_gateway import chunk
+from sie_gateway.inference import chunk
 from sie_sidecar.batch import Batch, BatchKey, Device, Job, Limits, Load, Wait, Waiting, credit, next_batch
 from sie_sidecar.quantum import Quantum
 

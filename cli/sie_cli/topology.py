@@ -128,7 +128,7 @@ async def steps_at(broker: NatsBroker, settings: Settings) -> list[Step]:
     Raises BrokerError.
     """
     from sie_broker.nats.operator import look, plan, streams
-    from sie_gateway.queue import work_spec
+    from sie_gateway.streams.publish import work_spec
 
     found = {str(info.config["name"]) for info in await streams(broker)}
     own = {names.pool_name("default"), settings.pool}

@@ -9,12 +9,12 @@ from prometheus_client.registry import Collector
 
 import sie_contracts
 from sie_broker import Connection
-from sie_gateway.admission import Admission
-from sie_gateway.demand import DemandRecords
-from sie_gateway.inbox import Inbox
-from sie_gateway.inference import Inference
-from sie_gateway.lag import Lag
-from sie_gateway.status import Status
+from sie_gateway.admission.admission import Admission
+from sie_gateway.fleet.demand import DemandRecords
+from sie_gateway.fleet.lag import Lag
+from sie_gateway.inference.handler import Inference
+from sie_gateway.inference.inbox import Inbox
+from sie_gateway.operations.status import Status
 from sie_runtime.feed import CatalogueFeed
 from sie_runtime.metrics import Scrape, epoch_number
 

@@ -10,7 +10,7 @@ from sie_runtime.metrics import Maker, exemplar
 from sie_runtime.refusals import REFUSED
 
 if TYPE_CHECKING:
-    from sie_gateway.finished import Finished
+    from sie_gateway.inference.results import Finished
 
 _FETCHES = ("fetched", "refused", "failed")
 _OPERATIONS = ("encode", "score", "extract")

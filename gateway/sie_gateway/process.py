@@ -17,36 +17,35 @@ from sie_broker import Broker, BrokerError, TopologyMismatch
 from sie_contracts import topology
 from sie_contracts.errors import QueueUnavailable, ShuttingDown
 from sie_contracts.settings import SettingError, Settings
-from sie_gateway.admission import Admission
-from sie_gateway.app import create_app, metrics_app
-from sie_gateway.auth import Gate, require_tokens
-from sie_gateway.backlog import Backlog
+from sie_gateway.admission.admission import Admission
+from sie_gateway.admission.grant import Quotas
 from sie_gateway.collector import Live
-from sie_gateway.dead_letters import DeadLetters
-from sie_gateway.demand import ColdStarts, DemandRecords
-from sie_gateway.doctor import Doctor
-from sie_gateway.fleet import Fleet
-from sie_gateway.grant import Quotas
-from sie_gateway.image_urls import NETWORK, ImageUrls, Network
-from sie_gateway.inbox import Inbox
-from sie_gateway.inference import Inference
+from sie_gateway.fleet.demand import ColdStarts, DemandRecords
+from sie_gateway.fleet.lag import Lag
+from sie_gateway.fleet.lanes import Fleet
+from sie_gateway.fleet.placement import Ages, Placer
+from sie_gateway.fleet.pool_reconciler import PoolKeeper
+from sie_gateway.fleet.pool_rules import not_found
+from sie_gateway.fleet.pools import PoolRecord, Pools
+from sie_gateway.fleet.residency import Residencies
+from sie_gateway.fleet.scaling import Scaling
+from sie_gateway.http.app import create_app, metrics_app
+from sie_gateway.http.auth import Gate, require_tokens
+from sie_gateway.http.routes import inference_route
+from sie_gateway.inference.handler import Inference
+from sie_gateway.inference.image_urls import NETWORK, ImageUrls, Network
+from sie_gateway.inference.inbox import Inbox
+from sie_gateway.inference.runner import Runner
 from sie_gateway.jobs.assembly import assembled
-from sie_gateway.jobs.figures import Figures
+from sie_gateway.jobs.ledger import Figures
 from sie_gateway.jobs.records import JobsBucket
-from sie_gateway.lag import Lag
 from sie_gateway.metrics import Metrics
-from sie_gateway.offload import Offload, life_s
-from sie_gateway.placement import Ages, Placer
-from sie_gateway.pool_keeper import PoolKeeper
-from sie_gateway.pool_rules import not_found
-from sie_gateway.pools import PoolRecord, Pools
-from sie_gateway.queue import LOAD_CEILING_S, WorkQueue
-from sie_gateway.residency import Residencies
-from sie_gateway.routes import inference_route
-from sie_gateway.runner import Runner
-from sie_gateway.scaling import Scaling
+from sie_gateway.operations.dead_letters import DeadLetters
+from sie_gateway.operations.doctor import Doctor
+from sie_gateway.operations.status import Status
 from sie_gateway.state import Gateway, Readiness, Services
-from sie_gateway.status import Status
+from sie_gateway.streams.backlog import Backlog
+from sie_gateway.streams.publish import LOAD_CEILING_S, Offload, WorkQueue, life_s
 from sie_runtime import tracing
 from sie_runtime.clock import BrokerClock
 from sie_runtime.connection import connected

@@ -6,17 +6,17 @@ from typing import NamedTuple
 
 from sie_broker import Connection
 from sie_contracts.settings import Settings
-from sie_gateway.dead_letters import DeadLetters
-from sie_gateway.doctor import Doctor
-from sie_gateway.grant import Quotas
-from sie_gateway.inference import Inference
+from sie_gateway.admission.grant import Quotas
+from sie_gateway.admission.peers import Peers
+from sie_gateway.fleet.pools import Pools
+from sie_gateway.fleet.residency import Residencies
+from sie_gateway.fleet.scaling import Scaling
+from sie_gateway.inference.handler import Inference
 from sie_gateway.jobs.assembly import JobParts
 from sie_gateway.metrics import Metrics
-from sie_gateway.peers import Peers
-from sie_gateway.pools import Pools
-from sie_gateway.residency import Residencies
-from sie_gateway.scaling import Scaling
-from sie_gateway.status import Status
+from sie_gateway.operations.dead_letters import DeadLetters
+from sie_gateway.operations.doctor import Doctor
+from sie_gateway.operations.status import Status
 from sie_runtime.connection import because
 from sie_runtime.feed import CatalogueFeed
 from sie_runtime.keys import Keys

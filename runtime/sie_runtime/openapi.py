@@ -31,7 +31,7 @@ Statuses = Mapping[int, Sequence[str]]
 """The statuses that errors have, each with the codes of those errors."""
 Errors = Callable[[Route], Statuses]
 Shape = Callable[[SIEError, str, None], tuple[int, dict[str, Any]]]
-"""The status and the body of an error, as `sie_gateway.call.ErrorShape`."""
+"""The status and the body of an error, as `sie_gateway.inference.call.ErrorShape`."""
 
 
 class Schemas:

@@ -16,8 +16,8 @@ from unittest import mock
 import msgspec
 from simulation.network import Connection
 
-import sie_gateway.finished
-import sie_gateway.inbox
+import sie_gateway.inference.inbox
+import sie_gateway.inference.results
 import sie_sidecar.device
 import sie_sidecar.dispatch
 import sie_sidecar.inventory
@@ -71,7 +71,7 @@ def _another_chunk() -> AbstractContextManager[Any]:
 
         return offered
 
-    return _around(sie_gateway.inbox.Collector, "offer", change)
+    return _around(sie_gateway.inference.inbox.Collector, "offer", change)
 
 
 def _new_message_id() -> AbstractContextManager[Any]:
@@ -115,7 +115,7 @@ def _slots_reversed() -> AbstractContextManager[Any]:
             count, results, [list(reversed(positions)) for positions in places]
         )
 
-    return _around(sie_gateway.finished, "placed", change)
+    return _around(sie_gateway.inference.results, "placed", change)
 
 
 def _permit_leaked() -> AbstractContextManager[Any]:
@@ -143,7 +143,7 @@ def _loras_mixed() -> AbstractContextManager[Any]:
 
 
 def _collector_kept() -> AbstractContextManager[Any]:
-    return mock.patch.object(sie_gateway.inbox.Inbox, "close", return_value=None)
+    return mock.patch.object(sie_gateway.inference.inbox.Inbox, "close", return_value=None)
 
 
 def _deadline_ignored() -> AbstractContextManager[Any]:
@@ -153,7 +153,7 @@ def _deadline_ignored() -> AbstractContextManager[Any]:
 
         return waited
 
-    return _around(sie_gateway.inbox.Collector, "wait", change)
+    return _around(sie_gateway.inference.inbox.Collector, "wait", change)
 
 
 def _held_cost_kept() -> AbstractContextManager[Any]:

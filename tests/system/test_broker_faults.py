@@ -28,8 +28,8 @@ from sie_broker import Broker, BrokerError, BrokerUnavailable, Delivery, Entry, 
 from sie_broker.nats import connect
 from sie_contracts import topology
 from sie_contracts.errors import QueueUnavailable
-from sie_gateway import queue as gateway_queue
-from sie_gateway.queue import WorkQueue
+from sie_gateway.streams import publish as gateway_queue
+from sie_gateway.streams.publish import WorkQueue
 from sie_runtime.process import Stop, retry
 
 SIE = str(Path(sys.executable).with_name("sie"))

@@ -32,7 +32,7 @@ from sie_cli.main import main
 from sie_cli.ports import free_port
 from sie_contracts import topology
 from sie_contracts.topology import Lane
-from sie_gateway.queue import work_spec
+from sie_gateway.streams.publish import work_spec
 
 PLAN = Plan(environ={"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKEN": TOKEN, "SIE_ADMIN_TOKEN": ADMIN, **BEATS})
 CLUSTER = ("gateway", "broker", "streams", "damage", "config", "loads", "clock", "versions")

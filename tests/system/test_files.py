@@ -27,8 +27,7 @@ from sie_broker.nats import connect
 from sie_broker.record import Bucket, LeaderLease
 from sie_contracts import topology
 from sie_gateway.jobs.files import ABANDONED_S, MAX_FILE_BYTES, UPLOADS_OF_A_KEY, FileStore
-from sie_gateway.jobs.records import JobsBucket
-from sie_gateway.jobs.usage import Bound, Usage, Use
+from sie_gateway.jobs.records import Bound, JobsBucket, Usage, Use
 from sie_store.files import open_files
 
 ADMIN, ONE, OTHER = (f"file-token-{secrets.token_urlsafe(12)}" for _ in range(3))

@@ -36,8 +36,7 @@ from sie_broker.nats import connect
 from sie_contracts.api.jobs import JobInput, JobRequest
 from sie_contracts.jobs import JobRecord
 from sie_gateway.jobs.ledger import Ledger
-from sie_gateway.jobs.records import JobsBucket
-from sie_gateway.jobs.usage import Bound, Usage, Use
+from sie_gateway.jobs.records import Bound, JobsBucket, Usage, Use
 
 pytestmark = shared.JOBS
 

@@ -30,7 +30,7 @@ from schemathesis.specs.openapi.checks import (
 from schemathesis.specs.openapi.definitions import OPENAPI_31_VALIDATOR
 from stack import Stack
 
-from sie_gateway.routes import ROUTES
+from sie_gateway.http.routes import ROUTES
 from sie_runtime.routes import OPEN
 
 MODEL = "toy/one"

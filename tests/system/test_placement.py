@@ -35,9 +35,9 @@ from sie_contracts.messages import Confirmation, Input, RunOptions, WorkItem
 from sie_contracts.records import Placement
 from sie_contracts.settings import load
 from sie_contracts.topology import Lane
-from sie_gateway.backlog import Backlog
-from sie_gateway.fleet import Fleet
-from sie_gateway.placement import Ages, Placer
+from sie_gateway.fleet.lanes import Fleet
+from sie_gateway.fleet.placement import Ages, Placer
+from sie_gateway.streams.backlog import Backlog
 from sie_runtime.clock import BrokerClock
 from sie_runtime.process import Stop
 

@@ -21,7 +21,7 @@ from sie_broker.nats.api import ConsumerInfo, StreamInfo, consumer_config, strea
 from sie_cli.main import main
 from sie_contracts import topology
 from sie_contracts.topology import ConsumerSpec, StreamSpec
-from sie_gateway.queue import work_spec
+from sie_gateway.streams.publish import work_spec
 
 T = TypeVar("T")
 WANTED = work_spec(settings_of(), LANE.pool)

@@ -27,21 +27,21 @@ from sie_contracts.heartbeats import Heartbeat, ModelStatus
 from sie_contracts.messages import BatchNote, WorkResult
 from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
-from sie_gateway.admission import Admission
-from sie_gateway.backlog import Backlog
-from sie_gateway.call import Call
-from sie_gateway.demand import ColdStarts, DemandRecords
-from sie_gateway.fleet import Fleet
-from sie_gateway.grant import Grant
-from sie_gateway.image_urls import ImageUrls
-from sie_gateway.inbox import Inbox
-from sie_gateway.inference import Inference
+from sie_gateway.admission.admission import Admission
+from sie_gateway.admission.grant import Grant
+from sie_gateway.admission.peers import Peers, mean_cost
+from sie_gateway.fleet.demand import ColdStarts, DemandRecords
+from sie_gateway.fleet.lanes import Fleet
+from sie_gateway.fleet.scaling import wanted_replicas
+from sie_gateway.http.routes import NATIVE
+from sie_gateway.inference.call import Call
+from sie_gateway.inference.handler import Inference
+from sie_gateway.inference.image_urls import ImageUrls
+from sie_gateway.inference.inbox import Inbox
+from sie_gateway.inference.runner import Runner
 from sie_gateway.metrics import Metrics
-from sie_gateway.peers import Peers, mean_cost
-from sie_gateway.queue import WorkQueue
-from sie_gateway.routes import NATIVE
-from sie_gateway.runner import Runner
-from sie_gateway.scaling import wanted_replicas
+from sie_gateway.streams.backlog import Backlog
+from sie_gateway.streams.publish import WorkQueue
 from sie_runtime.feed import CatalogueFeed
 from sie_runtime.process import Stop
 

@@ -10,7 +10,7 @@ import pytest
 from admission_simulation import SLOWER, Before, Case, Report, Try, World
 from selection import long_but
 
-from sie_gateway.admission import Admission
+from sie_gateway.admission.admission import Admission
 
 IDLE = (
     Case(0.03, 2e-5, 40, 10, "tiny", requests=400),

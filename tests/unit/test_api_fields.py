@@ -13,10 +13,10 @@ from inprocess import GatewayProcess, InProcess
 from sie_contracts import options
 from sie_contracts.api import dialects, inference
 from sie_contracts.families import FAMILIES
-from sie_gateway import body as bodies
-from sie_gateway import reply
 from sie_gateway.dialects import cohere, vocabulary
-from sie_gateway.routes import DIALECTS, TEI
+from sie_gateway.http.routes import DIALECTS, TEI
+from sie_gateway.inference import body as bodies
+from sie_gateway.inference import reply
 
 # declared, for clients that send them, and without a meaning here
 IGNORED = {"EmbeddingsRequest": {"user"}, "TeiSimilarityParameters": {"model"}}

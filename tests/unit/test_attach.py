@@ -24,13 +24,13 @@ from sie_broker.nats import connect
 from sie_contracts import messages, topology
 from sie_contracts.errors import GatewayTimeout, ModelNotFound, ShuttingDown
 from sie_contracts.messages import Cancel, Input, RunOptions, WorkItem
-from sie_gateway import attach, reply
-from sie_gateway.app import Edge
-from sie_gateway.attach import Attachments, ClientGone
-from sie_gateway.call import Call
-from sie_gateway.inference import Inference
+from sie_gateway.http.app import Edge
+from sie_gateway.inference import reattach, reply
+from sie_gateway.inference.call import Call
+from sie_gateway.inference.handler import Inference
+from sie_gateway.inference.reattach import Attachments, ClientGone
 from sie_gateway.metrics import Metrics
-from sie_gateway.queue import WorkQueue
+from sie_gateway.streams.publish import WorkQueue
 
 STREAM = "WORK__default"
 WINDOW_S = 0.4
@@ -100,7 +100,7 @@ async def test_the_same_request_takes_the_place_of_a_client_that_left() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"path": "/v1/encode/other"}, *({"headers": {name: "x"}} for name in attach.HEADERS)], ids=str
+    "change", [{"path": "/v1/encode/other"}, *({"headers": {name: "x"}} for name in reattach.HEADERS)], ids=str
 )
 async def test_another_path_or_header_is_another_request(change: dict[str, Any]) -> None:
     """Nobody gets what another token asked for, nor in another form."""
@@ -184,14 +184,14 @@ async def test_a_cancelled_run_tells_who_joined_to_go_elsewhere() -> None:
 async def test_without_room_a_run_ends_with_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many runs, and bytes of bodies, wait at most."""
     runs = Runs()
-    kept = [await runs.away(Client(), b"%d" % number) for number in range(attach.MAX_AWAY)]
+    kept = [await runs.away(Client(), b"%d" % number) for number in range(reattach.MAX_AWAY)]
     with pytest.raises(ClientGone):
         await (await runs.away(Client(), b"one more"))
-    assert len(runs.table) == attach.MAX_AWAY
+    assert len(runs.table) == reattach.MAX_AWAY
     runs.table.close()
     assert all(isinstance(error, ClientGone) for error in await asyncio.gather(*kept, return_exceptions=True))
     large = Runs()
-    body = bytes(attach.MAX_AWAY_BYTES // 2 + 1)
+    body = bytes(reattach.MAX_AWAY_BYTES // 2 + 1)
     held = await large.away(Client(), body)
     with pytest.raises(ClientGone):
         await (await large.away(Client(), body))

@@ -21,9 +21,9 @@ from sie_broker.memory import MemoryServer
 from sie_cli.standalone import standalone
 from sie_contracts.errors import NotFound, NotReady, PermissionDenied, SIEError, Unauthenticated
 from sie_contracts.settings import SettingError
-from sie_gateway.auth import USER_SCOPES, Gate
-from sie_gateway.grant import Grant
-from sie_gateway.routes import ROUTES
+from sie_gateway.admission.grant import Grant
+from sie_gateway.http.auth import USER_SCOPES, Gate
+from sie_gateway.http.routes import ROUTES
 from sie_runtime import keys as records
 from sie_runtime.keys import Keys, Limits
 from sie_runtime.process import Stop

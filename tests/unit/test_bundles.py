@@ -18,8 +18,8 @@ from sie_contracts.errors import BundleConflict, ValidationFailed
 from sie_contracts.families import FAMILIES
 from sie_contracts.options import run_options
 from sie_contracts.records import PoolSpec
-from sie_gateway.fleet import Fleet
-from sie_gateway.models import model_info
+from sie_gateway.fleet.lanes import Fleet
+from sie_gateway.operations.models import model_info
 from sie_runtime.feed import read_bundles
 
 BUNDLES = {

@@ -12,12 +12,12 @@ from sie_contracts.heartbeats import Heartbeat, ModelStatus
 from sie_contracts.messages import BatchNote, Ok, Stages, WorkResult
 from sie_contracts.settings import load
 from sie_contracts.topology import Lane
-from sie_gateway.admission import Admission
-from sie_gateway.backlog import Backlog
-from sie_gateway.fleet import Fleet
+from sie_gateway.admission.admission import Admission
+from sie_gateway.admission.model_queue import Entered, Place
+from sie_gateway.admission.window import Bound, Shares, Ticket, Window
+from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.metrics import Metrics
-from sie_gateway.place import Entered, Place
-from sie_gateway.window import Bound, Shares, Ticket, Window
+from sie_gateway.streams.backlog import Backlog
 
 LANE = Lane("_default", "_default", "default")
 LANE_NAMES = LANE.pool, LANE.machine_profile, LANE.bundle

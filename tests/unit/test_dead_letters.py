@@ -17,7 +17,7 @@ from sie_contracts import messages, topology
 from sie_contracts.errors import ErrorInfo
 from sie_contracts.messages import DeadLetter, Input, RunOptions, WorkItem
 from sie_contracts.topology import Lane
-from sie_gateway import dead_letters
+from sie_gateway.operations import dead_letters
 
 ADMIN, USER = "admin-token-of-a-test", "user-token-of-a-test"
 SECRET = "canary-41: a text that no answer may hold"

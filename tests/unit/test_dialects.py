@@ -27,9 +27,9 @@ from sie_contracts import __version__, messages
 from sie_contracts.configs import ConfigExport
 from sie_contracts.errors import InvalidInput
 from sie_contracts.messages import ArraySlice, Ok, RunOptions, WorkResult
-from sie_gateway import reply
-from sie_gateway.app import ClientVersions
 from sie_gateway.dialects import embedding_types, fields, openai, vocabulary
+from sie_gateway.http.app import ClientVersions
+from sie_gateway.inference import reply
 from sie_runtime.feed import ConfigUnavailable
 
 STREAM = "WORK__default"

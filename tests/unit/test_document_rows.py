@@ -18,9 +18,9 @@ from sie_contracts.entries import ModelEntry, Weights
 from sie_contracts.errors import InternalFailure, InvalidInput
 from sie_contracts.ipc import Group, Rows, RunBatch
 from sie_contracts.messages import Input, Ok, RunOptions
-from sie_gateway import body as bodies
-from sie_gateway import images
-from sie_gateway.chunk import Limits, plan
+from sie_gateway.inference import body as bodies
+from sie_gateway.inference import images
+from sie_gateway.inference.chunk import Limits, plan
 from sie_sidecar import layouts
 from sie_sidecar.rows import Part, Work, to_batch
 from sie_sidecar.tokens import ModelTokenizer

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sie_contracts.heartbeats import Turn
-from sie_gateway.drain import EXPIRY_S, MAX_EVIDENCE, UNKNOWN_STALL_S, Drain, Wait
-from sie_gateway.turns import MAX_RETRY_S, MAX_TURNS, Pace, Turns
+from sie_gateway.admission.retry_slots import MAX_RETRY_S, MAX_TURNS, Pace, Turns
+from sie_gateway.admission.throughput import EXPIRY_S, MAX_EVIDENCE, UNKNOWN_STALL_S, Drain, Wait
 
 
 def drain(*batches: tuple[float, float, float], crowded: bool = False, device_s: float = math.inf) -> Drain:

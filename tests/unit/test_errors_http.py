@@ -31,8 +31,10 @@ from sie_client import errors as client_errors
 from sie_client.core import Received, failure_of
 from sie_contracts.configs import ConfigExport
 from sie_contracts.errors import ErrorInfo, LoraLoadFailed, ModelLoadFailed, catalogue
-from sie_gateway import app, operations, queue
-from sie_gateway.routes import ROUTES
+from sie_gateway.http import app
+from sie_gateway.http.routes import ROUTES
+from sie_gateway.operations import handlers
+from sie_gateway.streams import publish
 from sie_runtime import keys
 from sie_runtime.keys import Limits
 from sie_runtime.routes import OPEN
@@ -260,7 +262,7 @@ async def unhandled_error(place: Place) -> list[Heard]:
 
     gateway = await place.cluster.gateway()
     with place.patch.context() as patched:
-        patched.setattr(operations, "model_list", broken)
+        patched.setattr(handlers, "model_list", broken)
         in_route = await gateway.client.get("/v1/models")
     with place.patch.context() as patched:
         patched.setattr(app, "check_length", broken)
@@ -392,7 +394,7 @@ async def queue_full(place: Place) -> list[Heard]:
 
 
 async def queue_unavailable(place: Place) -> list[Heard]:
-    place.patch.setattr(queue, "PUBLISH_PATIENCE_S", 0.0)
+    place.patch.setattr(publish, "PUBLISH_PATIENCE_S", 0.0)
     gateway = await place.cluster.gateway()
     await place.cluster.sidecar(SIE_MACHINE_PROFILE="l4")
     place.cluster.server.disconnect()

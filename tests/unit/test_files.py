@@ -25,8 +25,7 @@ from sie_contracts import topology
 from sie_contracts.errors import NotFound, PayloadTooLarge, QueueUnavailable, RateLimited, ResourceExhausted
 from sie_contracts.jobs import FileRecord
 from sie_gateway.jobs.files import ABANDONED_S, UPLOADS_AT_ONCE, UPLOADS_OF_A_KEY, About, FileStore, new_id
-from sie_gateway.jobs.records import JobsBucket
-from sie_gateway.jobs.usage import Bound, Usage, Use
+from sie_gateway.jobs.records import Bound, JobsBucket, Usage, Use
 from sie_store.files import open_files
 from sie_store.object_stores import RESERVE_SHARE, ObjectMissing, StoreFull
 from sie_store.payloads import open_store

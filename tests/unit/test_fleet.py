@@ -21,7 +21,7 @@ from sie_contracts.heartbeats import Heartbeat, ModelStatus
 from sie_contracts.records import PoolSpec
 from sie_contracts.settings import load
 from sie_contracts.topology import Lane
-from sie_gateway.fleet import Fleet
+from sie_gateway.fleet.lanes import Fleet
 
 TIMEOUT_S = 15.0
 SETTINGS = load(environ={}).settings

@@ -27,7 +27,7 @@ from sie_broker.nats import connect
 from sie_contracts import arrays, ipc, messages
 from sie_contracts.errors import InferenceFailed, ResourceExhausted
 from sie_contracts.messages import ArraySlice, Fragment, Input, Ok, RunOptions, WorkItem, WorkResult
-from sie_gateway.inbox import Fragments, Inbox, NoRoom
+from sie_gateway.inference.inbox import Fragments, Inbox, NoRoom
 from sie_gateway.metrics import Metrics as GatewayMetrics
 from sie_runtime import failpoints
 from sie_sidecar.lease import Leases

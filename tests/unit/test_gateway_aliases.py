@@ -23,13 +23,13 @@ from sie_contracts.heartbeats import Heartbeat, ModelStatus
 from sie_contracts.messages import PRIORITIES, Failed, Ok, Priority, RunOptions, WorkResult
 from sie_contracts.options import RequestOptions
 from sie_contracts.topology import Lane
-from sie_gateway import chunk, shadow
-from sie_gateway.body import Item
-from sie_gateway.call import Asked, Call, route_key
-from sie_gateway.finished import Finished, Understood
-from sie_gateway.grant import Grant
+from sie_gateway.admission.grant import Grant
+from sie_gateway.inference import chunk, shadow
+from sie_gateway.inference.body import Item
+from sie_gateway.inference.call import Asked, Call, route_key
+from sie_gateway.inference.results import Finished, Understood
+from sie_gateway.inference.shadow import Shadows, cosines, rank_agreement
 from sie_gateway.metrics import Metrics
-from sie_gateway.shadow import Shadows, cosines, rank_agreement
 from sie_runtime.ranks import spearman
 
 ONE, TWO = toy_entry("toy/one"), toy_entry("toy/two", prompts={"document": "passage: {text}"})

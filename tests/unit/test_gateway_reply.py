@@ -18,12 +18,12 @@ from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ErrorInfo, InvalidInput
 from sie_contracts.messages import ArraySlice, Failed, Ok, Outcome, RunOptions, Stages, WorkResult
 from sie_contracts.muvera import Muvera
-from sie_gateway import arrow, body, chunk, reply
-from sie_gateway.body import Item
-from sie_gateway.call import Call
-from sie_gateway.chunk import Chunk, Limits, result_bytes
-from sie_gateway.finished import Finished
-from sie_gateway.finished import placed as placed_of
+from sie_gateway.inference import arrow, body, chunk, reply
+from sie_gateway.inference.body import Item
+from sie_gateway.inference.call import Call
+from sie_gateway.inference.chunk import Chunk, Limits, result_bytes
+from sie_gateway.inference.results import Finished
+from sie_gateway.inference.results import placed as placed_of
 
 ENTRY = parse_entry(
     {

@@ -11,7 +11,7 @@ from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import NotFound, Provisioning
 from sie_contracts.gpu_type import gpu_type
 from sie_contracts.heartbeats import Heartbeat, ModelStatus
-from sie_gateway.fleet import Fleet
+from sie_gateway.fleet.lanes import Fleet
 
 ENTRY = toy_entry()
 RESOLVED = Catalogue({ENTRY.id: ENTRY}).resolve(ENTRY.id)

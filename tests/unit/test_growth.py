@@ -19,9 +19,9 @@ from sie_config_service.handlers import MAX_BODY_BYTES
 from sie_config_service.store import REVISIONS_KEPT
 from sie_contracts import topology
 from sie_contracts.bundles import Bundle
-from sie_gateway.log_tail import MAX_LINES
-from sie_gateway.pool_rules import MAX_RESERVATIONS, MAX_RESERVATIONS_OF_A_KEY
-from sie_gateway.reserving import MAX_SPEC_BYTES
+from sie_gateway.fleet.pool_rules import MAX_RESERVATIONS, MAX_RESERVATIONS_OF_A_KEY
+from sie_gateway.operations.log_tail import MAX_LINES
+from sie_gateway.operations.pools import MAX_SPEC_BYTES
 from sie_sidecar.poison import MAX_MARKS
 
 PAGE = (Path(__file__).parents[2] / "docs/security.md").read_text()

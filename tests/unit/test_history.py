@@ -11,9 +11,9 @@ import httpx
 import pytest
 from inprocess import InProcess
 
-from sie_gateway.call import Call
-from sie_gateway.grant import ANYBODY, Grant
-from sie_gateway.history import (
+from sie_gateway.admission.grant import ANYBODY, Grant
+from sie_gateway.inference.call import Call
+from sie_gateway.operations.history import (
     BOUNDS_MS,
     FAILED,
     MAX_OWNERS,

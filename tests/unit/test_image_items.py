@@ -31,11 +31,12 @@ from sie_contracts import arrays, messages
 from sie_contracts.costs import IMAGE_TOKENS
 from sie_contracts.errors import ErrorInfo, InvalidInput
 from sie_contracts.messages import ArraySlice, Input, Ok, WorkItem, WorkResult
-from sie_gateway import body as bodies
-from sie_gateway import image_headers, images
-from sie_gateway.body import Item
-from sie_gateway.chunk import Chunk, Files, Limits, split
-from sie_gateway.image_urls import ImageUrls
+from sie_gateway.inference import body as bodies
+from sie_gateway.inference import images
+from sie_gateway.inference import images as image_headers
+from sie_gateway.inference.body import Item
+from sie_gateway.inference.chunk import Chunk, Files, Limits, split
+from sie_gateway.inference.image_urls import ImageUrls
 
 STREAM = "WORK__default"
 SEEN = "toy/seen"

@@ -16,9 +16,9 @@ from image_server import PUBLIC, Connections, ImageServer, answer, network
 from inprocess import settings_of
 
 from sie_contracts.errors import InvalidInput, PayloadTooLarge, QueueFull
-from sie_gateway import image_urls, images
-from sie_gateway.body import Item
-from sie_gateway.image_urls import ImageUrls, Network, is_public
+from sie_gateway.inference import image_urls, images
+from sie_gateway.inference.body import Item
+from sie_gateway.inference.image_urls import ImageUrls, Network, is_public
 
 HOST = "pictures.test"
 AT = f"http://{HOST}"

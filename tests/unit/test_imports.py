@@ -90,14 +90,13 @@ CORE = {
     "sie_sidecar.cost",
     "sie_sidecar.media_frames",
     "sie_contracts.placement",
-    "sie_gateway.chunk",
-    "sie_gateway.body",
-    "sie_gateway.images",
-    "sie_gateway.image_headers",
-    "sie_gateway.window",
-    "sie_gateway.drain",
-    "sie_gateway.turns",
-    "sie_gateway.place",
+    "sie_gateway.inference.chunk",
+    "sie_gateway.inference.body",
+    "sie_gateway.inference.images",
+    "sie_gateway.admission.window",
+    "sie_gateway.admission.throughput",
+    "sie_gateway.admission.retry_slots",
+    "sie_gateway.admission.model_queue",
 }
 CORE_MAY_USE = {"msgspec", "numpy", "sie_contracts"}
 # the same, and the library of the tokenizer: from texts to rows of ids

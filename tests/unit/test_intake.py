@@ -11,9 +11,9 @@ from inprocess import settings_of
 
 from sie_contracts.body_values import VALUE_BYTES
 from sie_contracts.errors import GatewayTimeout, PayloadTooLarge, QueueFull
-from sie_gateway import intake as bodies_in_memory
-from sie_gateway.attach import ClientGone
-from sie_gateway.intake import COPIES, FREE_BYTES, MAX_HELD_BYTES, Intake, body_memory, bounded, check_length
+from sie_gateway.inference import intake as bodies_in_memory
+from sie_gateway.inference.intake import COPIES, FREE_BYTES, MAX_HELD_BYTES, Intake, body_memory, bounded, check_length
+from sie_gateway.inference.reattach import ClientGone
 from sie_runtime.http import Receive
 
 MIB = 1 << 20

@@ -25,7 +25,8 @@ from sie_contracts import jobs as records
 from sie_contracts import topology
 from sie_contracts.errors import ErrorInfo, ModelLoadFailed
 from sie_contracts.topology import Lane
-from sie_gateway.jobs import asking, keeper, run, sweeping, values, windows
+from sie_gateway.jobs import client as asking
+from sie_gateway.jobs import pace, run, scheduler, service, values
 from sie_sidecar import models
 
 MODEL = "toy/one"
@@ -35,7 +36,7 @@ TOKENS = {"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKENS": "one-token-of-a-test,two
 
 @pytest.fixture
 async def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[InProcess]:
-    monkeypatch.setattr(keeper, "EVERY_S", 0.05)
+    monkeypatch.setattr(scheduler, "EVERY_S", 0.05)
     monkeypatch.setattr(run, "FLUSH_S", 0.05)
     async with InProcess(tmp_path, toy_entry(MODEL), toy_entry("toy/two")) as cluster:
         yield cluster
@@ -318,7 +319,7 @@ async def test_a_job_that_has_ended_is_forgotten_after_a_time_with_what_it_kept(
     cluster: InProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIE_JOBS_KEEP_S."""
-    monkeypatch.setattr(sweeping, "EVERY_S", 0.05)
+    monkeypatch.setattr(service, "EVERY_S", 0.05)
     place = await place_of(cluster, SIE_JOBS_KEEP_S="3600")
     file = await place.upload(texts(1))
     old, new = [(await place.submit({"file": file, "text": "{t}"}))["id"] for _ in range(2)]
@@ -447,7 +448,7 @@ async def test_a_window_that_closes_lets_no_request_begin_that_was_in_line(
     opens again.
     """
     opens_in_s = 0.0
-    monkeypatch.setattr(windows, "opens_in_s", lambda *_: opens_in_s)
+    monkeypatch.setattr(pace, "opens_in_s", lambda *_: opens_in_s)
     monkeypatch.setattr(run, "MAX_PAUSE_S", 0.05)
     monkeypatch.setattr(values, "GROUP_ITEMS", 20)
     monkeypatch.setattr(asking, "FIRST_ROOM", 20)

@@ -9,7 +9,7 @@ import pytest
 
 from sie_contracts.api.jobs import JobRequest
 from sie_contracts.errors import InvalidInput
-from sie_gateway.jobs.public_form import is_public, requested
+from sie_gateway.jobs.job_routes import is_public, requested
 from sie_store.datasets import templates
 
 SENT: dict[str, Any] = {

@@ -25,14 +25,14 @@ from sie_contracts.messages import RunOptions
 from sie_contracts.muvera import Muvera
 from sie_contracts.options import RequestOptions
 from sie_contracts.topology import Lane
-from sie_gateway.body import Item
-from sie_gateway.finished import FailedRequest, Understood
-from sie_gateway.inference import Inference
-from sie_gateway.jobs import asking as askings
+from sie_gateway.inference.body import Item
+from sie_gateway.inference.handler import Inference
+from sie_gateway.inference.results import FailedRequest, Understood
 from sie_gateway.jobs import cache as caches
-from sie_gateway.jobs.asking import MAX_ROOM, Asking, Identity, Room, Throttle
+from sie_gateway.jobs import client as askings
 from sie_gateway.jobs.cache import Cache, Segment, segment, space_of
-from sie_gateway.jobs.pace import MIN_LEFT_S, STEP_S, Pace, forecast, workers_needed
+from sie_gateway.jobs.client import MAX_ROOM, Asking, Identity, Room, Throttle
+from sie_gateway.jobs.pace import MIN_LEFT_S, STEP_S, Pace, forecast, opens_in_s, workers_needed
 from sie_gateway.jobs.run import window_s
 from sie_gateway.jobs.values import (
     GROUP_BYTES,
@@ -46,7 +46,6 @@ from sie_gateway.jobs.values import (
     unique,
     unpack,
 )
-from sie_gateway.jobs.windows import opens_in_s
 from sie_store.datasets.answers import Answer
 from sie_store.object_stores import opened
 

@@ -17,17 +17,15 @@ from sie_contracts.api.batches import BatchRequest
 from sie_contracts.api.jobs import JobInput, JobRequest
 from sie_contracts.errors import ErrorInfo, InvalidInput, ModelNotFound, NotReady, QueueUnavailable, SIEError
 from sie_contracts.jobs import JobRecord, Plan, ShardRecord, Span
-from sie_gateway.jobs import keeper as keepers
 from sie_gateway.jobs import run as runs
-from sie_gateway.jobs import sweeping
-from sie_gateway.jobs.asking import Halted
-from sie_gateway.jobs.keeper import Keeper
+from sie_gateway.jobs import scheduler as keepers
+from sie_gateway.jobs import service
+from sie_gateway.jobs.client import Halted
 from sie_gateway.jobs.ledger import Ledger
-from sie_gateway.jobs.records import JobsBucket
+from sie_gateway.jobs.records import Bound, JobsBucket, Usage, Use
 from sie_gateway.jobs.run import JobRun, Progress, ShardBroken
-from sie_gateway.jobs.service import Jobs
-from sie_gateway.jobs.sweeping import Sweeper
-from sie_gateway.jobs.usage import Bound, Usage, Use
+from sie_gateway.jobs.scheduler import Keeper
+from sie_gateway.jobs.service import Jobs, Sweeper
 from sie_runtime.process import Stop
 from sie_store.object_stores import StoreError
 
@@ -700,7 +698,7 @@ async def test_without_a_store_no_job_is_forgotten(world: World) -> None:
 async def test_whatever_a_removal_is_refused_for_the_sweeper_goes_on(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sweeping, "EVERY_S", 0.02)
+    monkeypatch.setattr(service, "EVERY_S", 0.02)
     refused: dict[str, SIEError] = {JOB.id: NotReady("the records are not read yet")}
     ledger, stop = world.gateway("g1", at_once=0), Stop()
     await ledger.create(runs.replace(JOB, state="completed", ended_s=1.0))

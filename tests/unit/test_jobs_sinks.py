@@ -15,7 +15,7 @@ from fake_adapter import FakeAdapter, toy_entry
 from inprocess import GatewayProcess, InProcess, until_told
 
 from sie_contracts.settings import SettingError
-from sie_gateway.jobs import keeper, run
+from sie_gateway.jobs import run, scheduler
 from sie_store.object_stores import AccessRefused, StoreError
 from sie_store.sinks import opening
 from sie_store.sinks.sink import CollectionMissing, Kind, Sink, SinkRows
@@ -99,7 +99,7 @@ class Place:
 
 @pytest.fixture
 async def place(tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Place]:
-    monkeypatch.setattr(keeper, "EVERY_S", 0.05)
+    monkeypatch.setattr(scheduler, "EVERY_S", 0.05)
     monkeypatch.setattr(run, "FLUSH_S", 0.05)
     monkeypatch.setattr(run, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(run, "MAX_PAUSE_S", 0.05)

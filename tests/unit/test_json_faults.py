@@ -8,7 +8,7 @@ import pytest
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.plain import from_json as decode
-from sie_gateway import body as bodies
+from sie_gateway.inference import body as bodies
 
 CANARY = "canary-7f3a"
 

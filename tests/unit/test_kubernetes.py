@@ -14,8 +14,8 @@ from fake_adapter import toy_entry
 from inprocess import InProcess, settings_of, until
 
 from sie_contracts.settings import SettingError
-from sie_gateway import workers
-from sie_gateway.workers import Endpoints, Workers, WorkerStatus
+from sie_gateway.fleet import workers
+from sie_gateway.fleet.workers import Endpoints, Workers, WorkerStatus
 from sie_runtime.http import HttpServer, Receive, Scope, Send
 from sie_runtime.process import Stop
 

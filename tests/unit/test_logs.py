@@ -21,10 +21,10 @@ from inprocess import InProcess, until
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.trace_context import Context
-from sie_gateway import telemetry
-from sie_gateway.call import Call
-from sie_gateway.finished import STAGES
-from sie_gateway.telemetry import RequestLog, log_request
+from sie_gateway.inference import telemetry
+from sie_gateway.inference.call import Call
+from sie_gateway.inference.results import STAGES
+from sie_gateway.inference.telemetry import RequestLog, log_request
 from sie_runtime.process import configure_logging
 from sie_runtime.tracing import set_current
 

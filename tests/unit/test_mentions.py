@@ -11,8 +11,8 @@ from sie_adapter.raw import extract_options
 from sie_contracts.errors import InvalidInput
 from sie_contracts.ipc import Group, RunBatch
 from sie_contracts.messages import Input, Mention, RunOptions
-from sie_gateway.body import Item
-from sie_gateway.mentions import MAX_LABEL, MAX_MENTIONS, mentions
+from sie_gateway.inference.body import Item
+from sie_gateway.inference.entities import MAX_LABEL, MAX_MENTIONS, mentions
 from sie_sidecar.rows import Part, Row, Work, to_batch
 
 TEXT = "Ada met 😀 Bob"

@@ -26,8 +26,8 @@ from sie_contracts.device_reports import Shortages, TowerUse
 from sie_contracts.errors import InternalFailure, QueueFull
 from sie_contracts.ipc import BatchDone, Description
 from sie_contracts.messages import BatchNote, Failed, Ok, WorkResult
+from sie_gateway.http.routes import ROUTES
 from sie_gateway.metrics import Metrics as GatewayMetrics
-from sie_gateway.routes import ROUTES
 from sie_runtime import metrics as runtime_metrics
 from sie_runtime.metrics import TURN_S, Fold, Maker, Scrape, epoch_number
 from sie_runtime.metrics_table import FOLDED, LABELS, MAX_SERIES, OOM, OTHER, TABLE, Metric

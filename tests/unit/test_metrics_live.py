@@ -27,11 +27,11 @@ from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.ipc import BatchDone
 from sie_contracts.messages import BatchNote, Ok, Stages, WorkResult
 from sie_contracts.topology import Lane
-from sie_gateway import lag
-from sie_gateway.admission import key_of
-from sie_gateway.auth import Gate
-from sie_gateway.backlog import Backlog
-from sie_gateway.finished import Finished
+from sie_gateway.admission.admission import key_of
+from sie_gateway.fleet import lag
+from sie_gateway.http.auth import Gate
+from sie_gateway.inference.results import Finished
+from sie_gateway.streams.backlog import Backlog
 from sie_runtime.metrics_table import OTHER, TABLE
 from sie_sidecar.metrics import Metrics
 

@@ -11,8 +11,8 @@ from inprocess import settings_of
 from sie_broker.memory import MemoryServer
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.heartbeats import Heartbeat, ModelStatus, ServedPrecision
-from sie_gateway.fleet import Fleet
-from sie_gateway.models import model_info
+from sie_gateway.fleet.lanes import Fleet
+from sie_gateway.operations.models import model_info
 
 LACKS = "this CPU has neither AVX512-BF16 nor AMX instructions"
 

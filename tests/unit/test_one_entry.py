@@ -18,7 +18,7 @@ from sie_adapter.engines import TORCH
 from sie_adapter.residency import DeviceMemory, Residency
 from sie_contracts.entries import RunDefaults
 from sie_contracts.errors import ModelLoading
-from sie_gateway import inference
+from sie_gateway.inference import handler
 from sie_sidecar import prepare
 
 CHANGED = ["NOT_READY config_changed"]
@@ -111,7 +111,7 @@ async def test_a_gateway_understands_a_request_anew_when_its_workers_know_more(
     """1. The worker knows the changed entry, the gateway reads it when the work comes back; the client sees one answer.
     2. It never comes to know it: the client is told to come again.
     """
-    monkeypatch.setattr(inference, "RENEWED_WITHIN_S", 0.05)
+    monkeypatch.setattr(handler, "RENEWED_WITHIN_S", 0.05)
     own, workers = Source(ENTRY), Source(ENTRY)
     async with InProcess(tmp_path) as cluster:
         gateway = await cluster.gateway(source=own)
@@ -121,7 +121,7 @@ async def test_a_gateway_understands_a_request_anew_when_its_workers_know_more(
         error = refused.json()["error"]
         assert (refused.status_code, error["code"], error["reason"]) == (503, "NOT_READY", "config_changed")
         assert refused.headers["retry-after"] == "1"
-        monkeypatch.setattr(inference, "RENEWED_WITHIN_S", 10.0)
+        monkeypatch.setattr(handler, "RENEWED_WITHIN_S", 10.0)
         own.put(OTHER)
         answer = await gateway.encode("x")
         assert answer.status_code == 200

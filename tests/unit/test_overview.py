@@ -20,15 +20,15 @@ from inprocess import GatewayProcess, InProcess, Source, free_port, settings_of,
 from sie_broker.memory import MemoryServer
 from sie_contracts.errors import NotFound, NotReady
 from sie_contracts.heartbeats import Heartbeat, ModelStatus
-from sie_gateway import doctor as doctor_module
-from sie_gateway.call import Call
-from sie_gateway.doctor import Doctor
-from sie_gateway.fleet import Fleet
-from sie_gateway.glance import COST_SHARE, MAX_SHOWN, Shared
-from sie_gateway.grant import ANYBODY
-from sie_gateway.history import STEP_S, STEPS, History
-from sie_gateway.log_tail import MAX_CHARS, MAX_LINES, LogTail
-from sie_gateway.status import Status
+from sie_gateway.admission.grant import ANYBODY
+from sie_gateway.fleet.lanes import Fleet
+from sie_gateway.inference.call import Call
+from sie_gateway.operations import doctor as doctor_module
+from sie_gateway.operations.doctor import Doctor
+from sie_gateway.operations.history import STEP_S, STEPS, History
+from sie_gateway.operations.log_tail import MAX_CHARS, MAX_LINES, LogTail
+from sie_gateway.operations.status import Status
+from sie_gateway.operations.summary import COST_SHARE, MAX_SHOWN, Shared
 
 MODELS, WORKERS, LOADED = 10_000, 1_000, 12
 MINUTE_BYTES = 1 << 20

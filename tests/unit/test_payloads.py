@@ -25,9 +25,9 @@ from sie_contracts import messages
 from sie_contracts.errors import InternalFailure, QueueUnavailable
 from sie_contracts.messages import Input, Payload, RunOptions, WorkItem
 from sie_contracts.settings import SettingError, StoreUrl, store_url
-from sie_gateway.finished import STAGES
+from sie_gateway.inference.results import STAGES
 from sie_gateway.metrics import Metrics
-from sie_gateway.offload import Offload, life_s
+from sie_gateway.streams.publish import Offload, life_s
 from sie_sidecar.fetching import Fetching
 from sie_sidecar.in_flight import InFlight
 from sie_store.object_stores import StoreError

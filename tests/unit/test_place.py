@@ -12,10 +12,10 @@ from sie_contracts.errors import QueueFull
 from sie_contracts.heartbeats import Heartbeat, ModelStatus
 from sie_contracts.messages import BatchNote, Ok, Stages, WorkResult
 from sie_contracts.topology import Lane
-from sie_gateway.admission import Admission
-from sie_gateway.backlog import Backlog
-from sie_gateway.fleet import Fleet
+from sie_gateway.admission.admission import Admission
+from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.metrics import Metrics
+from sie_gateway.streams.backlog import Backlog
 
 LANE = Lane("_default", "_default", "default")
 

@@ -26,9 +26,9 @@ from sie_contracts.placement import LOWER_AFTER_S, USED, Replicas, replicas
 from sie_contracts.records import Placement, decode_placement
 from sie_contracts.settings import load
 from sie_contracts.topology import Lane
-from sie_gateway.fleet import Fleet
-from sie_gateway.placement import Placer
-from sie_gateway.planner import FORGET_S, REFRESH_S, Planner, Waiting
+from sie_gateway.fleet.lanes import Fleet
+from sie_gateway.fleet.placement import Placer
+from sie_gateway.fleet.planner import FORGET_S, REFRESH_S, Planner, Waiting
 
 LANE = Lane("_default", "l4", "default")
 

@@ -24,7 +24,7 @@ from sie_contracts.errors import ModelLoadFailed, PoolNotFound
 from sie_contracts.heartbeats import Heartbeat
 from sie_contracts.records import Placement
 from sie_contracts.topology import Lane
-from sie_gateway.assignments import assigned
+from sie_gateway.fleet.assignments import assigned
 from sie_sidecar import assignment, process
 from sie_sidecar.admission import CLOSED_AFTER_S, admitted
 from sie_sidecar.assignment import AHEAD_AGAIN_S, OLD_S, Assignment, role

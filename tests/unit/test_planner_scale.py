@@ -17,9 +17,9 @@ from sie_contracts.messages import Input, RunOptions, WorkItem
 from sie_contracts.records import Placement
 from sie_contracts.settings import load
 from sie_contracts.topology import Lane
-from sie_gateway.fleet import Fleet
-from sie_gateway.placement import Placer
-from sie_gateway.planner import Planner, Waiting
+from sie_gateway.fleet.lanes import Fleet
+from sie_gateway.fleet.placement import Placer
+from sie_gateway.fleet.planner import Planner, Waiting
 
 pytestmark = pytest.mark.serial
 

@@ -23,11 +23,11 @@ from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import InvalidInput, ModelNotFound, PoolOperationForbidden, SIEError
 from sie_contracts.records import PoolSpec, Reservation
 from sie_contracts.settings import Settings
-from sie_gateway.assignments import Candidate, asked, assign, is_held_back, is_met, lacking
-from sie_gateway.placement import Placer
-from sie_gateway.pool_rules import HELD_BACK, MAX_RESERVATIONS, TOO_FEW
-from sie_gateway.queue import work_spec
-from sie_gateway.reserving import parse_spec
+from sie_gateway.fleet.assignments import Candidate, asked, assign, is_held_back, is_met, lacking
+from sie_gateway.fleet.placement import Placer
+from sie_gateway.fleet.pool_rules import HELD_BACK, MAX_RESERVATIONS, TOO_FEW
+from sie_gateway.operations.pools import parse_spec
+from sie_gateway.streams.publish import work_spec
 
 # who gets which worker
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from sie_contracts.errors import PayloadTooLarge, RateLimited
-from sie_gateway.grant import Charge, Quotas
+from sie_gateway.admission.grant import Charge, Quotas
 from sie_runtime.keys import Limits
 
 

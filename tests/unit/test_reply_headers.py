@@ -16,7 +16,7 @@ from inprocess import InProcess, settings_of
 from sie_config_service.app import create_app as create_config_app
 from sie_config_service.routes import ROUTES as CONFIG_ROUTES
 from sie_config_service.state import ConfigService
-from sie_gateway.routes import ROUTES
+from sie_gateway.http.routes import ROUTES
 from sie_runtime.http import HttpServer
 
 _PLACEHOLDER = re.compile(r"\{[^}]*\}")

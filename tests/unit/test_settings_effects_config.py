@@ -19,7 +19,7 @@ from sie_contracts.catalogue import packaged_folder
 from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import PermissionDenied, SIEError, Unauthenticated
 from sie_contracts.settings import SettingError
-from sie_gateway.auth import Gate
+from sie_gateway.http.auth import Gate
 from sie_runtime.feed import read_folder
 
 PACKAGED = set(read_folder(packaged_folder() / "models"))

@@ -24,9 +24,9 @@ from sie_contracts.errors import InvalidInput, NotFound, PermissionDenied, SIEEr
 from sie_contracts.heartbeats import Heartbeat, ModelStatus
 from sie_contracts.settings import SettingError
 from sie_contracts.topology import Lane
-from sie_gateway.auth import Gate
-from sie_gateway.fleet import Fleet
-from sie_gateway.routes import TABLE
+from sie_gateway.fleet.lanes import Fleet
+from sie_gateway.http.auth import Gate
+from sie_gateway.http.routes import TABLE
 from sie_runtime import protocol
 from sie_sidecar.lease import Leases
 

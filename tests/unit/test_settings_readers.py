@@ -211,7 +211,7 @@ CHECKED_ONLY = {("SIE_HEARTBEAT_TIMEOUT_MS", "sidecar")}
 
 # What may touch the environment, by file, and why.
 READS_ENVIRON = {
-    "gateway/sie_gateway/doctor.py": "the environment of `sie doctor`, which it starts",
+    "gateway/sie_gateway/operations/doctor.py": "the environment of `sie doctor`, which it starts",
     "contracts/sie_contracts/settings/__init__.py": "the one reader",
     "cli/sie_cli/entry.py": "HTTP_PROXY and the like, to which it adds addresses that need no proxy",
     "cli/sie_cli/serve.py": "hands its whole environment on to the processes that it starts",

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from sie_broker import BrokerUnavailable
-from sie_gateway.shared import Shared
+from sie_gateway.streams.shared import Shared
 from sie_runtime.process import Stop
 
 

@@ -17,8 +17,8 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.ipc import Rows
 from sie_contracts.messages import Input, RunOptions
 from sie_contracts.sounds import Shape, SoundRecipe
-from sie_gateway import body as bodies
-from sie_gateway import images
+from sie_gateway.inference import body as bodies
+from sie_gateway.inference import images
 from sie_sidecar import layouts
 from sie_sidecar.media_frames import Heard
 from sie_sidecar.rows import Part, Work, to_batch

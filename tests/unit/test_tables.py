@@ -21,9 +21,9 @@ from sie_contracts.heartbeats import Heartbeat
 from sie_contracts.records import Placement
 from sie_contracts.settings import load
 from sie_contracts.topology import Lane
-from sie_gateway.fleet import Fleet
-from sie_gateway.placement import Placer
-from sie_gateway.planner import Waiting
+from sie_gateway.fleet.lanes import Fleet
+from sie_gateway.fleet.placement import Placer
+from sie_gateway.fleet.planner import Waiting
 from sie_sidecar.assignment import Assignment
 
 LANE = Lane("_default", "l4", "default")

@@ -18,8 +18,8 @@ from websockets.asyncio.client import connect
 
 from sie_contracts import messages, topology
 from sie_contracts.heartbeats import Heartbeat
-from sie_gateway.pool_rules import HIDDEN, MAX_RESERVATIONS_OF_A_KEY
-from sie_gateway.routes import ROUTES
+from sie_gateway.fleet.pool_rules import HIDDEN, MAX_RESERVATIONS_OF_A_KEY
+from sie_gateway.http.routes import ROUTES
 from sie_runtime import keys
 from sie_runtime.routes import ANY, OPEN
 

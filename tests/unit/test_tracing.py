@@ -24,8 +24,8 @@ from otlp import Collector, HttpCollector, Seen
 from sie_cli.ports import free_port
 from sie_contracts.settings import SettingError, load
 from sie_contracts.trace_context import NONE
-from sie_gateway.call import Call
-from sie_gateway.finished import Finished
+from sie_gateway.inference.call import Call
+from sie_gateway.inference.results import Finished
 from sie_runtime import tracing
 
 CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

@@ -34,7 +34,7 @@ from sie_contracts.entries import ModelEntry, Profile, parse_entry
 from sie_contracts.places import without_paths
 from sie_contracts.settings import SettingError, Settings
 from sie_contracts.trust import Allowed, Trust, claims
-from sie_gateway.routes import ROUTES
+from sie_gateway.http.routes import ROUTES
 from sie_runtime import keys
 from sie_runtime.feed import packaged_catalogue
 from sie_store.models_folder import examined, own_entries, worker_trust

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from sie_contracts.batch_times import BatchTimes
-from sie_gateway.window import REMEMBERED_S, Bound, Host, Shares, Ticket, Window, bound
+from sie_gateway.admission.window import REMEMBERED_S, Bound, Host, Shares, Ticket, Window, bound
 
 QUANTUM = 4096
 BATCH = 16_384  # tokens of a batch

@@ -15,17 +15,17 @@ from uuid import uuid4
 import orjson
 
 from sie_contracts.errors import InvalidInput
-from sie_gateway import decoding, reply
-from sie_gateway.body import Item
-from sie_gateway.call import Answer, Asked, Call
 from sie_gateway.dialects import embedding_types, fields, multimodal
 from sie_gateway.dialects.selection import able
-from sie_gateway.finished import Finished
-from sie_gateway.image_headers import header
+from sie_gateway.inference import decoding, reply
+from sie_gateway.inference.body import Item
+from sie_gateway.inference.call import Answer, Asked, Call
+from sie_gateway.inference.images import header
+from sie_gateway.inference.results import Finished
 from sie_runtime.http import Body
 
 if TYPE_CHECKING:
-    from sie_gateway.inference import Inference
+    from sie_gateway.inference.handler import Inference
 
 INPUT_TYPES = ("search_query", "search_document", "classification", "clustering", "image")
 

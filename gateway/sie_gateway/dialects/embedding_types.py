@@ -11,7 +11,7 @@ import numpy as np
 
 from sie_contracts.api.dialects import VectorType
 from sie_contracts.arrays import Array
-from sie_gateway import reply
+from sie_gateway.inference import reply
 
 TYPES: tuple[str, ...] = get_args(VectorType)
 

@@ -14,8 +14,8 @@ from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import InvalidInput
 from sie_contracts.messages import Priority
 from sie_contracts.option_values import describe
-from sie_gateway import body as bodies
-from sie_gateway.body import Item
+from sie_gateway.inference import body as bodies
+from sie_gateway.inference.body import Item
 
 FIRST_BULK = 500  # of a family's priorities from 0 to 999, the smallest first
 _SIDES = {"query": True, "document": False, "passage": False}

@@ -10,13 +10,13 @@ import time
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
-from sie_gateway import decoding, reply
-from sie_gateway.call import Answer, Asked, Call
 from sie_gateway.dialects import fields, tei
 from sie_gateway.dialects.selection import able
+from sie_gateway.inference import decoding, reply
+from sie_gateway.inference.call import Answer, Asked, Call
 
 if TYPE_CHECKING:
-    from sie_gateway.inference import Inference
+    from sie_gateway.inference.handler import Inference
 
 
 async def classify(inference: Inference, call: Call, raw: bytes) -> Answer:

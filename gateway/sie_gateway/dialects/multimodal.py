@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from sie_gateway import body as bodies
-from sie_gateway import images
-from sie_gateway.body import Item
 from sie_gateway.dialects import fields
+from sie_gateway.inference import body as bodies
+from sie_gateway.inference import images
+from sie_gateway.inference.body import Item
 
 
 def pictured(text: str | None, given: Sequence[tuple[str, Any]], path: str) -> Item:

@@ -11,13 +11,13 @@ import msgspec
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.messages import Operation, RunOptions
-from sie_gateway import arrow, decoding, reply
-from sie_gateway import body as bodies
-from sie_gateway.call import Answer, Asked, Call
-from sie_gateway.finished import Finished
+from sie_gateway.inference import arrow, decoding, reply
+from sie_gateway.inference import body as bodies
+from sie_gateway.inference.call import Answer, Asked, Call
+from sie_gateway.inference.results import Finished
 
 if TYPE_CHECKING:
-    from sie_gateway.inference import Inference
+    from sie_gateway.inference.handler import Inference
 
 
 async def infer(operation: Operation, inference: Inference, call: Call, raw: bytes) -> Answer:

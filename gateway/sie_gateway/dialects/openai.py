@@ -20,17 +20,17 @@ from sie_contracts import options
 from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import InvalidInput
 from sie_contracts.messages import RunOptions
-from sie_gateway import body as bodies
-from sie_gateway import decoding, reply
-from sie_gateway.body import Item
-from sie_gateway.call import Answer, Asked, Call
+from sie_gateway.admission.grant import Charge
 from sie_gateway.dialects import embedding_types, fields, multimodal, native, vocabulary, voyage
 from sie_gateway.dialects.selection import able
-from sie_gateway.finished import Finished, Understood
-from sie_gateway.grant import Charge
+from sie_gateway.inference import body as bodies
+from sie_gateway.inference import decoding, reply
+from sie_gateway.inference.body import Item
+from sie_gateway.inference.call import Answer, Asked, Call
+from sie_gateway.inference.results import Finished, Understood
 
 if TYPE_CHECKING:
-    from sie_gateway.inference import Inference
+    from sie_gateway.inference.handler import Inference
 
 MAX_TOKENS = 300_000  # of all inputs of a request
 SPECIAL_TOKENS = 8  # that any tokenizer adds to a text, at most

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from sie_contracts.errors import InvalidInput
-from sie_gateway import body as bodies
-from sie_gateway import decoding, reply
-from sie_gateway.body import Item
-from sie_gateway.call import Answer, Asked, Call
 from sie_gateway.dialects import fields, multimodal, tei, voyage
 from sie_gateway.dialects.scores import scored
 from sie_gateway.dialects.selection import able
-from sie_gateway.finished import Finished
+from sie_gateway.inference import body as bodies
+from sie_gateway.inference import decoding, reply
+from sie_gateway.inference.body import Item
+from sie_gateway.inference.call import Answer, Asked, Call
+from sie_gateway.inference.results import Finished
 
 if TYPE_CHECKING:
-    from sie_gateway.inference import Inference
+    from sie_gateway.inference.handler import Inference
 
 DEFAULT_TOKENS_PER_DOC = 4096
 MAX_TOKENS_PER_DOC = 1 << 20

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sie_contracts.options import altered
-from sie_gateway.call import Asked, Call
-from sie_gateway.finished import Finished
+from sie_gateway.inference.call import Asked, Call
+from sie_gateway.inference.results import Finished
 
 if TYPE_CHECKING:
-    from sie_gateway.inference import Inference
+    from sie_gateway.inference.handler import Inference
 
 
 async def scored(inference: Inference, call: Call, asked: Asked, *, raw: bool, document_tokens: int = 0) -> Finished:

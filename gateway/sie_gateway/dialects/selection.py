@@ -10,11 +10,11 @@ from sie_contracts.catalogue import Resolved
 from sie_contracts.entries import classifies
 from sie_contracts.errors import InvalidInput
 from sie_contracts.option_values import describe
-from sie_gateway.call import Call
-from sie_gateway.capabilities import CAN
+from sie_gateway.fleet.capabilities import CAN
+from sie_gateway.inference.call import Call
 
 if TYPE_CHECKING:
-    from sie_gateway.inference import Inference
+    from sie_gateway.inference.handler import Inference
 
 Capability = Literal["embed", "embed_sparse", "embed_all", "rerank", "predict"]
 

@@ -18,17 +18,17 @@ from sie_contracts.arrays import Array
 from sie_contracts.catalogue import Resolved
 from sie_contracts.entries import ModelEntry, classifies, widths
 from sie_contracts.errors import InvalidInput, SIEError, envelope, tei_type
-from sie_gateway import body as bodies
-from sie_gateway import decoding, reply
-from sie_gateway.body import Item
-from sie_gateway.call import Answer, Asked, Call
 from sie_gateway.dialects import fields
 from sie_gateway.dialects.scores import scored
 from sie_gateway.dialects.selection import Capability, able, model_for, unable
-from sie_gateway.finished import Finished
+from sie_gateway.inference import body as bodies
+from sie_gateway.inference import decoding, reply
+from sie_gateway.inference.body import Item
+from sie_gateway.inference.call import Answer, Asked, Call
+from sie_gateway.inference.results import Finished
 
 if TYPE_CHECKING:
-    from sie_gateway.inference import Inference
+    from sie_gateway.inference.handler import Inference
 
 _STATUS = {"Overloaded": 429, "Unhealthy": 503, "Tokenizer": 422, "Empty": 400}
 MAP_VALUES = 10  # numbers that are written in the time of a small map

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sie_gateway.call import Call, family
 from sie_gateway.dialects import fields
+from sie_gateway.inference.call import Call, family
 
 _SHAPE = family("voyage")
 

@@ -10,19 +10,17 @@ from sie_broker.record import LeaderLease, leases_of
 from sie_contracts.jobs import JobRecord
 from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
-from sie_gateway.fleet import Fleet
-from sie_gateway.grant import Charge, Grant, Quotas
-from sie_gateway.inference import Inference, InferenceRoute
+from sie_gateway.admission.grant import Charge, Grant, Quotas
+from sie_gateway.fleet.lanes import Fleet
+from sie_gateway.inference.handler import Inference, InferenceRoute
 from sie_gateway.jobs.engine import Credentials, Engine
 from sie_gateway.jobs.files import FileStore
-from sie_gateway.jobs.keeper import Keeper
 from sie_gateway.jobs.ledger import Ledger
 from sie_gateway.jobs.pace import workers_needed
-from sie_gateway.jobs.records import JobsBucket
+from sie_gateway.jobs.records import Bound, JobsBucket, Usage, Use
 from sie_gateway.jobs.results import Results
-from sie_gateway.jobs.service import Jobs
-from sie_gateway.jobs.sweeping import Sweeper
-from sie_gateway.jobs.usage import Bound, Usage, Use
+from sie_gateway.jobs.scheduler import Keeper
+from sie_gateway.jobs.service import Jobs, Sweeper
 from sie_runtime.http import uuid7
 from sie_runtime.process import Stop, Tasks
 from sie_store import object_stores

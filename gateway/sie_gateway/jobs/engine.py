@@ -15,19 +15,19 @@ from sie_contracts.api.jobs import JobRequest
 from sie_contracts.errors import ErrorInfo, InvalidInput, NotReady, SIEError
 from sie_contracts.jobs import JobRecord
 from sie_contracts.settings import Secret, Settings
-from sie_gateway.body import Item
-from sie_gateway.call import Asked, Call
-from sie_gateway.finished import Understood
-from sie_gateway.grant import Charge, Grant
-from sie_gateway.inference import Inference
-from sie_gateway.jobs import windows
-from sie_gateway.jobs.asking import Asking, Identity
+from sie_gateway.admission.grant import Charge, Grant
+from sie_gateway.inference.body import Item
+from sie_gateway.inference.call import Asked, Call
+from sie_gateway.inference.handler import Inference
+from sie_gateway.inference.results import Understood
+from sie_gateway.jobs import pace
+from sie_gateway.jobs.client import Asking, Identity
 from sie_gateway.jobs.files import FileStore
 from sie_gateway.jobs.ledger import Ledger
 from sie_gateway.jobs.lines import Lines
 from sie_gateway.jobs.native import Before, Native, Places
 from sie_gateway.jobs.run import Progress, Work
-from sie_gateway.jobs.workplace import Workplace
+from sie_gateway.jobs.storage import Workplace
 from sie_store.datasets import templates
 from sie_store.datasets.places import Place
 from sie_store.sinks import opening
@@ -36,7 +36,7 @@ from sie_store.sinks.sink import CollectionRefused, checked_name
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-    from sie_gateway.inference import InferenceRoute
+    from sie_gateway.inference.handler import InferenceRoute
 
 STORE = "SIE_PAYLOAD_STORE_URL"
 SINK_DTYPES = ("float32", "float16")  # numbers of others mean something only with a scale, or are packed bits
@@ -83,8 +83,8 @@ class Engine:
         request = job.request
         assert request is not None
         templates.check(request.input, request.operation)
-        windows.zone(request.time_zone)
-        windows.check(request.windows)
+        pace.zone(request.time_zone)
+        pace.check(request.windows)
         if request.output.url:
             Place.opened(request.output.url, self._urls, is_output=True)
         if request.input.url:

@@ -22,10 +22,9 @@ from sie_broker import BrokerError
 from sie_broker.record import LeaderLease
 from sie_contracts.errors import InvalidInput, NotFound, NotReady, PayloadTooLarge, QueueUnavailable, ResourceExhausted
 from sie_contracts.jobs import FileRecord
-from sie_gateway.grant import Grant
-from sie_gateway.jobs.records import JobsBucket
-from sie_gateway.jobs.usage import Usage, Use
-from sie_gateway.slots import KeySlots
+from sie_gateway.admission.grant import Grant
+from sie_gateway.admission.slots import KeySlots
+from sie_gateway.jobs.records import JobsBucket, Usage, Use
 from sie_runtime.asgi import uuid7
 from sie_runtime.process import Stop, Trouble
 from sie_store.files import FileObjects

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from sie_broker import Store, Write, WrongRevision
 from sie_broker.record import Bucket
@@ -11,8 +15,8 @@ from sie_contracts import jobs as records
 from sie_contracts import topology
 from sie_contracts.errors import NotFound
 from sie_contracts.jobs import JobRecord, ShardRecord
-from sie_gateway.jobs.records import JobsBucket
-from sie_gateway.jobs.usage import Usage, Use
+from sie_gateway.jobs.records import JobsBucket, Usage, Use
+from sie_runtime.metrics import Scrape
 
 
 class Ledger:
@@ -119,3 +123,21 @@ class Ledger:
         if (listener := self._listeners.get(job_id)) is not None:
             listener(job)
         self.woken.set()
+
+
+class Figures(Collector):
+    """Of all jobs that are kept, whichever gateway leads them."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._scrape = Scrape("gateway")
+
+    def collect(self) -> Iterator[Metric]:
+        """As Prometheus asks for it."""
+        jobs = list(self._ledger)
+        states = Counter(job.state for job in jobs)
+        waiting = sum(max(0, (job.rows or 0) - job.done) for job in jobs if not job.ended)
+        gauge = self._scrape.gauge
+        yield gauge("sie_gateway_jobs", {(state,): count for state, count in states.items()})
+        yield gauge("sie_gateway_job_rows_waiting", waiting)
+        yield gauge("sie_gateway_jobs_in_trouble", sum(job.trouble is not None for job in jobs if not job.ended))

@@ -19,17 +19,17 @@ import orjson
 
 from sie_contracts.errors import ErrorInfo, NotFound, SIEError
 from sie_contracts.jobs import FileRecord, JobRecord, Plan, ShardRecord, Span
-from sie_gateway.call import Answer, Call
-from sie_gateway.finished import FailedRequest
+from sie_gateway.inference.call import Answer, Call
+from sie_gateway.inference.results import FailedRequest
 from sie_gateway.jobs import envelope
-from sie_gateway.jobs.asking import Asking, Halted
+from sie_gateway.jobs.client import Asking, Halted
 from sie_gateway.jobs.envelope import BadLine, Cut, Request, Row
 from sie_gateway.jobs.run import Progress, ShardBroken
-from sie_gateway.jobs.workplace import Workplace
+from sie_gateway.jobs.storage import Workplace
 from sie_store.datasets.answers import most_frequent
 
 if TYPE_CHECKING:
-    from sie_gateway.inference import InferenceRoute
+    from sie_gateway.inference.handler import InferenceRoute
 
 
 class Lines:

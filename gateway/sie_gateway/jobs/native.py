@@ -17,13 +17,13 @@ import numpy as np
 from sie_contracts.api import jobs as api
 from sie_contracts.errors import ErrorInfo, InvalidInput, NotFound
 from sie_contracts.jobs import Again, JobRecord, Plan, ShardRecord, Span, Unread
-from sie_gateway.body import Item
+from sie_gateway.inference.body import Item
 from sie_gateway.jobs import cache as caches
-from sie_gateway.jobs.asking import Asking, Halted
 from sie_gateway.jobs.cache import Cache
+from sie_gateway.jobs.client import Asking, Halted
 from sie_gateway.jobs.run import Progress, ShardBroken, broken_parts
+from sie_gateway.jobs.storage import Workplace
 from sie_gateway.jobs.values import Bounds, Input, Unique, Values, bounds, unique
-from sie_gateway.jobs.workplace import Workplace
 from sie_store.datasets import manifests, parts, plans, shards, templates
 from sie_store.datasets.answers import About, Answer, shard_of
 from sie_store.datasets.places import Place

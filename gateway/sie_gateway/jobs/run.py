@@ -28,8 +28,8 @@ from sie_broker import BrokerError
 from sie_contracts.api.jobs import JobState
 from sie_contracts.errors import ErrorInfo, NotFound, SIEError
 from sie_contracts.jobs import MAX_BROKEN, JobRecord, Plan, ShardRecord, Span, Unread
-from sie_gateway.jobs import windows
-from sie_gateway.jobs.asking import Halted
+from sie_gateway.jobs import pace
+from sie_gateway.jobs.client import Halted
 from sie_gateway.jobs.ledger import Ledger
 from sie_gateway.jobs.pace import Pace
 from sie_store.datasets.answers import most_frequent
@@ -219,7 +219,7 @@ class JobRun:
     async def until_open(self) -> None:
         """See Progress. A time in which it may not work is told as its trouble, and no part of its pace."""
         request = self._job.request
-        while request is not None and (wait_s := windows.opens_in_s(request.windows, request.time_zone, self._now_s())):
+        while request is not None and (wait_s := pace.opens_in_s(request.windows, request.time_zone, self._now_s())):
             message = f"it works from {' and '.join(request.windows)} {request.time_zone}"
             self.trouble(ErrorInfo(OUTSIDE_WINDOW, message))
             await asyncio.sleep(min(wait_s, MAX_PAUSE_S))

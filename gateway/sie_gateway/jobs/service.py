@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
+import random
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from sie_broker import BrokerError
+from sie_broker.record import LeaderLease
 from sie_contracts.api import batches as batches_api
 from sie_contracts.api import jobs as api
 from sie_contracts.errors import (
@@ -20,13 +23,15 @@ from sie_contracts.errors import (
     InvalidInput,
     NotFound,
     QueueUnavailable,
+    SIEError,
 )
 from sie_contracts.jobs import JobRecord, check_request
-from sie_gateway.call import Call
+from sie_gateway.inference.call import Call
 from sie_gateway.jobs.ledger import Ledger
 from sie_gateway.jobs.pace import forecast
 from sie_gateway.jobs.run import expires_s, window_s
 from sie_runtime.http import uuid7
+from sie_runtime.process import Stop, Trouble
 from sie_store.object_stores import StoreError
 
 MAX_WINDOW_S = 30 * 86_400.0
@@ -320,3 +325,54 @@ async def kept() -> AsyncIterator[None]:
         raise QueueUnavailable(f"the broker did not do it: {error}") from error
     except StoreError as error:
         raise QueueUnavailable(f"the payload store did not do it: {error}") from error
+
+
+EVERY_S = 60.0
+_logger = logging.getLogger("sie.gateway.jobs")
+
+
+class Sweeper:
+    """`keep_s`: how long a job stays after its end. `has_store`: without a payload store nothing is forgotten, since
+    what a job keeps there could not be removed.
+    """
+
+    def __init__(
+        self, jobs: Jobs, lease: LeaderLease, keep_s: float, now_s: Callable[[], float], *, has_store: bool
+    ) -> None:
+        self._jobs = jobs
+        self._lease = lease
+        self._keep_s = keep_s
+        self._now_s = now_s
+        self._has_store = has_store
+
+    async def run(self, stop: Stop) -> None:
+        """Until `stop`."""
+        trouble = Trouble(_logger, "jobs that have ended stay for now")
+        while not await stop.wait_for(EVERY_S * random.uniform(0.5, 1.0)):  # noqa: S311  no secret
+            try:
+                await self.sweep()
+                trouble.passed()
+            except (BrokerError, SIEError) as error:
+                trouble.met(error)
+
+    async def sweep(self) -> int:
+        """Forget what is due. Returns how many. Raises BrokerError, and SIEError for the first one that could not be
+        removed, when all others were tried.
+        """
+        if not self._has_store:
+            return 0
+        due = [job for job in self._jobs.ledger if job.ended and job.ended_s + self._keep_s <= self._now_s()]
+        if not due or not await self._lease.acquire():
+            return 0
+        refused: list[SIEError] = []
+        for job in due:
+            try:
+                await self._jobs.remove(job)
+            except SIEError as error:
+                refused.append(error)
+        forgotten = len(due) - len(refused)
+        if forgotten:
+            _logger.info("%d jobs that had ended were forgotten", forgotten)
+        if refused:
+            raise refused[0]
+        return forgotten

@@ -16,10 +16,10 @@ import numpy as np
 
 from sie_contracts.errors import ErrorInfo, SIEError
 from sie_contracts.messages import Failed, Ok, Operation
-from sie_gateway.body import Item
-from sie_gateway.finished import Understood
-from sie_gateway.jobs.asking import Asking, Halted
-from sie_gateway.reply import Placed, array_of
+from sie_gateway.inference.body import Item
+from sie_gateway.inference.reply import Placed, array_of
+from sie_gateway.inference.results import Understood
+from sie_gateway.jobs.client import Asking, Halted
 from sie_store.datasets.answers import Answer
 
 MODEL_CHANGED = "MODEL_CHANGED"

@@ -1,0 +1,433 @@
+"""Who is let into the queue, and when: refusal by measured wait (`drain`, `turns`), and the windows of keys around
+`window`.
+
+    chunks ──► would it wait past its budget? ──► room now: permits at once
+                        │ yes                 └─► no room: its turn among the keys, as results come back
+                        ▼                              └─► turns out to be late after all: QUEUE_FULL as well
+                   QUEUE_FULL with the time of its turn
+
+Every permit is given back once: when its chunk's result is taken, or when its request ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import heapq
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from sie_broker import Bus
+from sie_contracts.costs import ImageCost
+from sie_contracts.errors import QueueFull
+from sie_contracts.heartbeats import GatewayBeat, Heartbeat, QueuedWork
+from sie_contracts.messages import PRIORITIES, Priority, WorkResult
+from sie_contracts.settings import Settings
+from sie_contracts.topology import Lane
+from sie_gateway.admission.model_queue import Entered, Place, Refusal
+from sie_gateway.admission.peers import Peers, mean_cost
+from sie_gateway.admission.window import Host, Shares, Ticket, Window, bound
+from sie_gateway.fleet.lanes import Fleet
+from sie_gateway.metrics import Metrics
+from sie_gateway.streams.backlog import Backlog
+from sie_runtime.process import Stop
+
+MAX_WAITING_BYTES = 256 << 20  # of inputs that wait in this gateway for their turn; one request always may
+COLD_CHUNKS = 2  # of a model that no worker has loaded, in the queue: what makes one load it, and its first batch
+MAX_GONE = 4096
+SHED_S = 0.1  # how often those that are in the queue are looked at again
+SWEEP_S = 1.0
+MAX_TOLD = 256  # models and priorities in an announcement to the other gateways, those with the most work in the queue
+# turns in an announcement: of 34 bytes each, so that all of it fits the least message that a broker may have, 64 KiB
+MAX_TOLD_TURNS = 1000
+UNUSED_S = 60.0
+_logger = logging.getLogger("sie.gateway.admission")
+
+
+def key_of(authorization: str) -> str:
+    """The name of a key in this process: a digest, so that no token is kept. For a bearer token that was let in."""
+    token = authorization[7:] if authorization[:7].lower() == "bearer " else authorization
+    return hashlib.blake2b(token.strip().encode(), digest_size=16).hexdigest()
+
+
+def host_of(beat: Heartbeat) -> Host:
+    return Host(beat.credit_cost, beat.credit_items, beat.rate, beat.batch_cost, beat.pipeline)
+
+
+class Permits:
+    """What one request may publish. `is_cold`: no worker of its lane had the model loaded when it came."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        place: Place,
+        entered: Entered,
+        estimates: Sequence[int],
+        size_bytes: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._estimates = estimates
+        self._clock = clock
+        self._admission = admission
+        self.place = place
+        self._ticket = entered.ticket
+        self.on_refused: Callable[[QueueFull], None] | None = None  # called when it turns out to be late after all
+        self._granted: list[int] = []
+        self._wake: asyncio.Event | None = None
+        self.size_bytes = size_bytes  # counted while it waits
+        self.is_cold = not place.hosts
+
+    @property
+    def complete(self) -> bool:
+        """Whether every chunk has had its permit, and `take` has handed it out."""
+        return not self._ticket.waiting and not self._granted
+
+    def take(self) -> list[int]:
+        """The chunks that may be published from now on, each once."""
+        granted, self._granted = self._granted, []
+        return granted
+
+    async def more(self) -> list[int]:
+        """`take`, as soon as there is one."""
+        while not self._granted:
+            self._wake = asyncio.Event()
+            await self._wake.wait()
+        return self.take()
+
+    def grant(self, chunk: int) -> None:
+        self._granted.append(chunk)
+        if self._wake is not None:
+            self._wake.set()
+
+    def taken(self, result: WorkResult) -> None:
+        """The chunk has left the queue: its result was taken."""
+        self.place.answered(self._ticket, result, self._estimates[result.chunk], self._clock())
+        if self.place.window.give_back(self._ticket, result.chunk):
+            self._admission.freed(self.place, is_result=True)
+        self._admission.look_again(self.place)
+
+    def tokens(self, chunks: Sequence[int]) -> int:
+        """What these chunks count as."""
+        return sum(self._ticket.tokens[chunk] for chunk in chunks)
+
+    def close(self) -> None:
+        """The request has ended."""
+        self._admission.ended(self, self._ticket)
+
+
+class Admission:
+    """Owned by the gateway's loop; every method but `run` returns at once."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        broker: Bus,
+        fleet: Fleet,
+        backlog: Backlog,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        epoch: Callable[[], str] = str,
+    ) -> None:
+        """`epoch`: of the catalogue that this gateway serves by."""
+        self._settings = settings
+        self._fleet = fleet
+        self._backlog = backlog
+        self._metrics = metrics
+        self._clock = clock
+        self.peers = Peers(broker, self.waiting, clock, epoch=epoch, queued=self.queued)
+        self.peers.listeners.append(self.heard)
+        # lanes are those of the pools, the catalogue and the machine profiles
+        self._shares: dict[tuple[Lane, Priority], Shares] = {}
+        self._places: dict[tuple[Lane, Priority, str], Place] = {}
+        self._open: dict[Ticket, Permits] = {}  # from their admission to their end
+        self._gone: dict[str, tuple[Place, Entered]] = {}  # requests that ended before their results
+        self._queueing: dict[Ticket, Permits] = {}  # those of them that wait for a permit
+        self._crowded: dict[Place, None] = {}  # where they wait
+        self._waiting_bytes = 0
+        fleet.listeners.append(self.pump)
+
+    async def run(self, stop: Stop) -> None:
+        """See to what changes with time alone, until `stop`."""
+        while not await stop.wait_for(SWEEP_S):
+            self.sweep()
+
+    def sweep(self) -> None:
+        """See to what changes with time alone."""
+        now_s = self._clock()
+        self._places = {
+            name: place
+            for name, place in self._places.items()
+            if not place.window.idle or now_s - place.used_s < UNUSED_S
+        }
+        self.pump()
+        for place in [place for place in self._places.values() if place.entered]:
+            self.look_again(place)
+
+    # ---- refusal
+
+    def check(
+        self,
+        key: str,
+        lane: Lane,
+        priority: Priority,
+        residency: str,
+        cost: int,
+        budget_s: float,
+        client: Callable[[], bytes] = bytes,
+        squares: int = 0,
+    ) -> None:
+        """Raise QueueFull if a request of an estimated `cost` tokens would not be answered within its budget.
+
+        `squares`: the sum of the squared tokens of its rows. `client` is what it is known by when it comes again, a
+        digest; empty where it cannot be known.
+        """
+        now_s = self._clock()
+        place = self._place(lane, priority, residency)
+        if not place.window.items and not place.window.is_waiting:
+            return
+        self._look(place, now_s)
+        self.look_again(place)
+        time_cost = place.costs([cost], [squares])[0]
+        refusal = place.judge(now_s, key, time_cost, budget_s, self._settings.max_concurrent_requests, client)
+        if refusal is not None:
+            self._count_refusal(place, "stalled" if refusal.is_stalled else "wait")
+            raise self._late(place, refusal, time_cost, budget_s, client)
+
+    def _late(
+        self, place: Place, refusal: Refusal, tokens: float, budget_s: float, client: Callable[[], bytes]
+    ) -> QueueFull:
+        retry_s = place.turns.book(self._clock(), client(), tokens, refusal.turn_s, refusal.room)
+        message = (
+            f"the wait may take {refusal.wait_s:.1f} s, with the work of those that were told when to come again, and "
+            f"{budget_s:.1f} s are left"
+        )
+        if refusal.is_stalled:
+            message = f"the queue stands still: a wait of {refusal.wait_s:.1f} s is expected, {budget_s:.1f} s are left"
+        return QueueFull(message, retry_after_s=retry_s, extras={"queue_depth": self.queue_depth(place.lane)})
+
+    def _count_refusal(self, place: Place, reason: str) -> None:
+        self._metrics.rejected.labels(place.lane.machine_profile, place.lane.bundle, reason).inc()
+
+    def expected_s(self, lane: Lane, priority: Priority) -> float | None:
+        """How long the work of any model in the lane waits at most; None of a lane without a worker, or where that is
+        not known.
+        """
+        if not self._fleet.of_lane(lane):
+            return None
+        longest_s, now_s = 0.0, self._clock()
+        for place in self._places.values():
+            if place.lane == lane and place.priority == priority and (ahead := place.window.ahead("", 0.0)):
+                wait = place.wait(now_s, ahead, 0.0)
+                if not wait.evidence:
+                    return None
+                longest_s = max(longest_s, wait.likely_s + wait.stalled_s)
+        return longest_s
+
+    def look_again(self, place: Place) -> None:
+        """Refuse those that were let in and turn out to be late: sooner than their time-out, and what they would cost
+        is left to others. Once in SHED_S, and not between the results of one batch, since those that are still to come
+        would count as work ahead.
+        """
+        now_s = self._clock()
+        if now_s - place.shed_s <= SHED_S or not place.drain.is_settled(now_s, SHED_S):
+            return
+        place.shed_s = now_s
+        for entered, refusal, cost in place.shed(now_s):
+            permits = self._open.get(entered.ticket)
+            if permits is not None and permits.on_refused is not None:
+                self._count_refusal(place, "late")
+                permits.on_refused(self._late(place, refusal, cost, entered.deadline_s - now_s, entered.client))
+
+    def queue_depth(self, lane: Lane) -> int:
+        """Messages of a lane in the queue, as far as this gateway knows."""
+        own = dict.fromkeys(PRIORITIES, 0)
+        for place in self._places.values():
+            if place.lane == lane:
+                own[place.priority] += place.window.items
+        return sum(max(self._backlog.messages(lane, priority) or 0, own[priority]) for priority in PRIORITIES)
+
+    def waiting(self) -> Mapping[tuple[Lane, Priority], int]:
+        """Tokens that wait in this gateway, by lane and priority."""
+        found: dict[tuple[Lane, Priority], int] = {}
+        for place in self._places.values():
+            if place.window.is_waiting:
+                name = place.lane, place.priority
+                found[name] = found.get(name, 0) + sum(place.window.waiting_tokens().values())
+        return found
+
+    def queued(self) -> tuple[QueuedWork, ...]:
+        """What the other gateways need to know of this one's work in the queue and of those whom it refused."""
+        now_s, left = self._clock(), MAX_TOLD_TURNS
+        found: list[QueuedWork] = []
+        for place in heapq.nlargest(MAX_TOLD, self._places.values(), key=lambda place: place.window.cost):
+            news = place.news(now_s, left)
+            if news is not None:
+                found.append(news)
+                left -= len(news.turns) + len(news.claimed)
+        return tuple(found)
+
+    def heard(self, beat: GatewayBeat) -> None:
+        """Another gateway told what it has in the queue."""
+        now_s = self._clock()
+        for queued in beat.queued:
+            lane = Lane(queued.pool, queued.machine_profile, queued.bundle)
+            if queued.turns or (lane, queued.priority, queued.residency) in self._places:
+                place = self._place(lane, queued.priority, queued.residency)
+                place.used_s = now_s
+                place.heard(beat.gateway, queued, now_s)
+
+    def chunk_cost(self, lane: Lane, priority: Priority, residency: str) -> int:
+        """SIE_CHUNK_COST in estimated tokens: fewer where a model's tokens turn out to be more than estimated."""
+        place = self._places.get((lane, priority, residency))
+        return max(1, int(self._settings.chunk_cost / max(1.0, place.scale if place is not None else 1.0)))
+
+    def image_cost(self, residency: str) -> ImageCost:
+        """What an image is estimated to cost a model."""
+        return self._fleet.image_cost(residency)
+
+    # ---- permits
+
+    def enter(
+        self,
+        key: str,
+        lane: Lane,
+        priority: Priority,
+        residency: str,
+        costs: Sequence[int],
+        size_bytes: int,
+        budget_s: float = math.inf,
+        client: Callable[[], bytes] = bytes,
+        request: str = "",
+        squares: Sequence[int] = (),
+    ) -> Permits:
+        """Permits for chunks of these estimated tokens, as many as may go now; the others follow. `request` is what
+        results call it, `squares` the sum of the squared tokens of each chunk's rows.
+
+        Raises QueueFull where too much waits already.
+        """
+        now_s = self._clock()
+        place = self._place(lane, priority, residency)
+        place.used_s = now_s
+        window = place.window
+        window.shares.saw(key, now_s)
+        self._look(place, now_s)
+        ticket = Ticket(key, place.costs(costs, squares or [0] * len(costs)), place.tokens(costs))
+        entered = Entered(ticket, now_s, budget_s, client, request, place.scale)
+        permits = Permits(self, place, entered, costs, size_bytes, self._clock)
+        is_small = len(costs) == 1 and window.fits_now(ticket, place.bound, self._key_limit())
+        if not is_small and self._waiting_bytes and self._waiting_bytes + size_bytes > MAX_WAITING_BYTES:
+            message = (
+                f"{self._waiting_bytes >> 20} MiB of inputs wait in this gateway, at most {MAX_WAITING_BYTES >> 20} are"
+                " allowed"
+            )
+            wait = place.wait(now_s, window.ahead(key, 0.0), 0.0)
+            retry_s = place.turns.book(now_s, client(), entered.cost, wait.likely_s)
+            self._count_refusal(place, "gateway_full")
+            raise QueueFull(message, retry_after_s=retry_s, extras={"queue_depth": self.queue_depth(lane)})
+        place.entered[ticket] = entered
+        self._open[ticket] = permits
+        if is_small:
+            window.admit(ticket)
+            place.queued(ticket, 0, now_s)
+            permits.grant(0)
+            return permits
+        window.join(ticket)
+        self._queueing[ticket] = permits
+        self._crowded[place] = None
+        self._waiting_bytes += size_bytes
+        self._pump(place)
+        return permits
+
+    def answered_late(self, result: WorkResult) -> None:
+        """A result came for a request that is over: what it says of the queue counts all the same."""
+        found = self._gone.get(result.request)
+        if found is not None:
+            place, entered = found
+            place.left(entered, result, self._clock())
+            place.freed(self._clock(), is_result=True)
+
+    def _place(self, lane: Lane, priority: Priority, residency: str) -> Place:
+        place = self._places.get((lane, priority, residency))
+        if place is None:
+            shares = self._shares.setdefault((lane, priority), Shares())
+            place = Place(lane, priority, residency, Window(shares, self._settings.chunk_cost))
+            self._places[lane, priority, residency] = place
+        return place
+
+    def _key_limit(self) -> float:
+        return self._settings.key_window_tokens / self.peers.count()
+
+    def _look(self, place: Place, now_s: float) -> None:
+        """Bring what is known of the place's hosts, and its bound, up to date."""
+        if place.version == self._fleet.version and now_s < place.until_s:
+            return
+        place.version, place.until_s = self._fleet.version, now_s + SWEEP_S
+        place.hosted_by(self._fleet.hosts(place.lane, place.residency))
+        place.gateways = self.peers.count()
+        place.crossover_tokens = self._fleet.crossover_tokens(place.residency)
+        place.bound = bound(
+            [host_of(beat) for beat in place.hosts],
+            cold_tokens=COLD_CHUNKS * self._settings.chunk_cost,
+            contested=place.window.shares.contested(now_s),
+            mean_cost=mean_cost(self.peers.traffic(place.lane, place.priority)),
+            fixed_tokens=place.batches.fixed_tokens() / place.window.stretch(),
+            replicas=place.gateways,
+        )
+
+    def pump(self) -> None:
+        """Hand out what may go by now, everywhere."""
+        for place in list(self._crowded):
+            self._pump(place)
+
+    def _pump(self, place: Place) -> None:
+        now_s = self._clock()
+        self._look(place, now_s)
+        granted = place.window.grant(place.bound, self._key_limit())
+        for ticket, chunk in granted:
+            place.queued(ticket, chunk, now_s)
+            self._queueing[ticket].grant(chunk)
+        for ticket in {ticket for ticket, _ in granted if not ticket.waiting}:
+            self._waiting_bytes -= self._queueing.pop(ticket).size_bytes
+        if not place.window.is_waiting:
+            self._crowded.pop(place, None)
+
+    def freed(self, place: Place, *, is_result: bool) -> None:
+        """Something left the queue. It may have been the share of a key that waits elsewhere in the lane."""
+        place.freed(self._clock(), is_result=is_result)
+        if place in self._crowded:
+            self._pump(place)
+        if len(self._crowded) > (place in self._crowded):
+            for other in [
+                other for other in self._crowded if other is not place and other.window.shares is place.window.shares
+            ]:
+                self._pump(other)
+
+    def ended(self, permits: Permits, ticket: Ticket) -> None:
+        """A request has ended: its permits come back, nothing of it waits."""
+        self._open.pop(ticket, None)
+        entered = permits.place.ended(ticket)
+        if entered is not None and entered.queued_s:
+            entered.client = bytes  # asked no more, and it would keep the body of the request
+            self._gone[entered.request] = permits.place, entered
+            while len(self._gone) > MAX_GONE:
+                del self._gone[next(iter(self._gone))]
+        if self._queueing.pop(ticket, None) is not None:
+            self._waiting_bytes -= permits.size_bytes
+        if ticket.held or ticket.waiting:
+            permits.place.window.leave(ticket)
+            self.freed(permits.place, is_result=False)
+        if not permits.place.window.is_waiting:
+            self._crowded.pop(permits.place, None)
+
+    def forget(self, pool: str) -> None:
+        """The pool is there no more. What requests of it still hold they give back as they end."""
+        used = {place.window.shares for place in self._places.values() if not place.window.idle}
+        self._shares = {name: shares for name, shares in self._shares.items() if name[0].pool != pool or shares in used}
+
+    def occupied(self) -> tuple[int, int, int]:
+        """Tokens and messages that hold permits, and bytes that wait. All zero when no request is open."""
+        windows = [place.window for place in self._places.values()]
+        return sum(window.tokens for window in windows), sum(window.items for window in windows), self._waiting_bytes

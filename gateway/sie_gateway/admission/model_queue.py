@@ -1,0 +1,446 @@
+"""One model at one priority of a lane, as one gateway sees it, and whether one more request would be answered in time.
+Pure.
+
+Rules of `judge`, in this order:
+
+1. Nothing of this model is in the queue, or no worker has it loaded: let in.
+2. The expected wait is that of `drain`, with MARGIN; evidence of n samples counts n^2 / (n^2 + doubt). No evidence
+   refuses nobody. Up to the floor of work the doubt is larger.
+3. A queue that stands still for longer than the budget refuses.
+4. Clients that were refused have turns (`turns`). Others are let in if their budget has room for them and for the turns
+   that are due within it, or as far as keeps the workers busy. Where batches are formed as the device is free, room is
+   kept for the turns that are due until the batch of the request is formed.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from sie_contracts.batch_times import BatchTimes
+from sie_contracts.costs import text_cost
+from sie_contracts.heartbeats import Heartbeat, QueuedWork
+from sie_contracts.messages import Ok, Priority, WorkResult
+from sie_contracts.topology import Lane
+from sie_gateway.admission.retry_slots import Turns
+from sie_gateway.admission.throughput import EXPIRY_S, MIN_SAMPLES, Drain, Known, Wait
+from sie_gateway.admission.window import Bound, Ticket, Window
+
+MARGIN = 1.1  # on the time that a request is expected to take
+DOUBT = 1.0  # the square of the samples after which half of an expected wait is believed
+FLOOR_DOUBT = 2.0  # the same up to the floor of work
+# beside those that run and the turns that are due at once: let in, so that the workers have no pause
+BUSY_BATCHES = 1.5
+TURN_PACE = 0.4  # of what leaves the queue: the part that turns are given for; clients without one have the rest
+# of what a batch leaves of a budget: work of clients that come at once, as those of one second do by their Retry-After
+BUNCH = 0.4
+MIN_BUNCH = 0.1  # of a budget: at least so much
+STALL_TURN = 4.0  # how many times as long as it has lasted a stall may go on before clients come again
+RESTART_S = 10.0  # at least: in this time an adapter that ended is started and its model is loaded
+
+
+OTHER_S = 2.0  # after which what another gateway told of its work in the queue says nothing any more
+
+
+class _Other(NamedTuple):
+    """What another gateway has in the queue, as it told. `own`: what this one had then."""
+
+    at_s: float
+    tokens: int
+    rate: float
+    own: float
+
+
+class Refusal(NamedTuple):
+    """`wait_s`: how long the wait may be, by what is believed of predictions and what was promised to others. `turn_s`
+    is when there will be room for this request, `room` the cost of all that may come in a second.
+    """
+
+    wait_s: float
+    turn_s: float
+    room: float
+    is_stalled: bool
+
+
+class Entered:
+    """A request from its admission to its end. `queued_s`: when each chunk that is in the queue was let into it, and
+    whether more was waiting then. `scale`: that of the place, with which it was counted."""
+
+    __slots__ = ("budget_s", "client", "cost", "deadline_s", "is_decided", "queued_s", "request", "scale", "ticket")
+
+    def __init__(
+        self, ticket: Ticket, now_s: float, budget_s: float, client: Callable[[], bytes], request: str, scale: float
+    ) -> None:
+        self.ticket = ticket
+        self.scale = scale or 1.0
+        self.request = request
+        self.cost = sum(ticket.costs)
+        self.budget_s = budget_s
+        self.deadline_s = now_s + budget_s
+        self.client = client
+        self.is_decided = False  # it has a result, or was refused after all
+        self.queued_s: dict[int, tuple[float, bool]] = {}
+
+
+class Place:
+    """What it knows of its hosts is looked up again when a heartbeat came, or after a second."""
+
+    def __init__(self, lane: Lane, priority: Priority, residency: str, window: Window) -> None:
+        self.lane = lane
+        self.priority = priority
+        self.residency = residency
+        self.window = window
+        self.batches = BatchTimes()
+        self.drain = Drain()
+        self.turns = Turns()
+        self.entered: dict[Ticket, Entered] = {}  # in their order
+        self.scale = 0.0  # tokens for each that was estimated, as results tell; 0 before the first
+        self.crossover_tokens = 0  # of the model, 0 while not known
+        self.bound = Bound()
+        self.hosts: list[Heartbeat] = []  # as `hosted_by` was told
+        self._lanes = 1  # batches that they run at a time
+        self._pipeline = 1
+        self.version = -1
+        self.until_s = self.used_s = 0.0
+        self.gateways = 1  # that live
+        self._began_s = -math.inf  # when the first was put into an empty queue
+        self.shed_s = 0.0
+        self._busy_s = math.inf  # since when something is in the queue
+        self._running = 0.0  # tokens that were in the queue at the last result: the first of them run
+        self._gone = 0.0  # tokens of requests that ended since, which may run all the same
+        self._taken_s: float | None = None  # what was queued until then may run, None while not looked up
+        self._stalled_until_s = -math.inf  # it was withdrawn while nothing ran: new work finds the same stall
+        self._others: dict[str, _Other] = {}  # by gateway
+
+    # what happens
+
+    def hosted_by(self, hosts: list[Heartbeat]) -> None:
+        """These workers have the model loaded."""
+        self.hosts = hosts
+        self._lanes = max(1, sum(map(_lanes, hosts)))
+        self._pipeline = max((1, *(host.pipeline for host in hosts)))
+
+    def tokens(self, costs: Sequence[int]) -> list[int]:
+        return [max(1, round(cost * (self.scale or 1.0))) for cost in costs]
+
+    def costs(self, tokens: Sequence[int], squares: Sequence[int]) -> list[int]:
+        """The costs of chunks with so many tokens, and squared tokens, as estimated."""
+        scale = self.scale or 1.0
+        both = zip(tokens, squares, strict=True)
+        return [
+            max(1, round(text_cost(scale * each, scale * scale * square, self.crossover_tokens)))
+            for each, square in both
+        ]
+
+    def queued(self, ticket: Ticket, chunk: int, now_s: float) -> None:
+        """A chunk was let into the queue."""
+        if self.window.items <= 1 or self._busy_s in (math.inf, now_s):  # a request may bring several chunks
+            self._running = self.window.cost
+            self._began_s = now_s
+        if self.window.items <= 1 and now_s >= self._stalled_until_s:
+            self._busy_s = now_s
+        self._busy_s = min(self._busy_s, now_s)
+        self.entered[ticket].queued_s[chunk] = now_s, self.window.is_waiting
+
+    def answered(self, ticket: Ticket, result: WorkResult, estimate: int, now_s: float) -> None:
+        """Learn from a result what an estimated token really is, what a batch takes, and how fast the queue empties."""
+        ran = result.batch
+        self.batches.note(
+            text_cost(ran.tokens, ran.attention, self.crossover_tokens), result.stages.inference_ms / 1000
+        )
+        tokens = sum(outcome.tokens for outcome in result.outcomes if isinstance(outcome, Ok))
+        if tokens:
+            ratio = tokens / estimate
+            self.scale = ratio if not self.scale else 0.95 * self.scale + 0.05 * ratio
+        entered = self.entered.get(ticket)
+        if entered is not None:
+            entered.is_decided = True
+            self.left(entered, result, now_s)
+
+    def left(self, entered: Entered, result: WorkResult, now_s: float) -> None:
+        """A chunk has left the queue, in time or not."""
+        if result.chunk not in entered.queued_s:
+            return
+        name = f"{result.worker} {result.batch.id}" if result.batch.id else ""
+        queued_s, is_crowded = entered.queued_s.pop(result.chunk)
+        device_s = result.stages.inference_ms / 1000 if result.stages.inference_ms else math.inf
+        tokens = entered.ticket.costs[result.chunk]
+        self.drain.left(
+            now_s,
+            name,
+            tokens,
+            queued_s,
+            is_crowded=is_crowded,
+            device_s=device_s,
+            lanes=self._lanes,
+            pipeline=self._pipeline,
+            chunks=result.batch.chunks,
+        )
+
+    def freed(self, now_s: float, *, is_result: bool) -> None:
+        """Something has left the queue: with a result, or because its request has ended. Where all were withdrawn from
+        a queue that stands still, it goes on standing still for those that come next, until a result.
+        """
+        if is_result:
+            self._running, self._gone, self._taken_s = self.window.cost, 0.0, None
+        if self.window.items:
+            return
+        if not is_result and self.wait(now_s, 0.0, 0.0).stalled_s:
+            self._stalled_until_s = now_s + EXPIRY_S
+        else:
+            self._busy_s, self._stalled_until_s = math.inf, -math.inf
+
+    def ended(self, ticket: Ticket) -> Entered | None:
+        """The request has ended. What it has in a batch that runs keeps the device busy until the next result."""
+        entered = self.entered.get(ticket)
+        if entered is None:
+            return None
+        if entered.queued_s:
+            if self._taken_s is None:
+                self._taken_s = self._last_taken_s()
+            queued = entered.queued_s.items()
+            self._gone += sum(ticket.costs[chunk] for chunk, (queued_s, _) in queued if queued_s <= self._taken_s)
+        return self.entered.pop(ticket)
+
+    def _last_taken_s(self) -> float:
+        """When the last was queued of those that are in the batches that run, if they are full."""
+        left, last_s = self._full_tokens(0.0) * self._lanes, -math.inf
+        for entered in self.entered.values():
+            for chunk, (queued_s, _) in entered.queued_s.items():
+                if left <= 0 or queued_s > self.drain.last_s:
+                    return last_s
+                left -= entered.ticket.costs[chunk]
+                last_s = queued_s
+        return last_s
+
+    def heard(self, gateway: str, queued: QueuedWork, now_s: float) -> None:
+        """Another gateway told what it has in the queue, and of turns."""
+        self._others = {name: other for name, other in self._others.items() if now_s - other.at_s < OTHER_S}
+        self._others[gateway] = _Other(now_s, queued.tokens, queued.rate, self.window.cost)
+        self.turns.heard(now_s, queued.turns, queued.claimed)
+
+    def news(self, now_s: float, count: int) -> QueuedWork | None:
+        """What other gateways need to know, with `count` turns at most; None if there is nothing in the queue and no
+        turn.
+        """
+        turns, claimed = self.turns.news(now_s, count)
+        if not self.window.cost and not turns and not claimed:
+            return None
+        lane, rate = self.lane, round(self.drain.rate(now_s), 3)
+        return QueuedWork(
+            lane.pool,
+            lane.machine_profile,
+            lane.bundle,
+            self.priority,
+            self.residency,
+            round(self.window.cost),
+            rate,
+            turns,
+            claimed,
+        )
+
+    # what follows
+
+    def wait(self, now_s: float, ahead: float, cost: float, budget_s: float = math.inf, promised: float = 0.0) -> Wait:
+        """Of a request of `cost` tokens behind so many of this gateway, and behind what was promised by
+        all gateways.
+        """
+        line = self.batches.line()
+        fixed = math.inf if line is None or not line[1] else line[0] / line[1]
+        everything, share = self.everywhere(now_s, ahead)
+        gone = 0.0
+        if self._gone and (batch := self.drain.batch(now_s)) is not None:
+            gone = min(self._gone, self._at_workers(batch, share))
+            everything += gone / share
+        return self.drain.wait(
+            now_s,
+            everything + promised,
+            cost,
+            min(now_s, self._busy_s),
+            self._full_tokens(cost),
+            fixed,
+            share,
+            budget_s,
+            max(self._running, gone) / share,
+        )
+
+    def everywhere(self, now_s: float, ahead: float) -> tuple[float, float]:
+        """What is ahead in the queue of all gateways where `ahead` is that of this gateway, and this gateway's share of
+        what leaves it.
+
+        The queue is first in, first out, so the work of all gateways is mixed in it. What waits in this gateway becomes
+        part of the queue by this gateway's share only. What others told is a moment old: they are taken to have put in
+        since then as much as this one did, in proportion. So a burst that comes to all of them counts at once.
+        """
+        rate = self.drain.rate(now_s) if self._others else 0.0
+        if not rate:
+            return ahead, 1.0
+        own, others, sum_of_rates = self.window.cost, 0.0, rate
+        for other in self._others.values():
+            if now_s - other.at_s < OTHER_S:
+                # one that has no result yet gets as much of what leaves as it has in the queue
+                other_rate = other.rate or rate * min(1.0, other.tokens / max(1.0, other.own))
+                others += max(0.0, other.tokens + min(1.0, other_rate / rate) * (own - other.own))
+                sum_of_rates += other_rate
+        share = rate / sum_of_rates
+        queued = min(ahead, own)
+        in_queue = queued * (own + others) / own if own else others
+        return in_queue + (ahead - queued) / share, share
+
+    def _at_workers(self, batch: Known, share: float) -> float:
+        """Tokens of this gateway that may be in the batches that run: as many as are usual, or more where batches are
+        still growing.
+        """
+        usual = batch.tokens * self._lanes
+        if batch.is_full or batch.left_work:
+            return usual
+        return max(usual, min(max(self._running, self._gone), share * self._full_tokens(0.0) * self._lanes))
+
+    def _full_tokens(self, cost: float) -> float:
+        """The cost of a full batch: by tokens, or by messages such as those in the queue."""
+        window = self.window
+        message = window.tokens / window.items if window.items else cost
+        found = []
+        for host in self.hosts:
+            by_items = (
+                host.credit_items * host.batch_cost / host.credit_cost * message if host.credit_cost else math.inf
+            )
+            found.append(min(host.batch_cost or math.inf, by_items))
+        return max(1.0, window.stretch() * sum(found) / len(found)) if found else math.inf
+
+    def judge(
+        self, now_s: float, key: str, cost: float, budget_s: float, floor_requests: int, client: Callable[[], bytes]
+    ) -> Refusal | None:
+        """Whether to refuse a request of `cost` tokens that came with this budget. While the work ahead is less than
+        that of `floor_requests` requests it takes more to refuse.
+        """
+        ahead = self.window.ahead(key, cost)
+        if not ahead or not self.hosts:
+            return None
+        wait = self.wait(now_s, ahead, cost, budget_s)
+        everything, share = self.everywhere(now_s, ahead)
+        everything += cost
+        promised = self.turns.promised(now_s)
+        is_turn = promised > 0 and self.turns.claim(now_s, client())
+        margin = 1.0 if is_turn else MARGIN
+        believed = margin * wait.belief(FLOOR_DOUBT if ahead <= self._floor(floor_requests) else DOUBT)
+        longest_s = wait.stalled_s + believed * wait.likely_s
+        if longest_s <= budget_s:
+            if not promised or is_turn:
+                return None
+            busy = (self._lanes + BUSY_BATCHES) * wait.rate * wait.batch_s if wait.formed_s == math.inf else 0.0
+            if everything + self.turns.due(now_s, wait.batch_s) <= busy:
+                return None
+            due = self.turns.due(now_s, min(budget_s, wait.formed_s))
+            longest_s = believed * self.wait(now_s, ahead, cost, budget_s, due).likely_s
+            if longest_s <= budget_s:
+                return None
+        return self._refusal(now_s, wait, longest_s, everything, share, budget_s)
+
+    def _floor(self, requests: int) -> float:
+        """The cost of that many requests, each the mean of those in the queue; at least what the workers take in."""
+        window = self.window
+        mean = window.cost / window.items if window.items else 0.0
+        return max(requests * mean, window.stretch() * sum(host.credit_cost for host in self.hosts))
+
+    def _refusal(
+        self, now_s: float, wait: Wait, longest_s: float, ahead: float, share: float, budget_s: float
+    ) -> Refusal:
+        turn_s = ahead / wait.rate if wait.rate else 0.0
+        if wait.stalled_s:
+            turn_s += max(RESTART_S, STALL_TURN * wait.stalled_s)
+        if now_s - self._began_s < OTHER_S and not any(now_s - other.at_s < OTHER_S for other in self._others.values()):
+            share = 1 / self.gateways  # they may have as much, and did not tell yet
+        room = share * wait.rate * _bunch_s(budget_s, wait.batch_s) if wait.rate else math.inf
+        return Refusal(longest_s, turn_s, room, bool(wait.stalled_s))
+
+    def late(self, now_s: float) -> list[tuple[Entered, Wait]]:
+        """Those in the queue that cannot be answered in time by now: nothing of them has run, and what was expected of
+        the wait when they were let in was wrong.
+        """
+        window = self.window
+        everything = window.cost + sum(window.waiting_costs().values())
+        batch = self.drain.batch(now_s)
+        evidence = self.wait(now_s, everything, 0.0).evidence
+        if not self.entered or not self.hosts or not evidence or batch is None:
+            return []
+        usual = batch.tokens * self._lanes
+        at_workers = self._at_workers(batch, self.everywhere(now_s, 0.0)[1])
+        inside = 0.0
+        found: list[tuple[Entered, float]] = []
+        growing: list[tuple[Entered, float]] = []  # in a batch that runs, if it is larger than the first ones
+        waiting: dict[str, list[Entered]] = {}
+        for entered in self.entered.values():
+            if entered.is_decided and not entered.queued_s:
+                continue
+            held = sum(entered.ticket.costs[chunk] for chunk in entered.queued_s)
+            if not entered.ticket.next:
+                if entered.is_decided:
+                    continue
+                waiting.setdefault(entered.ticket.key, []).append(entered)
+            elif inside >= at_workers and not entered.is_decided:
+                found.append((entered, inside))
+            elif inside >= usual and not entered.is_decided and evidence < MIN_SAMPLES * self._lanes:
+                growing.append((entered, inside + held))
+            inside += held
+        found += self._behind(waiting)
+        late = [
+            (entered, self.wait(now_s, at_workers, entered.cost, entered.budget_s))
+            for entered, tokens in growing
+            if self._ends_s(tokens, entered) > entered.deadline_s
+        ]
+        for entered, ahead in found:
+            wait = self.wait(now_s, ahead, entered.cost, entered.budget_s)
+            if wait.belief(DOUBT) * wait.min_s > entered.deadline_s - now_s:
+                late.append((entered, wait))
+        return late
+
+    def _ends_s(self, tokens: float, entered: Entered) -> float:
+        """When a batch ends that began at the last result and has at least so many tokens, counted as those of
+        `entered`; at once while it is not known how batches grow.
+        """
+        if not self.batches.is_growth_known:
+            return -math.inf
+        return self.drain.last_s + self.batches.seconds(tokens / self._lanes * (self.scale or 1.0) / entered.scale)
+
+    def shed(self, now_s: float) -> Iterator[tuple[Entered, Refusal, float]]:
+        """`late`, each with its turn, one after the other, behind all that stays and all that was promised before; and
+        with its cost as it would be counted now.
+        """
+        late = self.late(now_s)
+        for entered, _ in late:
+            entered.is_decided = True
+        gone = sum(entered.cost for entered, _ in late)
+        stays, share = self.everywhere(now_s, self.window.cost + sum(self.window.waiting_costs().values()) - gone)
+        for entered, wait in late:
+            cost = entered.cost * (self.scale or 1.0) / entered.scale
+            longest_s = wait.likely_s + wait.stalled_s
+            yield entered, self._refusal(now_s, wait, longest_s, stays + cost, share, entered.budget_s), cost
+
+    def _behind(self, waiting: dict[str, list[Entered]]) -> Iterator[tuple[Entered, float]]:
+        """Those that wait in this gateway, each with the tokens ahead of it: keys take turns by tokens."""
+        sizes = sorted(self.window.waiting_costs().values())
+        sums = [0.0, *itertools.accumulate(sizes)]
+        for key, those in waiting.items():
+            own, mine = self.window.waiting_costs()[key], 0.0
+            for entered in those:
+                most = mine + entered.cost
+                smaller = bisect.bisect_right(sizes, most)
+                others = sums[smaller] + most * (len(sizes) - smaller) - min(own, most)
+                yield entered, self.window.cost + mine + others
+                mine = most
+
+
+def _bunch_s(budget_s: float, batch_s: float) -> float:
+    """How much work, in seconds of what leaves the queue, may come again within a second: a part of what a batch that
+    runs leaves of the budget.
+    """
+    return max(MIN_BUNCH * budget_s, min(TURN_PACE, BUNCH * (budget_s - batch_s)))
+
+
+def _lanes(host: Heartbeat) -> int:
+    """A worker takes in two full batches for each lane beside those that are at its adapter."""
+    return max(1, round((host.credit_cost / host.batch_cost - host.pipeline) / 2)) if host.batch_cost else 1

@@ -1,0 +1,139 @@
+"""How much work the broker holds and how long the oldest of it waits, by lane and priority and by model: what metrics
+tell of the queue.
+
+Counts come from the shared backlog, ages from the oldest messages themselves, which also name their models. What cannot
+be asked is unknown, never zero.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping
+
+import msgspec
+
+from sie_broker import BrokerError, BrokerUnavailable, Queue, Stored
+from sie_contracts import messages, topology
+from sie_contracts.messages import PRIORITIES
+from sie_contracts.topology import Lane
+from sie_gateway.fleet.planner import Waiting
+from sie_gateway.streams.backlog import Backlog
+from sie_runtime.process import Stop, Trouble
+
+EVERY_S = 5.0
+MAX_LANES = 16  # that are told of, those with the most work first
+MAX_SUBJECTS = 24  # of models, the same
+_ESCAPED = re.compile(r"(?:_[0-9a-f]{2})+")
+_logger = logging.getLogger("sie.gateway.lag")
+Labels = tuple[str, ...]
+
+
+class Lag:
+    """One task runs `run`. A lane that had work once is told of as long as its pool is there, so that its zero is."""
+
+    def __init__(self, queue: Queue, backlog: Backlog, pools: Iterable[str], now_s: Callable[[], float]) -> None:
+        """`now_s` is the broker's time."""
+        self._queue = queue
+        self._backlog = backlog
+        self._pools = pools  # come and go
+        self._now_s = now_s
+        self._known: dict[Lane, None] = {}
+        self._lanes: dict[Labels, Waiting] = {}
+        self._models: dict[Labels, Waiting] = {}
+        self.is_known = False  # else there is nothing to tell, which is not the same as no work
+
+    def lanes(self) -> Mapping[Labels, Waiting]:
+        """By pool, machine profile, bundle and priority."""
+        return self._lanes
+
+    def models(self) -> Mapping[Labels, Waiting]:
+        """By model, pool, machine profile, bundle and priority."""
+        return self._models
+
+    async def oldest_s(self, lane: Lane) -> float:
+        """How long the oldest message of a lane waits, seconds; 0 where there is none. Raises BrokerError."""
+        (first,) = await self._backlog.oldest(lane.pool, [topology.lane_filter(lane)])
+        return 0.0 if first is None else self._age_s(first)
+
+    def _age_s(self, stored: Stored) -> float:
+        return max(0.0, self._now_s() - stored.sent_s)
+
+    async def run(self, stop: Stop) -> None:
+        """Look each EVERY_S until `stop`."""
+        trouble = Trouble(_logger, "the age of the queue is not known")
+        while not await stop.wait_for(EVERY_S):
+            try:
+                await self.look()
+                trouble.passed()
+            except BrokerError as error:
+                self._lanes, self._models, self.is_known = {}, {}, False
+                trouble.met(error)
+
+    async def look(self) -> None:
+        """Raises BrokerError."""
+        if not self._queue.connected:
+            raise BrokerUnavailable("no connection to the broker")
+        lanes: dict[Labels, Waiting] = {}
+        models: dict[Labels, Waiting] = {}
+        pools = sorted(self._pools)
+        self._known = {lane: None for lane in self._known if lane.pool in pools}
+        found = {pool: counts for pool in pools if (counts := self._backlog.by_subject(pool)) is not None}
+        for pool, counts in found.items():
+            await self._look(pool, counts, lanes, models)
+        self._lanes, self._models, self.is_known = lanes, models, bool(found)
+
+    async def _look(
+        self, pool: str, counts: Mapping[str, int], lanes: dict[Labels, Waiting], models: dict[Labels, Waiting]
+    ) -> None:
+        busy: dict[Lane, int] = {}
+        for subject, count in counts.items():
+            lane = lane_of(subject)
+            busy[lane] = busy.get(lane, 0) + count
+        self._known |= dict.fromkeys(sorted(busy, key=busy.__getitem__, reverse=True))
+        told = [lane for lane in (*sorted(busy, key=busy.__getitem__, reverse=True), *self._known) if lane.pool == pool]
+        asked: list[
+            tuple[str, Labels | None]
+        ] = []  # a filter, with the labels of a lane and priority, None of a subject
+        for lane in list(dict.fromkeys(told))[:MAX_LANES]:
+            for priority in PRIORITIES:
+                labels = lane.pool, lane.machine_profile, lane.bundle, priority
+                count = self._backlog.messages(lane, priority) or 0
+                lanes[labels] = Waiting(count)
+                if count:
+                    asked.append((topology.lane_filter(lane, priority), labels))
+        asked += [(subject, None) for subject in sorted(counts, key=counts.__getitem__, reverse=True)[:MAX_SUBJECTS]]
+        answers = await self._backlog.oldest(pool, [each for each, _ in asked])
+        seen: set[str] = set()
+        for (_, of_lane), first in zip(asked, answers, strict=True):
+            if first is None:  # it was answered meanwhile
+                continue
+            oldest_s = self._age_s(first)
+            if of_lane is not None:
+                lanes[of_lane] = Waiting(lanes[of_lane].count, oldest_s)
+            if first.subject not in seen and (model := _model_of(first)) is not None:
+                seen.add(first.subject)
+                lane = lane_of(first.subject)
+                of_model = model, lane.pool, lane.machine_profile, lane.bundle, first.subject.split(".")[5]
+                before = models.get(of_model, Waiting(0))  # by the other way that it may take
+                models[of_model] = Waiting(before.count + counts.get(first.subject, 1), max(before.oldest_s, oldest_s))
+
+
+def lane_of(subject: str) -> Lane:
+    """The lane of a subject of work. The tokens of a machine profile and a bundle are never cut, so they say what they
+    are made of.
+    """
+    pool, machine_profile, bundle = subject.split(".")[2:5]
+    return Lane(pool, _untoken(machine_profile), _untoken(bundle))
+
+
+def _untoken(token: str) -> str:
+    return _ESCAPED.sub(lambda found: bytes.fromhex(found[0].replace("_", "")).decode(errors="replace"), token)
+
+
+def _model_of(stored: Stored) -> str | None:
+    """None of a message that nobody can read."""
+    try:
+        return messages.decode_work(stored.data).model
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None

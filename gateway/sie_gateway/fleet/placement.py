@@ -1,0 +1,295 @@
+"""The placement table of each lane: any gateway computes it, the first to write a change wins, the others read what it
+wrote.
+
+    heartbeats, backlog, table ──Planner.step, each 0.5 s or at once for a cold model──► changed table
+    ──compare-and-set──► sidecars
+
+Tables are computed in a thread, which gives way to the event loop each millisecond.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+
+from sie_broker import BrokerError, Store, WrongRevision
+from sie_broker import tables as stored_tables
+from sie_broker.independent import independently
+from sie_broker.record import Bucket, Record
+from sie_broker.tables import Change, Stored, StoredTable
+from sie_contracts import topology
+from sie_contracts.heartbeats import Heartbeat, ModelStatus
+from sie_contracts.messages import WorkItem
+from sie_contracts.records import Placement
+from sie_contracts.topology import Lane
+from sie_gateway.fleet.lanes import Fleet
+from sie_gateway.fleet.planner import Planner, Slices, Waiting
+from sie_gateway.streams.backlog import Backlog
+from sie_runtime.failpoints import failpoint
+from sie_runtime.process import Stop, Trouble
+
+EVERY_S = 0.5
+COLD_GAP_S = 0.02  # between two looks for cold models: a burst of them is placed together
+UNHEARD_S = 15.0  # a gateway that starts waits this long for a first heartbeat of each host before it places elsewhere
+MAX_ASKED = 32  # subjects of which the oldest message is asked for, at each look
+_logger = logging.getLogger("sie.gateway.placement")
+
+
+def _unheard(lane: Lane, table: Placement, heard: Collection[str]) -> list[Heartbeat]:
+    """Of hosts that this gateway has not heard of, what the table says of them."""
+    models: dict[str, list[ModelStatus]] = {}
+    for model, hosts in table.hosts.items():
+        for worker in hosts:
+            if worker not in heard:
+                models.setdefault(worker, []).append(ModelStatus(model, "loaded"))
+    return [
+        Heartbeat(worker, lane.pool, lane.machine_profile, lane.bundle, ready=True, version="", models=tuple(hosted))
+        for worker, hosted in models.items()
+    ]
+
+
+class Placer:
+    """Keeps the tables of all lanes that have a worker or work. `run` belongs to one task; `note` may be
+    called by any.
+    """
+
+    def __init__(
+        self,
+        broker: Store,
+        adopt_after_s: float,
+        fleet: Fleet,
+        waiting: Callable[[Lane, Collection[str]], Awaitable[Mapping[str, Waiting]]],
+        now_s: Callable[[], float],
+        *,
+        storage: str = "file",
+        replicas: int = 1,
+    ) -> None:
+        """`waiting(lane, models)`: what waits, by model, of these alone. `now_s`: the broker's time. `storage`,
+        `replicas`: of the bucket, where it is made.
+        """
+        self._broker = broker
+        self._adopt_after_s = adopt_after_s
+        self.fleet = fleet
+        self._waiting = waiting
+        self.now_s = now_s
+        self._first_s: float | None = None
+        self._hosts: frozenset[str] = frozenset()  # workers that may host, as of the last look
+        self._tables: dict[str, StoredTable] = {}  # by the key of the lane
+        self._held: list[Callable[[], None]] | None = None  # news that wait for the end of a look
+        self._planners: dict[Lane, Planner] = {}
+        self._cold = asyncio.Event()
+        # a table that cannot be read counts as removed: it is computed and written anew
+        self._record = Record(
+            Bucket(broker, topology.PLACEMENT_BUCKET, storage=storage, replicas=replicas),
+            stored_tables.decode,
+            self._on_value,
+            on_lost=self._on_lost,
+            drops_unreadable=True,
+        )
+        broker.on_reconnect(self._record.reconnected)
+
+    async def start(self) -> None:
+        """Read the bucket and follow it; made if it is not there. May be called again. Raises BrokerError."""
+        await self._record.follow()
+
+    def _on_value(self, key: str, value: Stored | None, revision: int) -> None:
+        self._when_looked(lambda: self._put(key, value, revision))
+
+    def _put(self, key: str, value: Stored | None, revision: int) -> None:
+        self._stored(topology.lane_key_of(key)).put(key, value, revision)
+
+    def _on_lost(self) -> None:
+        self._when_looked(self._tables.clear)
+
+    def _when_looked(self, take: Callable[[], None]) -> None:
+        """At once, or at the end of the look that runs."""
+        if self._held is not None:
+            self._held.append(take)
+        else:
+            take()
+
+    def _stored(self, key: str) -> StoredTable:
+        stored = self._tables.get(key)
+        if stored is None:
+            stored = self._tables[key] = StoredTable(key)
+        return stored
+
+    def table(self, lane: Lane) -> Placement | None:
+        stored = self._tables.get(topology.lane_key(lane))
+        return stored.table if stored is not None else None
+
+    def tables(self) -> dict[Lane, Placement]:
+        """Of all lanes that have one, and work or a worker."""
+        lanes = {*self._planners, *self.fleet.lanes()}
+        return {lane: table for lane in lanes if (table := self.table(lane)) is not None}
+
+    def forget(self, pool: str) -> None:
+        """The pool is there no more."""
+        for lane in [lane for lane in self._planners if lane.pool == pool]:
+            del self._planners[lane]
+
+    def note(self, lane: Lane, items: Sequence[WorkItem]) -> None:
+        """Work of one model is being published. Without a live host it is placed at once."""
+        self._noted(lane, items[0].model, len(items), sum(item.cost for item in items))
+
+    def want(self, lane: Lane, model: str) -> None:
+        """A model is to have a host though no work of it is there. Without a live host it is placed at once."""
+        self._noted(lane, model, 0, 0)
+
+    def _noted(self, lane: Lane, model: str, count: int, cost: int) -> None:
+        self._planner(lane).note(model, count, cost)
+        table = self.table(lane)
+        hosts = table.hosts.get(model, ()) if table else ()
+        if self._hosts and self._hosts.isdisjoint(hosts):
+            self._cold.set()
+
+    def _planner(self, lane: Lane) -> Planner:
+        planner = self._planners.get(lane)
+        if planner is None:
+            planner = self._planners[lane] = Planner(self._adopt_after_s, Slices())
+        return planner
+
+    async def run(self, stop: Stop) -> None:
+        """Until `stop`: look at all lanes each EVERY_S, and at once when a model without a host gets work."""
+        trouble = Trouble(_logger, "not every placement table could be computed")
+        while not await stop.wait_for(COLD_GAP_S) and not await stop.wait_woken(self._cold, EVERY_S):
+            try:
+                if trouble.lasting or self._record.is_stale:  # the bucket may have been lost with its broker
+                    await self.start()
+                await self.step()
+                trouble.passed()
+            except BrokerError as error:
+                trouble.met(error)
+
+    async def step(self) -> None:
+        """One look at every lane. Raises BrokerError."""
+        self._held = []  # what a look goes by stays as it is until its end
+        try:
+            await self._look()
+        finally:
+            held, self._held = self._held, None
+            for take in held:
+                take()
+
+    async def _look(self) -> None:
+        """One pool without a stream holds up no other."""
+        live, silent, heard = self.fleet.lanes(), self.fleet.silent(), set(self.fleet.known())
+        if self._first_s is None:
+            self._first_s = self.now_s()
+        self._hosts = frozenset(beat.worker for beats in (*live.values(), *silent.values()) for beat in beats)
+        await independently(
+            functools.partial(self._look_at, lane, live.get(lane, []), silent.get(lane, []), heard)
+            for lane in live.keys() | self._planners.keys()
+        )
+
+    async def _look_at(self, lane: Lane, live: list[Heartbeat], silent: list[Heartbeat], heard: set[str]) -> None:
+        """The look at one lane. `live`, `silent`: the last heartbeats of its workers."""
+        planner, stored = self._planner(lane), self._stored(topology.lane_key(lane))
+        if stored.table is not None and self.now_s() - (self._first_s or 0.0) < UNHEARD_S:
+            unheard = _unheard(lane, stored.table, heard)
+            silent = [*silent, *unheard]
+            self._hosts |= {beat.worker for beat in unheard}
+        try:
+            backlog = await self._waiting(lane, planner.models)
+        except BrokerError:
+            if not live and not planner.models:  # the stream went with its pool
+                del self._planners[lane]
+            raise
+        older = {beat.worker for beat in (*live, *silent) if not beat.reads_parts and beat.worker in heard}
+        older |= stored.older() - heard
+        look = functools.partial(planner.step, stored.table, live, silent, backlog, self.now_s())
+        change = await asyncio.to_thread(self._changed, stored, look, older)
+        if change is not None:
+            await self._write(stored, change)
+        elif not live and not planner.models:
+            del self._planners[lane]
+
+    def _changed(
+        self, stored: StoredTable, look: Callable[[], Placement | None], older: Collection[str]
+    ) -> Change | None:
+        """What is to be written after a look, None where the table stands. In a thread."""
+        placement = look()
+        return stored.change(placement, older, self._broker.max_payload) if placement is not None else None
+
+    async def _write(self, stored: StoredTable, change: Change) -> None:
+        """Write a changed table unless another gateway was first; then its table is read, and the next look goes on
+        from there.
+        """
+        bucket = self._record.bucket
+        failpoint("gateway.before_placement")
+        try:
+            revision = await bucket.write(change.writes)
+        except WrongRevision:
+            entries, _ = await bucket.use(functools.partial(stored_tables.read_lane, lane_key=stored.key))
+            stored.forget()
+            for entry in entries:
+                self._record.take(entry, stored.put)
+            return
+        failpoint("gateway.placement_written")
+        stored.written(change, revision)
+
+
+class Ages:
+    """What waits of each model, and how long the oldest has: counts from the shared backlog, ages from the oldest
+    message itself.
+
+    Ages are asked for where work was there at two looks in a row, of MAX_ASKED subjects a look, those first that waited
+    longest for it.
+    """
+
+    def __init__(self, backlog: Backlog, now_s: Callable[[], float]) -> None:
+        self._backlog = backlog
+        self.now_s = now_s
+        self._looks: dict[str, int] = {}  # subject -> looks since its age was asked for
+        self._ages_s: dict[str, float] = {}
+        self._names: dict[Lane, dict[str, str]] = {}
+
+    async def of(self, lane: Lane, models: Collection[str]) -> Mapping[str, Waiting]:
+        """By model, without those of which nothing waits. Raises BrokerError."""
+        await self._backlog.fresh(lane.pool, EVERY_S / 2)
+        prefix = topology.lane_filter(lane).removesuffix(">")
+        stored = {
+            subject: count
+            for subject, count in (self._backlog.by_subject(lane.pool) or {}).items()
+            if subject.startswith(prefix)
+        }
+        names = self._names_of(lane, models, stored)
+        subjects: dict[str, str] = {}
+        counts: dict[str, int] = {}
+        for subject, count in stored.items():
+            model = names.get(subject.rpartition(".")[2])
+            if model is not None:
+                subjects[subject] = model
+                counts[model] = counts.get(model, 0) + count
+        for gone in [subject for subject in self._looks if subject.startswith(prefix) and subject not in subjects]:
+            del self._looks[gone]
+            self._ages_s.pop(gone, None)
+        due = sorted(
+            (subject for subject in subjects if subject in self._looks), key=lambda subject: -self._looks[subject]
+        )[:MAX_ASKED]
+        for subject in subjects:
+            self._looks[subject] = self._looks.get(subject, 0) + 1
+        for subject, first in zip(due, await self._backlog.oldest(lane.pool, due), strict=True):
+            self._looks[subject] = 0
+            self._ages_s[subject] = max(0.0, self.now_s() - first.sent_s) if first is not None else 0.0
+        oldest_s: dict[str, float] = {}
+        for subject, model in subjects.items():
+            oldest_s[model] = max(oldest_s.get(model, 0.0), self._ages_s.get(subject, 0.0))
+        return {model: Waiting(count, oldest_s[model]) for model, count in counts.items()}
+
+    def forget(self, pool: str) -> None:
+        """The pool is there no more."""
+        for lane in [lane for lane in self._names if lane.pool == pool]:
+            del self._names[lane]
+
+    def _names_of(self, lane: Lane, models: Collection[str], stored: Iterable[str]) -> Mapping[str, str]:
+        """The model of each name that ends a subject. A subject is never turned back into a model: that is looked for
+        among `models`.
+        """
+        names = self._names.setdefault(lane, {})
+        if any(subject.rpartition(".")[2] not in names for subject in stored):
+            names.clear()
+            names.update((topology.model_token(model), model) for model in models)
+        return names

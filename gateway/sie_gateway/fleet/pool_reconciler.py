@@ -1,0 +1,202 @@
+"""What goes on by itself with reservations: streams, ends of leases, and the assignment of workers.
+
+each gateway: a stream for each reservation that is there; requests of one that has ended fail
+the leader:   leases that are over end ──► workers are assigned and released ──► what is left of ended ones goes
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import math
+from collections.abc import Callable
+
+from sie_broker import Broker, BrokerError, Write
+from sie_broker.independent import independently
+from sie_broker.record import Bucket, LeaderLease, leases_of
+from sie_contracts import topology
+from sie_contracts.settings import Settings
+from sie_gateway.fleet import assignments, pool_rules
+from sie_gateway.fleet.assignments import Candidate
+from sie_gateway.fleet.lanes import Fleet
+from sie_gateway.fleet.pools import Pools
+from sie_gateway.metrics import Metrics
+from sie_gateway.streams.publish import WorkQueue
+from sie_runtime.clock import BrokerClock
+from sie_runtime.failpoints import failpoint
+from sie_runtime.process import Stop, Trouble
+
+EVERY_S = 1.0
+GAP_S = 0.1  # between two looks: heartbeats that come together are one change
+RENEW_S, LEASE_S = 2.0, 6.0
+# for which a worker whose heartbeats come keeps its place although it is not ready: its adapter may be starting again
+UNREADY_S = 30.0
+_logger = logging.getLogger("sie.gateway.pools")
+
+
+class PoolKeeper:
+    """Keeps what reservations need. `run` belongs to one task."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        broker: Broker,
+        pools: Pools,
+        fleet: Fleet,
+        queue: WorkQueue,
+        clock: BrokerClock,
+        metrics: Metrics,
+        on_gone: Callable[[str], None],
+    ) -> None:
+        """`on_gone` is called with the name of each reservation that has ended, before its stream is forgotten."""
+        self._settings = settings
+        self._broker = broker
+        self._pools = pools
+        self._record = pools.record
+        self._fleet = fleet
+        self._queue = queue
+        self._clock = clock
+        self._metrics = metrics
+        self._on_gone = on_gone
+        storage, replicas = settings.stream_storage, settings.stream_replicas
+        leases = leases_of(broker, storage=storage, replicas=replicas)
+        self._lease = LeaderLease(leases, "pools", lease_s=LEASE_S)
+        self._tables = Bucket(broker, topology.PLACEMENT_BUCKET, storage=storage, replicas=replicas)
+        self._is_leader = False
+        self._renewed_s = -math.inf
+        self._known: frozenset[str] = frozenset()  # reservations, as of the last look
+        self._active: frozenset[str] = frozenset()
+        self._unready_s: dict[str, float] = {}
+        self._first_s: float | None = None
+        fleet.listeners.append(self._on_heartbeat)
+
+    def _on_heartbeat(self) -> None:
+        if self._record.reservations.pools:
+            self._record.woken.set()
+
+    async def run(self, stop: Stop) -> None:
+        """See to streams, leases and assignments until `stop`."""
+        trouble = Trouble(_logger, "the pools stand still")
+        while not await stop.wait_woken(self._record.woken, EVERY_S) and not await stop.wait_for(GAP_S):
+            try:
+                if trouble.lasting or self._record.is_stale:
+                    await self._record.follow()
+                if math.isinf(self._clock.margin_s):  # leases are of the broker's time
+                    await self._clock.measure()
+                await self.step()
+                trouble.passed()
+            except BrokerError as error:
+                trouble.met(error)
+        if self._is_leader:
+            with contextlib.suppress(BrokerError):  # then the lease lapses
+                await self._lease.release()
+
+    async def step(self) -> None:
+        """One look at everything. Raises BrokerError."""
+        live = self._record.live()
+        self._metrics.active_lease_gpus.set(sum(sum(each.spec.gpus.values()) for each in live.values()))
+        for name in sorted(self._known - live.keys()):
+            self._on_gone(name)
+            await self._queue.forget_pool(name)
+        self._known = frozenset(live)
+        unfollowed = [name for name in sorted(live) if not self._queue.consumers.follows(name)]
+        await independently((functools.partial(self._queue.ensure_pools, unfollowed), self._lead))
+
+    async def _lead(self) -> None:
+        """What one gateway does for all. Raises BrokerError."""
+        if await self._leads():
+            await self._expire()
+            await self._assign()  # workers are told to leave before the stream goes
+            await self._remove()
+
+    async def _leads(self) -> bool:
+        """Whether this gateway does the work of all gateways for all pools. Without any reservation nobody asks. Raises
+        BrokerError.
+        """
+        record = self._record
+        if not (record.reservations.pools or record.reservations.ended or record.assigned.workers):
+            return False
+        loop_s = asyncio.get_running_loop().time()
+        if loop_s - self._renewed_s >= RENEW_S:
+            self._is_leader = False
+            self._is_leader, self._renewed_s = await self._lease.acquire(), loop_s
+        return self._is_leader
+
+    async def _expire(self) -> None:
+        """End the reservations whose lease is over for certain."""
+        over_s = self._clock.now_s() - self._clock.margin_s  # minus infinity while the broker's time is not known
+        for name in [name for name, each in self._record.reservations.pools.items() if over_s >= each.expires_s]:
+            now_s = self._clock.now_s()
+            expired = functools.partial(pool_rules.expired, name=name, over_s=over_s, now_s=now_s)
+            if (await self._record.change(expired)).ended.get(name) == now_s:  # else another gateway ended it
+                self._count("expired")
+                _logger.info("the lease of reservation %s is over", name)
+
+    async def _remove(self) -> None:
+        """Remove what is left of reservations that have ended; their names are free then."""
+        await independently(functools.partial(self._remove_one, name) for name in list(self._record.reservations.ended))
+
+    async def _remove_one(self, name: str) -> None:
+        failpoint("gateway.before_pool_removal")
+        await self._queue.remove_pool(name)
+        await self._drop_tables(name)
+        await self._record.change(functools.partial(pool_rules.removed, name=name))
+
+    async def _drop_tables(self, name: str) -> None:
+        bucket = await self._tables.open()
+        keys = [entry.key for entry in await bucket.entries() if entry.key.startswith(f"{name}.")]
+        if keys:
+            await bucket.write([Write(key, None) for key in keys])
+
+    async def _assign(self) -> None:
+        """Write who serves what, if that has changed."""
+        live, before = self._record.live(), self._record.assigned.workers
+        found = assignments.assign(live.values(), self._candidates(), before)
+        if found != before:
+            if not await self._record.assign(found):
+                return
+            for worker in sorted(name for name in found.keys() | before.keys() if found.get(name) != before.get(name)):
+                self._count("assigned" if worker in found else "released")
+                _logger.info("worker %s serves %s", worker, found.get(worker, "its own pool again"))
+                # a hint; it asks every few seconds anyway
+                await self._broker.send(topology.assigned_subject(worker), b"")
+        active = frozenset(name for name, each in live.items() if self._pools.is_active(each))
+        self._count("active", len(active - self._active))
+        self._count("pending", len((self._active - active) & live.keys()))
+        self._active = active
+
+    def _count(self, event: str, count: int = 1) -> None:
+        self._metrics.pool_events.labels(event).inc(count)
+
+    def _candidates(self) -> dict[str, Candidate]:
+        """The workers that may be reserved, or keep their reservation.
+
+        A worker that has a place keeps it while its heartbeats come and it has not been unready for UNREADY_S; and for
+        the time of a heartbeat's time-out after this gateway's start, until it can have heard of it.
+        """
+        now_s = asyncio.get_running_loop().time()
+        if self._first_s is None:
+            self._first_s = now_s
+        assigned = self._record.assigned.workers
+        found: dict[str, Candidate] = {}
+        unready_s: dict[str, float] = {}
+        heard = self._fleet.workers()
+        for beat, is_healthy in heard:
+            if beat.own_pool != topology.pool_name("default"):
+                continue
+            if not is_healthy and not beat.leaving and not beat.ready and beat.worker in assigned:
+                unready_s[beat.worker] = self._unready_s.get(beat.worker, now_s)
+                is_healthy = self._fleet.is_heard(beat.worker) and now_s - unready_s[beat.worker] < UNREADY_S
+            if is_healthy:
+                found[beat.worker] = Candidate.of(beat)
+        self._unready_s = unready_s
+        if now_s - self._first_s < self._settings.heartbeat_timeout_ms / 1000:
+            names = {beat.worker for beat, _ in heard}
+            live = self._record.live()
+            for worker, pool in assigned.items():
+                if worker not in names and pool in live:
+                    spec = live[pool].spec
+                    found[worker] = Candidate(min(spec.gpus), spec.bundle or assignments.DEFAULT_BUNDLE)
+        return found

@@ -1,0 +1,151 @@
+"""What the record of reservations becomes by a change, and what a Pool object shows. Pure functions.
+
+Each change takes the record of all reservations and returns the next one, so that compare-and-set can repeat it.
+Times are seconds of the broker's clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from sie_contracts import topology
+from sie_contracts.api import operations as api
+from sie_contracts.errors import PoolConflict, PoolNotFound, PoolOperationForbidden, QueueUnavailable
+from sie_contracts.heartbeats import Heartbeat
+from sie_contracts.records import PoolSpec, Reservation, Reservations
+from sie_gateway.admission.grant import Grant
+
+MAX_RESERVATIONS = 64
+MAX_RESERVATIONS_OF_A_KEY = 16
+HELD_BACK = "it would take the last worker of a bundle that serves everybody, for which the scope admin is needed"
+TOO_FEW = "not as many workers are free as it asks for"
+HIDDEN = "reserved"  # stands for the name of a reservation that the reader has no right to see
+ON_THEIR_WAY = "its workers do not serve it yet"
+
+
+def shown(name: str) -> str:
+    """A pool's name as Pool objects print it."""
+    return "default" if name == topology.pool_name("default") else name
+
+
+def not_found(name: str) -> PoolNotFound:
+    return PoolNotFound(f"there is no pool {shown(name)[:70]!r}, or its lease is over", param="name")
+
+
+def exists(name: str, pool: api.Pool) -> PoolConflict:
+    """The error for the name of a pool that is no reservation. `pool`: its Pool object."""
+    return PoolConflict(
+        f"name: a pool {shown(name)!r} exists and is no reservation",
+        param="name",
+        extras={"pool": msgspec.to_builtins(pool)},
+    )
+
+
+def exists_elsewhere(name: str) -> PoolConflict:
+    """The error for a reservation of somebody else, of which nothing is shown."""
+    return PoolConflict(f"name: {name!r} is taken by a reservation of another key", param="name")
+
+
+# ---- changes of the record
+
+
+def created(record: Reservations, spec: PoolSpec, grant: Grant, now_s: float) -> Reservations:
+    """With a reservation of this spec: new, or the same one renewed, or with this spec in place of its own.
+
+    Raises PoolConflict for one of another key, QueueUnavailable while an earlier one of its name is being removed,
+    PoolOperationForbidden over a limit.
+    """
+    name = spec.name
+    present = record.pools.get(name)
+    if present is not None and not grant.owns(present.owner):
+        raise exists_elsewhere(name)
+    if name in record.ended or (present is not None and now_s >= present.expires_s):
+        raise QueueUnavailable(f"an earlier pool {name!r} is being removed")
+    if present is None and len(record.pools) >= MAX_RESERVATIONS:
+        raise PoolOperationForbidden(f"{MAX_RESERVATIONS} reservations exist, which is the limit")
+    own = sum(each.owner == grant.key for each in record.pools.values())
+    if present is None and grant.key and own >= MAX_RESERVATIONS_OF_A_KEY:
+        raise PoolOperationForbidden(f"this key has {own} reservations, the limit is {MAX_RESERVATIONS_OF_A_KEY}")
+    if present is None:
+        present = Reservation(spec, now_s, now_s, owner=grant.key)
+    # a right that was used for one spec is no right to change it
+    takes_last = "admin" in grant.scopes or (present.takes_last and present.spec == spec)
+    return _with(record, msgspec.structs.replace(present, spec=spec, renewed_s=now_s, takes_last=takes_last))
+
+
+def renewed(record: Reservations, name: str, grant: Grant, now_s: float) -> Reservations:
+    """With the lease of a reservation begun anew. Raises PoolNotFound, also for one of somebody else."""
+    present = live(record, name, grant, now_s)
+    return _with(record, msgspec.structs.replace(present, renewed_s=max(now_s, present.renewed_s)))
+
+
+def deleted(record: Reservations, name: str, grant: Grant, now_s: float) -> Reservations:
+    """With a reservation ended. Raises PoolNotFound, also for one of somebody else."""
+    live(record, name, grant, now_s)
+    return without(record, name, now_s)
+
+
+def expired(record: Reservations, name: str, over_s: float, now_s: float) -> Reservations:
+    """With a reservation ended if its lease was over at `over_s`; else as it is."""
+    present = record.pools.get(name)
+    return without(record, name, now_s) if present is not None and over_s >= present.expires_s else record
+
+
+def without(record: Reservations, name: str, ended_s: float | None) -> Reservations:
+    """Without a reservation. `ended_s`: what is left of it is to be removed; None: nothing is left of it."""
+    pools = {other: each for other, each in record.pools.items() if other != name}
+    return Reservations(pools, record.ended if ended_s is None else {**record.ended, name: ended_s})
+
+
+def removed(record: Reservations, name: str) -> Reservations:
+    """With nothing left of a reservation that has ended: its name is free."""
+    return Reservations(record.pools, {other: at_s for other, at_s in record.ended.items() if other != name})
+
+
+def live(record: Reservations, name: str, grant: Grant, now_s: float) -> Reservation:
+    """A reservation of this credential whose lease has not ended. Raises PoolNotFound."""
+    present = record.pools.get(name)
+    if present is None or now_s >= present.expires_s or not grant.owns(present.owner):
+        raise not_found(name)
+    return present
+
+
+def _with(record: Reservations, each: Reservation) -> Reservations:
+    return msgspec.structs.replace(record, pools={**record.pools, each.spec.name: each})
+
+
+# ---- Pool objects
+
+
+def own_pool(name: str, workers: Sequence[Heartbeat]) -> api.Pool:
+    """The Pool object of a pool that is no reservation."""
+    status = api.PoolStatus(state="active", assigned_workers=list(map(_worker, workers)))
+    return api.Pool(name=shown(name), spec=api.PoolSpec(name=shown(name), gpus={}), status=status)
+
+
+def reserved_pool(each: Reservation, workers: Sequence[Heartbeat], pending_reason: str) -> api.Pool:
+    """The Pool object of a reservation. `pending_reason`: why it is not active; empty where it is."""
+    spec = api.PoolSpec(
+        name=each.spec.name,
+        bundle=each.spec.bundle or None,
+        gpus=each.spec.gpus,
+        ttl_seconds=each.spec.ttl_seconds,
+        minimum_worker_count=each.spec.minimum_worker_count,
+        gpu_caps=each.spec.gpu_caps,
+        pinned_models=list(each.spec.pinned_models),
+    )
+    status = api.PoolStatus(
+        state="pending" if pending_reason else "active",
+        assigned_workers=list(map(_worker, workers)),
+        created_at=each.created_s,
+        last_renewed=each.renewed_s,
+        expires_at=each.expires_s,
+        reason=pending_reason or msgspec.UNSET,
+    )
+    return api.Pool(name=each.spec.name, spec=spec, status=status)
+
+
+def _worker(beat: Heartbeat) -> api.PoolWorker:
+    return api.PoolWorker(name=beat.worker, gpu=beat.machine_profile)

@@ -1,0 +1,182 @@
+"""`POST /v1/models/{model}/load` and `/unload`: an operator has a model loaded before its first request, or unloaded.
+
+    load ──► a wish: each EVERY_S the lane counts as wanted (a worker may have to be started), the model as placed
+             └──► its first host, as soon as the table names one ──► messages.Residency, again until heartbeats show it
+    unload ──► messages.Residency, once, to each worker that has the model
+
+A wish is in the memory of one gateway. It ends when a worker of the lane has the model, loads it or failed to, or after
+LIFE_S. The worker decides: what is in flight there is finished before a model goes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from asyncio import Event
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from sie_broker import BrokerError, Bus
+from sie_contracts import messages, topology
+from sie_contracts.api.residency import ResidencyState
+from sie_contracts.catalogue import Resolved
+from sie_contracts.errors import QueueUnavailable
+from sie_contracts.heartbeats import Heartbeat, ModelStatus
+from sie_contracts.topology import Lane
+from sie_gateway.fleet.demand import ColdStarts
+from sie_gateway.fleet.lanes import Fleet
+from sie_gateway.fleet.placement import Placer
+from sie_runtime.process import Stop, Trouble
+
+if TYPE_CHECKING:
+    pass
+
+EVERY_S = 0.5
+AGAIN_S = 2.0  # after a message that changed nothing: it was lost, or the worker's catalogue is older
+LIFE_S = 600.0  # a worker that has to be started, and its machine, take minutes
+SLOWEST_FIRST: tuple[ResidencyState, ...] = ("provisioning", "loading", "loaded")
+_HERE = ("loading", "loaded", "unloading")
+_logger = logging.getLogger("sie.gateway.residency")
+
+
+@dataclass
+class _Wish:
+    """A load that somebody asked for. `sent_s`: when a worker last got it."""
+
+    model: str  # the id of the entry
+    until_s: float
+    sent_s: float | None = None
+
+
+class Placed(NamedTuple):
+    """A model in a lane, its state there, and what the workers that are concerned report of it."""
+
+    name: str
+    lane: Lane
+    state: ResidencyState
+    reports: Sequence[tuple[Heartbeat, ModelStatus]]
+
+
+class Where(NamedTuple):
+    """The workers that a request means. Empty: any pool, any machine profile."""
+
+    pool: str = ""
+    machine_profile: str = ""
+
+    def means(self, pool: str, machine_profile: str) -> bool:
+        return self.pool in ("", pool) and self.machine_profile in ("", machine_profile)
+
+
+class Residencies:
+    """The loads that operators asked for, and the messages to workers. One task runs `run`."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        fleet: Fleet,
+        placer: Placer,
+        cold: ColdStarts,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._bus = bus
+        self._fleet = fleet
+        self._placer = placer
+        self._cold = cold
+        self._clock = clock
+        self._wishes: dict[tuple[Lane, str], _Wish] = {}  # by lane and residency: those of the catalogue
+        self._wake = Event()
+
+    async def load(self, lane: Lane, resolved: Resolved) -> Placed:
+        """Have a worker of the lane load this model, one that may have to be started first. Raises QueueUnavailable."""
+        reports = self._of_lane(lane, resolved)
+        if having := [beat for beat, status in reports if status.state == "loaded"]:
+            for beat in having:  # it may be about to unload it
+                await self._tell(beat, "load", resolved.residency)
+            return Placed(resolved.canonical, lane, "loaded", reports)
+        self._wishes[lane, resolved.residency] = _Wish(resolved.entry.id, self._clock() + LIFE_S)
+        self._wake.set()
+        return Placed(resolved.canonical, lane, "loading" if self._fleet.of_lane(lane) else "provisioning", reports)
+
+    def _of_lane(self, lane: Lane, resolved: Resolved) -> list[tuple[Heartbeat, ModelStatus]]:
+        """The workers of a lane that have a model or are its hosts, and what they report of it."""
+        table = self._placer.table(lane)
+        hosts = table.hosts.get(resolved.entry.id, ()) if table is not None else ()
+        found = []
+        for beat in self._fleet.of_lane(lane):
+            status = _status(beat, resolved.residency)
+            if beat.worker in hosts or (status is not None and status.state in _HERE):
+                found.append((beat, status or ModelStatus(resolved.residency, "available")))
+        return found
+
+    async def unload(self, resolved: Resolved, where: Where) -> list[Placed]:
+        """Have these workers unload this model when they have no work of it. Raises QueueUnavailable."""
+        for lane, residency in list(self._wishes):
+            if residency == resolved.residency and where.means(lane.pool, lane.machine_profile):
+                del self._wishes[lane, residency]
+        placed: dict[Lane, list[tuple[Heartbeat, ModelStatus]]] = {}
+        for beat, status in self._fleet.model(resolved.residency)[1]:
+            if status.state in _HERE and where.means(beat.pool, beat.machine_profile):
+                lane = Lane(beat.pool, beat.machine_profile, beat.bundle)
+                placed.setdefault(lane, []).append((beat, status))
+                await self._tell(beat, "unload", resolved.residency)
+        return [Placed(resolved.canonical, lane, "unloading", reports) for lane, reports in sorted(placed.items())]
+
+    async def _tell(self, beat: Heartbeat, action: messages.ResidencyAction, residency: str) -> None:
+        """As `_send`. Raises QueueUnavailable."""
+        try:
+            await self._send(beat, action, residency)
+        except BrokerError as error:
+            raise QueueUnavailable("the broker did not take the message to the worker") from error
+
+    async def _send(self, beat: Heartbeat, action: messages.ResidencyAction, residency: str) -> None:
+        if beat.takes_residency:  # an older worker would not hear it
+            data = messages.encode(messages.Residency(action, residency))
+            await self._bus.send(topology.residency_subject(beat.worker), data)
+
+    def forget(self, pool: str) -> None:
+        """The pool is there no more."""
+        for key in [key for key in self._wishes if key[0].pool == pool]:
+            del self._wishes[key]
+
+    async def run(self, stop: Stop) -> None:
+        """Have the wishes fulfilled until `stop`."""
+        trouble = Trouble(_logger, "loads that operators asked for are not passed on")
+        while not await stop.wait_woken(self._wake, EVERY_S if self._wishes else None):
+            try:
+                for (lane, residency), wish in list(self._wishes.items()):
+                    if await self._is_over(lane, residency, wish):
+                        self._wishes.pop((lane, residency), None)
+                trouble.passed()
+            except BrokerError as error:
+                trouble.met(error)
+
+    async def _is_over(self, lane: Lane, residency: str, wish: _Wish) -> bool:
+        """Whether nothing more is to be done for a wish. Raises BrokerError."""
+        now_s, workers = self._clock(), self._fleet.of_lane(lane)
+        states = {status.state for beat in workers if (status := _status(beat, residency)) is not None}
+        since_s = None if wish.sent_s is None else now_s - wish.sent_s
+        if "loaded" in states or (since_s is not None and "loading" in states):
+            return True
+        if since_s is not None and since_s >= AGAIN_S and "failed" in states:
+            return True
+        if now_s >= wish.until_s:
+            _logger.warning("%s was not loaded in lane %s within %g s", residency, lane, LIFE_S)
+            return True
+        self._cold.asked(lane)
+        self._placer.want(lane, wish.model)
+        if since_s is None or since_s >= AGAIN_S:
+            table = self._placer.table(lane)
+            hosts = table.hosts.get(wish.model, ()) if table is not None else ()
+            able = {beat.worker: beat for beat in workers if beat.takes_residency}
+            if (host := next((able[name] for name in hosts if name in able), None)) is not None:
+                await self._send(host, "load", residency)
+                wish.sent_s = now_s
+        return False
+
+
+def _status(beat: Heartbeat, residency: str) -> ModelStatus | None:
+    return next((status for status in beat.models if status.model == residency), None)
+
+
+# handlers

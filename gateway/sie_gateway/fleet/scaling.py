@@ -1,0 +1,146 @@
+"""How many workers a lane wants: one pure function of facts that every gateway reads alike, and the answer that an
+autoscaler polls.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from sie_broker import BrokerError
+from sie_contracts import topology
+from sie_contracts.api.operations import LaneFigures
+from sie_contracts.errors import NotFound, QueueUnavailable
+from sie_contracts.messages import PRIORITIES
+from sie_contracts.settings import Settings
+from sie_contracts.topology import Lane
+from sie_gateway.admission.grant import Grant
+from sie_gateway.admission.peers import Peers, mean_cost
+from sie_gateway.fleet.demand import DemandRecords
+from sie_gateway.fleet.lag import Lag
+from sie_gateway.fleet.lanes import Fleet, worker_rate
+from sie_gateway.fleet.pools import Pools
+from sie_gateway.streams.backlog import Backlog
+from sie_runtime.feed import CatalogueFeed
+
+USED = 0.7  # of a worker's rate is planned with: the rest absorbs bursts
+DRAIN_S = 30.0  # a backlog is to be gone after this
+
+
+def wanted_replicas(
+    *, backlog_cost: float, arriving: float, rate: float, ready_workers: int, reserved: int = 0, demand: bool = False
+) -> int:
+    """Workers that a lane wants.
+
+    `reserved`: workers that reservations have or ask for, which do nothing else. `backlog_cost`: tokens that wait or
+    run, in the queue and in gateways. `arriving`: tokens a second that come in, `rate`: tokens a second that one worker
+    runs while it is busy, 0 while nobody knows. Enough for what comes in and to end the backlog within DRAIN_S; one
+    where anything waits or somebody asked lately; and what is reserved, on top. Without a known rate work keeps the
+    workers that are ready. A hundredth of a worker is nothing, so that traffic which fades out ends.
+    """
+    busy = backlog_cost > 0
+    least = 1 if busy or demand else 0
+    if rate > 0:
+        return reserved + max(least, math.ceil((arriving + backlog_cost / DRAIN_S) / (USED * rate) - 0.01))
+    return reserved + max(least, ready_workers if busy else 0)
+
+
+class Scaling:
+    """`GET /v1/scaling/{lane}`."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        feed: CatalogueFeed,
+        fleet: Fleet,
+        backlog: Backlog,
+        lag: Lag,
+        peers: Peers,
+        demand: DemandRecords,
+        pools: Pools,
+    ) -> None:
+        self._settings = settings
+        self._feed = feed
+        self._fleet = fleet
+        self._backlog = backlog
+        self._lag = lag
+        self._peers = peers
+        self._demand = demand
+        self._pools = pools
+        self.further: list[
+            Callable[[Lane], int]
+        ] = []  # workers that others want of a lane, such as jobs with deadlines
+
+    def find(self, name: str, grant: Grant | None = None) -> Lane:
+        """The lane of this name, `pool.machine profile.bundle`, among those that work can be routed to and that a
+        credential may see. Raises NotFound.
+        """
+        beats = [beat for beat, _ in self._fleet.workers()]
+        profiles = {
+            self._settings.profile,
+            *(gpu.strip().lower() for gpu in self._settings.gateway_configured_gpus or ()),
+        }
+        profiles |= {beat.machine_profile for beat in beats}
+        profiles |= {profile for each in self._pools.record.live().values() for profile in each.spec.gpus}
+        bundles = {*self._feed.catalogue.bundles} | {beat.bundle for beat in beats}
+        visible = self._pools.visible(grant) if grant is not None else bool
+        for pool in filter(visible, self._pools.record):
+            for profile in profiles:
+                rest = name.removeprefix(f"{pool}.{profile}.")
+                if rest != name and rest in bundles:
+                    return Lane(pool, profile, rest)
+        raise NotFound(f"no lane named {name[:200]!r}: expected pool.machine_profile.bundle")
+
+    async def answer(self, name: str, grant: Grant | None = None) -> LaneFigures:
+        """The figures of a lane. Raises NotFound, QueueUnavailable."""
+        lane = self.find(name, grant)
+        try:
+            await self._backlog.fresh(lane.pool, 0.0)
+            counts = {priority: self._backlog.messages(lane, priority) or 0 for priority in PRIORITIES}
+            items = sum(counts.values())
+            oldest_s = await self._lag.oldest_s(lane) if items else 0.0
+            demand = await self._demand.is_wanted(lane)
+        except BrokerError as error:
+            raise QueueUnavailable("the broker could not be asked for the backlog") from error
+        asked, pending = self._pools.reserved(), self._pools.pending()
+        # workers of reservations are those of the default pool, and it is its lane that a deployment of them is scaled
+        # by
+        is_default = lane.pool == topology.pool_name("default")
+        mine = {
+            each
+            for each in asked
+            if each[1:] == (lane.machine_profile, lane.bundle) and (is_default or each[0] == lane.pool)
+        }
+        reserved = sum(asked[each] for each in mine)
+        traffic = {priority: self._peers.traffic(lane, priority) for priority in PRIORITIES}
+        # where no gateway has sent lately, what is there was sent before: in messages of the usual size
+        cost = sum(
+            count * (mean_cost(traffic[priority]) or self._settings.chunk_cost) for priority, count in counts.items()
+        )
+        flows = [flow for each in traffic.values() for flow in each]
+        workers = self._fleet.of_lane(lane)
+        is_reservation = self._pools.record.is_reservation(lane.pool)
+        wanted = (
+            reserved
+            if is_reservation
+            else wanted_replicas(
+                backlog_cost=cost + sum(flow.waiting for flow in flows),
+                arriving=sum(flow.rate for flow in flows),
+                rate=worker_rate(workers),
+                ready_workers=len(workers),
+                reserved=reserved,
+                demand=demand,
+            )
+        )
+        if not is_reservation:
+            wanted = max([wanted, *(reserved + want(lane) for want in self.further)])
+        return LaneFigures(
+            lane=str(lane),
+            backlog_items=items,
+            backlog_cost=round(cost),
+            oldest_age_s=round(oldest_s, 3),
+            ready_workers=len(workers),
+            wanted_replicas=wanted,
+            reserved=reserved,
+            demand=int(demand or not mine.isdisjoint(pending)),
+        )

@@ -1,0 +1,353 @@
+"""The HTTP surface. `Edge` is what every call passes: ids, auth, drain, errors, metrics. It dispatches by
+`routes.TABLE`; FastAPI serves the OpenAPI document and its page.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import re
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from fastapi_offline import FastAPIOffline
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+
+import sie_contracts
+from sie_contracts import sdk_versions
+from sie_contracts.configs import config_shape
+from sie_contracts.errors import (
+    GatewayTimeout,
+    InternalFailure,
+    InvalidInput,
+    MethodNotAllowed,
+    NotFound,
+    ShuttingDown,
+    SIEError,
+)
+from sie_gateway.http.auth import Gate
+from sie_gateway.http.route_kinds import GatewayRoute
+from sie_gateway.http.routes import PROBES, TABLE, openapi_document
+from sie_gateway.inference import telemetry
+from sie_gateway.inference.call import Answer, Call, native_shape
+from sie_gateway.inference.handler import InferenceRoute
+from sie_gateway.inference.intake import Intake, body_memory, bounded, check_length
+from sie_gateway.inference.reattach import ClientGone
+from sie_gateway.inference.results import FailedRequest
+from sie_gateway.operations import handlers
+from sie_gateway.state import Gateway, Readiness
+from sie_runtime import config_routes
+from sie_runtime.asgi import FIRST_BYTE, documented
+from sie_runtime.http import App, Receive, Scope, Send, common_headers, headers_of, probes, reply, uuid7
+
+if TYPE_CHECKING:
+    from sie_runtime.spans import Tracer
+
+_logger = logging.getLogger("sie.gateway")
+CLIENT_GONE = 499  # in metrics and logs only, as proxies have it: nobody was there to read a status
+CORS_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
+CORS_AGE_S = 600  # a browser keeps the answer to a preflight
+MAX_VERSIONS = 1024
+_MINOR = re.compile(r"[0-9]{1,6}\.[0-9]{1,6}(?![0-9])")
+_STARTS = frozenset({"http.response.start", "websocket.http.response.start", "websocket.accept"})
+
+
+def create_app(gateway: Gateway, gate: Gate, readiness: Readiness, tracer: Tracer | None = None) -> App:
+    """The application of the main port."""
+    app = FastAPIOffline(  # the page of documents must work where nothing else can be reached
+        title="SIE",
+        version=sie_contracts.__version__,
+        description="encode, score, extract: the small models behind search and RAG",
+        docs_url="/docs",
+        redoc_url=None,
+        static_url="/docs/static",
+        redirect_slashes=False,
+    )
+    about = app.openapi()
+    app.openapi = lambda: openapi_document(about)  # type: ignore[method-assign]  # FastAPI's way to set its schema
+    app.add_exception_handler(HTTPException, _on_error)
+    app.add_exception_handler(Exception, _on_error)
+    return _with_cors(Edge(app, gateway, gate, readiness, tracer), gateway.settings.cors_origins or ())
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    return error_response(error, request.scope["sie.call"])
+
+
+def _with_cors(app: App, origins: Sequence[str]) -> App:
+    """Tells browsers that pages of these origins may read the answers of `app` (https://fetch.spec.whatwg.org).
+
+    Without credentials: a page sends its key in a header, and no cookie counts.
+    """
+    if not origins:
+        return app
+    # every header that a page asks for is allowed, and every one of an answer can be read
+    return cast(
+        App,
+        CORSMiddleware(
+            cast(Any, app),
+            allow_origins=origins,
+            allow_methods=CORS_METHODS,
+            allow_headers=["*"],
+            expose_headers=["*"],
+            max_age=CORS_AGE_S,
+        ),
+    )
+
+
+def _options(method: str, path: str, error: Exception) -> Response | None:
+    """The answer to OPTIONS: what a path takes. No row has this method, so who may know gets `error` 405 from the
+    gate.
+    """
+    if method != "OPTIONS" or not isinstance(error, HTTPException) or error.status_code != 405:
+        return None
+    methods = TABLE.match(path).methods
+    served = [name for name, route in methods.items() if route.served]
+    head = ["HEAD"] if "GET" in methods and methods["GET"].head else []
+    return Response(status_code=204, headers={"Allow": ", ".join([*served, *head, "OPTIONS"])})
+
+
+def error_response(error: Exception, call: Call) -> Response:
+    """The envelope of any exception. What is not of the tree is a fault of ours: logged with its traceback, told as
+    INTERNAL_ERROR.
+    """
+    errors: list[dict[str, Any]] | None = None
+    headers: dict[str, str] = {}
+    if isinstance(error, FailedRequest):
+        errors = error.errors
+        error = error.error
+    elif isinstance(error, HTTPException):
+        headers = dict(error.headers or {})
+        if error.status_code == 404:
+            error = NotFound("no such path")
+        elif error.status_code == 405:
+            taken = f"this path takes {headers.get('Allow') or 'nothing'} here"
+            elsewhere = (
+                "; the config service, config_url in /health, takes the rest"
+                if call.path.startswith(config_routes.PREFIX)
+                else ""
+            )
+            error = MethodNotAllowed(taken + elsewhere)
+        else:
+            error = InvalidInput(str(error.detail), reason="malformed")
+    if not isinstance(error, SIEError):
+        _logger.error("request %s failed", call.id, exc_info=error, extra={"request_id": call.id})
+        error = InternalFailure("the server failed; its log has the details under this request id")
+    call.code, call.message = error.code, error.message
+    error = call.dialect.spoken(error) if call.shape is native_shape else error
+    headers |= {"X-SIE-Error-Code": error.code, "x-should-retry": "true" if error.retryable else "false"}
+    if error.retryable:
+        headers["Retry-After"] = str(max(1, error.retry_after_s))
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    status, body = call.shape(error, call.id, errors)
+    return JSONResponse(error.extras if status == 202 else body, status, headers)
+
+
+class ClientVersions:
+    """Tells each minor version of a client library once, so that it is known who would be hurt by a change."""
+
+    def __init__(self) -> None:
+        self._met: set[str] = set()
+
+    def met(self, version: str) -> None:
+        """What a client says of itself: of it only `1.2` of `1.2.3` is looked at and told, so nothing else of it
+        reaches the log.
+        """
+        found = _MINOR.match(version)
+        if found is not None and found[0] not in self._met and len(self._met) < MAX_VERSIONS:
+            self._met.add(found[0])
+            _logger.info("a client of version %s is in use", found[0])
+
+
+class Edge:
+    """Pure ASGI. Gives every call its id, lets it in or not, and counts it.
+
+    Routes are answered here: FastAPI's layers around a route took half of the gateway's time for a request. FastAPI
+    answers what has no handler: the OpenAPI document and its page.
+    """
+
+    def __init__(self, app: FastAPI, gateway: Gateway, gate: Gate, readiness: Readiness, tracer: Tracer | None) -> None:
+        self._app = app
+        self._gateway = gateway
+        self._gate = gate
+        self._readiness = readiness
+        self._tracer = tracer
+        self._intake = Intake(body_memory(gateway.settings))
+        self._probes = probes(readiness.not_ready, None, functools.partial(_healthy_workers, gateway))
+        self._root = gateway.settings.root_path or ""
+        self._versions = ClientVersions()
+        self._log = telemetry.RequestLog()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_socket = scope["type"] == "websocket"
+        if scope["type"] != "http" and not is_socket:
+            return
+        received_s: float = scope.get(FIRST_BYTE) or time.perf_counter()  # an upgrade has no first byte
+        headers = headers_of(scope)
+        path = scope["path"]
+        if self._root and (path + "/").startswith(self._root + "/"):
+            path = path[len(self._root) :] or "/"
+        if len(path) > 1 and path.endswith("/") and not path.endswith("//"):  # one final slash says nothing, two do
+            path = path[:-1]
+        if path in PROBES and not is_socket:
+            await self._probes({**scope, "path": path}, receive, send)
+            return
+        # as ASGI has it: the path begins with the root path
+        scope = {
+            **scope,
+            "path": self._root + path,
+            "root_path": self._root,
+        }
+        call = Call(
+            uuid7(),
+            received_s,
+            headers,
+            path=path,
+            receive=receive,
+            client=(scope.get("client") or ("",))[0],
+            dialect=sdk_versions.dialect_of(headers),
+        )
+        scope["sie.call"] = call
+        telemetry.begin_trace(None if is_socket else self._tracer, call, scope.get("method", "GET"))
+        self._versions.met(headers.get(sdk_versions.HEADER) or headers.get(sdk_versions.OWN_HEADER, ""))
+        status, is_whole = 0, False
+
+        async def tagged(message: Any) -> None:
+            nonlocal status, is_whole
+            if message["type"] in _STARTS:
+                status, is_whole = message.get("status", 101), is_socket
+                own = common_headers(headers, call.id, call.span.trace_id if call.span is not None else None)
+                message["headers"] = [*message.get("headers", ()), *own]
+            elif message["type"] == "http.response.body":
+                is_whole = not message.get("more_body")
+            await send(message)
+
+        method = scope.get("method", "GET")
+        route: GatewayRoute | None = None
+        try:
+            match = TABLE.match(path)
+            # of a method that the path does not have, the label and the errors of one that it has
+            route = match.route(method) or match.route("GET") or next(iter(match.methods.values()), None)
+            if route is not None and not is_socket:
+                call.shape = route.shape
+                if isinstance(route, InferenceRoute):
+                    call.labels["endpoint"] = route.endpoint
+            elif path.startswith(config_routes.PREFIX):
+                call.shape = config_shape
+            self._admit(call, method, path)
+            if is_socket:
+                watched = self._gate.watched(path, headers.get("authorization", ""), tagged)
+                await self._gateway.status.show(
+                    path, scope["query_string"].decode("latin-1"), call.grant, scope, receive, watched
+                )
+            else:
+                assert route is not None, "a path without a route is not let in"
+                await self._dispatch(call, route, {**scope, "path_params": match.parameters}, receive, tagged)
+        except (ClientGone, ClientDisconnect):  # in the middle of its body, and nobody reads an answer
+            status = CLIENT_GONE
+        except Exception as error:  # the root of a request; what FastAPI has answered already it raises again
+            if not status:
+                await (_options(method, path, error) or error_response(error, call))(scope, receive, tagged)
+            elif is_socket:
+                raise
+            elif (
+                not is_whole
+            ):  # the server closes the connection of a reply that breaks off, so its client sees that it did
+                status = InternalFailure.status
+                _logger.error("request %s: its reply broke off", call.id, exc_info=error, extra={"request_id": call.id})
+        except asyncio.CancelledError:  # this process ends, and its server answers or closes the connection
+            status = status if is_whole else InternalFailure.status
+            raise
+        finally:
+            if status not in (
+                CLIENT_GONE,
+                GatewayTimeout.status,
+            ):  # whose work may have run; of what did run nothing is left to refund
+                call.charge.refund()
+            self._count(route, call, status, None if is_socket else time.perf_counter() - received_s)
+
+    async def _dispatch(self, call: Call, route: GatewayRoute, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] != route.method and not route.head:
+            raise HTTPException(405, headers={"Allow": route.method})
+        if isinstance(route, InferenceRoute):
+            call.model = scope["path_params"].get("model")
+            await self._infer(call, route, receive, send)
+            return
+        check_length(call.headers, route.body_bytes)
+        receive = bounded(receive, limit=route.body_bytes, within_s=route.body_s)
+        if route.handler is None:
+            # the page of documents has no route for HEAD; the server leaves the body of its answer out
+            await self._app({**scope, "method": route.method}, receive, documented(send))
+            return
+        response = await route.handler(self._gateway, Request(scope, receive))
+        await response(scope, receive, send)
+
+    async def _infer(self, call: Call, route: InferenceRoute, receive: Receive, send: Send) -> None:
+        if call.headers.get("content-encoding", "identity").lower() != "identity":
+            raise InvalidInput(
+                "Content-Encoding: only identity is accepted", reason="malformed", param="Content-Encoding"
+            )
+        most = self._gateway.settings.max_body_bytes
+        body = call.reader = self._intake.reader(call.headers, receive, min(most, call.grant.limits.body_bytes or most))
+
+        async def send_answer(answer: Answer) -> None:
+            await reply(send, answer.status, answer.body, answer.content_type, answer.headers)
+
+        try:
+            await self._gateway.inference.answer(call, route, body.read, send_answer)
+        finally:
+            body.close()
+
+    def _admit(self, call: Call, method: str, path: str) -> None:
+        call.grant = self._gate.check(method, path, call.headers.get("authorization", ""))
+        self._gateway.status.log.admitted(call.id, call.key)
+        call.charge = self._gateway.quotas.charge(call.key, call.grant.limits)
+        if self._readiness.draining and method == "POST":
+            raise ShuttingDown("this gateway is shutting down; another one takes the request")
+
+    def _count(self, route: GatewayRoute | None, call: Call, status: int, seconds: float | None) -> None:
+        endpoint = "ws" if seconds is None else route.endpoint if route is not None else "other"
+        self._gateway.metrics.answered(endpoint, status, call.labels.get("machine_profile", ""), seconds)
+        telemetry.end_trace(call, endpoint, status)
+        if "endpoint" in call.labels and seconds is not None:
+            if status != CLIENT_GONE:
+                self._gateway.peers.answered()
+            self._log.ended(call, endpoint, status, seconds)
+            self._gateway.status.history.ended(call, endpoint, status, seconds)
+
+
+def _healthy_workers(gateway: Gateway) -> int:
+    return sum(seen.info.healthy for seen in gateway.status.workers())
+
+
+def metrics_app(gateway: Gateway, readiness: Readiness) -> App:
+    """The application of the metrics port: metrics, probes and what an autoscaler polls, never behind a token, nothing
+    else.
+    """
+    healthy = functools.partial(_healthy_workers, gateway)
+    inner = probes(readiness.not_ready, gateway.metrics.registry, healthy)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        match = TABLE.match(scope["path"]) if scope["type"] == "http" and scope["method"] == "GET" else None
+        route = match.route("GET") if match is not None else None
+        if match is not None and route is not None and route.handler is handlers.scaling:
+            await _scaling(gateway, {**scope, "path_params": match.parameters}, receive, send)
+            return
+        await inner(scope, receive, send)
+
+    return app
+
+
+async def _scaling(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
+    try:
+        answer = await handlers.scaling(gateway, Request(scope, receive))
+    except Exception as error:  # noqa: BLE001  the root of a request
+        answer = error_response(error, Call(uuid7(), time.perf_counter(), {}))
+    await answer(scope, receive, send)

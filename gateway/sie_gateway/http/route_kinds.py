@@ -1,0 +1,94 @@
+"""What a row of the routes of a gateway is, and the parameters that several rows share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from sie_contracts.api.shapes import MINI
+from sie_gateway.inference.call import ErrorShape, native_shape
+from sie_gateway.inference.intake import CONTROL_BYTES, CONTROL_S
+from sie_runtime import config_routes
+from sie_runtime.routes import Content, Parameter, Route
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayRoute(Route):
+    """A route of a gateway. `handler` takes the Gateway and a Request; without one the application of the documents
+    answers. `shape` is how its errors look, `shapes` are others that its body may choose.
+    """
+
+    head: bool = False  # HEAD is answered as well
+    body_bytes: int = CONTROL_BYTES  # of a body that the handler reads, at most
+    body_s: float = CONTROL_S  # in which such a body must be complete
+    shape: ErrorShape = native_shape
+    shapes: tuple[ErrorShape, ...] = ()
+
+
+_ShortText = Annotated[str, Meta(max_length=128)]
+_TimeoutMs = Annotated[int, Meta(ge=1, le=600_000)]
+HEADERS = (
+    Parameter("X-SIE-Timeout-Ms", "header", _TimeoutMs, "The budget of the request; work past it is dropped."),
+    Parameter("X-SIE-Priority", "header", Literal["interactive", "bulk"], "bulk: interactive work may overtake it."),
+    Parameter("X-SIE-Pool", "header", str, "The pool that serves it."),
+    Parameter("X-SIE-MACHINE-PROFILE", "header", str, "The machine profile that serves it, or pool/profile."),
+    Parameter(
+        "X-SIE-Route-Key",
+        "header",
+        _ShortText,
+        "For an alias with several models: requests with the same key get the same model.",
+    ),
+    Parameter("X-SIE-Explain", "header", Literal["1"], "The reply has `explain`: where its time was spent."),
+    Parameter(
+        "X-SIE-Strict", "header", Literal["true"], "An option that the model does not know is an error, not a warning."
+    ),
+    Parameter(
+        "X-SIE-On-Item-Error",
+        "header",
+        Literal["slot", "fail"],
+        "A failed input fills its slot with the error, or fails the request. Public SDKs of SIE get fail by default.",
+    ),
+    Parameter("X-SIE-Remote", "header", Literal["forbid"], "This server answers by itself; another value is refused."),
+    Parameter("X-Request-ID", "header", _ShortText, "Returned with the reply."),
+)
+PLACEHOLDERS = {
+    **config_routes.PLACEHOLDERS,
+    "model": Parameter(
+        "model", "path", str, "[bundle:/]id[@revision][:profile]; slashes as they are or as %2F", example=MINI
+    ),
+    "name": Parameter("name", "path", example="search"),
+    "lane": Parameter("lane", "path", str, "pool.machine_profile.bundle", "_default.l4.default"),
+    "file": Parameter("file", "path", example="swagger-ui.css"),
+    "request": Parameter("request", "path", str, "Its X-SIE-Request-ID.", "0192f0c1-7d3e-7000-8000-000000000000"),
+}
+
+
+def control(
+    method: str,
+    path: str,
+    endpoint: str,
+    handler: Any,
+    names: tuple[str, str],
+    reply: Any,
+    *,
+    scope: str = "read",
+    status: int = 200,
+    body: Any = None,
+    **more: Any,
+) -> GatewayRoute:
+    """`names`: the tag and the summary. What GET answers, HEAD answers as well (RFC 9110, 9.1)."""
+    return GatewayRoute(
+        method=method,
+        path=path,
+        scope=scope,
+        summary=names[1],
+        tag=names[0],
+        endpoint=endpoint,
+        handler=handler,
+        body=body if body is None or isinstance(body, Content) else Content(body),
+        replies={status: reply if isinstance(reply, Content) else Content(reply)},
+        head=method == "GET" and status == 200,
+        **more,
+    )

@@ -1,0 +1,327 @@
+"""What a client sent becomes plain values: transport decoding with its limits, and the items of a request.
+
+    bytes ──decode──► map ──items──► tuple[Item]
+
+Every refusal names the path of the offending field, with the expected and the got type, and never repeats input.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sie_contracts import arrays, plain
+from sie_contracts.documents import Document
+from sie_contracts.errors import ErrorInfo, InvalidInput, PayloadTooLarge
+from sie_contracts.messages import MENTION_BYTES, Mention
+from sie_contracts.names import did_you_mean
+from sie_contracts.option_values import describe
+from sie_contracts.options import FIELDS
+from sie_gateway.inference.images import File, Images, Link, Parsable, read_document, read_sound
+from sie_gateway.inference.images import read as read_images
+
+MAX_BODY_BYTES = 256 << 20
+MAX_KEYS, MAX_KEY = 20, 64  # unknown ones that are looked at, and characters that are shown of one
+ID_BYTES = 4  # of a token id, about as many as of the text of one
+
+
+@dataclass(frozen=True)
+class Item:
+    """One input of a request as the client gave it: a text, or ids of the model's own tokens, or a multivector, float32
+    [tokens, width], or files of images, or that of a sound or of a document.
+
+    `pair` is the second text of a pair. Without any of them the item holds nothing that a model can use; `instead` says
+    then what field it has in their place. `unfit`: why no model can run it. `unknown`: its fields that mean nothing.
+    `mentions`: entities of its metadata, where the model reads them. `links`: its images that are not fetched yet.
+    """
+
+    text: str | None
+    id: str | None = None
+    metadata: Any = None
+    modalities: tuple[str, ...] = ()
+    tokens: tuple[int, ...] | None = None
+    pair: str | None = None
+    vectors: arrays.Array | None = None
+    images: tuple[bytes, ...] = ()
+    unfit: ErrorInfo | None = None
+    instead: str = ""
+    unknown: tuple[str, ...] = ()
+    mentions: tuple[Mention, ...] = ()
+    links: tuple[Link, ...] = ()
+    audio: bytes = b""
+    document: Document | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return self.text is None and self.tokens is None and self.vectors is None and not self.files
+
+    @property
+    def files(self) -> tuple[bytes, ...]:
+        """Its images, its sound and its document."""
+        if not self.audio and self.document is None:
+            return self.images
+        others = (self.audio, self.document.data if self.document else b"")
+        return (*self.images, *filter(None, others))
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of its files, which are part of its size."""
+        return sum(map(len, self.files)) if self.files else 0
+
+    @property
+    def size(self) -> int:
+        """Bytes in a queue message, roughly."""
+        text, pair = self.text or "", self.pair or ""
+        size = (len(text) if text.isascii() else len(text.encode())) + (
+            len(pair) if pair.isascii() else len(pair.encode())
+        )
+        if self.tokens is not None:
+            size += ID_BYTES * len(self.tokens)
+        size += self.file_bytes
+        size += sum(MENTION_BYTES + len(mention.label.encode()) for mention in self.mentions)
+        return size if self.vectors is None else size + self.vectors.nbytes
+
+
+def count(body: bytes, *, msgpack: bool) -> int:
+    """How many values a request body has. Raises InvalidInput with reason too_many_values, or malformed."""
+    try:
+        return plain.count(body, msgpack=msgpack)
+    except plain.Malformed as error:
+        raise InvalidInput(f"body: {error}", reason=error.reason, param="body") from None
+
+
+def decode(body: bytes, *, msgpack: bool) -> Mapping[str, Any]:
+    """The top-level map of a request body whose values were counted, which holds plain values alone. Raises
+    InvalidInput with reason malformed or schema.
+    """
+    try:
+        value = (plain.from_msgpack if msgpack else plain.from_json)(body, is_counted=True)
+    except plain.Malformed as error:
+        raise InvalidInput(f"body: {error}", reason=error.reason, param="body") from None
+    if not isinstance(value, dict):
+        raise InvalidInput(f"body: expected a map, got {describe(value)}", reason="schema", param="body")
+    return value
+
+
+def items(body: Mapping[str, Any], *, limit: int) -> tuple[Item, ...]:
+    """The inputs, by `items` or its aliases `inputs` and `input`. Raises InvalidInput: empty_items, too_many_items,
+    schema.
+    """
+    name = next((key for key in ("items", "inputs", "input") if body.get(key) is not None), "items")
+    raw = body.get(name)
+    if isinstance(raw, str | dict):
+        raw = [raw]
+    if raw is None or raw == []:
+        instead = in_its_place(body, "items", FIELDS) if raw is None else ""
+        raise InvalidInput(f"{name}: expected at least one item{instead}", reason="empty_items", param=name)
+    if not isinstance(raw, list):
+        raise InvalidInput(f"{name}: expected a list of items, got {describe(raw)}", reason="schema", param=name)
+    if len(raw) > limit:
+        raise InvalidInput(
+            f"{name}: got {len(raw)} items, at most {limit} are allowed",
+            reason="too_many_items",
+            param=name,
+            extras={"limit": limit},
+        )
+    return tuple(_item(value, f"{name}[{index}]") for index, value in enumerate(raw))
+
+
+def query(body: Mapping[str, Any]) -> Item:
+    """What the items are scored against. Raises InvalidInput with reason schema."""
+    raw = body.get("query")
+    if raw is None:
+        message = f"query: expected a map or a string, got null{in_its_place(body, 'query', FIELDS)}"
+        raise InvalidInput(message, reason="schema", param="query")
+    return _item(raw, "query")
+
+
+def in_its_place(body: Mapping[str, Any], name: str, known: Collection[str]) -> str:
+    """What a message ends with that `name` is missing: the unknown field that is like it, or that others call it. Any
+    other may be content, which no error repeats.
+    """
+    unknown = (str(key)[:MAX_KEY] for key in itertools.islice((key for key in body if key not in known), MAX_KEYS))
+    elsewhere = _ELSEWHERE.get(name, {})
+    meant = (
+        (key, f"; did you mean `{elsewhere[key]}`?" if key in elsewhere else did_you_mean(key, (name,)))
+        for key in unknown
+    )
+    return next((f"; unknown field `{key}`{said}" for key, said in meant if said), "")
+
+
+# what other servers and libraries say in place of a field, and what it is called here
+_ELSEWHERE: Mapping[str, Mapping[str, str]] = {
+    "items": dict.fromkeys(("text", "texts", "documents", "docs", "sentences", "passages"), "items"),
+    "text": {
+        "content": "text",
+        "input": "text",
+        "image": "images",
+        "image_url": "images",
+        "documents": "document",
+        "audios": "audio",
+        "videos": "video",
+    },
+}
+_ITEM = frozenset({"id", "text", "metadata", "images", "document", "audio", "video", "multivector"})
+_MODALITIES = {
+    "images": "image",
+    "document": "document",
+    "audio": "audio",
+    "video": "video",
+    "multivector": "multivector",
+}
+
+
+def _item(value: Any, path: str) -> Item:
+    if isinstance(value, str):
+        return Item(utf8(value, path))
+    if not isinstance(value, dict):
+        raise InvalidInput(f"{path}: expected a map or a string, got {describe(value)}", reason="schema", param=path)
+    if len(value) == 1 and isinstance(text := value.get("text"), str):  # as most are: a third of the time
+        return Item(utf8(text, path))
+    text = _optional_text(value, "text", path)
+    metadata = value.get("metadata")
+    if metadata is not None and not _is_portable(metadata):
+        where = f"{path}.metadata"
+        message = f"{where}: a number over 64 bits or not finite, or a key that is no string, cannot be echoed"
+        raise InvalidInput(message, reason="schema", param=where)
+    # what is given as an array is not compared with an empty list
+    used = tuple(
+        modality
+        for key, modality in _MODALITIES.items()
+        if (given := value.get(key)) is not None and not _is_unset(given)
+    )
+    vectors = _vectors(value["multivector"], f"{path}.multivector") if "multivector" in used else None
+    images, unfit, links = read_images(value["images"], f"{path}.images") if "image" in used else Images()
+    audio, unheard = read_sound(value["audio"], f"{path}.audio") if "audio" in used else File()
+    parsable = read_document(value["document"], f"{path}.document") if "document" in used else Parsable()
+    instead = in_its_place(value, "text", _ITEM) if text is None and not used else ""
+    unknown = () if value.keys() <= _ITEM else tuple(str(key)[:MAX_KEY] for key in value if key not in _ITEM)[:MAX_KEYS]
+    return Item(
+        text,
+        _optional_text(value, "id", path),
+        metadata,
+        used,
+        vectors=vectors,
+        images=images,
+        unfit=unfit or unheard or parsable.fault,
+        audio=audio,
+        document=parsable.document,
+        instead=instead,
+        unknown=unknown,
+        links=links,
+    )
+
+
+def ignored(items: Sequence[Item], query: Item | None) -> tuple[str, ...]:
+    """What is told of fields of inputs whose names are nearly right, each name once. Any other is the client's own, and
+    nothing is said.
+    """
+    places = itertools.chain(
+        (("query", query),) if query else (), ((f"items[{index}]", item) for index, item in enumerate(items))
+    )
+    found: dict[str, str] = {}
+    for path, item in places:
+        for name in item.unknown:
+            if name not in found and len(found) < MAX_KEYS:
+                meant = did_you_mean(name, _ITEM)
+                found[name] = f"{path}.{name}: ignored, an item has no such field{meant}" if meant else ""
+    return tuple(filter(None, found.values()))
+
+
+def unread_texts(items: Sequence[Item], model: str) -> tuple[str, ...]:
+    """What is told of the texts of inputs that have files too, for a model that reads only the files of these."""
+    texts = [item for item in items if item.text]
+    counts = {
+        "images": sum(bool(item.images) for item in texts),
+        "sound": sum(bool(item.audio) for item in texts),
+        "document": sum(item.document is not None for item in texts),
+    }
+    what = next((name for name, count in counts.items() if count), "")
+    if what:
+        told = f"{model} reads the {what} of an input that has both"
+        return (f"text: ignored in {counts[what]} of {len(items)} inputs; {told}",)
+    return ()
+
+
+def _is_unset(value: Any) -> bool:
+    return isinstance(value, list | dict) and not value
+
+
+def _vectors(value: Any, path: str) -> arrays.Array:
+    try:
+        return arrays.multivector(value)
+    except ValueError as error:
+        raise InvalidInput(f"{path}: {error}", reason="schema", param=path) from error
+
+
+def _is_portable(value: Any) -> bool:
+    """Whether a value comes back the same in JSON and msgpack. Its nesting is bounded by then."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_portable(item) for key, item in value.items())
+    if isinstance(value, list):
+        return all(map(_is_portable, value))
+    if isinstance(value, int):
+        return -(1 << 63) <= value < 1 << 64
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, str | bytes)
+
+
+def _optional_text(value: Mapping[str, Any], name: str, path: str) -> str | None:
+    found = value.get(name)
+    if found is None:
+        return None
+    if not isinstance(found, str):
+        raise InvalidInput(
+            f"{path}.{name}: expected a string or null, got {describe(found)}", reason="schema", param=f"{path}.{name}"
+        )
+    return utf8(found, f"{path}.{name}")
+
+
+def utf8(text: str, path: str) -> str:
+    """The text, if it is Unicode. Raises InvalidInput with reason malformed."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidInput(
+                f"{path}: holds a lone surrogate, which is not valid Unicode", reason="malformed", param=path
+            ) from error
+    return text
+
+
+def token_ids(value: Any, path: str) -> tuple[int, ...]:
+    """Ids of a model's own tokens. Which of them there are the worker knows. Raises InvalidInput: schema, empty_item,
+    bad_token_id.
+    """
+    if not isinstance(value, list):
+        raise InvalidInput(f"{path}: expected a list of token ids, got {describe(value)}", reason="schema", param=path)
+    if not value:
+        raise InvalidInput(f"{path}: expected at least one token id", reason="empty_item", param=path)
+    if set(map(type, value)) != {int}:
+        index, found = next((index, token) for index, token in enumerate(value) if type(token) is not int)
+        raise InvalidInput(f"{path}[{index}]: expected a token id, got {describe(found)}", reason="schema", param=path)
+    if min(value) < 0 or max(value) >= 1 << 31:
+        index, found = next((index, token) for index, token in enumerate(value) if not 0 <= token < 1 << 31)
+        raise InvalidInput(
+            f"{path}[{index}]: expected an id of a token, got {found}", reason="bad_token_id", param=path
+        )
+    return tuple(value)
+
+
+def sizes(items: Sequence[Item], *, limit: int, name: str = "items") -> list[int]:
+    """Bytes of each item in a message. Raises PayloadTooLarge, naming the limit, for one that no queue message can
+    hold.
+    """
+    found = [item.size for item in items]
+    for index, size in enumerate(found):
+        if size > limit:
+            raise PayloadTooLarge(
+                f"{name}[{index}]: {size} bytes, one item may have {limit} while SIE_PAYLOAD_STORE_URL is unset",
+                param=f"{name}[{index}]",
+                extras={"limit": limit},
+            )
+    return found

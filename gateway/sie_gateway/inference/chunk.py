@@ -1,0 +1,244 @@
+"""A request becomes queue messages: consecutive inputs, bounded by cost, by the size of the message and by the size of
+its result.
+
+    items, query, options ──plan──► sizes ──► bounds of the results ──split──► chunks
+                              └ what no message or no reply can hold: PayloadTooLarge
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from sie_contracts import documents, families, messages
+from sie_contracts.costs import ImageCost
+from sie_contracts.entries import ModelEntry
+from sie_contracts.errors import PayloadTooLarge
+from sie_contracts.images import MAX_DECODED_PIXELS
+from sie_contracts.messages import Operation, RunOptions
+from sie_contracts.options import TOKEN_STATES
+from sie_gateway.inference.body import MAX_BODY_BYTES, Item, sizes
+from sie_gateway.inference.images import pixels
+
+BYTES_PER_TOKEN = 4  # of English UTF-8; an estimate for splitting only, the sidecar counts truly
+SPECIAL_TOKENS = 2
+ITEM_RESULT_OVERHEAD_BYTES = 64
+EXTRACTED_TOKEN_BYTES = 64
+LABEL_RESULT_BYTES = 48
+TOKENIZED_BYTES = 48  # of a token: its id, its text and its position
+SPARSE_IDS_PER_TOKEN = 32
+BARE_OPTIONS_BYTES = 64  # of options without texts
+STORED_CHUNK_BYTES = 8 << 20  # of the inputs of a chunk whose query goes through the payload store
+MAX_RESULT_BYTES = 1 << 30  # of all results of a request
+MAX_PIXELS = 400_000_000  # of all images of a request that a worker would decode
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Inputs `start` to `stop` of a request. `cost`: the estimated tokens of their rows; `squares`: the sum of the
+    squares of these.
+    """
+
+    start: int
+    stop: int
+    cost: int
+    squares: int = 0
+
+
+class Files(NamedTuple):
+    """The images and sounds that an input is run with, how many bytes of its own size its files are, and what its
+    document costs.
+    """
+
+    images: int = 0
+    own_bytes: int = 0
+    document: int = 0
+
+
+_NO_FILES, _IMAGE = Files(), ImageCost()
+
+
+class Limits(NamedTuple):
+    """The bounds of one chunk: estimated tokens, bytes of its inputs in the message, bytes of its results.
+
+    `any_size`: an input above `payload_bytes` goes through the payload store.
+    """
+
+    cost: int
+    payload_bytes: int
+    result_bytes: int
+    any_size: bool = False
+
+
+def plan(
+    items: Sequence[Item],
+    query: Item | None,
+    operation: Operation,
+    entry: ModelEntry,
+    run: RunOptions,
+    limits: Limits,
+    image: ImageCost = _IMAGE,
+) -> tuple[list[Chunk], int]:
+    """The chunks of a request, and the bytes of its items. `image`: what each image costs. Raises PayloadTooLarge."""
+    query_bytes = query.size if query else 0
+    # what every message of the request repeats, beside its inputs
+    options_bytes = len(messages.encode(run))
+    shared_bytes = query_bytes + (options_bytes if options_bytes > BARE_OPTIONS_BYTES else 0)
+    inline_bytes = limits.payload_bytes
+    payload_bytes = inline_bytes - shared_bytes
+    is_query = query_bytes > shared_bytes // 2
+    if payload_bytes < inline_bytes // 2:
+        if not limits.any_size or shared_bytes - query_bytes > inline_bytes // 2:  # options are always in the message
+            limit = inline_bytes // 2
+            name = "query" if is_query else "labels" if run.labels else "instruction"
+            raise PayloadTooLarge(f"{name}: at most {limit} bytes are allowed", param=name, extras={"limit": limit})
+        payload_bytes = STORED_CHUNK_BYTES
+    item_sizes = sizes(items, limit=MAX_BODY_BYTES if limits.any_size else payload_bytes)
+    files = _files(items, query)
+    if files:
+        _check_pixels([*items, query] if query else items)
+    max_tokens = entry.max_tokens
+    item_bytes, token_bytes = result_bytes(operation, entry, run)
+    _check_reply(
+        item_bytes * len(item_sizes)
+        + token_bytes
+        * sum(
+            estimated_tokens(size - own.own_bytes, max_tokens) + own.images * image.vectors + own.document
+            for size, own in zip(item_sizes, files or itertools.repeat(_NO_FILES), strict=False)
+        )
+    )
+    shared_text_bytes = shared_bytes - (query.file_bytes if query else 0)
+    chunks = split(
+        item_sizes,
+        max_tokens=max_tokens,
+        item_result_bytes=item_bytes,
+        token_result_bytes=token_bytes,
+        limits=limits._replace(payload_bytes=payload_bytes),
+        # a model with a row per label reads its hypothesis in each row; any other model reads what is shared with
+        # each input
+        rows=len(run.labels) if families.row(entry.family).has_row_per_label else 1,
+        each_tokens=estimated_tokens(shared_text_bytes, max_tokens) if shared_text_bytes else 0,
+        files=files,
+        image=image,
+    )
+    if shared_bytes * len(chunks) > MAX_BODY_BYTES:
+        name = "query" if is_query else "instruction"
+        message = (
+            f"{name}: its {shared_bytes} bytes go with each of {len(chunks)} messages, {MAX_BODY_BYTES} are allowed in "
+            "all"
+        )
+        raise PayloadTooLarge(message, param=name, extras={"limit": MAX_BODY_BYTES // len(chunks)})
+    if operation in ("tokenize", "decode"):  # these take nothing of the device
+        chunks = [replace(piece, cost=1, squares=0) for piece in chunks]
+    return chunks, sum(item_sizes)
+
+
+def _files(items: Sequence[Item], query: Item | None) -> list[Files]:
+    """The files of each input; empty if there are none. Those of the query are read with each of them."""
+    shared = len(query.files) if query else 0
+    if not shared and not any(item.files for item in items):
+        return []
+    return [_files_of(item, shared) for item in items]
+
+
+def _files_of(item: Item, shared: int) -> Files:
+    if item.document is None:
+        return Files(len(item.files) + shared, item.file_bytes)
+    return Files(len(item.files) - 1 + shared, item.file_bytes, documents.cost(len(item.document.data)))
+
+
+def estimated_tokens(size_bytes: int, max_tokens: int) -> int:
+    return min(max_tokens, size_bytes // BYTES_PER_TOKEN + SPECIAL_TOKENS)
+
+
+def result_bytes(operation: Operation, entry: ModelEntry, run: RunOptions) -> tuple[int, int]:
+    """An estimate of the result of one input in a message: bytes of the input, and bytes for each of its tokens."""
+    if operation in ("tokenize", "decode"):
+        return ITEM_RESULT_OVERHEAD_BYTES, TOKENIZED_BYTES
+    if operation == "extract":
+        labels = (
+            sum(len(label.encode()) + LABEL_RESULT_BYTES for label in run.labels)
+            if "classifications" in entry.outputs
+            else 0
+        )
+        return ITEM_RESULT_OVERHEAD_BYTES + labels, EXTRACTED_TOKEN_BYTES
+    values = token_values = 0
+    for name in run.outputs if operation == "encode" else ():
+        if name == "dense":
+            values = run.muvera.width(entry.outputs["multivector"]) if run.muvera else entry.outputs["dense"]
+        else:
+            width = entry.outputs["dense" if name == TOKEN_STATES else name]
+            token_values += 2 * SPARSE_IDS_PER_TOKEN if name == "sparse" else width
+    return ITEM_RESULT_OVERHEAD_BYTES + 4 * values, 4 * token_values
+
+
+def _check_pixels(items: Sequence[Item]) -> None:
+    """Decoding takes time by pixels, and a file of some kilobytes may have any number of them. An image of more than a
+    worker decodes is left to it: it fails alone. Raises PayloadTooLarge.
+    """
+    found = (pixels(file) for item in items for file in item.images)
+    total = sum(each for each in found if each <= MAX_DECODED_PIXELS)
+    if total > MAX_PIXELS:
+        message = (
+            f"items: their images have {total} pixels in all, at most {MAX_PIXELS} are allowed: send fewer in a request"
+        )
+        raise PayloadTooLarge(message, param="items", extras={"limit": MAX_PIXELS})
+
+
+def _check_reply(expected_bytes: int) -> None:
+    """The gateway holds all results of a request until its reply is sent. Raises PayloadTooLarge."""
+    if expected_bytes > MAX_RESULT_BYTES:
+        limit = MAX_RESULT_BYTES >> 20
+        message = (
+            f"items: the reply would hold about {expected_bytes >> 20} MiB of results, at most {limit} are allowed: "
+            "send fewer items"
+        )
+        raise PayloadTooLarge(message, param="items", extras={"limit": MAX_RESULT_BYTES})
+
+
+def split(
+    sizes_bytes: Sequence[int],
+    *,
+    max_tokens: int,
+    item_result_bytes: int,
+    limits: Limits,
+    token_result_bytes: int = 0,
+    each_tokens: int = 0,
+    rows: int = 1,
+    files: Sequence[Files] = (),
+    image: ImageCost = _IMAGE,
+) -> list[Chunk]:
+    """Cut inputs of these sizes into chunks. Each chunk holds at least one input, and is within the limits unless it
+    holds just one.
+
+    The result of an input has at most `item_result_bytes`, and `token_result_bytes` for each token, where a byte may be
+    a token. `each_tokens` are added to every input, such as those of a query. Each input is run as `rows` rows.
+    `files`: the files of each input, if there are any; an image or a sound costs as `image` says.
+    """
+    chunks: list[Chunk] = []
+    start = cost = squares = payload = result = 0
+    for index, size in enumerate(sizes_bytes):
+        own = files[index] if files else _NO_FILES
+        text, shown = size - own.own_bytes, own.images * image.tokens + own.document
+        length = min(max_tokens, text // BYTES_PER_TOKEN + SPECIAL_TOKENS + each_tokens)
+        tokens = rows * length + shown
+        expected = item_result_bytes + token_result_bytes * (
+            min(max_tokens, text + SPECIAL_TOKENS + each_tokens) + own.images * image.vectors + own.document
+        )
+        full = (
+            cost + tokens > limits.cost
+            or payload + size > limits.payload_bytes
+            or result + expected > limits.result_bytes
+        )
+        if full and index > start:
+            chunks.append(Chunk(start, index, cost, squares))
+            start, cost, squares, payload, result = index, 0, 0, 0, 0
+        cost += tokens
+        squares += rows * length * length + own.images * image.tokens * image.tokens
+        payload += size
+        result += expected
+    if start < len(sizes_bytes):
+        chunks.append(Chunk(start, len(sizes_bytes), cost, squares))
+    return chunks

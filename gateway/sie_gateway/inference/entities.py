@@ -1,0 +1,42 @@
+"""The entities that a client names in `metadata.entities` of an item, between which models look for relations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sie_contracts.errors import InvalidInput
+from sie_contracts.messages import Mention
+from sie_contracts.option_values import bad
+from sie_gateway.inference.body import Item
+
+MAX_MENTIONS = 100  # each is paired with each, and each pair scored for each label
+MAX_LABEL = 1000  # characters
+_PATH = "metadata.entities"
+
+
+def mentions(item: Item) -> tuple[Mention, ...]:
+    """Those of an item with a text, in the client's order; none if it names none. Raises InvalidInput naming the path
+    within the item.
+    """
+    given = item.metadata.get("entities") if isinstance(item.metadata, dict) else None
+    if given is None:
+        return ()
+    if not isinstance(given, list):
+        raise bad(_PATH, given, "a list of entities")
+    if len(given) > MAX_MENTIONS:
+        message = f"{_PATH}: got {len(given)} entities, at most {MAX_MENTIONS} are paired"
+        raise InvalidInput(message, reason="schema", param=_PATH, extras={"limit": MAX_MENTIONS})
+    return tuple(_mention(each, f"{_PATH}[{index}]", len(item.text or "")) for index, each in enumerate(given))
+
+
+def _mention(given: Any, path: str, length: int) -> Mention:
+    if not isinstance(given, dict):
+        raise bad(path, given, "a map of label, start and end")
+    label, start, end = (given.get(name) for name in ("label", "start", "end"))
+    if not isinstance(label, str) or not 0 < len(label) <= MAX_LABEL:
+        raise bad(f"{path}.label", label, f"a string of 1 to {MAX_LABEL} characters")
+    if type(start) is not int or not 0 <= start < length:
+        raise bad(f"{path}.start", start, f"a code point of the text, from 0 to {length - 1}")
+    if type(end) is not int or not start < end <= length:
+        raise bad(f"{path}.end", end, f"a code point behind start, up to {length}")
+    return Mention(label, start, end)

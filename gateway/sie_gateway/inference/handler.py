@@ -1,0 +1,369 @@
+"""How an inference request is answered: from its route to its reply.
+
+    answer: resolve name ─► read body ─► a client family's handler, which calls
+    run:    choose lane ─► merge options ─► Runner: check items ─► split ─► admit ─► publish ─► collect
+
+Everything before `publish` refuses at once, in the order of the contract, so no bad request ever causes a load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+
+from sie_contracts import families, topology
+from sie_contracts.catalogue import Catalogue, Resolved
+from sie_contracts.entries import ModelEntry
+from sie_contracts.errors import (
+    CONFIG_CHANGED,
+    GatewayTimeout,
+    InvalidInput,
+    ModelNotFound,
+    NotReady,
+    QueueFull,
+)
+from sie_contracts.heartbeats import Heartbeat
+from sie_contracts.messages import Operation, Priority
+from sie_contracts.options import RequestOptions, Side, run_options
+from sie_contracts.settings import Settings
+from sie_contracts.topology import Lane
+from sie_gateway.admission.admission import Admission
+from sie_gateway.admission.retry_slots import Pace
+from sie_gateway.fleet.capabilities import CAN, Able, anything
+from sie_gateway.fleet.lanes import Fleet
+from sie_gateway.http.route_kinds import GatewayRoute
+from sie_gateway.inference import body as bodies
+from sie_gateway.inference.call import Answer, Asked, Call, EntryChanged, route_key
+from sie_gateway.inference.image_urls import ImageUrls, links
+from sie_gateway.inference.reattach import Attachments, ClientGone
+from sie_gateway.inference.results import Finished, Understood
+from sie_gateway.inference.runner import Runner
+from sie_gateway.inference.shadow import Shadows
+from sie_gateway.metrics import Metrics
+from sie_runtime.feed import CatalogueFeed
+
+MAX_ATTEMPTS = 4  # of a request whose model's entry changes on its way
+RENEWED_WITHIN_S = 1.0  # by then this gateway's catalogue has what a worker's has
+_NO_PARAMETERS = frozenset({"items", "inputs", "input", "query", "model"})
+
+
+class Inference:
+    """Answers inference requests. `shadows` copies some of them, `away` keeps those whose clients left for a while."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        feed: CatalogueFeed,
+        fleet: Fleet,
+        pools: Collection[str],
+        metrics: Metrics,
+        admission: Admission,
+        runner: Runner,
+        urls: ImageUrls,
+    ) -> None:
+        self._settings = settings
+        self._feed = feed
+        self._fleet = fleet
+        self._pools = pools
+        self._metrics = metrics
+        self._admission = admission
+        self._runner = runner
+        self._urls = urls
+        self._default_models = dict(settings.default_models or ())
+        self._plain: dict[tuple[str, Operation, str, Side], tuple[ModelEntry, RequestOptions]] = {}
+        self.shadows = Shadows(lambda: feed.catalogue, fleet, admission, metrics, self.run)
+        self.away: Attachments[Answer] = Attachments()
+        self.in_progress = 0
+        self._pace = Pace()
+        self.idle = asyncio.Event()  # set while nothing is in progress
+        self.idle.set()
+
+    @property
+    def catalogue(self) -> Catalogue:
+        """What can be asked for. Raises NotReady before it is there."""
+        if not self._feed.loaded:
+            raise NotReady("the catalogue is not loaded yet")
+        return self._feed.catalogue
+
+    @property
+    def max_concurrent(self) -> int:
+        """Requests that may be in progress at this gateway."""
+        return self._settings.max_concurrent_requests
+
+    @property
+    def max_budget_s(self) -> float:
+        """The longest budget of a request, seconds."""
+        return self._settings.gateway_request_timeout
+
+    def workers_of(self, bundle: str) -> list[Heartbeat]:
+        """The workers that live and serve a bundle."""
+        return [beat for beat in self._fleet.healthy() if beat.bundle == bundle]
+
+    @property
+    def default_models(self) -> Mapping[str, str]:
+        """The model that answers where a request names none, by capability."""
+        return self._default_models
+
+    def max_items(self, call: Call) -> int:
+        """Inputs that a request may have: what its key may send, at most what anybody may."""
+        most = self._settings.max_items_per_request
+        return min(most, call.grant.limits.items or most)
+
+    def resolve(self, spec: str, call: Call | None = None, able: Able = anything) -> Resolved:
+        """The model of a request, an alias' by who calls. A name that is unknown is told with those like it of models
+        that are `able`.
+
+        Raises NotReady before the catalogue is there, InvalidInput, ModelNotFound, BundleConflict.
+        """
+        catalogue = self.catalogue
+        if ".." in spec.split("/"):
+            raise InvalidInput("model: '..' is not part of any name", reason="schema", param="model")
+        try:
+            return catalogue.resolve(spec.removesuffix("/"), route_key(call) if catalogue.aliases else "")
+        except ModelNotFound as error:
+            if "suggestions" in error.extras:
+                like = catalogue.near(spec.partition("@")[0].partition(":")[0], able)
+                error.extras["suggestions"] = like
+                error.message += (
+                    f"; did you mean {' or '.join(like)}?" if like else "; GET /v1/models lists those that there are"
+                )
+            raise
+
+    async def answer(
+        self,
+        call: Call,
+        route: InferenceRoute,
+        read: Callable[[], Awaitable[bytes]],
+        send: Callable[[Answer], Awaitable[None]],
+    ) -> None:
+        """`POST` of an inference route. A model that the path names comes first: an unknown one is refused before the
+        body is read.
+
+        The request counts as in progress from here until its reply is sent, which holds its results, and its budget
+        runs, so that slow uploads are bounded like everything else.
+        """
+        self._resolve(call, route)
+        _check_remote(call.headers)
+        call.budget_s = self._budget_s(call.headers)
+        self._check_concurrency(call)
+        self._enter(1)
+        try:
+            await send(await self._answer(call, route, read))
+        finally:
+            self._enter(-1)
+
+    async def answered(self, call: Call, route: InferenceRoute, raw: bytes) -> Answer:
+        """The answer to a body that no connection sent, such as a line of a batch. Raises SIEError, FailedRequest."""
+        call.body, call.shape = raw, route.shape
+        self._resolve(call, route)
+        call.budget_s = self.max_budget_s
+        return await self._handled(call, route, raw)
+
+    def _resolve(self, call: Call, route: InferenceRoute) -> None:
+        if call.model is not None:
+            call.resolved = self.resolve(call.model, call, CAN.get(route.endpoint, anything))
+
+    async def _answer(self, call: Call, route: InferenceRoute, read: Callable[[], Awaitable[bytes]]) -> Answer:
+        raw = call.body = await _within(read, call.budget_s)
+        kept = self.away.find(call, raw)
+        if kept is not None:
+            return await kept.join(call, call.received_s + call.budget_s - time.perf_counter())
+        with self.away.attend(call, raw) as run:
+            run.answer = await self._handled(call, route, raw)
+        if run.left:
+            raise ClientGone
+        return run.answer
+
+    async def _handled(self, call: Call, route: InferenceRoute, raw: bytes) -> Answer:
+        """The route's answer by one entry of the model from start to end: anew, all of it, where that changed on the
+        way.
+        """
+        while True:
+            try:
+                return await route.handler(self, call, raw)
+            except EntryChanged as error:
+                left_s, entry = call.received_s + call.budget_s - time.perf_counter(), error.entry
+                if call.attempt == MAX_ATTEMPTS or left_s <= 0:
+                    message = f"the entry of {entry.id} is being changed, and its workers do not know it yet"
+                    raise NotReady(message, reason=CONFIG_CHANGED, retry_after_s=1) from None
+            call.again()
+            await self._renewed(entry, min(RENEWED_WITHIN_S, left_s))
+            self._resolve(call, route)
+
+    async def _renewed(self, entry: ModelEntry, timeout_s: float) -> None:
+        """Have the catalogue read again, until it has another entry of this model."""
+        await self._feed.renewed(lambda catalogue: catalogue.entries.get(entry.id) != entry, timeout_s)
+
+    def _check_concurrency(self, call: Call) -> None:
+        if self.in_progress < self._settings.max_concurrent_requests:
+            return
+        lane = self.lane(call.headers, call.resolved) if call.resolved is not None else None
+        self._metrics.rejected.labels(
+            lane.machine_profile if lane else "", lane.bundle if lane else "", "concurrency"
+        ).inc()
+        raise QueueFull(
+            f"{self.in_progress} requests are in progress, the limit of this gateway",
+            extras={"queue_depth": self.in_progress},
+            retry_after_s=self._pace.retry_s(time.perf_counter()),
+        )
+
+    def understand(self, call: Call, asked: Asked) -> Understood:
+        """Merge the parameters and choose the lane. Raises SIEError: what is asked can never be done."""
+        headers, resolved, call.asked = call.headers, asked.resolved, asked
+        lane = self.lane(headers, resolved)  # a pool that is not there comes before parameters that are wrong
+        self._urls.check(asked.items, asked.query)
+        if asked.run is None:
+            strict = headers.get("x-sie-strict", "").lower() == "true"
+            mode = _error_mode(call)
+            resolved, options = self._options(resolved, asked, mode, strict=strict)
+            if resolved is not asked.resolved:  # another profile, which other workers may have loaded
+                lane = self.lane(headers, resolved)
+        else:
+            options = RequestOptions(asked.run)
+        if families.row(resolved.entry.family).ignores_text_beside_images and (
+            told := bodies.unread_texts(asked.items, resolved.entry.id)
+        ):
+            options = replace(options, warnings=(*options.warnings, *told))
+        call.labels.update(machine_profile=lane.machine_profile, model=resolved.canonical)
+        return Understood(
+            asked.operation, resolved, options, asked.items, asked.query, lane, self._priority(headers, asked.priority)
+        )
+
+    async def run(self, call: Call, asked: Asked) -> Finished:
+        """Have a model do what is asked, within the call's budget. Raises SIEError; what became of each input is in the
+        result.
+        """
+        return await self.execute(call, self.understand(call, asked))
+
+    async def execute(self, call: Call, request: Understood) -> Finished:
+        """As `run`, for what was understood before. The images that are at URLs are fetched."""
+        reads = "image" in request.resolved.entry.inputs and request.operation in ("encode", "score", "extract")
+        if not reads or not links(request.items, request.query):
+            return await self._execute(call, request)
+        left_s = call.received_s + call.budget_s - time.perf_counter()
+        given = [*request.items, *([request.query] if request.query else ())]
+        async with self._urls.fetched(given, asyncio.get_running_loop().time() + left_s) as found:
+            count = len(request.items)
+            request = replace(request, items=tuple(found[:count]), query=found[count] if request.query else None)
+            if call.asked is not None:  # its copies are run with the same files
+                call.asked = replace(call.asked, items=request.items, query=request.query)
+            return await self._execute(call, request)
+
+    async def _execute(self, call: Call, request: Understood) -> Finished:
+        try:
+            finished = await self._runner.run(call, request)
+        except QueueFull as error:  # the broker's own refusal knows no depth
+            error.extras.setdefault("queue_depth", self._admission.queue_depth(request.lane))
+            raise
+        call.finished = finished
+        self.shadows.after(call, finished)
+        return finished
+
+    def _options(
+        self, resolved: Resolved, asked: Asked, on_item_error: str, *, strict: bool
+    ) -> tuple[Resolved, RequestOptions]:
+        """`run_options`; the outcome for a body without parameters is kept: it is that of every such body, and a tenth
+        of a request.
+        """
+        body = asked.parameters
+        if any(
+            value != {} if name in ("params", "options") else name not in _NO_PARAMETERS for name, value in body.items()
+        ):
+            return run_options(resolved, body, asked.operation, on_item_error, strict=strict, side=asked.side)
+        key = resolved.canonical, asked.operation, on_item_error, asked.side
+        kept = self._plain.get(key)
+        if kept is None or kept[0] is not resolved.entry:
+            kept = resolved.entry, run_options(resolved, {}, asked.operation, on_item_error, side=asked.side)[1]
+            self._plain[key] = kept
+        return resolved, kept[1]
+
+    def _enter(self, change: int) -> None:
+        self.in_progress += change
+        self._pace.changed(time.perf_counter(), self.in_progress)
+        if self.in_progress:
+            self.idle.clear()
+        else:
+            self.idle.set()
+
+    def _budget_s(self, headers: Mapping[str, str]) -> float:
+        raw = headers.get("x-sie-timeout-ms")
+        if raw is None:
+            return self._settings.gateway_request_timeout
+        if not raw.isascii() or not raw.isdigit() or len(raw) > 6 or not 1 <= int(raw) <= 600_000:
+            raise InvalidInput(
+                "X-SIE-Timeout-Ms: expected a whole number from 1 to 600000", reason="schema", param="X-SIE-Timeout-Ms"
+            )
+        return min(int(raw) / 1000, self._settings.gateway_request_timeout)
+
+    @staticmethod
+    def _priority(headers: Mapping[str, str], asked: Priority | None) -> Priority:
+        raw = headers.get("x-sie-priority", asked or "interactive").lower()
+        if raw == "bulk":
+            return "bulk"
+        if raw == "interactive":
+            return "interactive"
+        raise InvalidInput("X-SIE-Priority: expected interactive or bulk", reason="schema", param="X-SIE-Priority")
+
+    def lane(self, headers: Mapping[str, str], resolved: Resolved) -> Lane:
+        """The lane of a request with these headers. Raises InvalidInput, PoolNotFound, BundleConflict, NotFound,
+        Provisioning.
+        """
+        machine_profile = headers.get("x-sie-machine-profile", "").strip().lower()
+        given = headers.get("x-sie-pool", "").strip()
+        pool = _pool_name(given)
+        if "/" in machine_profile:
+            before, _, machine_profile = machine_profile.partition("/")
+            named = _pool_name(before)
+            if given and pool != named:
+                raise InvalidInput(
+                    "X-SIE-Pool: differs from the pool in X-SIE-MACHINE-PROFILE",
+                    reason="pool_conflict",
+                    param="X-SIE-Pool",
+                )
+            pool = named
+        return self._fleet.lane(resolved, pool=pool, machine_profile=machine_profile, known_pools=self._pools)
+
+
+def _pool_name(given: str) -> str:
+    """The pool that a header names, the default one where it names none. Raises InvalidInput with reason pool_name."""
+    try:
+        return topology.pool_name(given or "_default")
+    except ValueError as error:
+        raise InvalidInput(f"X-SIE-Pool: {error}", reason="pool_name", param="X-SIE-Pool") from error
+
+
+def _error_mode(call: Call) -> str:
+    """What a failed input does unless the body says: the header, else the dialect of the client. Raises
+    InvalidInput.
+    """
+    mode = call.headers.get("x-sie-on-item-error") or call.dialect.on_item_error
+    if mode not in ("slot", "fail"):
+        raise InvalidInput("X-SIE-On-Item-Error: expected slot or fail", reason="schema", param="X-SIE-On-Item-Error")
+    return mode
+
+
+def _check_remote(headers: Mapping[str, str]) -> None:
+    """Raise InvalidInput for a client that wants another server to answer: this one always answers by itself."""
+    named = headers.get("x-sie-remote")
+    if named is not None and named.strip().lower() != "forbid":
+        raise InvalidInput("X-SIE-Remote: expected forbid", reason="schema", param="X-SIE-Remote")
+
+
+async def _within(read: Callable[[], Awaitable[bytes]], budget_s: float) -> bytes:
+    try:
+        async with asyncio.timeout(budget_s):
+            return await read()
+    except TimeoutError as error:
+        raise GatewayTimeout(f"the body was not complete within the budget of {budget_s:g} s", param="body") from error
+
+
+Handler = Callable[[Inference, Call, bytes], Awaitable[Answer]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceRoute(GatewayRoute):
+    """A route whose handler asks a model."""
+
+    handler: Handler

@@ -1,0 +1,430 @@
+"""Images at URLs: this gateway fetches them, from hosts that SIE_IMAGE_URL_HOSTS names and from public addresses alone.
+
+    URL ──► scheme, host, port ──► addresses of the host, all public ──► a connection to one of these ──► its answer
+               ▲                                                                                             │
+               └───────────────── a redirect, at most MAX_REDIRECTS ◄────────────────────────────────────────┤
+                                                                     at most MAX_BYTES, within MAX_S: a file ◄┘
+
+A client chooses the URL, so a fetch must not reach what this gateway can reach and the client cannot: services of the
+cluster, metadata of a cloud. A name is resolved once for a connection, and the connection goes to the address that was
+checked: a second answer of the DNS changes nothing. A proxy of the environment is not used, since it would resolve the
+name again. Nothing of the client's request is sent. No message repeats a URL, which may hold a signature.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import ipaddress
+import socket
+import ssl
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import httpcore
+import httpx
+
+import sie_contracts
+from sie_contracts.errors import ErrorInfo, InvalidInput, PayloadTooLarge, QueueFull
+from sie_gateway.inference.images import EXPECTED, Link
+from sie_runtime.origins import matches, parts
+
+if TYPE_CHECKING:
+    from sie_gateway.inference.body import Item
+
+MAX_BYTES = 32 << 20  # of an image
+MAX_REQUEST_BYTES = 256 << 20  # of the images of a request: as many as its body may have
+MAX_HELD_BYTES = 1 << 30  # of the images of all requests
+MAX_URLS = 256  # of a request
+MAX_URL = 8192  # characters of one
+MAX_HEAD_BYTES = 64 << 10  # of an answer: its headers, and interim answers before them
+MAX_PIECES, PIECE_BYTES = 1000, 64  # of an answer, and one more for so many bytes: each takes the event loop's time
+MAX_S = 10.0  # of an image, redirects included
+MAX_REDIRECTS = 3
+AT_ONCE, AT_ONCE_OF_A_REQUEST = 64, 8
+CONNECT_S = 3.0  # to one of the addresses of a host
+_ANY = "*"
+_PORTS = {"http": 80, "https": 443}
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_HEADERS = (
+    (b"accept", b"image/*,*/*;q=0.5"),
+    (b"accept-encoding", b"identity"),
+    (b"user-agent", f"sie/{sie_contracts.__version__}".encode()),
+)
+# All of IANA's registries of special purposes, reachable from everywhere or not: none of them has pictures. Python's
+# own table differs from version to version.
+_INSIDE_V4 = tuple(
+    map(
+        ipaddress.IPv4Network,
+        (
+            "0.0.0.0/8",
+            "10.0.0.0/8",
+            "100.64.0.0/10",
+            "127.0.0.0/8",
+            "168.63.129.16/32",  # the host of a virtual machine of Azure
+            "169.254.0.0/16",
+            "172.16.0.0/12",
+            "192.0.0.0/24",  # metadata of Oracle's cloud among them
+            "192.0.2.0/24",
+            "192.31.196.0/24",
+            "192.52.193.0/24",
+            "192.88.99.0/24",
+            "192.168.0.0/16",
+            "192.175.48.0/24",
+            "198.18.0.0/15",
+            "198.51.100.0/24",
+            "203.0.113.0/24",
+            "224.0.0.0/3",  # multicast, reserved, broadcast
+        ),
+    )
+)
+_UNICAST = ipaddress.IPv6Network("2000::/3")  # of IPv6 nothing else is public
+_INSIDE_V6 = tuple(
+    map(ipaddress.IPv6Network, ("2001::/23", "2001:db8::/32", "2002::/16", "2620:4f:8000::/48", "3fff::/20"))
+)
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")  # what a network without IPv4 reaches public IPv4 addresses by
+
+
+class _Unfetched(Exception):
+    """Why there is no file: it was refused, or its server failed. `extras`: the limit that the message names."""
+
+    def __init__(self, message: str, result: Literal["refused", "failed"] = "refused", **extras: float) -> None:
+        super().__init__(message)
+        self.result = result
+        self.extras = extras
+
+
+async def resolved(host: str, port: int) -> list[str]:
+    """The addresses of a host, each once. Raises OSError, UnicodeError.
+
+    A client chooses the host, so its name server may take its time: each name has a thread of its own, since the event
+    loop has a few for all names, that of the broker too.
+    """
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[list[str]] = loop.create_future()
+
+    def settle(result: list[str] | Exception) -> None:
+        if answer.done():  # nobody waits any more
+            return
+        if isinstance(result, Exception):
+            answer.set_exception(result)
+        else:
+            answer.set_result(result)
+
+    def resolve() -> None:
+        result: list[str] | Exception
+        try:
+            addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            result = list(dict.fromkeys(str(address[0]) for *_, address in addresses))
+        except (OSError, UnicodeError) as error:
+            result = error
+        with contextlib.suppress(RuntimeError):  # the process has ended meanwhile
+            loop.call_soon_threadsafe(settle, result)
+
+    threading.Thread(target=resolve, name="resolve", daemon=True).start()
+    return await answer
+
+
+@dataclass(frozen=True)
+class Network:
+    """What this gateway reaches others by. `resolve` gives the addresses of a host, `connections` connects to one;
+    `tls` makes what certificates are verified with.
+    """
+
+    resolve: Callable[[str, int], Awaitable[Sequence[str]]] = resolved
+    connections: httpcore.AsyncNetworkBackend = field(default_factory=httpcore.AnyIOBackend)
+    tls: Callable[[], ssl.SSLContext] = httpx.create_ssl_context
+
+
+NETWORK = Network()
+
+
+class ImageUrls:
+    """Belongs to the gateway's loop. `hosts` as SIE_IMAGE_URL_HOSTS has them; without any, nothing is fetched. `count`
+    is told of each URL whether it was fetched, refused, or failed.
+    """
+
+    def __init__(
+        self,
+        hosts: Collection[str] | None,
+        count: Callable[[str], None] = lambda result: None,
+        network: Network = NETWORK,
+    ) -> None:
+        self._hosts = tuple(host.strip().lower() for host in hosts or ())
+        self._count = count
+        self._network = network
+        self._make_tls = functools.cache(network.tls)  # when the first URL comes: it reads some hundred certificates
+        self._slots = asyncio.Semaphore(AT_ONCE)
+        self.held_bytes = 0
+
+    def check(self, items: Sequence[Item], query: Item | None) -> None:
+        """Raises InvalidInput for URLs that are not even tried, and for too many."""
+        found = links(items, query)
+        for link in found:
+            if not self._hosts:
+                message = f"{link.path}: got a URL, which is not fetched: send {EXPECTED}"
+                raise InvalidInput(message, reason="invalid_media", param=link.path)
+            try:
+                self._target(link.url)
+            except _Unfetched as error:
+                self._count(error.result)
+                message = f"{link.path}: {error}"
+                raise InvalidInput(message, reason="invalid_media", param=link.path, extras=error.extras) from None
+        if len(found) > MAX_URLS:
+            path = found[MAX_URLS].path
+            message = f"{path}: the request has {len(found)} URLs of images, at most {MAX_URLS} are fetched"
+            raise InvalidInput(message, reason="invalid_media", param=path, extras={"limit": MAX_URLS})
+
+    @contextlib.asynccontextmanager
+    async def fetched(self, items: Sequence[Item], until_s: float) -> AsyncIterator[list[Item]]:
+        """The items with the files in the place of their URLs, or with what is wrong. `until_s`: on the loop's clock.
+
+        What is held counts until the end of the context. Raises PayloadTooLarge, QueueFull.
+        """
+        taken = 0
+
+        def take(more: int) -> None:
+            nonlocal taken
+            taken += more
+            self.held_bytes += more
+            _check_total(taken)
+            if self.held_bytes > MAX_HELD_BYTES and self.held_bytes > taken:
+                held, most = self.held_bytes >> 20, MAX_HELD_BYTES >> 20
+                raise QueueFull(f"this gateway holds {held} MiB of fetched images, at most {most}", retry_after_s=2)
+
+        turns = asyncio.Semaphore(AT_ONCE_OF_A_REQUEST)
+        urls = dict.fromkeys(link.url for item in items if item.unfit is None for link in item.links)
+        tasks = {url: asyncio.create_task(self._turn(url, until_s, take, turns), name="image") for url in urls}
+        try:
+            files = dict(zip(urls, await asyncio.gather(*tasks.values()), strict=True))
+            found = [_with(item, files) for item in items]
+            # a file that is used twice travels twice
+            _check_total(sum(each.file_bytes for item, each in zip(items, found, strict=True) if item.links))
+            yield found
+        finally:
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+            self.held_bytes -= taken
+
+    async def _turn(
+        self, url: str, until_s: float, take: Callable[[int], None], turns: asyncio.Semaphore
+    ) -> bytes | _Unfetched:
+        found: bytes | _Unfetched
+        try:
+            async with asyncio.timeout_at(until_s), turns, self._slots:
+                found = await self._within(MAX_S, url, take)
+        except TimeoutError:
+            found = _Unfetched("the image was not complete within the budget of the request", "failed")
+        except _Unfetched as error:
+            found = error
+        except httpcore.ConnectError:
+            found = _Unfetched("the server of the URL cannot be reached", "failed")
+        except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError):
+            found = _Unfetched("the server of the URL broke off its answer", "failed")
+        self._count(found.result if isinstance(found, _Unfetched) else "fetched")
+        return found
+
+    async def _within(self, max_s: float, url: str, take: Callable[[int], None]) -> bytes:
+        try:
+            async with asyncio.timeout(max_s):
+                return await self._fetch(url, take)
+        except TimeoutError:
+            raise _Unfetched(f"the image was not complete within {max_s:g} s", "failed", limit=max_s) from None
+
+    async def _fetch(self, url: str, take: Callable[[int], None]) -> bytes:
+        """Raises _Unfetched, and what httpcore raises."""
+        target = self._target(url)
+        for _ in range(MAX_REDIRECTS + 1):
+            async with self._answer(target) as answer:
+                if answer.status not in _REDIRECTS:
+                    return await _body(answer, take)
+                target = self._target(_joined(target, answer))
+        raise _Unfetched(f"the URL leads to more than {MAX_REDIRECTS} redirects", limit=MAX_REDIRECTS)
+
+    @contextlib.asynccontextmanager
+    async def _answer(self, target: httpx.URL) -> AsyncIterator[httpcore.Response]:
+        """On a connection of its own: one that is kept may lead to what a name meant before."""
+        url = httpcore.URL(scheme=target.raw_scheme, host=target.raw_host, port=target.port, target=target.raw_path)
+        headers = [(b"host", target.netloc), *_HEADERS]
+        public = _Public(self._network)
+        pool = httpcore.AsyncConnectionPool(self._make_tls(), network_backend=public)
+        async with pool, pool.stream(b"GET", url, headers=headers) as answer:
+            public.is_answered = True
+            yield answer
+
+    def _target(self, url: str) -> httpx.URL:
+        """What is asked for. Raises _Unfetched."""
+        if len(url) > MAX_URL:
+            raise _Unfetched(f"the URL has {len(url)} characters, at most {MAX_URL} are allowed", limit=MAX_URL)
+        try:
+            found = httpx.URL(url.strip())
+            host, port = found.raw_host.decode("ascii").lower(), found.port
+        except (httpx.InvalidURL, ValueError):
+            raise _Unfetched("the URL is not valid") from None
+        if found.scheme not in _PORTS:
+            raise _Unfetched("the URL has a scheme other than http and https")
+        if not host:
+            raise _Unfetched("the URL names no host")
+        if found.userinfo:
+            raise _Unfetched("the URL holds a user name or password")
+        if not self._is_listed(host.removesuffix("."), port or _PORTS[found.scheme]):
+            raise _Unfetched("images are fetched only from hosts and ports that SIE_IMAGE_URL_HOSTS names")
+        return found
+
+    def _is_listed(self, host: str, port: int) -> bool:
+        """A name without a port means the ports of http and https."""
+        for each in self._hosts:
+            name, own = parts(each)
+            if (own or port in _PORTS.values()) and (name == _ANY or matches(each, host, str(port))):
+                return True
+        return False
+
+
+def _check_total(nbytes: int) -> None:
+    if nbytes > MAX_REQUEST_BYTES:
+        message = f"items: the images at their URLs have more than {MAX_REQUEST_BYTES} bytes in all"
+        raise PayloadTooLarge(message, param="items", extras={"limit": MAX_REQUEST_BYTES})
+
+
+def _with(item: Item, found: dict[str, bytes | _Unfetched]) -> Item:
+    """The item with its files, or with the first thing that is wrong with one."""
+    if item.unfit is not None or not item.links:
+        return item
+    files = list(item.images)
+    for link in item.links:
+        file = found[link.url]
+        if isinstance(file, _Unfetched):
+            info = ErrorInfo("INVALID_INPUT", f"{link.path}: {file}", "invalid_media", link.path, extras=file.extras)
+            return replace(item, unfit=info)
+        files[link.place] = file
+    return replace(item, images=tuple(files), links=())
+
+
+def _joined(target: httpx.URL, answer: httpcore.Response) -> str:
+    """Where a redirect leads."""
+    try:
+        return str(target.join(_header(answer, b"location").decode("ascii")))
+    except (httpx.InvalidURL, ValueError):
+        raise _Unfetched("the URL leads to a redirect that is not valid") from None
+
+
+def _header(answer: httpcore.Response, name: bytes) -> bytes:
+    return next((value for key, value in answer.headers if key.lower() == name), b"")
+
+
+async def _body(answer: httpcore.Response, take: Callable[[int], None]) -> bytes:
+    """Raises _Unfetched."""
+    if answer.status != 200:
+        raise _Unfetched(f"the server of the URL answered {answer.status}, expected 200", "failed")
+    if _header(answer, b"content-encoding").lower() not in (b"", b"identity"):
+        raise _Unfetched("the server of the URL sent a compressed answer, which was not asked for", "failed")
+    told = _header(answer, b"content-length")
+    if told.isdigit() and (len(told) > 18 or int(told) > MAX_BYTES):
+        raise _too_large()
+    body, pieces = bytearray(), 0
+    async for piece in answer.aiter_stream():
+        pieces += 1
+        if pieces > MAX_PIECES + len(body) // PIECE_BYTES:
+            raise _Unfetched(f"the server of the URL sent pieces of less than {PIECE_BYTES} bytes", "failed")
+        if len(body) + len(piece) > MAX_BYTES:
+            raise _too_large()
+        take(len(piece))
+        body += piece
+    if not body:
+        raise _Unfetched("the server of the URL sent nothing", "failed")
+    return bytes(body)
+
+
+def _too_large() -> _Unfetched:
+    return _Unfetched(f"the image has more than {MAX_BYTES} bytes, the limit of one that is fetched", limit=MAX_BYTES)
+
+
+class _Public(httpcore.AsyncNetworkBackend):
+    """A connection to a public address, for one answer. TLS still verifies the name, which httpcore passes on."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._head_bytes = 0
+        self.is_answered = False
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        """Raises _Unfetched if one of the host's addresses is not public, whichever would be taken."""
+        try:
+            addresses = await self._network.resolve(host, port)
+        except (OSError, UnicodeError):
+            raise _Unfetched("the host of the URL has no address", "failed") from None
+        if not all(map(is_public, addresses)):
+            raise _Unfetched("the host of the URL has an address that is not public")
+        for address in addresses:
+            try:
+                stream = await self._network.connections.connect_tcp(address, port, timeout=CONNECT_S)
+                return _Counted(stream, self._count)
+            except (httpcore.ConnectError, httpcore.ConnectTimeout):
+                continue
+        raise httpcore.ConnectError("no address of the host can be reached")
+
+    def _count(self, nbytes: int) -> None:
+        """Raises _Unfetched for a server that sends headers and interim answers, and never its answer."""
+        self._head_bytes += 0 if self.is_answered else nbytes
+        if self._head_bytes > MAX_HEAD_BYTES:
+            raise _Unfetched(f"the head of the server's answer has more than {MAX_HEAD_BYTES} bytes", "failed")
+
+
+class _Counted(httpcore.AsyncNetworkStream):
+    """A stream that reads in small parts, so that the event loop has its turns, and counts their bytes."""
+
+    def __init__(self, stream: httpcore.AsyncNetworkStream, count: Callable[[int], None]) -> None:
+        self._stream = stream
+        self._count = count
+
+    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        data = await self._stream.read(min(max_bytes, MAX_HEAD_BYTES // 8), timeout)
+        self._count(len(data))
+        return data
+
+    async def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        await self._stream.write(buffer, timeout)
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
+
+    async def start_tls(
+        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
+    ) -> httpcore.AsyncNetworkStream:
+        return _Counted(await self._stream.start_tls(ssl_context, server_hostname, timeout), self._count)
+
+
+def is_public(address: str) -> bool:
+    """Whether anybody may reach this address, as far as its number says. One that is translated or mapped is what it
+    carries.
+    """
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    if isinstance(found, ipaddress.IPv6Address):
+        inner = ipaddress.IPv4Address(int(found) & 0xFFFF_FFFF) if found in _NAT64 else found.ipv4_mapped
+        if inner is None:
+            return found in _UNICAST and not any(found in each for each in _INSIDE_V6)
+        found = inner
+    return not any(found in each for each in _INSIDE_V4)
+
+
+def links(items: Sequence[Item], query: Item | None) -> Sequence[Link]:
+    """Those of all inputs."""
+    found = [link for item in items if item.links for link in item.links]
+    return [*found, *query.links] if query else found

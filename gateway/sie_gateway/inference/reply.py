@@ -1,0 +1,406 @@
+"""Results become the body of a response: negotiation of the format, slots of the inputs, JSON and msgpack, written in
+pieces where they are large. Both formats carry the same values.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+import numpy as np
+import orjson
+
+from sie_contracts import arrays
+from sie_contracts.entries import ModelEntry
+from sie_contracts.errors import ErrorInfo, SIEError
+from sie_contracts.messages import Failed, Ok, Outcome, RunOptions, WorkResult
+from sie_runtime.http import Body
+
+if TYPE_CHECKING:
+    from sie_gateway.inference.body import Item
+
+MSGPACK_TYPES = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
+EXTRAS = {"int8": ("scale",), "uint8": ("scale", "offset")}  # what a client needs beside the values of a dtype
+WIRE_DTYPES = {"float32": "<f4", "float16": "<f2", "int8": "|i1", "uint8": "|u1", "binary": "|u1", "ubinary": "|u1"}
+RAW, ARROW = "application/octet-stream", "application/vnd.apache.arrow.stream"
+PIECE_VALUES = 50_000  # numbers, some 5 ms of JSON
+_EXTRACTED = ("entities", "relations", "classifications", "objects")
+
+
+Format = Literal["json", "msgpack", "raw", "arrow"]
+Row = Callable[[Any], Any]
+Piece = bytes | memoryview
+Placed = tuple[WorkResult, Outcome]  # what became of an input, with the result that it came in
+Late = Callable[[float], Mapping[str, Any]]  # the last entry of a map, by the seconds that writing all else of it took
+
+
+def wanted(accept: str, *, body_is_msgpack: bool = False, raw: bool = False, msgpack: bool = True) -> Format:
+    """How a success is sent. Never fails: what cannot be served is answered in JSON. `raw`: whether this route has
+    formats of vectors, `msgpack`: whether it has that.
+    """
+    own: Format = "msgpack" if body_is_msgpack else "json"
+    if not accept:
+        return own
+    weights: dict[str, float] = {}
+    for part in accept.split(","):
+        name, *parameters = (piece.strip() for piece in part.split(";"))
+        weight = 1.0
+        for parameter in parameters:
+            key, _, value = parameter.partition("=")
+            if key.strip() == "q":
+                try:
+                    weight = float(value)
+                except ValueError:
+                    weight = 0.0
+        weights[name.lower()] = weight
+    json = weights.get("application/json", 0.0)
+    packed = max((weights[name] for name in MSGPACK_TYPES if name in weights), default=0.0)
+    if msgpack and packed > 0 and packed >= json:
+        return "msgpack"
+    if raw:
+        weight, name = max((weights.get(name, 0.0), name) for name in (RAW, ARROW))
+        if weight > 0 and weight >= json:
+            return "raw" if name == RAW else "arrow"
+    if json > 0:
+        return "json"
+    return own if set(weights) <= {"*/*", "application/*"} else "json"
+
+
+def _json_default(value: Any) -> Any:
+    if isinstance(value, bytes | memoryview):
+        return base64.b64encode(value).decode("ascii")
+    raise TypeError(f"{type(value).__name__} does not travel")
+
+
+_msgpack = msgspec.msgpack.Encoder(
+    enc_hook=lambda value: arrays.pack(value) if isinstance(value, np.ndarray) else value
+)
+
+
+def encode(body: Mapping[str, Any], *, msgpack: bool) -> tuple[bytes, str]:
+    """The bytes of a success and their content type. numpy arrays may stand anywhere in `body`."""
+    if msgpack:
+        return _msgpack.encode(body), "application/msgpack"
+    return _json(body), "application/json"
+
+
+def _timed(pieces: Iterator[Piece], last: Callable[[float], bytes]) -> Iterator[Piece]:
+    """The pieces, then the last one, by the seconds that making the others took: not the time in which a client reads
+    them.
+    """
+    spent_s = 0.0
+    while True:
+        began_s = time.perf_counter()
+        piece = next(pieces, None)
+        spent_s += time.perf_counter() - began_s
+        if piece is None:
+            break
+        yield piece
+    if end := last(spent_s):
+        yield end
+
+
+class Streamed:
+    """msgpack of a map whose `items` are many: written in pieces of PIECE_VALUES numbers, so that it never exists as a
+    whole beside its results. May be read more than once.
+    """
+
+    def __init__(self, body: Mapping[str, Any], values: int, row: Row | None, late: Late | None = None) -> None:
+        self._rest = {name: value for name, value in body.items() if name != "items"}
+        self._items: Sequence[Any] = body["items"]
+        self._row = row
+        self._late = late
+        self._step = _step(self._items, values)
+
+    def __iter__(self) -> Iterator[Piece]:
+        late = self._late
+        return _timed(self._pieces(), lambda spent_s: _msgpack.encode(late(spent_s))[1:] if late is not None else b"")
+
+    def _pieces(self) -> Iterator[bytes]:
+        rest = _msgpack.encode(self._rest)
+        # a map of fewer than 16 entries has them behind its first byte; an array of up to 2^32 is dd and four bytes
+        entries = rest[0] + 1 + (self._late is not None)
+        yield bytes([entries]) + rest[1:] + _msgpack.encode("items") + b"\xdd" + len(self._items).to_bytes(4, "big")
+        for start in range(0, len(self._items), self._step):
+            yield b"".join(map(_msgpack.encode, _made(self._items[start : start + self._step], self._row)))
+
+
+def _made(values: Sequence[Any], row: Row | None) -> Sequence[Any]:
+    return values if row is None else list(map(row, values))
+
+
+def _step(values: Sequence[Any], numbers: int) -> int:
+    """How many of them make a piece."""
+    return max(1, PIECE_VALUES * len(values) // max(1, numbers))
+
+
+def body_of(
+    body: dict[str, Any], values: int, *, msgpack: bool, row: Row | None = None, late: Late | None = None
+) -> tuple[Body, str]:
+    """As `encode`, in pieces where there are many `values`: a large one takes 600 ms, in which nobody else would be
+    served.
+
+    `row` makes a slot of each of the `items`, when it is its turn; `late` the one entry that is written last.
+    """
+    if "items" not in body or values <= PIECE_VALUES:
+        began_s = time.perf_counter()
+        whole = body if "items" not in body else {**body, "items": _made(body["items"], row)}
+        data, content_type = encode(whole, msgpack=msgpack)
+        if late is not None:
+            own, _ = encode(late(time.perf_counter() - began_s), msgpack=msgpack)
+            data = bytes([data[0] + 1]) + data[1:] + own[1:] if msgpack else data[:-1] + b"," + own[1:]
+        return data, content_type
+    if msgpack:
+        return Streamed(body, values, row, late), "application/msgpack"
+    began_s = time.perf_counter()
+    rest = _json({name: value for name, value in body.items() if name != "items"})[1:]
+    rest_s = time.perf_counter() - began_s
+
+    def after(spent_s: float) -> bytes:
+        return b"]," + (rest if late is None else rest[:-1] + b"," + _json(late(rest_s + spent_s))[1:])
+
+    return listed(body["items"], values, b'{"items":[', after, row), "application/json"
+
+
+class _Listed:
+    def __init__(
+        self, values: Sequence[Any], numbers: int, before: bytes, after: Callable[[float], bytes], row: Row | None
+    ) -> None:
+        self._values, self._before, self._after, self._row = values, before, after, row
+        self._step = _step(values, numbers)
+
+    def __iter__(self) -> Iterator[Piece]:
+        return _timed(
+            self._pieces(), lambda spent_s: (b"" if len(self._values) else self._before) + self._after(spent_s)
+        )
+
+    def _pieces(self) -> Iterator[Piece]:
+        before = self._before
+        for start in range(0, len(self._values), self._step):
+            rows = _made(self._values[start : start + self._step], self._row)
+            if not any(map(_is_wide, rows)):
+                yield before + _json(rows)[1:-1]
+                before = b","
+                continue
+            for row in rows:
+                yield before
+                yield from _parts(row)
+                before = b","
+
+
+def _is_wide(value: Any) -> bool:
+    """Whether a matrix in it makes more than a piece by itself."""
+    if isinstance(value, np.ndarray):
+        return value.ndim == 2 and value.size > PIECE_VALUES
+    return isinstance(value, dict) and any(map(_is_wide, value.values()))
+
+
+def _parts(value: Any) -> Iterator[Piece]:
+    """JSON of a value, a wide matrix in it some rows at a time."""
+    if not _is_wide(value):
+        yield _json(value)
+    elif isinstance(value, dict):
+        before = b"{"
+        for name, each in value.items():
+            yield before + _json(name) + b":"
+            yield from _parts(each)
+            before = b","
+        yield b"}"
+    else:
+        yield from _Listed(value, value.size, b"[", lambda _: b"]", None)
+
+
+def listed(
+    values: Sequence[Any],
+    numbers: int,
+    before: bytes = b"[",
+    after: bytes | Callable[[float], bytes] = b"]",
+    row: Row | None = None,
+) -> Body:
+    """JSON of a list of `numbers` numbers between two ends, in pieces where there are many. Values may hold numpy
+    arrays.
+
+    `row` makes what is written of a value, when it is its turn; `after` may depend on the seconds that writing the
+    values took.
+    """
+    end = (lambda _: after) if isinstance(after, bytes) else after
+    body = _Listed(values, numbers, before, end, row)
+    return body if numbers > PIECE_VALUES else b"".join(body)
+
+
+class _Chain:
+    def __init__(self, parts: Sequence[Body], last: Callable[[float], bytes]) -> None:
+        self._parts = parts
+        self._last = last
+
+    def __iter__(self) -> Iterator[Piece]:
+        return _timed((piece for part in self._parts for piece in _pieces(part)), self._last)
+
+
+def _pieces(part: Body) -> Iterable[Piece]:
+    return (part,) if isinstance(part, bytes) else part
+
+
+def chained(parts: Sequence[Body], last: Callable[[float], bytes]) -> Body:
+    """Bodies one after the other, in pieces where one of them is; `last` may depend on the seconds that writing them
+    took.
+    """
+    body = _Chain(parts, last)
+    return b"".join(body) if all(isinstance(part, bytes) for part in parts) else body
+
+
+def _json(value: Any) -> bytes:
+    return orjson.dumps(value, default=_json_default, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+
+
+def slot_error(info: ErrorInfo) -> dict[str, Any]:
+    """An error in the place of a value."""
+    error = SIEError.from_info(info)
+    found: dict[str, Any] = {"code": error.code, "message": error.message, "retryable": error.retryable}
+    if error.reason:
+        found["reason"] = error.reason
+    if error.retryable:
+        found["retry_after_s"] = error.retry_after_s
+    return {**found, **error.extras}
+
+
+def array_of(result: WorkResult, outcome: Ok, name: str) -> arrays.Array:
+    """One output as a view on the result's block."""
+    piece = outcome.outputs[name]
+    return np.frombuffer(result.block, dtype=piece.dtype, count=math.prod(piece.shape), offset=piece.offset).reshape(
+        piece.shape
+    )
+
+
+def _packed_of(result: WorkResult, outcome: Ok, name: str) -> dict[bytes, Any]:
+    """One output as msgpack has it, its bytes where they are: an array for each row would take longer than all the rest
+    of it.
+    """
+    piece = outcome.outputs[name]
+    size = math.prod(piece.shape) * int(piece.dtype[2:])
+    return arrays.packed(piece.dtype, piece.shape, memoryview(result.block)[piece.offset : piece.offset + size])
+
+
+def _exact_array_of(result: WorkResult, outcome: Ok, name: str) -> arrays.Array:
+    """For JSON, float16 as float64: the shortest digits of that are the exact value, those of a float16 are not."""
+    values = array_of(result, outcome, name)
+    return values.astype(np.float64) if values.dtype == np.float16 else values
+
+
+class Joined:
+    """One output of each input, one after the other, as they lie in the results: neighbours are sent together, nothing
+    is copied.
+    """
+
+    def __init__(self, values: Sequence[tuple[WorkResult, Ok]], name: str) -> None:
+        self._pieces: list[memoryview] = []
+        self.nbytes = start = end = 0
+        before: WorkResult | None = None
+        for result, outcome in values:
+            piece = outcome.outputs[name]
+            size = math.prod(piece.shape) * np.dtype(piece.dtype).itemsize
+            if result is before and piece.offset == end:
+                self._pieces.pop()
+            else:
+                before, start = result, piece.offset
+            end = piece.offset + size
+            self._pieces.append(memoryview(result.block)[start:end])
+            self.nbytes += size
+
+    def __iter__(self) -> Iterator[memoryview]:
+        return iter(self._pieces)
+
+
+def _echo(item: Item) -> dict[str, Any]:
+    slot: dict[str, Any] = {} if item.id is None else {"id": item.id}
+    if item.metadata is not None:
+        slot["metadata"] = item.metadata
+    return slot
+
+
+def _usage(outcome: Outcome) -> dict[str, Any]:
+    """The tokens of one input. Those of all inputs add up to the usage of the request, which stands
+    beside the slots.
+    """
+    tokens, is_cut = (outcome.tokens, outcome.truncated) if isinstance(outcome, Ok) else (0, False)
+    return {"prompt_tokens": tokens, "total_tokens": tokens, "truncated": is_cut}
+
+
+def encode_slots(
+    items: Sequence[Item], outcomes: Sequence[Placed], entry: ModelEntry, run: RunOptions, *, msgpack: bool
+) -> list[dict[str, Any]]:
+    """One slot per input, in order, each with the outputs that were asked for, or its error."""
+    token_dims = run.dimensions or entry.outputs.get("multivector", 0)
+    dense_dims = run.muvera.width(token_dims) if run.muvera else run.dimensions or entry.outputs.get("dense", 0)
+    read: Callable[[WorkResult, Ok, str], Any] = array_of
+    if msgpack:
+        read = _packed_of
+    elif run.dtype == "float16":
+        read = _exact_array_of
+    extras = EXTRAS.get(run.dtype, ())
+    slots = []
+    for item, (result, outcome) in zip(items, outcomes, strict=True):
+        slot = _echo(item)
+        slots.append(slot)
+        if isinstance(outcome, Failed):
+            slot["error"] = slot_error(outcome.error)
+            slot["usage"] = _usage(outcome)
+            continue
+        for name in run.outputs:
+            if name == "dense":
+                slot["dense"] = dense = {
+                    "dims": dense_dims,
+                    "dtype": run.dtype,
+                    "values": read(result, outcome, "dense"),
+                }
+                for key in extras:
+                    dense[key] = float(array_of(result, outcome, f"dense.{key}")[0])
+                if run.muvera:
+                    dense["source"] = "muvera"
+            elif name == "multivector":
+                rows, values = outcome.outputs["multivector"].shape[0], read(result, outcome, "multivector")
+                slot["multivector"] = {
+                    "token_dims": token_dims,
+                    "num_tokens": rows,
+                    "dtype": run.dtype,
+                    "values": values,
+                }
+                slot["multivector"] |= {key: read(result, outcome, f"multivector.{key}") for key in extras}
+            else:
+                dtype = "float16" if run.dtype == "float16" else "float32"
+                indices, values = read(result, outcome, "sparse.indices"), read(result, outcome, "sparse.values")
+                slot["sparse"] = {"dims": entry.outputs["sparse"], "dtype": dtype, "indices": indices, "values": values}
+        slot["usage"] = _usage(outcome)
+    return slots
+
+
+def score_entries(items: Sequence[Item], outcomes: Sequence[Placed]) -> list[dict[str, Any]]:
+    """One entry per input: by score, ties by position, failed ones last. Ranks are dense and begin at 0."""
+    entries: list[tuple[float, int, dict[str, Any]]] = []
+    for index, (item, (_, outcome)) in enumerate(zip(items, outcomes, strict=True)):
+        entry = _echo(item)
+        entry.pop("id", None)
+        score = outcome.score if isinstance(outcome, Ok) else None
+        entry = {"item_id": f"item-{index}" if item.id is None else item.id, "score": score, **entry}
+        if isinstance(outcome, Failed):
+            entry["error"] = slot_error(outcome.error)
+        entry["usage"] = _usage(outcome)
+        entries.append((math.inf if score is None else -score, index, entry))
+    entries.sort(key=lambda each: each[:2])
+    return [{**entry, "rank": rank} for rank, (_, _, entry) in enumerate(entries)]
+
+
+def extract_slot(index: int, item: Item, outcome: Outcome) -> dict[str, Any]:
+    """The slot of one input, all keys present whatever was found."""
+    found = outcome.data or {} if isinstance(outcome, Ok) else {}
+    slot: dict[str, Any] = {"id": f"item-{index}", **_echo(item), **{name: found.get(name, []) for name in _EXTRACTED}}
+    slot["entities"] = [{"start": None, "end": None, "bbox": None, **entity} for entity in slot["entities"]]
+    slot["data"] = found.get("data", {})
+    if isinstance(outcome, Failed):
+        slot["error"] = slot_error(outcome.error)
+    slot["usage"] = _usage(outcome)
+    return slot

@@ -1,0 +1,348 @@
+"""A request that ran: the outcome of each input at its place, those that were refused here included, and what all
+replies say of it: usage, timing, errors, headers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from sie_contracts import arrays
+from sie_contracts.catalogue import Resolved
+from sie_contracts.errors import AllItemsFailed, InvalidInput, SIEError
+from sie_contracts.messages import Failed, Ok, Operation, Priority, RunOptions, WorkResult
+from sie_contracts.options import RequestOptions
+from sie_contracts.topology import Lane
+from sie_gateway.inference.body import Item
+from sie_gateway.inference.reply import Placed, array_of, slot_error
+
+if TYPE_CHECKING:
+    from sie_gateway.inference.chunk import Chunk
+
+STAGES = (
+    "queue_time",
+    "preprocess_time",
+    "batch_wait_time",
+    "inference_time",
+    "postprocess_time",
+    "unattributed_time",
+)
+_TIMING_HEADERS = (
+    ("X-Queue-Time", "queue_time"),
+    ("X-Tokenization-Time", "preprocess_time"),
+    ("X-Inference-Time", "inference_time"),
+    ("X-Postprocessing-Time", "postprocess_time"),
+    ("X-Total-Time", "total_time"),
+    ("X-Batch-Wait-Time", "batch_wait_time"),
+)
+FOUND_VALUES = 20  # of something that was found in a text, as many numbers as are written in its time
+
+
+@dataclass(frozen=True)
+class Understood:
+    """What is asked, with every parameter merged and the lane chosen."""
+
+    operation: Operation
+    resolved: Resolved
+    options: RequestOptions
+    items: tuple[Item, ...]
+    query: Item | None
+    lane: Lane
+    priority: Priority
+
+    def with_run(self, run: RunOptions) -> Understood:
+        """The same request with other options of the run."""
+        return replace(self, options=replace(self.options, run=run))
+
+    def with_warnings(self, *warnings: str) -> Understood:
+        """The same request with further warnings of its reply."""
+        return replace(self, options=replace(self.options, warnings=(*self.options.warnings, *warnings)))
+
+
+class Finished:
+    """The outcomes of a request, in the order of its inputs."""
+
+    def __init__(self, request: Understood, refused: Mapping[int, Failed]) -> None:
+        self.request = request
+        self.publish_ms = 0.0  # until the first messages were stored
+        self.last: WorkResult | None = None  # of the chunk that finished last
+        self.told: Mapping[str, float] = {}  # the stages that its reply names
+        self.written_ms = 0.0  # of the last of them, making the reply
+        self._waits_ms: dict[int, float] = {}  # by chunk, from publishing to its result's arrival
+        self._results: list[WorkResult] = [WorkResult("", -1, "", (failure,)) for failure in refused.values()]
+        self._positions: list[list[int]] = [[index] for index in refused]
+
+    def take(self, indices: list[int], chunks: list[Chunk], results: list[WorkResult], waits_ms: list[float]) -> None:
+        """Put the result of each chunk at its place. Raises InvalidOutcomeCount."""
+        for piece, result in zip(chunks, results, strict=True):
+            places = indices[piece.start : piece.stop]
+            if len(places) != len(result.outcomes):
+                raise InvalidOutcomeCount(len(result.outcomes), len(places))
+            self._results.append(result)
+            self._positions.append(places)
+        self._waits_ms = dict(enumerate(waits_ms))
+        self.last = results[max(self._waits_ms, key=waits_ms.__getitem__)]
+
+    @cached_property
+    def outcomes(self) -> list[Placed]:
+        """The outcome of each input, with the result it came in."""
+        return placed(len(self.request.items), self._results, self._positions)
+
+    @cached_property
+    def worker_results(self) -> list[WorkResult]:
+        """What workers sent."""
+        return [result for result in self._results if result.chunk >= 0]
+
+    @cached_property
+    def usage(self) -> dict[str, Any]:
+        """Number of tokens that ran, the positions of truncated inputs, and how many images ran if any did."""
+        tokens, images, truncated = 0, 0, []
+        for result, places in zip(self._results, self._positions, strict=True):
+            for place, outcome in zip(places, result.outcomes, strict=True):
+                if not isinstance(outcome, Failed):
+                    tokens += outcome.tokens
+                    images += len(self.request.items[place].images)
+                    if outcome.truncated:
+                        truncated.append(place)
+        told = {"prompt_tokens": tokens, "total_tokens": tokens, "truncated_items": sorted(truncated)}
+        return {**told, "images": images} if images else told
+
+    @property
+    def device_s(self) -> float:
+        """Seconds at the device: of each batch that a chunk ran in, its share by tokens."""
+        found_ms = 0.0
+        for result in self.worker_results:
+            tokens = sum(outcome.tokens for outcome in result.outcomes if isinstance(outcome, Ok))
+            if result.batch.tokens and tokens:
+                share = min(1.0, tokens / result.batch.tokens)
+                found_ms += share * (result.stages.inference_ms + result.stages.postprocess_ms)
+        return found_ms / 1000
+
+    @property
+    def fingerprint(self) -> str:
+        real = self.worker_results
+        return real[0].fingerprint if real else ""
+
+    @property
+    def values(self) -> int:
+        """Numbers in the reply, roughly."""
+        found = sum(
+            len(listed)
+            for result in self.worker_results
+            for outcome in result.outcomes
+            if isinstance(outcome, Ok) and outcome.data
+            for listed in outcome.data.values()
+            if isinstance(listed, list)
+        )
+        return sum(len(result.block) for result in self.worker_results) // 4 + FOUND_VALUES * found
+
+    def check(self, name: str = "") -> None:
+        """Raises FailedRequest when all inputs failed, or one did and the client wants that to fail the request.
+
+        `name`: what a client family without slots for errors calls its inputs: there any failed input fails the
+        request, and is named.
+        """
+        any_fails = bool(name) or self.request.options.on_item_error == "fail"
+        failure = failure_of(self.request.items, self.outcomes, any_fails=any_fails)
+        if failure is None:
+            return
+        error, listed = failure
+        is_input = isinstance(error, InvalidInput)  # else it is no fault of this input
+        # what failed of an input may name its field; other clients have other names for images
+        field = error.param if error.param == "text" or (not name and error.param.startswith("images[")) else ""
+        place = f"{name or 'items'}[{listed[0]['index']}]" + (f".{field}" if is_input and field else "")
+        if is_input and error.param.startswith(place):  # it was told with its path
+            raise FailedRequest(error, listed)
+        if name or is_input:
+            error.param = place
+        if is_input:
+            error.message = f"{place}: {error.message.removeprefix((field or 'text') + ': ')}"
+        raise FailedRequest(error, listed)
+
+    def succeeded(self, name: str) -> list[tuple[WorkResult, Ok]]:
+        """The value of each input, for a client family that has no place for errors. Raises FailedRequest, as `check`
+        does.
+        """
+        self.check(name)
+        return [(result, outcome) for result, outcome in self.outcomes if isinstance(outcome, Ok)]
+
+    def arrays(self, name: str, output: str) -> list[arrays.Array]:
+        """One output of each input, as views. Raises FailedRequest."""
+        return [array_of(result, outcome, output) for result, outcome in self.succeeded(name)]
+
+    @property
+    def waited_ms(self) -> float:
+        """From publishing to the arrival of the last result."""
+        return max(self._waits_ms.values(), default=0.0)
+
+    def timing(self, received_s: float, written_s: float = 0.0) -> dict[str, float]:
+        """Milliseconds by stage, up to now; kept for the log and the trace, which are to say what the client read.
+        `written_s`: what making the reply of the results took, which counts as postprocessing.
+        """
+        wait_ms = self._waits_ms[self.last.chunk] if self.last else 0.0
+        total_ms = (time.perf_counter() - received_s) * 1000
+        self.written_ms = 1000 * written_s
+        self.told = told = stage_times(total_ms=total_ms, wait_ms=wait_ms, last=self.last, written_ms=self.written_ms)
+        return told
+
+    def late(self, received_s: float, began_s: float) -> Callable[[float], dict[str, Any]]:
+        """The last entry of a reply, `timing`, by the seconds that writing all other entries took. What was done for
+        the reply since `began_s` counts as well, and is all that headers can tell that leave before it is written.
+        """
+        prepared_s = time.perf_counter() - began_s
+        self.timing(received_s, prepared_s)
+        return lambda spent_s: {"timing": self.timing(received_s, prepared_s + spent_s)}
+
+    def item_timings(self) -> list[dict[str, float]]:
+        """The same of each input, from publishing to the arrival of its result; one for all inputs of a chunk, nothing
+        for those refused here.
+        """
+        none = stage_times(total_ms=0.0, wait_ms=0.0, last=None)
+        found = {
+            result.chunk: stage_times(total_ms=wait_ms, wait_ms=wait_ms, last=result)
+            for result in self.worker_results
+            for wait_ms in (self._waits_ms[result.chunk],)
+        }
+        return [found.get(result.chunk, none) for result, _ in self.outcomes]
+
+    def shared(self, *, explain: bool) -> dict[str, Any]:
+        """What every reply that is a map tells beside its results and `timing`, which is written last."""
+        told: dict[str, Any] = {"usage": self.usage, "fingerprint": self.fingerprint}
+        if warnings := [*self.request.options.warnings, *self._half_read()]:
+            told["warnings"] = warnings
+        if explain:
+            lane, priority = str(self.request.lane), self.request.priority
+            told["explain"] = [
+                {
+                    "worker": result.worker,
+                    "lane": lane,
+                    "priority": priority,
+                    "chunk": result.chunk,
+                    "batch": msgspec.structs.asdict(result.batch),
+                    "stages": msgspec.structs.asdict(result.stages),
+                }
+                for result in self.worker_results
+            ]
+        return told
+
+    def _half_read(self) -> list[str]:
+        """What is told of image files with several images."""
+        count = sum(isinstance(outcome, Ok) and outcome.first_of_several for _, outcome in self.outcomes)
+        if not count:
+            return []
+        total = len(self.outcomes)
+        return [f"images: {count} of {total} inputs have a file of several images, of which the first was read"]
+
+    def headers(self, timing: Mapping[str, float]) -> dict[str, str]:
+        """What every success says of itself in headers."""
+        resolved, truncated = self.request.resolved, len(self.usage["truncated_items"])
+        failed = sum(isinstance(outcome, Failed) for _, outcome in self.outcomes)
+        fetch_ms = self.last.stages.fetch_ms if self.last else 0.0
+        return {
+            "X-SIE-Model": resolved.canonical,
+            "X-SIE-Model-Revision": resolved.entry.revision,
+            "X-SIE-Fingerprint": self.fingerprint,
+            "X-SIE-Bundle": self.request.lane.bundle,
+            "X-SIE-Served-By": "local",
+            "X-SIE-Units-Input-Tokens": str(self.usage["prompt_tokens"]),
+            **({"X-SIE-Units-Pairs": str(len(self.outcomes) - failed)} if self.request.operation == "score" else {}),
+            **({"X-SIE-Units-Images": str(self.usage["images"])} if "images" in self.usage else {}),
+            "X-SIE-Worker": ",".join(sorted({result.worker for result in self.worker_results})),
+            **timing_headers(timing),
+            **({"X-Queue-Publish-Time": f"{self.publish_ms:.2f}"} if self.publish_ms else {}),
+            **({"X-Payload-Fetch-Time": f"{fetch_ms:.2f}"} if fetch_ms else {}),
+            **({"X-SIE-Alias": resolved.alias} if resolved.alias else {}),
+            **({"X-SIE-Failed-Items": str(failed)} if failed else {}),
+            **({"X-SIE-Truncated-Items": str(truncated)} if truncated else {}),
+        }
+
+
+class InvalidOutcomeCount(Exception):
+    """A worker answered a chunk with another number of outcomes than it has inputs: nothing of it can be trusted."""
+
+    def __init__(self, got: int, expected: int) -> None:
+        super().__init__(f"a chunk of {expected} inputs came back with {got} outcomes")
+
+
+def placed(count: int, results: Sequence[WorkResult], places: Sequence[Sequence[int]]) -> list[Placed]:
+    """The outcome of each input, in order, with the result it came in. `places` gives the input positions of each
+    result's outcomes.
+    """
+    found: list[Any] = [None] * count
+    for result, positions in zip(results, places, strict=True):
+        for position, outcome in zip(positions, result.outcomes, strict=True):
+            found[position] = (result, outcome)
+    return found
+
+
+def failure_of(
+    items: Sequence[Item], outcomes: Sequence[Placed], *, any_fails: bool
+) -> tuple[SIEError, list[dict[str, Any]]] | None:
+    """The error that the whole request ends in, with one entry per failed input: when all failed, or any did and the
+    client asked so.
+    """
+    failed = [(index, outcome) for index, (_, outcome) in enumerate(outcomes) if isinstance(outcome, Failed)]
+    if not failed or (len(failed) < len(items) and not any_fails):
+        return None
+    listed = [
+        {
+            "index": index,
+            **({"id": items[index].id} if items[index].id is not None else {}),
+            **slot_error(failure.error),
+        }
+        for index, failure in failed
+    ]
+    errors = [SIEError.from_info(failure.error) for _, failure in failed]
+    if len({error.code for error in errors}) == 1:
+        return errors[0], listed
+    return AllItemsFailed(f"{len(failed)} of {len(items)} inputs failed, see errors", failures=errors), listed
+
+
+def stage_times(
+    *, total_ms: float, wait_ms: float, last: WorkResult | None, written_ms: float = 0.0
+) -> dict[str, float]:
+    """Contiguous stages of the chunk that finished last. `wait_ms` is from publishing to its result's arrival,
+    `written_ms` what making the reply of the results took.
+    """
+    stages = last.stages if last else None
+    preprocess, batch, inference, post, worker = (
+        (stages.preprocess_ms, stages.batch_wait_ms, stages.inference_ms, stages.postprocess_ms, stages.worker_ms)
+        if stages
+        else (0.0,) * 5
+    )
+    # waiting for the broker, for large inputs, for a load and for the device are one stage: the queue
+    queue = max(0.0, wait_ms - worker) + (stages.fetch_ms + stages.load_ms + stages.device_wait_ms if stages else 0.0)
+    post += written_ms
+    rest = max(0.0, total_ms - queue - preprocess - batch - inference - post)
+    waited, total = round(queue + batch, 3), round(total_ms, 3)
+    queue, preprocess, batch, inference, post, rest = (
+        round(value, 3) for value in (queue, preprocess, batch, inference, post, rest)
+    )
+    return {
+        **dict(zip(STAGES, (queue, preprocess, batch, inference, post, rest), strict=True)),
+        "total_time": total,
+        "queue_ms": waited,
+        "tokenization_ms": preprocess,
+        "inference_ms": inference,
+        "postprocessing_ms": post,
+        "unattributed_ms": rest,
+        "total_ms": total,
+    }
+
+
+def timing_headers(values: Mapping[str, float]) -> dict[str, str]:
+    return {header: f"{values[name]:.2f}" for header, name in _TIMING_HEADERS}
+
+
+class FailedRequest(Exception):
+    """A request that ends in `error`, with one entry per failed input."""
+
+    def __init__(self, error: SIEError, errors: list[dict[str, Any]]) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.errors = errors

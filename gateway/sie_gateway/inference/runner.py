@@ -1,0 +1,361 @@
+"""A request that was understood is run: its inputs are checked and cut into chunks, the chunks are admitted and
+published, their results are collected.
+
+    check items ─► chunks ─► admission ─► publish, as permits are granted ─► results ─► Finished
+                                             └ on any failure: messages without a result are withdrawn from the queue
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from sie_contracts import families
+from sie_contracts.costs import ImageCost
+from sie_contracts.entries import ModelEntry
+from sie_contracts.errors import CONFIG_CHANGED, ErrorInfo, GatewayTimeout, InternalFailure, InvalidInput, SIEError
+from sie_contracts.messages import Failed, Input, Operation, Vectors, WorkItem, WorkResult
+from sie_contracts.option_values import describe
+from sie_gateway.admission.admission import Admission, Permits
+from sie_gateway.fleet.demand import ColdStarts
+from sie_gateway.inference import chunk, telemetry
+from sie_gateway.inference.body import Item
+from sie_gateway.inference.call import Call, EntryChanged
+from sie_gateway.inference.chunk import Chunk
+from sie_gateway.inference.entities import mentions
+from sie_gateway.inference.inbox import Collector, Inbox
+from sie_gateway.inference.results import Finished, Understood
+from sie_gateway.metrics import Metrics
+from sie_gateway.streams.publish import Stored, WorkQueue
+from sie_runtime.failpoints import failpoint
+from sie_runtime.feed import CatalogueFeed
+
+CHECK_AGAIN_S = 1.0
+MAX_TAKERS = 3  # models that are named in an error
+_logger = logging.getLogger("sie.gateway.runner")
+
+
+class Runner:
+    """Runs requests against the queue. `load_hold_s`: how long a request is held for a model that is not loaded."""
+
+    def __init__(
+        self,
+        feed: CatalogueFeed,
+        queue: WorkQueue,
+        inbox: Inbox,
+        metrics: Metrics,
+        admission: Admission,
+        cold: ColdStarts,
+        load_hold_s: float,
+    ) -> None:
+        self._feed = feed
+        self._queue = queue
+        self._inbox = inbox
+        self._metrics = metrics
+        self._admission = admission
+        self._cold = cold
+        self._load_hold_s = load_hold_s
+
+    async def run(self, call: Call, request: Understood) -> Finished:
+        """Publish the items that can be run, wait for their results, and put these beside the failures of the others.
+
+        Raises SIEError, and EntryChanged where gateway and workers do not know the same entry of the model.
+        """
+        takers = _Takers(self._feed, request.operation)
+        if request.query is not None and (failed := _unusable(request.query, request, takers)) is not None:
+            error = failed.error
+            if error.param.startswith("query"):  # it was told with its path
+                raise InvalidInput(error.message, reason=error.reason, param=error.param)
+            raise InvalidInput(f"query: {error.message}", reason=error.reason, param="query")
+        refused = {
+            index: failure
+            for index, item in enumerate(request.items)
+            if (failure := _unusable(item, request, takers)) is not None
+        }
+        runnable = [index for index in range(len(request.items)) if index not in refused]
+        finished = Finished(request, refused)
+        if not runnable:
+            return finished
+        items: Sequence[Item] = [request.items[index] for index in runnable] if refused else request.items
+        if _reads_mentions(request):
+            items = [replace(item, mentions=mentions(item)) for item in items]
+        lane, priority, resolved = request.lane, request.priority, request.resolved
+        limits = chunk.Limits(
+            self._admission.chunk_cost(lane, priority, resolved.residency),
+            self._queue.payload_bytes,
+            self._queue.result_bytes,
+            self._queue.holds_any_size,
+        )
+        chunks, size_bytes = chunk.plan(
+            items,
+            request.query,
+            request.operation,
+            resolved.entry,
+            request.options.run,
+            limits,
+            self._admission.image_cost(resolved.residency) if _has_images(items, request.query) else ImageCost(),
+        )
+        revision = self._revision(resolved.entry)
+        costs, squares = [piece.cost for piece in chunks], [piece.squares for piece in chunks]
+        deadline_s = call.received_s + call.budget_s
+        left_s = deadline_s - time.perf_counter()
+        asker = call.key, lane, priority, resolved.residency
+        self._admission.check(*asker, sum(costs), left_s, call.digest, sum(squares))
+        call.charge.take(sum(costs))
+        permits = self._admission.enter(*asker, costs, size_bytes, left_s, call.digest, call.work_id, squares)
+        published_s = time.perf_counter()
+        try:
+            if permits.is_cold:
+                self._cold.asked(lane)
+            collector = self._inbox.open(call.work_id, len(chunks), lane.pool)
+            try:
+                collector.on_taken = _taken(permits, collector, resolved.entry)
+                permits.on_refused = collector.fail
+                build = _builder(call, request, items, chunks, revision, self._inbox.address(call.work_id))
+                sending = _Sending(self._queue, self._admission, request, permits, build, collector, deadline_s)
+                try:
+                    await sending.start()
+                    finished.publish_ms = (time.perf_counter() - published_s) * 1000
+                    await self._results(call, request, collector, deadline_s)
+                    await sending.finish()
+                except BaseException:
+                    self._queue.undo(sending.withdraw())
+                    raise
+            finally:
+                self._inbox.close(collector)
+        finally:
+            permits.close()
+        results = [result for result in collector.results if result is not None]
+        self._metrics.result_wait.labels(request.operation).observe(max(collector.arrivals_s) - published_s)
+        waits_ms = [(arrival_s - published_s) * 1000 for arrival_s in collector.arrivals_s]
+        finished.take(runnable, chunks, results, waits_ms)
+        telemetry.trace_chunks(call, published_s, finished.publish_ms, results, waits_ms)
+        call.charge.settle(finished.usage["total_tokens"])
+        self._metrics.used(call.grant.name, finished)
+        return finished
+
+    def _revision(self, entry: ModelEntry) -> int:
+        """The revision of an entry in the catalogue of now. Raises EntryChanged where that has another entry."""
+        catalogue = self._feed.catalogue
+        if (now := catalogue.entries.get(entry.id)) is not entry and now != entry:
+            raise EntryChanged(entry)
+        return catalogue.revisions.get(entry.id, 0)
+
+    async def _results(self, call: Call, request: Understood, collector: Collector, deadline_s: float) -> None:
+        """Wait for all results until the end of the budget. From the end of the hold on, until a worker has the model,
+        check each CHECK_AGAIN_S whether one loads it.
+
+        Raises ModelLoading, Provisioning, GatewayTimeout, and the error that the collector was failed with.
+        """
+        until_s, hosted = call.received_s + min(call.budget_s, self._load_hold_s if call.dialect.holds else 0.0), False
+        while True:
+            try:
+                await collector.wait(max(0.0, until_s - time.perf_counter()))
+                return
+            except TimeoutError as error:
+                # a load that begins after the hold, or a worker that leaves, is reported like one before its end
+                hosted = hosted or self._cold.check(request.lane, request.resolved.residency)
+                if until_s >= deadline_s:
+                    raise GatewayTimeout(f"no result within the budget of {call.budget_s:g} s") from error
+            until_s = deadline_s if hosted else min(deadline_s, time.perf_counter() + CHECK_AGAIN_S)
+
+
+class _Sending:
+    """The chunks of one request on their way into the queue, as their permits are granted. `build` makes the message of
+    a chunk when it is published, so that its budget is what is left then.
+    """
+
+    def __init__(
+        self,
+        queue: WorkQueue,
+        admission: Admission,
+        request: Understood,
+        permits: Permits,
+        build: Callable[[int], WorkItem],
+        collector: Collector,
+        deadline_s: float,
+    ) -> None:
+        self._queue = queue
+        self._peers = admission.peers
+        self._lane = request.lane
+        self._priority = request.priority
+        self._permits = permits
+        self._build = build
+        self._collector = collector
+        self._deadline_s = deadline_s
+        self._stored: dict[int, Stored] = {}
+        self._rest: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Publish what is permitted now; a task publishes the rest. Raises SIEError; a later failure fails the
+        collector.
+        """
+        granted = self._permits.take()
+        if granted:
+            await self._publish(granted)
+        if not self._permits.complete:
+            self._rest = asyncio.create_task(self._follow(), name="publishing")
+
+    async def _publish(self, chunks: list[int]) -> None:
+        failpoint("gateway.before_publish")
+        work = [self._build(number) for number in chunks]
+        stored = await self._queue.publish(self._lane, work, self._deadline_s)
+        self._stored.update(zip(chunks, stored, strict=True))
+        failpoint("gateway.published")
+        self._peers.sent(self._lane, self._priority, len(work), self._permits.tokens(chunks))
+
+    async def _follow(self) -> None:
+        try:
+            while not self._permits.complete:
+                await self._publish(await self._permits.more())
+        except SIEError as error:
+            self._collector.fail(error)
+        except Exception:  # the root of a task: its request must hear of it
+            _logger.exception("request %s could not be published", self._collector.request)
+            self._collector.fail(InternalFailure("the gateway failed while it queued this request"))
+
+    async def finish(self) -> None:
+        """Return when the last message is stored: a result may come before the broker's acknowledgement."""
+        if self._rest is not None:
+            await self._rest
+
+    async def withdraw(self) -> None:
+        """Publish nothing more, and remove from the queue what has no result."""
+        if self._rest is not None:
+            self._rest.cancel()
+            await asyncio.gather(self._rest, return_exceptions=True)
+        failpoint("gateway.before_withdraw")
+        results, request = self._collector.results, self._collector.request
+        missing = [stored for number, stored in self._stored.items() if results[number] is None]
+        await self._queue.withdraw(self._lane.pool, missing, request if missing else "")
+
+
+def _builder(
+    call: Call, request: Understood, items: Sequence[Item], chunks: Sequence[Chunk], revision: int, reply: str
+) -> Callable[[int], WorkItem]:
+    """The work item of each chunk, by its number. Its budget is what is left of the call's when it is built."""
+    resolved = request.resolved
+    deadline_s = call.received_s + call.budget_s
+    query = None if request.query is None else _input(request.query)
+    # the one route that workers count apart from its operation
+    endpoint = "embeddings" if call.labels.get("endpoint") == "embeddings" else ""
+    asker = call.grant.name if _has_images(items, request.query) else ""
+
+    def work_item(number: int) -> WorkItem:
+        piece = chunks[number]
+        return WorkItem(
+            request=call.work_id,
+            chunk=number,
+            model=resolved.entry.id,
+            revision=resolved.entry.revision,
+            operation=request.operation,
+            inputs=tuple(map(_input, items[piece.start : piece.stop])),
+            options=request.options.run,
+            reply=reply,
+            budget_ms=max(1, int((deadline_s - time.perf_counter()) * 1000)),
+            first=piece.start,
+            profile=resolved.profile,
+            config_revision=revision,
+            priority=request.priority,
+            cost=piece.cost,
+            traceparent=call.context.traceparent,
+            query=query,
+            endpoint=endpoint,
+            tracestate=call.context.tracestate,
+            asker=asker,
+        )
+
+    return work_item
+
+
+def _taken(permits: Permits, collector: Collector, entry: ModelEntry) -> Callable[[WorkResult], None]:
+    """Called with each result: gives its permit back, and ends the request where the worker has another entry."""
+
+    def taken(result: WorkResult) -> None:
+        permits.taken(result)
+        if any(isinstance(outcome, Failed) and outcome.error.reason == CONFIG_CHANGED for outcome in result.outcomes):
+            collector.fail(EntryChanged(entry))
+
+    return taken
+
+
+def _has_images(items: Sequence[Item], query: Item | None) -> bool:
+    for item in items:
+        if item.images:
+            return True
+    return query is not None and bool(query.images)
+
+
+class _Takers:
+    """Which models of the catalogue take a modality, for the messages of one request. Computed when a message needs
+    it.
+    """
+
+    def __init__(self, feed: CatalogueFeed, operation: Operation) -> None:
+        self._feed = feed
+        self._operation = operation
+        self._told: dict[str, str] = {}
+
+    def of(self, modality: str) -> str:
+        """What a message ends with: the first few of them."""
+        if modality not in self._told:
+            able = (
+                entry.id
+                for entry in self._feed.catalogue.entries.values()
+                if modality in entry.inputs and self._operation in entry.tasks
+            )
+            found = heapq.nsmallest(MAX_TAKERS, able)
+            self._told[modality] = (
+                f"; models that take it: {', '.join(found)}"
+                if found
+                else f"; no model here takes it for {self._operation}"
+            )
+        return self._told[modality]
+
+
+def _unusable(item: Item, request: Understood, takers: _Takers) -> Failed | None:
+    """Why this model cannot run the item, as far as the gateway can tell; None if it can."""
+    entry = request.resolved.entry
+    accepted = [*entry.inputs]
+    if "multivector" in entry.outputs and (request.operation == "score" or request.options.run.muvera):
+        accepted.append("multivector")
+    foreign = [modality for modality in item.modalities if modality not in accepted]
+    if foreign:
+        message = f"{entry.id} takes {', '.join(accepted)}, not {foreign[0]}"
+        if foreign[0] != "multivector":  # which is no input of a model, but what one gives
+            message += takers.of(foreign[0])
+        return Failed(ErrorInfo("INVALID_INPUT", message, reason="unsupported_modality"))
+    if item.unfit is not None:
+        return Failed(item.unfit)
+    if item.is_empty:
+        message = f"text: expected a string, got {describe(None)}{item.instead}"
+        return Failed(ErrorInfo("INVALID_INPUT", message, reason="empty_item", param="text"))
+    if _reads_mentions(request):
+        try:
+            mentions(item)
+        except InvalidInput as error:
+            return Failed(error.info())
+    return None
+
+
+def _reads_mentions(request: Understood) -> bool:
+    return request.operation == "extract" and families.row(request.resolved.entry.family).reads_mentions
+
+
+def _input(item: Item) -> Input:
+    """The part of an item that a worker needs."""
+    if item.tokens is None and item.pair is None and item.vectors is None and not item.files:
+        return Input(item.text, mentions=item.mentions)
+    return Input(
+        item.text,
+        tokens=item.tokens,
+        pair=item.pair,
+        vectors=None if item.vectors is None else Vectors.of(item.vectors),
+        images=item.images,
+        audio=item.audio,
+        document=item.document,
+    )

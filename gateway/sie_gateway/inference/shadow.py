@@ -1,0 +1,284 @@
+"""Shadow traffic: a copy of a share of an alias' requests goes to a second model, after the answer, and is only
+measured.
+
+    answered ──► its share? ──► room: few in flight, a lane without a queue, a model that is there ──► bulk ──►
+    compared, dropped
+                                  └ none: counted as dropped, with the reason
+
+Nothing of it is waited for or billed, and none of its failures reaches a client. A model that no worker has is opened
+by one copy at a time, only where it fits beside what is loaded: a shadow takes no model's place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from sie_contracts.aliases import Alias
+from sie_contracts.catalogue import Catalogue, Resolved
+from sie_contracts.errors import InvalidInput, ModelLoading, PayloadTooLarge, SIEError
+from sie_contracts.heartbeats import Heartbeat
+from sie_contracts.messages import PRIORITIES, Failed, Ok
+from sie_contracts.topology import Lane
+from sie_gateway.admission.admission import Admission
+from sie_gateway.admission.grant import Grant
+from sie_gateway.fleet.lanes import Fleet
+from sie_gateway.inference.call import Asked, Call
+from sie_gateway.inference.reply import array_of
+from sie_gateway.inference.results import Finished
+from sie_gateway.metrics import Metrics
+from sie_runtime.http import uuid7
+from sie_runtime.ranks import spearman
+
+MAX_IN_FLIGHT = 4  # of a gateway
+MAX_ITEMS = 64  # of a request; the others of its inputs are not copied
+MAX_VALUES = 1 << 20  # numbers of an answer that is held until its copy is there
+BUDGET_S = 30.0
+LOADED_S = 0.25  # a lane in which work waits longer gets no copies
+PAUSE_S, SHORT_PAUSE_S = 60.0, 5.0  # after a copy that failed, and after one that failed for now
+KEY = "_shadow"  # one turn among the keys for all copies
+_ROUNDING = 1e-6  # of a share times a count
+_COMPARED = ("float32", "float16")
+_logger = logging.getLogger("sie.gateway.shadow")
+
+Result = Literal["done", "failed", "busy", "loaded", "cold", "paused", "large", "unsuited"]
+
+
+class Mean:
+    """The mean of what was added, None before."""
+
+    def __init__(self) -> None:
+        self._sum, self._count = 0.0, 0
+
+    def add(self, value: float) -> None:
+        self._sum += value
+        self._count += 1
+
+    @property
+    def value(self) -> float | None:
+        return self._sum / self._count if self._count else None
+
+
+@dataclass
+class Figures:
+    """What was measured of a shadow since this gateway started: the metrics fold aliases beyond a number of them."""
+
+    model: str
+    copies: Counter[Result] = field(default_factory=Counter)
+    cosine: Mean = field(default_factory=Mean)
+    rank: Mean = field(default_factory=Mean)
+    served_ms: Mean = field(default_factory=Mean)
+    shadow_ms: Mean = field(default_factory=Mean)
+
+    def told(self) -> dict[str, Any]:
+        return {
+            "copies": dict(self.copies),
+            "cosine": self.cosine.value,
+            "rank": self.rank.value,
+            "served_ms": self.served_ms.value,
+            "shadow_ms": self.shadow_ms.value,
+        }
+
+
+class Shadows:
+    """Owned by the gateway's loop. `after` returns at once and raises nothing."""
+
+    def __init__(
+        self,
+        catalogue: Callable[[], Catalogue],
+        fleet: Fleet,
+        admission: Admission,
+        metrics: Metrics,
+        run: Callable[[Call, Asked], Awaitable[Finished]],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._catalogue = catalogue
+        self._fleet = fleet
+        self._admission = admission
+        self._metrics = metrics
+        self._run = run
+        self._clock = clock
+        self._met: dict[str, int] = {}  # by alias, requests whose share is copied
+        self._figures: dict[str, Figures] = {}  # by alias
+        self._paused_s: dict[str, float] = {}  # by model, until when
+        self._opening: set[str] = set()  # residencies that a copy is to have loaded
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def after(self, call: Call, finished: Finished) -> None:
+        """A request was answered; where it came by an alias it is counted, and copied if its turn has come."""
+        if (
+            not finished.request.resolved.alias
+            or call.asked is None
+            or call.asked.run is not None
+            or call.grant.key == KEY
+        ):
+            return
+        try:
+            self._after(call, call.asked, finished)
+        except Exception:  # an answer never fails for its copy
+            _logger.exception("a request of %s could not be copied", finished.request.resolved.alias)
+
+    def figures(self, alias: str, model: str) -> Figures:
+        """Of the shadow that an alias has; another model begins anew."""
+        found = self._figures.get(alias)
+        if found is None or found.model != model:
+            found = self._figures[alias] = Figures(model)
+        return found
+
+    def _after(self, call: Call, asked: Asked, finished: Finished) -> None:
+        resolved = finished.request.resolved
+        self._metrics.alias_requests.labels(resolved.alias, resolved.canonical).inc()
+        alias = self._catalogue().aliases.get(resolved.alias)
+        if (
+            alias is None
+            or alias.shadow is None
+            or all(isinstance(outcome, Failed) for _, outcome in finished.outcomes)
+        ):
+            return
+        before = self._met.get(alias.id, 0)
+        self._met[alias.id] = before + 1
+        due, was_due = (math.floor(alias.shadow.share * count + _ROUNDING) for count in (before + 1, before))
+        if due > was_due:
+            self._copy(call, asked, finished, alias, alias.shadow.model)
+
+    def _copy(self, call: Call, asked: Asked, finished: Finished, alias: Alias, model: str) -> None:
+        try:
+            resolved = self._catalogue().resolve(model, follow=False)
+            pool = finished.request.lane.pool
+            lane = self._fleet.lane(resolved, pool=pool, machine_profile="", known_pools=(pool,))
+        except (
+            SIEError
+        ):  # the model is gone, or nothing of this pool serves it: the same for every copy until that changes
+            self._count(alias, model, "unsuited")
+            return
+        if asked.operation not in resolved.entry.tasks or resolved.canonical == finished.request.resolved.canonical:
+            self._count(alias, model, "unsuited")
+            return
+        refused = self._refused(finished, resolved, lane)
+        if refused is not None:
+            self._count(alias, model, refused)
+            return
+        if not self._fleet.hosts(lane, resolved.residency):
+            self._opening.add(resolved.residency)
+        # as its client asked, less who asked, for how long, and where: only the pool stays
+        headers = {name: value for name, value in call.headers.items() if name in ("x-sie-pool", "x-sie-on-item-error")}
+        own = Call(uuid7(), self._clock(), {**headers, "x-sie-priority": "bulk"}, grant=Grant(KEY), budget_s=BUDGET_S)
+        copied = replace(asked, resolved=resolved, items=asked.items[:MAX_ITEMS], priority="bulk")
+        task = asyncio.get_running_loop().create_task(
+            self._measured(own, copied, finished, alias, model), name="shadow"
+        )
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _refused(self, finished: Finished, resolved: Resolved, lane: Lane) -> Result | None:
+        """Why there is no copy now."""
+        if self._clock() < self._paused_s.get(resolved.canonical, 0.0):
+            return "paused"
+        if len(self._tasks) >= MAX_IN_FLIGHT:
+            return "busy"
+        if finished.values > MAX_VALUES:
+            return "large"
+        is_cold = not self._fleet.hosts(lane, resolved.residency)
+        if is_cold and (resolved.residency in self._opening or not any(map(_has_room, self._fleet.of_lane(lane)))):
+            return "cold"
+        return "loaded" if any(self._is_loaded(each) for each in {lane, finished.request.lane}) else None
+
+    def _is_loaded(self, lane: Lane) -> bool:
+        """Whether work waits in the lane; of one without workers nothing is known, and nothing would run there."""
+        waits_s = [self._admission.expected_s(lane, priority) for priority in PRIORITIES]
+        return any(each_s is None or each_s > LOADED_S for each_s in waits_s)
+
+    async def _measured(self, call: Call, asked: Asked, finished: Finished, alias: Alias, model: str) -> None:
+        """Run a copy. Every error of it ends here."""
+        canonical = asked.resolved.canonical
+        result: Result = "failed"
+        try:
+            copied = await self._run(call, asked)
+            first = copied.outcomes[0][1]
+            if all(isinstance(outcome, Failed) for _, outcome in copied.outcomes) and isinstance(first, Failed):
+                raise SIEError.from_info(first.error)
+            self._compare(finished, copied, alias, model)
+            result = "done"
+        except (InvalidInput, PayloadTooLarge):  # what this client asks the second model does not do
+            result = "unsuited"
+        except SIEError as error:
+            result = "cold" if isinstance(error, ModelLoading) else "failed"
+            self._pause(alias, canonical, error.code, SHORT_PAUSE_S if error.retryable else PAUSE_S)
+        except Exception as error:  # the root of its task; no client waits for it
+            _logger.exception("a copy of a request of %s to %s failed", alias.id, canonical)
+            self._pause(alias, canonical, type(error).__name__, PAUSE_S)
+        finally:
+            self._opening.discard(asked.resolved.residency)
+            self._count(alias, model, result)
+
+    def _pause(self, alias: Alias, canonical: str, why: str, pause_s: float) -> None:
+        self._paused_s = {name: until_s for name, until_s in self._paused_s.items() if until_s > self._clock()}
+        self._paused_s[canonical] = self._clock() + pause_s
+        _logger.warning("%s gets no requests of the alias %s for %g s: %s", canonical, alias.id, pause_s, why)
+
+    def _count(self, alias: Alias, model: str, result: Result) -> None:
+        self._metrics.shadows.labels(alias.id, model, result).inc()
+        self.figures(alias.id, model).copies[result] += 1
+
+    def _compare(self, finished: Finished, copied: Finished, alias: Alias, model: str) -> None:
+        names, figures = (alias.id, model), self.figures(alias.id, model)
+        for side, each, mean in (
+            ("served", finished, figures.served_ms),
+            ("shadow", copied, figures.shadow_ms),
+        ):
+            self._metrics.shadow_seconds.labels(*names, side).observe(each.waited_ms / 1000)
+            mean.add(each.waited_ms)
+        for value in cosines(finished, copied):
+            self._metrics.shadow_cosine.labels(*names).observe(value)
+            figures.cosine.add(value)
+        if (agreement := rank_agreement(finished, copied)) is not None:
+            self._metrics.shadow_rank.labels(*names).observe(agreement)
+            figures.rank.add(agreement)
+
+    async def close(self) -> None:
+        """End those that run; what they have in the queue is withdrawn."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _has_room(beat: Heartbeat) -> bool:
+    """Whether another model of the usual size fits beside what a worker has and is loading."""
+    held = sum(status.state in ("loaded", "loading", "unloading") for status in beat.models)
+    return held == 0 or held < beat.slots
+
+
+def cosines(finished: Finished, copied: Finished) -> list[float]:
+    """Of each input's dense vectors, where both have one of the same width in floats; else there is
+    nothing to compare.
+    """
+    runs = [each.request.options.run for each in (finished, copied)]
+    if any("dense" not in run.outputs or run.dtype not in _COMPARED for run in runs):
+        return []
+    found = []
+    for (one_result, one), (two_result, two) in zip(finished.outcomes, copied.outcomes, strict=False):
+        if isinstance(one, Ok) and isinstance(two, Ok) and one.outputs["dense"].shape == two.outputs["dense"].shape:
+            a, b = (array_of(*each, "dense").astype(np.float32) for each in ((one_result, one), (two_result, two)))
+            norm = float(np.linalg.norm(a) * np.linalg.norm(b))
+            if norm > 0:
+                found.append(float(a @ b) / norm)
+    return found
+
+
+def rank_agreement(finished: Finished, copied: Finished) -> float | None:
+    """Spearman's correlation of the scores of a request's documents, None where there are fewer than three of both."""
+    pairs = [
+        (one.score, two.score)
+        for (_, one), (_, two) in zip(finished.outcomes, copied.outcomes, strict=False)
+        if isinstance(one, Ok) and isinstance(two, Ok) and one.score is not None and two.score is not None
+    ]
+    return spearman(*map(np.asarray, zip(*pairs, strict=True))) if len(pairs) > 2 else None

@@ -1,0 +1,195 @@
+"""What the page at `/` asks of the config service, passed on by the gateway: writes and the history of models. A page
+may ask nobody but the gateway that it came from. Programs ask the config service itself.
+
+    /console/configs/ID ──► scope at the gateway ──► /v1/configs/models/ID, with the caller's own token ──► its answer
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import httpx
+import msgspec
+from fastapi import Request
+from fastapi.responses import Response
+
+from sie_contracts import configs
+from sie_contracts.aliases import Alias
+from sie_contracts.configs import config_shape
+from sie_contracts.errors import ModelNotFound, NotFound, NotReady
+from sie_gateway.http.route_kinds import GatewayRoute
+from sie_gateway.operations.handlers import json_response
+from sie_runtime import config_routes
+from sie_runtime.routes import Route
+
+if TYPE_CHECKING:
+    from sie_contracts.catalogue import Catalogue
+    from sie_contracts.entries import ModelEntry
+    from sie_gateway.state import Gateway
+
+MODELS = f"{config_routes.PREFIX}models"
+OWN = "/console/configs"
+LIMIT_S = 30.0
+_SENT = ("content-type", "accept", "if-match", "idempotency-key", "authorization")
+_TOLD = ("content-type", "etag", "location", "retry-after")
+_logger = logging.getLogger("sie.gateway.configs")
+
+
+async def _forward(gateway: Gateway, request: Request, after: str = "") -> Response:
+    """Raises NotFound where there is no config service, and NotReady while it does not answer."""
+    url = gateway.settings.config_service_url
+    if url is None:
+        raise NotFound("this gateway has no config service: SIE_CONFIG_SERVICE_URL names it")
+    headers = {name: request.headers[name] for name in _SENT if name in request.headers}
+    reader = gateway.settings.config_read_token
+    if request.method == "GET" and reader is not None:  # who may read is for this gateway to say
+        headers["authorization"] = f"Bearer {reader.reveal()}"
+    path = f"{url.rstrip('/')}{MODELS}{_named(request.path_params.get('id', ''))}{after}"
+    try:
+        async with httpx.AsyncClient(timeout=LIMIT_S, trust_env=False) as client:
+            answer = await client.request(
+                request.method,
+                path,
+                params=httpx.QueryParams(request.url.query),
+                headers=headers,
+                content=await request.body(),
+            )
+    except httpx.HTTPError as error:
+        _logger.warning("the config service does not answer: %s", type(error).__name__)
+        raise NotReady("the config service does not answer; what it wrote before stays in use") from error
+    told = {name: answer.headers[name] for name in _TOLD if name in answer.headers}
+    return Response(answer.content, answer.status_code, told)
+
+
+def _named(model: str) -> str:
+    """Raises NotFound for a name that would leave the folder of models."""
+    if any(part in (".", "..") for part in model.split("/")):
+        raise NotFound("no such path")
+    return f"/{quote(model, safe='/:@')}" if model else ""
+
+
+async def forward(gateway: Gateway, request: Request) -> Response:
+    """A write of a model, or a new one."""
+    return await _forward(gateway, request)
+
+
+async def history(gateway: Gateway, request: Request) -> Response:
+    """The revisions of a model, newest first."""
+    return await _forward(gateway, request, "/history")
+
+
+async def rollback(gateway: Gateway, request: Request) -> Response:
+    """Make a former revision the newest again."""
+    return await _forward(gateway, request, "/rollback")
+
+
+_HANDLERS = {
+    ("GET", "history"): history,
+    ("POST", "models"): forward,
+    ("PUT", "model"): forward,
+    ("PATCH", "model"): forward,
+    ("DELETE", "model"): forward,
+    ("POST", "rollback"): rollback,
+}
+
+
+def _own(route: Route) -> GatewayRoute:
+    path, summary = route.path.replace(MODELS, OWN), f"{route.summary}, for the console"
+    return GatewayRoute(**vars(replace(route, path=path, endpoint="other", summary=summary)), shape=config_shape)
+
+
+CONFIG_FORWARD = tuple(_own(each) for each in config_routes.bound(_HANDLERS) if each.handler is not None)
+SOURCE = "catalogue"  # who wrote an entry, the config service knows alone
+
+
+def _catalogue(gateway: Gateway) -> Catalogue:
+    return gateway.inference.catalogue  # NotReady before there is one
+
+
+def _document(
+    request: Request, document: Any, default: str = configs.JSON, headers: dict[str, str] | None = None
+) -> Response:
+    content_type = configs.negotiated(request.headers.get("accept", ""), default)
+    return Response(configs.rendered(document, content_type), headers=headers, media_type=content_type)
+
+
+async def models(gateway: Gateway, _request: Request) -> Response:
+    """All models and aliases."""
+    present = _catalogue(gateway)
+    documents: dict[str, dict[str, Any]] = {
+        model: {"profiles": entry.profiles} for model, entry in present.entries.items()
+    }
+    documents |= {name: {"alias": msgspec.to_builtins(alias.alias)} for name, alias in present.aliases.items()}
+    return json_response(
+        {"models": [configs.listed(name, document, SOURCE) for name, document in sorted(documents.items())]}
+    )
+
+
+async def status(gateway: Gateway, request: Request) -> Response:
+    """Which gateways and workers serve which revision of a model."""
+    present = _catalogue(gateway)
+    entry = _entry(present, request.path_params["id"])
+    bundles = {}
+    for bundle in () if isinstance(entry, Alias) else present.bundles_of(entry):
+        workers = [beat for beat in gateway.fleet.healthy() if beat.bundle == bundle]
+        revisions = {
+            each.id: present.revisions[each.id]
+            for each in present.entries.values()
+            if bundle in present.bundles_of(each)
+        }
+        bundles[bundle] = configs.bundle_hash(revisions), workers
+    revision, since = present.revisions[entry.id], present.since(entry.id)
+    gateways = gateway.peers.epochs()
+
+    def revision_at(epoch: str) -> int | None:  # of others that lag, or lead, this gateway knows no revision
+        return revision if configs.has_seen(epoch, since) and configs.has_seen(present.epoch, epoch) else None
+
+    served = None if isinstance(entry, Alias) else bundles
+    return json_response(
+        configs.model_status(entry.id, revision, present.epoch, since, served, gateways, revision_at, SOURCE)
+    )
+
+
+async def model(gateway: Gateway, request: Request) -> Response:
+    """The configuration of a model."""
+    present = _catalogue(gateway)
+    entry = _entry(present, request.path_params["id"])
+    return _document(request, msgspec.to_builtins(entry), headers={"ETag": f'"{present.revisions[entry.id]}"'})
+
+
+async def bundles(gateway: Gateway, _request: Request) -> Response:
+    """All bundles."""
+    return json_response(configs.bundle_list(_catalogue(gateway).bundles))
+
+
+async def bundle(gateway: Gateway, request: Request) -> Response:
+    """One bundle."""
+    found = configs.bundle_of(_catalogue(gateway).bundles, request.path_params["id"])
+    return _document(request, found, configs.YAML)
+
+
+async def resolve(gateway: Gateway, request: Request) -> Response:
+    """The model and profile that a name stands for, and the bundles that can serve it."""
+    return json_response(configs.resolution(_catalogue(gateway), await request.body()))
+
+
+HANDLERS = {
+    ("GET", "models"): models,
+    ("GET", "model"): model,
+    ("GET", "status"): status,
+    ("GET", "bundles"): bundles,
+    ("GET", "bundle"): bundle,
+    ("POST", "resolve"): resolve,
+}
+
+
+def _entry(catalogue: Catalogue, model: str) -> ModelEntry | Alias:
+    entry = catalogue.find(model) or catalogue.find_alias(model)
+    if entry is None:
+        like = catalogue.near(model)
+        fix = f"did you mean {' or '.join(like)}?" if like else "GET /v1/configs/models lists all"
+        raise ModelNotFound(f"no model named {model[:200]!r}; {fix}", param="id", extras={"suggestions": like})
+    return entry

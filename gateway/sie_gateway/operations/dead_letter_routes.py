@@ -1,0 +1,186 @@
+"""`/v1/dead-letters`: rows and handlers, for administrators."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from fastapi import Request
+from fastapi.responses import Response
+from msgspec import Meta
+
+from sie_contracts.api import dead_letters as api
+from sie_contracts.errors import InvalidInput
+from sie_gateway.http.route_kinds import GatewayRoute, control
+from sie_gateway.operations.dead_letters import EXAMINED, FILTERS, LETTER_S, REPLAY_S, Filter
+from sie_gateway.operations.handlers import json_response, number
+from sie_runtime.routes import Parameter
+
+if TYPE_CHECKING:
+    from sie_gateway.state import Gateway
+
+PATH = "/v1/dead-letters"
+_logger = logging.getLogger("sie.gateway.dead_letters")
+
+
+def _checked(request: Request, *more: str) -> None:
+    """A misspelt filter would mean more letters than its writer did. Raises InvalidInput."""
+    for name in request.query_params:
+        if name not in ("pool", *more):
+            raise InvalidInput(
+                f"{name}: no such parameter here, expected {', '.join(('pool', *more))}", reason="schema", param=name
+            )
+
+
+def _pool(gateway: Gateway, request: Request) -> str:
+    return request.query_params.get("pool") or gateway.dead_letters.pool
+
+
+def _filter(gateway: Gateway, request: Request) -> Filter:
+    named = {name: request.query_params.get(name, "") for name in FILTERS}
+    return Filter(_pool(gateway, request), **named)
+
+
+def _who(request: Request) -> str:
+    return str(request.scope["sie.call"].grant.name)
+
+
+def _whole(request: Request, name: str, default: int, least: int, most: int) -> int:
+    return int(number(request.query_params, name, default, least, most))
+
+
+async def page(gateway: Gateway, request: Request) -> Response:
+    """A page of the list. Raises InvalidInput, PoolNotFound, QueueUnavailable."""
+    _checked(request, *FILTERS, "before", "limit")
+    before, limit = _whole(request, "before", 0, 0, 1 << 53), _whole(request, "limit", 50, 1, 200)
+    return json_response(await gateway.dead_letters.page(_filter(gateway, request), before, limit), to=request)
+
+
+async def show(gateway: Gateway, request: Request) -> Response:
+    """One letter. Raises InvalidInput, NotFound, PoolNotFound, QueueUnavailable."""
+    _checked(request)
+    return json_response(await gateway.dead_letters.show(_pool(gateway, request), request.path_params["letter"]))
+
+
+async def replay(gateway: Gateway, request: Request) -> Response:
+    """Run one again. Raises InvalidInput, NotFound, PoolNotFound, QueueUnavailable."""
+    _checked(request, "timeout_s")
+    timeout_s = number(request.query_params, "timeout_s", LETTER_S, 1, REPLAY_S)
+    name, pool = request.path_params["letter"], _pool(gateway, request)
+    done = await gateway.dead_letters.replay(pool, name, timeout_s)
+    _logger.info("%s ran dead letter %s of pool %s again: %s", _who(request), done.id, pool, done.state)
+    return json_response(done)
+
+
+async def replay_all(gateway: Gateway, request: Request) -> Response:
+    """Run those again that fit. Raises InvalidInput, PoolNotFound, QueueUnavailable."""
+    _checked(request, *FILTERS, "after", "limit", "timeout_s")
+    timeout_s = number(request.query_params, "timeout_s", LETTER_S, 1, REPLAY_S)
+    after, limit = _whole(request, "after", 0, 0, 1 << 53), _whole(request, "limit", 20, 1, 100)
+    wanted = _filter(gateway, request)
+    done = await gateway.dead_letters.replay_all(wanted, after, limit, timeout_s)
+    answered = sum(each.removed for each in done.replayed)
+    told = _who(request), len(done.replayed), wanted.pool, answered
+    _logger.info("%s ran %d dead letters of pool %s again: %d were answered", *told)
+    return json_response(done)
+
+
+async def purge(gateway: Gateway, request: Request) -> Response:
+    """Forget one. Raises InvalidInput, NotFound, PoolNotFound, QueueUnavailable."""
+    _checked(request)
+    name, pool = request.path_params["letter"], _pool(gateway, request)
+    done = await gateway.dead_letters.purge(pool, name)
+    _logger.info("%s purged dead letter %s of pool %s", _who(request), name, pool)
+    return json_response(done)
+
+
+async def purge_all(gateway: Gateway, request: Request) -> Response:
+    """Forget those that fit. Raises InvalidInput, also where neither a filter nor `all` is named; PoolNotFound,
+    QueueUnavailable.
+    """
+    _checked(request, *FILTERS, "all")
+    wanted = _filter(gateway, request)
+    if wanted.is_all != (request.query_params.get("all") == "true"):
+        raise InvalidInput(
+            f"all: expected true to forget every dead letter of pool {wanted.pool}, or else one of "
+            f"{', '.join(FILTERS)}",
+            reason="schema",
+            param="all",
+        )
+    done = await gateway.dead_letters.purge_all(wanted)
+    _logger.info("%s purged %d dead letters of pool %s", _who(request), done.removed, wanted.pool)
+    return json_response(done)
+
+
+# rows
+
+_POOL = Parameter("pool", "query", str, "One of the installation's own pools; by default that of the gateway.")
+_WANTED = (
+    _POOL,
+    Parameter("lane", "query", str, "Only work of this lane: pool.machine_profile.bundle."),
+    Parameter("model", "query", str, "Only work of this model."),
+    Parameter("code", "query", str, "Only letters with this code of their error."),
+    Parameter("reason", "query", str, "Only letters with this reason of their error."),
+)
+_SEQUENCE = Annotated[int, Meta(ge=0)]
+_TIMEOUT = Parameter(
+    "timeout_s",
+    "query",
+    Annotated[float, Meta(ge=1, le=REPLAY_S)],
+    f"Seconds to wait for the answer of a letter, and the budget of its work; {LETTER_S:g} by default.",
+)
+_ONE = Parameter("letter", "path", str, "The id of the letter, as the list has it.", "3f1c0a9be274")
+
+
+def _row(
+    method: str, path: str, handler: Any, summary: str, reply: Any, parameters: tuple[Parameter, ...]
+) -> GatewayRoute:
+    names = ("Dead letters", summary)
+    return control(method, PATH + path, "other", handler, names, reply, scope="admin", parameters=parameters)
+
+
+DEAD_LETTERS: tuple[GatewayRoute, ...] = (
+    _row(
+        "GET",
+        "",
+        page,
+        f"Work that was given up, the newest first, without its inputs; looks at {EXAMINED} letters at most",
+        api.DeadLetterPage,
+        (
+            *_WANTED,
+            Parameter("before", "query", _SEQUENCE, "Only letters below this sequence: `next` of the page before."),
+            Parameter("limit", "query", Annotated[int, Meta(ge=1, le=200)], "How many at most; 50 by default."),
+        ),
+    ),
+    _row(
+        "DELETE",
+        "",
+        purge_all,
+        "Forget all dead letters that fit, with the inputs in them",
+        api.Purged,
+        (*_WANTED, Parameter("all", "query", Literal["true"], "Needed where no other filter than the pool is named.")),
+    ),
+    _row(
+        "POST",
+        "/replay",
+        replay_all,
+        f"Run the dead letters that fit again, the oldest first, for {REPLAY_S:g} seconds at most",
+        api.ReplayedAll,
+        (
+            *_WANTED,
+            Parameter("after", "query", _SEQUENCE, "Only letters above this sequence: `next` of the answer before."),
+            Parameter("limit", "query", Annotated[int, Meta(ge=1, le=100)], "How many at most; 20 by default."),
+            _TIMEOUT,
+        ),
+    ),
+    _row("GET", "/{letter}", show, "One dead letter, without its inputs", api.DeadLetterInfo, (_POOL, _ONE)),
+    _row("DELETE", "/{letter}", purge, "Forget one dead letter", api.Purged, (_POOL, _ONE)),
+    _row(
+        "POST",
+        "/{letter}/replay",
+        replay,
+        "Run one dead letter again; it is removed when every input has a value",
+        api.Replayed,
+        (_POOL, _ONE, _TIMEOUT),
+    ),
+)

@@ -1,0 +1,319 @@
+"""What a gateway does with dead letters for administrators (`dead_letter_routes.py`). No answer holds a client's input.
+
+page, show     what was given up, why, and how often it was tried
+replay         run it again (`replaying.py`): a letter goes only when its work was answered in full
+purge          forget it, with the inputs in it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import time
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from sie_broker import Broker, BrokerError
+from sie_broker.dead_letters import Found, Letters
+from sie_contracts.api import dead_letters as api
+from sie_contracts.errors import NotFound, PoolNotFound, QueueUnavailable
+from sie_contracts.messages import Failed, WorkItem, WorkResult
+from sie_contracts.settings import Settings
+from sie_contracts.topology import Lane
+from sie_gateway.fleet.lag import lane_of
+from sie_gateway.metrics import Metrics
+from sie_gateway.operations.replay import Replays, Unreadable, open_replays
+
+LOOK_S = 10.0  # for a list, and for the search of one letter
+EXAMINED = 1000  # letters that one list looks at
+EXAMINED_BYTES = 16 << 20
+PURGE_S = 30.0  # then a purge tells how far it came
+REPLAY_S = 110.0  # of several letters together: below the time-outs of clients
+LETTER_S = 60.0  # for the answer of one, by default
+AROUND_S = 15.0  # for what is asked of the broker before and after
+AT_ONCE = 4  # letters in memory, each as large as a message at most
+MAX_PLACES = 4096
+FILTERS = ("lane", "model", "code", "reason")
+_ID = re.compile(r"[0-9a-f]{1,64}")
+_logger = logging.getLogger("sie.gateway.dead_letters")
+_Errors = Counter[tuple[str, str]]  # by code and reason
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which letters of a pool are meant: those that are equal in all that is not empty."""
+
+    pool: str
+    lane: str = ""
+    model: str = ""
+    code: str = ""
+    reason: str = ""
+
+    def fits(self, found: Found) -> bool:
+        error = found.letter.error
+        had = {"lane": _lane(found), "model": found.model, "code": error.code, "reason": error.reason}
+        return all(wanted in ("", had[name]) for name, wanted in self._asked())
+
+    def _asked(self) -> list[tuple[str, str]]:
+        return [(name, getattr(self, name)) for name in FILTERS]
+
+    @property
+    def is_all(self) -> bool:
+        """Whether nothing is named, so that every letter fits."""
+        return not any(wanted for _, wanted in self._asked())
+
+
+class DeadLetters:
+    """The dead letters of an installation's own pools, to which its workers also write those of reservations.
+
+    Nothing but places is kept here: every answer is read from the broker. Raises QueueUnavailable where the broker does
+    not answer, NotFound, PoolNotFound.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        settings: Settings,
+        metrics: Metrics,
+        pools: Iterable[str],
+        on_publish: Callable[[Lane, Sequence[WorkItem]], None],
+    ) -> None:
+        """`on_publish`: told of work that is published again, so that its model gets a host."""
+        self._broker = broker
+        self._metrics = metrics
+        self._ack_wait_s = float(settings.ack_wait_s)
+        self.pool = settings.pool
+        self.pools = sorted(pools)
+        self._on_publish = on_publish
+        self._places: OrderedDict[tuple[str, str], int] = OrderedDict()  # the sequence of a pool and id, a hint
+
+    async def page(self, wanted: Filter, before: int, limit: int) -> api.DeadLetterPage:
+        """At most `limit` letters below the sequence `before`, 0 for the newest."""
+        letters, more, last, size, examined = self._letters(wanted.pool), False, 0, 0, 0
+        shown = list[api.DeadLetterInfo]()
+        counts: _Errors = Counter()
+        async with _bounded(LOOK_S):
+            total = (await letters.state()).messages
+            async with contextlib.aclosing(letters.newest(before)) as newest:
+                async for found in newest:
+                    if examined >= EXAMINED or size >= EXAMINED_BYTES:
+                        more = True
+                        break
+                    examined, size = examined + 1, size + len(found.letter.item)
+                    fits = wanted.fits(found)
+                    if fits:
+                        counts[found.letter.error.code, found.letter.error.reason] += 1
+                    if fits and len(shown) == limit:
+                        more = True
+                    elif len(shown) < limit:
+                        last = found.sequence
+                        if fits:
+                            shown.append(self._told(wanted.pool, found))
+        return api.DeadLetterPage(
+            pool=wanted.pool,
+            pools=self.pools,
+            total=total,
+            examined=examined,
+            counts=_counted(counts),
+            letters=shown,
+            next=last if more else None,
+        )
+
+    async def one(self, pool: str, name: str) -> Found:
+        """The letter with this id."""
+        async with _bounded(LOOK_S):
+            return await self._find(pool, name)
+
+    async def _find(self, pool: str, name: str) -> Found:
+        letters, place = self._letters(pool), self._places.get((pool, name))
+        if place is not None and (found := await letters.at(place)) is not None and found.letter.id == name:
+            return found
+        if _ID.fullmatch(name):
+            async with contextlib.aclosing(letters.newest()) as newest:
+                async for found in newest:
+                    if found.letter.id == name:
+                        self._note(pool, found)
+                        return found
+        raise NotFound(f"pool {pool} has no dead letter with this id; GET /v1/dead-letters lists them")
+
+    async def show(self, pool: str, name: str) -> api.DeadLetterInfo:
+        """All that is told of a letter."""
+        return self._told(pool, await self.one(pool, name))
+
+    async def replay(self, pool: str, name: str, timeout_s: float) -> api.Replayed:
+        """Run a letter again and wait for its answer."""
+        found = await self.one(pool, name)
+        async with self._replays(pool) as replays:
+            return await _replayed(replays, found, timeout_s)
+
+    async def replay_all(self, wanted: Filter, after: int, limit: int, timeout_s: float) -> api.ReplayedAll:
+        """Run at most `limit` letters above the sequence `after` again, AT_ONCE at a time, for REPLAY_S together.
+
+        Those that are written meanwhile are left out: work that fails again is given up again.
+        """
+        letters, end_s = self._letters(wanted.pool), time.monotonic() + REPLAY_S
+        done = list[api.Replayed]()
+        async with self._replays(wanted.pool) as replays:
+            async with _bounded(LOOK_S):
+                last = (await letters.state()).last_sequence
+            while len(done) < limit:
+                async with _bounded(LOOK_S):
+                    together = await _first(letters, wanted, after, last, min(AT_ONCE, limit - len(done)))
+                if not together:
+                    return api.ReplayedAll(replayed=done, next=None)
+                left_s = end_s - time.monotonic()
+                if left_s < 1.0:
+                    break
+                budget_s = min(timeout_s, left_s)
+                done += await asyncio.gather(*(_replayed(replays, found, budget_s) for found in together))
+                after = together[-1].sequence
+            async with _bounded(LOOK_S):
+                more = await _first(letters, wanted, after, last, 1)
+        return api.ReplayedAll(replayed=done, next=after if more else None)
+
+    async def purge(self, pool: str, name: str) -> api.Purged:
+        """Forget a letter."""
+        found = await self.one(pool, name)
+        async with _bounded(LOOK_S):
+            return api.Purged(removed=int(await self._letters(pool).remove(found)), complete=True)
+
+    async def purge_all(self, wanted: Filter) -> api.Purged:
+        """Forget all letters of now that fit, as far as PURGE_S allows."""
+        letters, removed = self._letters(wanted.pool), 0
+        end_s = time.monotonic() + PURGE_S
+        async with _bounded(PURGE_S + LOOK_S):
+            last = (await letters.state()).last_sequence
+            async with contextlib.aclosing(letters.all()) as every:
+                async for found in every:
+                    if found.sequence > last:
+                        break
+                    if time.monotonic() >= end_s:
+                        return api.Purged(removed=removed, complete=False)
+                    if wanted.fits(found):
+                        removed += await letters.remove(found)
+        return api.Purged(removed=removed, complete=True)
+
+    def _letters(self, pool: str) -> Letters:
+        if pool not in self.pools:
+            raise PoolNotFound(f"dead letters are in the pools {', '.join(self.pools)}", param="pool")
+        return Letters(self._broker, pool)
+
+    @contextlib.asynccontextmanager
+    async def _replays(self, pool: str) -> AsyncIterator[Replays]:
+        try:
+            async with open_replays(
+                self._broker,
+                self._letters(pool),
+                self._metrics,
+                self._ack_wait_s,
+                lambda subject, item: self._on_publish(lane_of(subject), [item]),
+            ) as replays:
+                yield replays
+        except BrokerError as error:
+            raise QueueUnavailable(f"the broker refused: {error}") from error
+
+    def _told(self, pool: str, found: Found) -> api.DeadLetterInfo:
+        self._note(pool, found)
+        letter, item = found.letter, found.item
+        return api.DeadLetterInfo(
+            id=letter.id,
+            sequence=found.sequence,
+            at=round(letter.at_s, 3),
+            pool=pool,
+            lane=_lane(found),
+            code=letter.error.code,
+            reason=letter.error.reason,
+            message=letter.error.message,
+            is_readable=item is not None,
+            request=item.request if item else "",
+            model=item.model if item else "",
+            profile=item.profile if item else "",
+            revision=item.revision if item else "",
+            operation=item.operation if item else "",
+            priority=item.priority if item else "",
+            inputs=found.inputs,
+            attempt=item.attempt if item else 0,
+            deliveries=letter.deliveries,
+            deaths=letter.deaths,
+            workers=list(letter.workers),
+            bytes=len(letter.item),
+        )
+
+    def _note(self, pool: str, found: Found) -> None:
+        self._places[pool, found.letter.id] = found.sequence
+        if len(self._places) > MAX_PLACES:
+            self._places.popitem(last=False)
+
+
+async def _first(letters: Letters, wanted: Filter, after: int, last: int, most: int) -> list[Found]:
+    """The `most` oldest letters that fit, above the sequence `after` and up to `last`."""
+    together = list[Found]()
+    async with contextlib.aclosing(letters.all(after)) as every:
+        async for found in every:
+            if found.sequence > last:
+                break
+            if wanted.fits(found):
+                together.append(found)
+                if len(together) == most:
+                    break
+    return together
+
+
+async def _replayed(replays: Replays, found: Found, timeout_s: float) -> api.Replayed:
+    """What came of it. Of its errors the kinds are told: their messages are for the client that asked."""
+
+    def told(state: api.State, errors: _Errors | None = None) -> api.Replayed:
+        return api.Replayed(
+            id=found.letter.id,
+            state=state,
+            removed=state == "answered",
+            inputs=found.inputs,
+            errors=_counted(errors or Counter()),
+        )
+
+    try:
+        async with asyncio.timeout(timeout_s + AROUND_S):
+            result = await replays.run(found, timeout_s)
+    except Unreadable:
+        return told("unreadable")
+    except TimeoutError:
+        return told("waiting")
+    except BrokerError as error:
+        _logger.warning("dead letter %s could not be run again: %s", found.letter.id, error)
+        return told("unavailable")
+    errors = _errors(result)
+    return told("failed" if errors else "answered", errors)
+
+
+def _errors(result: WorkResult) -> _Errors:
+    failed = (outcome.error for outcome in result.outcomes if isinstance(outcome, Failed))
+    return Counter((error.code, error.reason) for error in failed)
+
+
+def _counted(errors: _Errors) -> list[api.DeadLetterCount]:
+    return [
+        api.DeadLetterCount(code=code, reason=reason, count=count) for (code, reason), count in errors.most_common()
+    ]
+
+
+def _lane(found: Found) -> str:
+    """Empty where the subject of the work names none."""
+    try:
+        return str(lane_of(found.letter.subject))
+    except ValueError:
+        return ""
+
+
+@contextlib.asynccontextmanager
+async def _bounded(limit_s: float) -> AsyncIterator[None]:
+    """Raises QueueUnavailable where the broker fails, or takes longer than `limit_s` seconds for all of it."""
+    try:
+        async with asyncio.timeout(limit_s):
+            yield
+    except TimeoutError as error:
+        raise QueueUnavailable("the broker did not answer in time") from error
+    except BrokerError as error:
+        raise QueueUnavailable(f"the broker refused: {error}") from error

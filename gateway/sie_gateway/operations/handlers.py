@@ -1,0 +1,197 @@
+"""Handlers of models, health, scaling and metrics: what operators and programs ask a gateway."""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from fastapi import Request
+from fastapi.responses import Response
+from starlette.datastructures import QueryParams
+
+from sie_contracts.aliases import resolve_all
+from sie_contracts.api.residency import LaneResidency, ModelResidency, ResidencyState, WorkerResidency
+from sie_contracts.catalogue import Resolved
+from sie_contracts.errors import InvalidInput, NotFound
+from sie_gateway.fleet.residency import SLOWEST_FIRST, Placed, Where
+from sie_gateway.http.route_kinds import HEADERS, GatewayRoute, control
+from sie_gateway.operations.models import alias_info, model_info, model_list
+from sie_runtime.http import scrape
+from sie_runtime.routes import Content
+
+if TYPE_CHECKING:
+    from sie_gateway.state import Gateway
+
+_logger = logging.getLogger("sie.gateway.residency")
+GZIP_OVER = 4096  # bytes: the headers of a short reply are as long as what it would save
+
+
+def json_response(body: Any, status: int = 200, *, to: Request | None = None) -> Response:
+    """A struct or builtins as JSON; compressed where it is long and `to` takes that (RFC 9110, 12.5.3)."""
+    data, headers = msgspec.json.encode(body), {}
+    if to is not None:
+        headers["Vary"] = "Accept-Encoding"
+        if len(data) > GZIP_OVER and _takes_gzip(to.headers.get("accept-encoding", "")):
+            data, headers["Content-Encoding"] = gzip.compress(data, 1, mtime=0), "gzip"
+    return Response(data, status, headers, "application/json")
+
+
+def _takes_gzip(accepted: str) -> bool:
+    codings = (each.partition(";") for each in accepted.lower().split(","))
+    return any(name.strip() == "gzip" and rest.replace(" ", "") not in ("q=0", "q=0.0") for name, _, rest in codings)
+
+
+def number(query: QueryParams, name: str, default: float, least: float, most: float) -> float:
+    """A number of the query. Raises InvalidInput."""
+    try:
+        value = float(query.get(name, default))
+    except ValueError:
+        value = math.nan
+    if not least <= value <= most:  # nan neither
+        raise InvalidInput(f"{name}: expected a number from {least:g} to {most:g}", reason="schema", param=name)
+    return value
+
+
+async def _listed(gateway: Gateway, query: QueryParams) -> dict[str, Any]:
+    """The part of the catalogue that a query names: `models`, and `total` where it has a limit. Raises InvalidInput."""
+    found = await model_list(
+        gateway.inference.catalogue,
+        gateway.fleet,
+        task=query.get("task", ""),
+        output=query.get("output", ""),
+        loaded=query.get("loaded", "") == "true",
+        variants=query.get("variants", "") != "false",
+        named=query.get("filter", "").strip(),
+        limit=int(number(query, "limit", 1, 1, 1000)) if "limit" in query else None,
+        figures=gateway.inference.shadows.figures,
+    )
+    return {"models": found.infos, **({"total": found.total} if "limit" in query else {})}
+
+
+async def models(gateway: Gateway, request: Request) -> Response:
+    """The catalogue. Raises InvalidInput."""
+    told = await _listed(gateway, request.query_params)
+    return json_response({"object": "list", "data": told["models"], **told}, to=request)
+
+
+async def models_of_infinity(gateway: Gateway, request: Request) -> Response:
+    """The catalogue, as Infinity's client reads it: it takes no other owner than Infinity. Raises InvalidInput."""
+    told = await _listed(gateway, request.query_params)
+    told["models"] = [{**info, "owned_by": "infinity"} for info in told["models"]]
+    return json_response({"object": "list", "data": told["models"], **told}, to=request)
+
+
+async def model(gateway: Gateway, request: Request) -> Response:
+    """One model or alias."""
+    resolved = gateway.inference.resolve(request.path_params["model"])
+    catalogue = gateway.inference.catalogue
+    info = model_info(catalogue, gateway.fleet, resolved.entry, resolved.profile)
+    alias = catalogue.aliases.get(resolved.alias)
+    return json_response(info if alias is None else alias_info(info, alias, gateway.inference.shadows.figures))
+
+
+async def health(gateway: Gateway, request: Request) -> Response:
+    """The catalogue in use, and the workers."""
+    return json_response(gateway.status.health(request.scope["sie.call"].grant))
+
+
+async def scaling(gateway: Gateway, request: Request) -> Response:
+    """What a lane has to do. Raises NotFound, also for a lane of somebody else's reservation."""
+    call = request.scope.get("sie.call")  # none at the port of autoscalers, which has no credentials
+    return json_response(await gateway.scaling.answer(request.path_params["lane"], call and call.grant))
+
+
+async def metrics(gateway: Gateway, request: Request) -> Response:
+    """What Prometheus reads. Raises NotFound where SIE_GATEWAY_API_METRICS is off."""
+    if not gateway.settings.gateway_api_metrics:
+        raise NotFound(
+            "/metrics is on the port SIE_GATEWAY_METRICS_PORT; SIE_GATEWAY_API_METRICS=true serves it here as well"
+        )
+    text, content_type = scrape(gateway.metrics.registry, request.headers.get("accept", ""))
+    return Response(text, headers={"content-type": content_type})
+
+
+# models loaded and unloaded by an operator
+
+
+def _resolved_models(gateway: Gateway, request: Request) -> tuple[Resolved, ...]:
+    """What a name stands for: the model, or each of an alias. Raises ModelNotFound, BundleConflict, InvalidInput."""
+    name = request.path_params["model"]
+    gateway.inference.resolve(name)  # an unknown name is refused with those like it
+    return resolve_all(gateway.inference.catalogue, name.removesuffix("/"))
+
+
+def _residency_reply(request: Request, state: ResidencyState, status: int, placed: Iterable[Placed]) -> Response:
+    lanes = [
+        LaneResidency(
+            model=each.name,
+            lane=str(each.lane),
+            state=each.state,
+            workers=[
+                WorkerResidency(
+                    worker=beat.worker, state=status.state, in_flight=status.queued, asked=beat.takes_residency
+                )
+                for beat, status in each.reports
+            ],
+        )
+        for each in placed
+    ]
+    name = request.path_params["model"].removesuffix("/")
+    return json_response(ModelResidency(name=name, state=state, lanes=lanes), status)
+
+
+def _log(request: Request, action: str, models: Iterable[Resolved]) -> None:
+    who = request.scope["sie.call"].grant.name
+    _logger.info("%s asks to %s %s", who, action, ", ".join(each.canonical for each in models))
+
+
+async def load(gateway: Gateway, request: Request) -> Response:
+    """Have a model loaded: 200 where it is, 202 where it is not yet. Raises InvalidInput, ModelNotFound,
+    BundleConflict, PoolNotFound, NotFound, Provisioning, QueueUnavailable.
+    """
+    models = _resolved_models(gateway, request)
+    lanes = [gateway.inference.lane(request.headers, resolved) for resolved in models]
+    _log(request, "load", models)
+    placed = [await gateway.residencies.load(lane, resolved) for lane, resolved in zip(lanes, models, strict=True)]
+    slowest = min((each.state for each in placed), key=SLOWEST_FIRST.index)
+    return _residency_reply(request, slowest, 200 if slowest == "loaded" else 202, placed)
+
+
+async def unload(gateway: Gateway, request: Request) -> Response:
+    """Have a model unloaded: 200 where no worker has it, 202 where one does. Raises as `load`."""
+    models, headers = _resolved_models(gateway, request), request.headers
+    places: list[Where] = []
+    for resolved in models:
+        lane = gateway.inference.lane(headers, resolved)  # refuses what is not there
+        by_profile = bool(headers.get("x-sie-machine-profile", "").strip())
+        by_pool = by_profile or bool(headers.get("x-sie-pool", "").strip())
+        places.append(Where(lane.pool if by_pool else "", lane.machine_profile if by_profile else ""))
+    _log(request, "unload", models)
+    placed = [
+        each
+        for resolved, where in zip(models, places, strict=True)
+        for each in await gateway.residencies.unload(resolved, where)
+    ]
+    return (
+        _residency_reply(request, "unloading", 202, placed)
+        if placed
+        else _residency_reply(request, "available", 200, placed)
+    )
+
+
+def _residency_row(action: str, handler: Any, summary: str, done: str) -> GatewayRoute:
+    path = f"/v1/models/{{model:path}}/{action}"
+    row = control("POST", path, "models", handler, ("SIE", summary), ModelResidency, scope="admin", parameters=_HEADERS)
+    return replace(row, replies={200: Content(ModelResidency, description=done), 202: Content(ModelResidency)})
+
+
+_HEADERS = tuple(each for each in HEADERS if each.name in ("X-SIE-Pool", "X-SIE-MACHINE-PROFILE"))
+RESIDENCY: tuple[GatewayRoute, ...] = (
+    _residency_row("load", load, "Have a model loaded before its first request", "A worker of each lane has it"),
+    _residency_row("unload", unload, "Have a model unloaded where nothing of it is in flight", "No worker has it"),
+)

@@ -1,0 +1,227 @@
+"""What a gateway answered over the last hour, for people who ask why something is slow: counts, errors and latency by
+stage in steps of time, and the slowest requests with all that is known of them.
+
+    a request ends ──► its step of 10 s: requests, errors by code, a histogram of each stage
+                  └──► the slowest and the last failed ones of its minute, whole
+
+Bounded: so many steps, so many requests of each minute. Nothing of a body or a credential is kept.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import itertools
+import time
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from sie_gateway.admission.grant import Grant
+from sie_gateway.inference.results import STAGES
+from sie_gateway.inference.telemetry import REFUSED
+
+if TYPE_CHECKING:
+    from sie_gateway.inference.call import Call
+
+STEP_S = 10
+STEPS = 360
+MINUTE_S = 60
+SLOWEST, FAILED = 5, 5  # requests of each minute and key that are kept whole
+MAX_OWNERS = 8  # keys of a minute with places of their own; all others share one more set
+MAX_TEXT = 300  # characters of a message, and of a name that no model has
+MAX_CHUNKS = 32  # of a request, that are told
+STAGES_TOLD = (*STAGES, "total_time")
+# upper bounds in ms: each is a fifth above the one before, so a quantile is at most that far from the truth
+BOUNDS_MS = tuple(0.05 * 1.2**step for step in range(80))
+_of_stages = itemgetter(*STAGES_TOLD)
+
+
+class Note(NamedTuple):
+    """A request that ended, as it is kept."""
+
+    total_ms: float
+    number: int  # of two equally slow ones the earlier is the lesser; no more of a note is ever compared
+    told: dict[str, Any]
+    owner: str  # the key of its credential
+
+
+@dataclass
+class _Step:
+    """`STEP_S` seconds from `at` on, seconds since the epoch."""
+
+    at: int
+    requests: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    ran: int = 0  # requests that reached a worker: they alone have stages
+    stages: tuple[array[int], ...] = ()
+
+    def count(self, code: str, times_ms: tuple[float, ...] | None) -> None:
+        self.requests += 1
+        if code:
+            self.errors[code] += 1
+        if times_ms is None:
+            return
+        if not self.ran:
+            self.stages = tuple(array("I", bytes(4 * (len(BOUNDS_MS) + 1))) for _ in STAGES_TOLD)
+        self.ran += 1
+        for counts, value in zip(self.stages, times_ms, strict=True):
+            counts[bisect.bisect_left(BOUNDS_MS, value)] += 1
+
+
+@dataclass
+class _Places:
+    slowest: list[Note] = field(default_factory=list)  # a heap
+    failed: deque[Note] = field(default_factory=lambda: deque(maxlen=FAILED))
+
+
+@dataclass
+class _Minute:
+    at: int
+    owners: dict[str, _Places] = field(default_factory=dict)
+    others: _Places = field(default_factory=_Places)
+
+    def places(self, owner: str) -> _Places:
+        """Those of a key, so that the requests of one do not push out those of another."""
+        if owner not in self.owners and len(self.owners) >= MAX_OWNERS:
+            return self.others
+        return self.owners.setdefault(owner, _Places())
+
+
+class History:
+    """Belongs to the gateway's loop. `clock`: seconds since the epoch."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._steps: deque[_Step] = deque(maxlen=STEPS)
+        self._minutes: deque[_Minute] = deque(maxlen=STEPS * STEP_S // MINUTE_S)
+        self._numbers = itertools.count()
+
+    def ended(self, call: Call, endpoint: str, status: int, seconds: float) -> None:
+        """An inference request was answered, `seconds` after its head came."""
+        now_s = self._clock()
+        times_ms = None
+        if call.finished is not None:
+            told = call.finished.told or call.finished.timing(call.received_s)
+            times_ms = _of_stages(told)
+        code = call.code if status >= 400 else ""
+        self._step(now_s).count(code, times_ms)
+        if code in REFUSED:  # overload is counted; its thousands would crowd out what ran
+            return
+        places, total_ms = self._minute(now_s).places(call.key), 1000 * seconds
+        is_slow = len(places.slowest) < SLOWEST or total_ms > places.slowest[0].total_ms
+        if not (is_slow or code):
+            return
+        note = Note(total_ms, next(self._numbers), _told(call, endpoint, status, total_ms, now_s), call.key)
+        if code:
+            places.failed.append(note)
+        if is_slow:
+            (heapq.heappush if len(places.slowest) < SLOWEST else heapq.heappushpop)(places.slowest, note)
+
+    def _step(self, now_s: float) -> _Step:
+        at = int(now_s) // STEP_S * STEP_S
+        if not self._steps or self._steps[-1].at < at:  # a clock that is put back goes on with the last step
+            self._steps.append(_Step(at))
+        return self._steps[-1]
+
+    def _minute(self, now_s: float) -> _Minute:
+        at = int(now_s) // MINUTE_S * MINUTE_S
+        if not self._minutes or self._minutes[-1].at < at:
+            self._minutes.append(_Minute(at))
+        return self._minutes[-1]
+
+    def since(self, since_s: float = 0.0, step_s: int = STEP_S) -> dict[str, Any]:
+        """The steps that end after `since_s`, at most an hour old, oldest first; those in which nothing was answered
+        are left out. Several are told as one where `step_s`, a multiple of STEP_S, is longer.
+        """
+        now_s = self._clock()
+        first = max(since_s, now_s - STEPS * STEP_S)
+        recent = (step for step in self._steps if step.at + STEP_S > first)
+        joined = (_joined(at, list(steps)) for at, steps in itertools.groupby(recent, lambda step: step.at // step_s))
+        return {
+            "now": round(now_s, 3),
+            "step_s": step_s,
+            "stages": list(STAGES_TOLD),
+            "steps": [{**told, "at": told["at"] * step_s} for told in joined],
+        }
+
+    def requests(self, most: int, grant: Grant) -> list[dict[str, Any]]:
+        """The requests of the last hour that are kept and that a credential may see, the slowest first."""
+        found = {note.number: note for note in self._notes(grant)}
+        return [note.told for note in sorted(found.values(), reverse=True, key=lambda note: note[:2])[:most]]
+
+    def find(self, request_id: str, grant: Grant) -> dict[str, Any] | None:
+        """A request that is kept and that a credential may see, by its X-SIE-Request-ID."""
+        return next((note.told for note in self._notes(grant) if note.told["id"] == request_id), None)
+
+    def _notes(self, grant: Grant) -> Iterator[Note]:
+        oldest_s = self._clock() - STEPS * STEP_S
+        for minute in self._minutes:
+            if minute.at + MINUTE_S > oldest_s:
+                for places in (*minute.owners.values(), minute.others):
+                    yield from (note for note in (*places.slowest, *places.failed) if grant.owns(note.owner))
+
+
+def quantile(counts: array[int], share: float) -> float:
+    """The upper bound, ms, below which `share` of the observations are; infinite values count as the last bound."""
+    wanted = share * sum(counts)
+    for bound, below in zip(BOUNDS_MS, itertools.accumulate(counts), strict=False):
+        if below >= wanted:
+            return round(bound, 3)
+    return round(BOUNDS_MS[-1], 3)
+
+
+def _joined(at: int, steps: list[_Step]) -> dict[str, Any]:
+    """Several steps as one, with the median and the 99th percentile of each stage, ms, in the order of STAGES_TOLD."""
+    errors: Counter[str] = Counter()
+    for step in steps:
+        errors.update(step.errors)
+    told: dict[str, Any] = {"at": at, "requests": sum(step.requests for step in steps), "errors": dict(errors)}
+    ran = [step.stages for step in steps if step.ran]
+    if ran:
+        sums = [array("I", map(sum, zip(*of_stage, strict=True))) for of_stage in zip(*ran, strict=True)]
+        told["p50_ms"] = [quantile(counts, 0.5) for counts in sums]
+        told["p99_ms"] = [quantile(counts, 0.99) for counts in sums]
+    return told
+
+
+def _told(call: Call, endpoint: str, status: int, total_ms: float, now_s: float) -> dict[str, Any]:
+    """What is known of a request without its inputs."""
+    finished, asked = call.finished, call.asked
+    told: dict[str, Any] = {
+        "id": call.id,
+        "at": round(now_s - total_ms / 1000, 3),
+        "endpoint": endpoint,
+        "status": status,
+        "code": call.code,
+        "model": call.labels.get("model") or _model_of(call),
+        "total_ms": round(total_ms, 3),
+        "items": len(asked.items) if asked is not None else 0,
+        "trace_id": call.span.trace_id if call.span is not None else "",
+    }
+    if call.message:
+        told["message"] = call.message[:MAX_TEXT]
+    if finished is not None:
+        told["lane"], told["priority"] = str(finished.request.lane), finished.request.priority
+        told["tokens"] = finished.usage["total_tokens"]
+        told["timing"] = {name: finished.told[name] for name in STAGES_TOLD}
+        told["chunks"] = [
+            {
+                "worker": result.worker,
+                "chunk": result.chunk,
+                "batch": msgspec.to_builtins(result.batch),
+                "stages": msgspec.to_builtins(result.stages),
+            }
+            for result in finished.worker_results[:MAX_CHUNKS]
+        ]
+    return told
+
+
+def _model_of(call: Call) -> str:
+    """What its client asked for, also where there is no such model."""
+    return call.resolved.canonical if call.resolved is not None else (call.model or "")[:MAX_TEXT]

@@ -1,0 +1,250 @@
+"""The models API: models and aliases of the catalogue as clients see them, with what the workers report. Never causes a
+load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from sie_contracts import families
+from sie_contracts.aliases import Alias
+from sie_contracts.catalogue import Catalogue, Resolved
+from sie_contracts.entries import ModelEntry, classifies, listed_outputs, widths
+from sie_contracts.errors import BundleConflict, ModelNotFound
+from sie_contracts.heartbeats import Heartbeat, ModelStatus
+from sie_contracts.places import without_paths
+from sie_gateway.fleet.lanes import Fleet
+from sie_gateway.inference.shadow import Figures
+
+Measured = Callable[[str, str], Figures]
+"""What a gateway measured of an alias' shadow, by the names of both."""
+_SLICE = 50  # models that are described in one turn of the loop: a millisecond or two
+
+
+def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: str = "default") -> dict[str, Any]:
+    """One ModelInfo. A variant carries `variant_of`."""
+    resolved = catalogue.resolve_profile(entry, profile, entry.id)
+    state, reports = fleet.model(resolved.residency)
+    hosts = [_host(beat, status) for beat, status in reports]
+    fingerprint = next((status.fingerprint for _, status in reports if status.fingerprint), None)
+    certificate = next((status.certificate for _, status in reports if status.certificate), None)
+    loaded = sorted(beat.worker for beat, status in reports if status.state == "loaded")
+    engine = _engine(resolved.load.engine, reports)
+    info: dict[str, Any] = {
+        "name": resolved.canonical,
+        "id": resolved.canonical,
+        "object": "model",
+        "created": 0,
+        "owned_by": entry.id.partition("/")[0],
+        "inputs": list(entry.inputs),
+        "outputs": listed_outputs(entry),
+        "tasks": list(entry.tasks),
+        "dims": widths(entry, resolved.run),
+        "loaded": state == "loaded",
+        "state": state,
+        "last_error": next((host["error"] for host in hosts if host["error"] is not None), None),
+        "max_sequence_length": entry.max_tokens,
+        "profiles": _profiles(entry),
+        "bundles": list(catalogue.bundles_of(entry)),
+        "worker_count": len(loaded),
+        "workers": loaded,
+        "hosts": hosts,
+        "matryoshka_dims": list(resolved.run.dimensions) if resolved.run.dimensions else None,
+        "score_scale": score_scale(entry),
+        "supports_lora": families.row(entry.family).takes_lora,
+        "prompts": sorted(entry.prompts),
+        "prompt_texts": entry.prompts,
+        "revision": entry.revision,
+        "license": entry.license,
+        "description": entry.description,
+        "certificate": certificate,
+        "precision": _precision(resolved.load.precision, reports),
+        "fingerprint": fingerprint,
+        "downloads": [
+            {
+                "worker": worker,
+                "done_bytes": each.done_bytes,
+                "total_bytes": each.total_bytes,
+                "bytes_per_s": each.bytes_per_s,
+            }
+            for worker, each in fleet.downloads(resolved.residency)
+        ],
+        "engine": engine,
+        "backend": ", ".join(engine["served"]) or "torch",
+        "capabilities": _capabilities(entry),
+        "stats": {"queue_absolute": sum(status.queued for _, status in reports)},
+    }
+    if profile != "default":
+        info["variant_of"] = entry.id
+    return info
+
+
+def _precision(own: str | None, reports: Sequence[tuple[Heartbeat, ModelStatus]]) -> dict[str, Any]:
+    """What the entry or profile asks for, else the default of the workers; what they serve; why that is another one.
+    Workers may differ.
+    """
+    told = [status.precision for _, status in reports if status.precision is not None]
+    requested = own or next((each.requested for each in told if each.requested), None)
+    reasons = sorted({each.reason for each in told if each.reason})
+    return {
+        "requested": requested,
+        "served": sorted({each.served for each in told}),
+        "reason": "; ".join(reasons) or None,
+    }
+
+
+def _engine(own: str | None, reports: Sequence[tuple[Heartbeat, ModelStatus]]) -> dict[str, Any]:
+    """What the entry or profile asks for, if it does; what the workers run it on, and why."""
+    told = [status.engine for _, status in reports if status.engine is not None]
+    return {
+        "requested": own,
+        "served": sorted({each.served for each in told}),
+        "reason": "; ".join(sorted({each.reason for each in told if each.reason})) or None,
+    }
+
+
+def _capabilities(entry: ModelEntry) -> list[str]:
+    """What the model can do, by the names that Infinity has for it."""
+    can = {"embed": "dense" in entry.outputs, "rerank": "score" in entry.tasks, "classify": classifies(entry)}
+    return [name for name, on in can.items() if on]
+
+
+def _host(beat: Heartbeat, status: ModelStatus) -> dict[str, Any]:
+    """The model on one worker."""
+    error = status.error
+    return {
+        "worker": beat.worker,
+        "state": status.state,
+        "memory_bytes": status.memory_bytes,
+        "load_s": status.load_s,
+        "queued": status.queued,
+        "error": None
+        if error is None
+        else {
+            "code": error.extras.get("error_class", "UNKNOWN"),
+            "attempts": error.extras.get("attempts", 1),
+            "permanent": error.extras.get("permanent", False),
+            "message": error.message,
+        },
+    }
+
+
+def _profiles(entry: ModelEntry) -> dict[str, Any]:
+    """Each profile, and what it decides of a request by itself."""
+    default = Catalogue.resolve_profile(entry, "default", entry.id)
+    return {name: _profile(default, entry, name) for name in ("default", *entry.profiles)}
+
+
+def _profile(default: Resolved, entry: ModelEntry, name: str) -> dict[str, Any]:
+    own = Catalogue.resolve_profile(entry, name, entry.id)
+    run = own.run
+    changes = {**_differing(default.load, own.load), **_differing(default.run, run)}
+    if "lora" in changes and run.lora:
+        changes["lora"] = without_paths(run.lora)
+    return {
+        "is_default": name == "default",
+        "changes": changes,
+        **({"output_types": list(run.output_types)} if run.output_types else {}),
+        **({"lora_id": without_paths(run.lora)} if run.lora else {}),
+    }
+
+
+def _differing(default: msgspec.Struct, own: msgspec.Struct) -> dict[str, Any]:
+    """The fields of `own` that are other than those of `default`."""
+    return {
+        name: msgspec.to_builtins(value)
+        for name in own.__struct_fields__
+        if (value := getattr(own, name)) != getattr(default, name)
+    }
+
+
+def score_scale(entry: ModelEntry) -> str | None:
+    """What a score of this model means, None where it gives none or only its own files tell."""
+    if "score" not in entry.tasks:
+        return None
+    family = families.row(entry.family)
+    if family.reads_answer:
+        return "logit" if entry.head.score == "difference" else "probability"
+    if family.gives_vectors:
+        return "cosine" if "score" in entry.outputs else "maxsim"
+    return {"identity": "logit", None: None}.get(entry.head.activation, "probability")
+
+
+class Listed(NamedTuple):
+    """Some models, and how many there are of their kind."""
+
+    infos: list[dict[str, Any]]
+    total: int
+
+
+async def model_list(
+    catalogue: Catalogue,
+    fleet: Fleet,
+    *,
+    task: str = "",
+    output: str = "",
+    loaded: bool = False,
+    variants: bool = True,
+    named: str = "",
+    limit: int | None = None,
+    figures: Measured,
+) -> Listed:
+    """All models in order of name, each followed by its variants, then the aliases. `named`: only those with this in
+    their name, in any case. `limit`: only the first ones, of which alone the rest is looked up.
+    """
+    names = _names(catalogue, named.lower(), variants=variants)
+    picks = bool(task or output or loaded)
+    infos: list[dict[str, Any]] = []
+    for number, (name, profile) in enumerate(names, 1):
+        if profile is None:
+            alias = catalogue.aliases[name]
+            resolved = catalogue.resolve(alias.heaviest.model, follow=False)
+            infos.append(alias_info(model_info(catalogue, fleet, resolved.entry, resolved.profile), alias, figures))
+        else:
+            infos.append(model_info(catalogue, fleet, catalogue.entries[name], profile))
+        if number == limit and not picks:
+            break
+        if number % _SLICE == 0:
+            await asyncio.sleep(0)
+    if picks:
+        infos = [
+            info
+            for info in infos
+            if (not task or task in info["tasks"])
+            and (not output or output in info["outputs"])
+            and (not loaded or info["loaded"])
+        ]
+    return Listed(infos[:limit], len(infos) if picks else len(names))
+
+
+def _names(catalogue: Catalogue, wanted: str, *, variants: bool) -> list[tuple[str, str | None]]:
+    """Entries and profiles in order, then the aliases that can serve, which have no profile."""
+    found: list[tuple[str, str | None]] = [
+        (entry.id, profile)
+        for _, entry in sorted(catalogue.entries.items())
+        for profile in ("default", *(sorted(entry.profiles) if variants else ()))
+        if not wanted or wanted in (entry.id if profile == "default" else f"{entry.id}:{profile}").lower()
+    ]
+    for _, alias in sorted(catalogue.aliases.items()):
+        if wanted in alias.id.lower():
+            with contextlib.suppress(ModelNotFound, BundleConflict):  # its model is gone
+                catalogue.resolve(alias.heaviest.model, follow=False)
+                found.append((alias.id, None))
+    return found
+
+
+def alias_info(info: dict[str, Any], alias: Alias, figures: Measured) -> dict[str, Any]:
+    """A ModelInfo of the model that serves most keys of an alias, as that of the alias: under its name, with all that
+    it names.
+    """
+    told: dict[str, Any] = {"targets": [{"model": target.model, "weight": target.weight} for target in alias.alias]}
+    if alias.shadow is not None:
+        model = alias.shadow.model
+        told["shadow"] = {"model": model, "share": alias.shadow.share, "figures": figures(alias.id, model).told()}
+    rest = {name: value for name, value in info.items() if name not in ("variant_of", "owned_by")}
+    return {**rest, "name": alias.id, "id": alias.id, "owned_by": alias.id.partition("/")[0], "alias": told}

@@ -1,0 +1,158 @@
+"""The files of the page at `/`."""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from fastapi import Request
+from fastapi.responses import Response
+from msgspec import Meta
+
+from sie_contracts.api import views as api
+from sie_contracts.errors import InvalidInput, NotFound
+from sie_gateway.admission.grant import Grant
+from sie_gateway.http.route_kinds import GatewayRoute, control
+from sie_gateway.operations.handlers import json_response, number
+from sie_gateway.operations.history import STEP_S
+from sie_runtime.routes import HTML, OPEN, Content, Parameter
+
+if TYPE_CHECKING:
+    from sie_gateway.state import Gateway
+
+CONSOLE = Path(__file__).parents[1] / "console"
+CONSOLE_FILES = {"index.html": "text/html", "main.js": "text/javascript", "style.css": "text/css"}
+CONSOLE_POLICY = (
+    "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
+)
+
+
+@functools.cache
+def console(name: str, root: str = "") -> bytes:
+    """One of CONSOLE_FILES. The page needs nothing from elsewhere.
+
+    `root`: the prefix of a reverse proxy. The page then names its files from there, because a browser that has it at
+    the prefix without the final slash would ask for relative ones beside the prefix.
+    """
+    content = (CONSOLE / name).read_bytes()
+    return content.replace(b'="console/', f'="{root}/console/'.encode()) if root and name == "index.html" else content
+
+
+def _grant(request: Request) -> Grant:
+    grant: Grant = request.scope["sie.call"].grant
+    return grant
+
+
+async def page(_gateway: Gateway, request: Request) -> Response:
+    """The console, or one of its files. Raises NotFound."""
+    name = request.path_params.get("file", "index.html")
+    if name not in CONSOLE_FILES:
+        raise NotFound("no such path")
+    headers = {
+        "Content-Security-Policy": CONSOLE_POLICY,
+        "Cache-Control": "no-cache",
+    }
+    content = console(name, request.scope.get("root_path", ""))
+    return Response(content, media_type=f"{CONSOLE_FILES[name]}; charset=utf-8", headers=headers)
+
+
+async def cluster(gateway: Gateway, request: Request) -> Response:
+    """The state of the cluster in brief."""
+    return json_response(gateway.status.shown(request.query_params.get("filter", ""), _grant(request)), to=request)
+
+
+async def placement(gateway: Gateway, request: Request) -> Response:
+    """Which workers host which models."""
+    return json_response(gateway.status.placed(request.query_params.get("filter", ""), _grant(request)), to=request)
+
+
+async def doctor(gateway: Gateway, _request: Request) -> Response:
+    """What `sie doctor` finds. Raises NotFound, NotReady."""
+    return json_response(await gateway.doctor.report())
+
+
+async def history(gateway: Gateway, request: Request) -> Response:
+    """What this gateway answered over the last hour. Raises InvalidInput."""
+    query = request.query_params
+    since_s = number(query, "since", 0.0, 0.0, math.inf)
+    step_s = int(number(query, "step_s", STEP_S, STEP_S, 600))
+    if step_s % STEP_S:
+        raise InvalidInput(f"step_s: expected a multiple of {STEP_S}", reason="schema", param="step_s")
+    return json_response(gateway.status.history.since(since_s, step_s), to=request)
+
+
+async def requests(gateway: Gateway, request: Request) -> Response:
+    """The requests of the last hour that are kept, of the caller. Raises InvalidInput."""
+    most = int(number(request.query_params, "limit", 50, 1, 1000))
+    return json_response({"requests": gateway.status.history.requests(most, _grant(request))}, to=request)
+
+
+async def request(gateway: Gateway, request: Request) -> Response:
+    """One of them. Raises NotFound."""
+    found = gateway.status.history.find(request.path_params["request"], _grant(request))
+    if found is None:
+        raise NotFound(
+            "this gateway keeps no request of yours with this id: it keeps the slowest and some failed ones of each "
+            "minute, for an hour; its log and the trace have all"
+        )
+    return json_response(found)
+
+
+async def request_log(gateway: Gateway, request: Request) -> Response:
+    """What this gateway's log says of a request; empty where it says nothing, or nothing any more."""
+    return json_response({"lines": gateway.status.log.of(request.path_params["request"], _grant(request))}, to=request)
+
+
+_FILTER = Parameter("filter", "query", str, "Only models with this in their name.")
+
+
+def _row(path: str, handler: Any, summary: str, reply: Any, **more: Any) -> GatewayRoute:
+    return control("GET", path, "other", handler, ("Operations", summary), reply, **more)
+
+
+def _file(path: str, summary: str, media: str) -> GatewayRoute:
+    """It holds no data, and asks for the key that reading these needs."""
+    return _row(path, page, summary, Content(dict[str, Any], (media,)), scope=OPEN)
+
+
+OVERVIEW: tuple[GatewayRoute, ...] = (
+    _row(
+        "/v1/cluster",
+        cluster,
+        "The state of the cluster in brief: counts, workers and models, at most 50 of each",
+        api.ClusterView,
+        parameters=(_FILTER,),
+    ),
+    _row(
+        "/v1/placement",
+        placement,
+        "Which workers host which models of each lane, at most 50 models of each",
+        api.PlacementView,
+        parameters=(_FILTER,),
+    ),
+    _row("/v1/doctor", doctor, "What `sie doctor` finds, with its remedy", api.DoctorReport, scope="admin"),
+    _row(
+        "/v1/history",
+        history,
+        "Requests, errors and latency by stage of the last hour, at this gateway",
+        api.History,
+        parameters=(
+            Parameter("since", "query", float, "Only steps that end after this time, seconds since the epoch."),
+            Parameter("step_s", "query", Literal["10", "60", "300"], "Seconds of a step.", "10"),
+        ),
+    ),
+    _row(
+        "/v1/requests",
+        requests,
+        "Your slowest and some failed requests of the last hour at this gateway, the slowest first",
+        api.SlowRequests,
+        parameters=(Parameter("limit", "query", Annotated[int, Meta(ge=1, le=1000)], "How many at most."),),
+    ),
+    _row("/v1/requests/{request}", request, "One of these requests", api.SlowRequest),
+    _row("/v1/requests/{request}/log", request_log, "What this gateway's log says of a request", api.RequestLog),
+    _file("/", "The console: try models, see the cluster", HTML),
+    _file("/console/{file}", "Files of that page", "*/*"),
+)

@@ -1,0 +1,249 @@
+"""`/v1/pools` over HTTP: what a body may ask for, and the handlers, which answer from `Pools`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Collection, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import Response
+from msgspec import UNSET
+
+from sie_broker import BrokerError
+from sie_contracts import messages, plain, topology
+from sie_contracts.aliases import resolve_all
+from sie_contracts.api.operations import (
+    MAX_GPUS,
+    MAX_MINIMUM_WORKERS,
+    MAX_PINNED,
+    MAX_TTL_S,
+    TTL_S,
+    Assignment,
+    PoolDeleted,
+    PoolRenewed,
+    PoolRequest,
+    Pools,
+)
+from sie_contracts.catalogue import Catalogue
+from sie_contracts.errors import InvalidInput, PayloadTooLarge, PoolNotFound, PoolOperationForbidden, QueueUnavailable
+from sie_contracts.names import did_you_mean
+from sie_contracts.records import PoolSpec
+from sie_gateway.admission.grant import WORKERS_NAME, Grant
+from sie_gateway.fleet import assignments
+from sie_gateway.fleet.pool_rules import not_found
+from sie_gateway.operations.handlers import json_response
+
+if TYPE_CHECKING:
+    from sie_gateway.state import Gateway
+
+MAX_PROFILES = 64
+MAX_BODY_BYTES = 64 << 10
+MAX_SPEC_BYTES = 8 << 10  # all reservations are one value, which must fit into a message of the broker
+_NO_NAMES = frozenset({"assignments"})
+_FIELDS = frozenset(PoolRequest.__struct_fields__)
+T = TypeVar("T")
+_logger = logging.getLogger("sie.gateway.pools")
+
+
+def parse_spec(body: object, profiles: Collection[str], catalogue: Catalogue) -> PoolSpec:
+    """The spec that a body asks for. `profiles`: the machine profiles that there are.
+
+    Raises InvalidInput with the field, PoolOperationForbidden for what is over a limit, ModelNotFound for a pinned
+    model.
+    """
+    if not isinstance(body, dict):
+        raise InvalidInput(f"body: expected an object, got {_kind(body)}", reason="schema", param="body")
+    unknown = sorted(str(key) for key in body.keys() - _FIELDS)
+    if unknown:
+        field = unknown[0][:60]
+        meant = did_you_mean(field, _FIELDS) or f"; there are {', '.join(sorted(_FIELDS))}"
+        raise InvalidInput(f"{field}: no such field{meant}", reason="schema", param=field)
+    name = _name(body.get("name"))
+    queue_pool = body.get("queue_pool")
+    if queue_pool is not None and queue_pool not in ("default", "_default"):
+        message = f"queue_pool: expected default, whose workers reservations take, got {str(queue_pool)[:60]!r}"
+        raise InvalidInput(message, reason="schema", param="queue_pool")
+    gpus = _counts(body, "gpus", profiles)
+    if not gpus:
+        raise InvalidInput(
+            "gpus: expected a count for at least one machine profile, got none", reason="schema", param="gpus"
+        )
+    caps = _counts(body, "gpu_caps", profiles)
+    for profile, cap in caps.items():
+        if cap < gpus.get(profile, 0):
+            message = f"gpu_caps.{profile}: expected at least the {gpus[profile]} of gpus, got {cap}"
+            raise InvalidInput(message, reason="schema", param=f"gpu_caps.{profile}")
+    bundle = body.get("bundle")
+    if bundle is not None and not isinstance(bundle, str):
+        raise InvalidInput(f"bundle: expected a string or null, got {_kind(bundle)}", reason="schema", param="bundle")
+    bundles = {*catalogue.bundles, assignments.DEFAULT_BUNDLE}
+    if bundle and bundle not in bundles:
+        raise InvalidInput(
+            f"bundle: expected one of {', '.join(sorted(bundles))}, got {bundle[:60]!r}",
+            reason="schema",
+            param="bundle",
+        )
+    minimum = _whole(body, "minimum_worker_count", 0, 0)
+    if minimum > MAX_MINIMUM_WORKERS:
+        raise PoolOperationForbidden(
+            f"minimum_worker_count: at most {MAX_MINIMUM_WORKERS} are allowed, got {minimum}",
+            param="minimum_worker_count",
+        )
+    ttl_s = _whole(body, "ttl_seconds", TTL_S, 1)
+    if ttl_s > MAX_TTL_S:
+        raise PoolOperationForbidden(f"ttl_seconds: at most {MAX_TTL_S} are allowed, got {ttl_s}", param="ttl_seconds")
+    pinned = body.get("pinned_models") or []
+    if not isinstance(pinned, list) or not all(isinstance(model, str) for model in pinned) or len(pinned) > MAX_PINNED:
+        message = f"pinned_models: expected a list of at most {MAX_PINNED} strings, got {_kind(pinned)}"
+        raise InvalidInput(message, reason="schema", param="pinned_models")
+    models = tuple(dict.fromkeys(each.residency for model in pinned for each in resolve_all(catalogue, model)))
+    spec = PoolSpec(name, gpus, bundle or "", minimum, ttl_s, caps, models)
+    if len(messages.encode(spec)) > MAX_SPEC_BYTES:
+        message = f"body: the reservation takes more than {MAX_SPEC_BYTES} bytes: name fewer machine profiles or models"
+        raise PayloadTooLarge(message, param="body", extras={"limit": MAX_SPEC_BYTES})
+    return spec
+
+
+def _name(given: object) -> str:
+    if not isinstance(given, str):
+        raise InvalidInput(f"name: expected a string, got {_kind(given)}", reason="pool_name", param="name")
+    try:
+        name = topology.pool_name(given)
+    except ValueError:
+        raise InvalidInput("name: expected 1 to 63 letters, digits, _ or -", reason="pool_name", param="name") from None
+    if name in _NO_NAMES:
+        raise InvalidInput(f"name: {name!r} is no name of a pool", reason="pool_name", param="name")
+    return name
+
+
+def _counts(body: Mapping[str, Any], field: str, profiles: Collection[str]) -> dict[str, int]:
+    """Counts by machine profile, as `profiles` writes it."""
+    given = body.get(field)
+    if given is None:
+        return {}
+    if not isinstance(given, dict) or len(given) > MAX_PROFILES:
+        raise InvalidInput(
+            f"{field}: expected a map of counts by machine profile, got {_kind(given)}", reason="schema", param=field
+        )
+    found: dict[str, int] = {}
+    for key, count in given.items():
+        profile = key.strip().lower()
+        profile = profile if profile in profiles else f"{profile}-spot"
+        path = f"{field}.{key[:60]}"
+        if profile not in profiles:
+            raise InvalidInput(
+                f"{path}: no such machine profile; there are {', '.join(sorted(profiles))}",
+                reason="gpu_not_configured",
+                param=path,
+                extras={"status": "gpu_not_configured", "gpu": key[:60], "configured_gpu_types": sorted(profiles)},
+            )
+        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MAX_GPUS or profile in found:
+            got = f"{key[:60]!r} twice" if profile in found else count if isinstance(count, int) else _kind(count)
+            raise InvalidInput(
+                f"{path}: expected a whole number from 1 to {MAX_GPUS}, got {got}", reason="schema", param=path
+            )
+        found[profile] = count
+    return dict(sorted(found.items()))
+
+
+def _whole(body: Mapping[str, Any], field: str, default: int, least: int) -> int:
+    value = body.get(field)
+    if value is None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        got = value if isinstance(value, int) else _kind(value)
+        raise InvalidInput(
+            f"{field}: expected a whole number of at least {least}, got {got}", reason="schema", param=field
+        )
+    return value
+
+
+def _kind(value: object) -> str:
+    return "null" if value is None else type(value).__name__
+
+
+async def _body(request: Request) -> object:
+    """The body as JSON. Raises PayloadTooLarge, InvalidInput."""
+    data = bytearray()
+    async for piece in request.stream():
+        data += piece
+        if len(data) > MAX_BODY_BYTES:
+            raise PayloadTooLarge(
+                f"body: more than {MAX_BODY_BYTES} bytes", param="body", extras={"limit": MAX_BODY_BYTES}
+            )
+    try:
+        return plain.from_json(bytes(data))
+    except plain.Malformed as error:
+        raise InvalidInput(f"body: {error}", reason="malformed", param="body") from None
+
+
+async def _written(work: Awaitable[T]) -> T:
+    """What a change of the record gives. Raises QueueUnavailable where the broker could not be asked."""
+    try:
+        return await work
+    except BrokerError as error:
+        _logger.warning("a pool could not be changed: %s", error)
+        raise QueueUnavailable("the broker did not take the change of the pool") from error
+
+
+def _grant(request: Request) -> Grant:
+    grant: Grant = request.scope["sie.call"].grant
+    return grant
+
+
+def _named(request: Request) -> str:
+    name = request.path_params["name"]
+    try:
+        return topology.pool_name(name)
+    except ValueError:
+        raise not_found(name) from None
+
+
+def _profiles(gateway: Gateway) -> set[str]:
+    """The machine profiles that there are: as configured, or those that are up and this installation's own."""
+    settings = gateway.settings
+    if settings.gateway_configured_gpus:
+        return {profile.strip().lower() for profile in settings.gateway_configured_gpus}
+    return {settings.profile, *(beat.machine_profile for beat, _ in gateway.fleet.workers())}
+
+
+async def create(gateway: Gateway, request: Request) -> Response:
+    """Reserve workers, or change or renew a reservation of the caller."""
+    catalogue = gateway.inference.catalogue
+    spec = parse_spec(await _body(request), _profiles(gateway), catalogue)
+    grant = _grant(request)
+    await _written(gateway.pools.create(spec, grant))
+    return json_response(gateway.pools.pool(spec.name, grant), 201)
+
+
+async def pools(gateway: Gateway, request: Request) -> Response:
+    """The pools of the installation, and the reservations of the caller."""
+    return json_response(Pools(pools=gateway.pools.pools(_grant(request))))
+
+
+async def assignment(gateway: Gateway, request: Request) -> Response:
+    """The pool that a worker is to serve. Raises PoolNotFound, also to a key where the pool is somebody else's."""
+    worker, grant = request.query_params.get("worker", ""), _grant(request)
+    served = gateway.pools.assigned(worker)
+    if grant.name != WORKERS_NAME and not all(map(gateway.pools.visible(grant), served)):
+        raise PoolNotFound("this worker serves a reservation of another key", param="worker")
+    pinned = gateway.pools.pinned(served)
+    return json_response(Assignment(worker=worker, pools=list(served), pinned_models=pinned or UNSET))
+
+
+async def pool(gateway: Gateway, request: Request) -> Response:
+    """One pool."""
+    return json_response(gateway.pools.pool(_named(request), _grant(request)))
+
+
+async def delete(gateway: Gateway, request: Request) -> Response:
+    """End a reservation."""
+    await _written(gateway.pools.delete(_named(request), _grant(request)))
+    return json_response(PoolDeleted(message="Pool deleted"))
+
+
+async def renew(gateway: Gateway, request: Request) -> Response:
+    """Renew the lease of a reservation."""
+    renewed = await _written(gateway.pools.renew(_named(request), _grant(request)))
+    return json_response(PoolRenewed(message="Pool renewed", expires_at=None if renewed is None else renewed.expires_s))

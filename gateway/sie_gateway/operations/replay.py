@@ -1,0 +1,113 @@
+"""Work that was given up, back into the queue: the one way in which a gateway and `sie dlq` run a dead letter again.
+
+    letter ──► marks of poison removed ──► published, acknowledged ──► answered in full ──► the letter is removed
+
+The letter is removed last: whatever fails before, it is there to be tried again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from sie_broker import Broker, Write
+from sie_broker.dead_letters import Found, Letters
+from sie_contracts import messages, topology
+from sie_contracts.contents import content_keys
+from sie_contracts.messages import Failed, WorkItem, WorkResult
+from sie_gateway.inference.inbox import Inbox
+
+if TYPE_CHECKING:
+    from sie_gateway.metrics import Metrics
+
+
+class Unreadable(Exception):
+    """The work of a letter is a message that nobody can read, or its subject is none of work: it cannot be published
+    again.
+    """
+
+
+class Replays:
+    """Runs letters of one pool again. Made by `open_replays`."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        letters: Letters,
+        inbox: Inbox,
+        ack_wait_s: float,
+        on_published: Callable[[str, WorkItem], None] | None = None,
+    ) -> None:
+        self._broker = broker
+        self._letters = letters
+        self._inbox = inbox
+        self._ack_wait_s = ack_wait_s
+        self._on_published = on_published
+
+    async def run(self, found: Found, timeout_s: float) -> WorkResult:
+        """The result of the work, run again; its letter is removed if every input has a value.
+
+        A content that is known as poison gets a new chance. `timeout_s` is the budget of the work as well. Raises
+        Unreadable before anything is published, TimeoutError without an answer in time, BrokerError.
+        """
+        if found.item is None:
+            raise Unreadable(f"{found.letter.id} holds a message that nobody can read; nothing was published")
+        try:
+            spec = topology.consumer_of(found.letter.subject, self._ack_wait_s)
+        except ValueError as error:
+            raise Unreadable(f"{found.letter.id}: {error}; nothing was published") from error
+        await self._forgive(found.item)
+        if spec.name not in await self._broker.consumers(spec.stream):
+            await self._broker.ensure_consumer(spec)
+        request = f"{found.item.request}-{secrets.token_hex(4)}"
+        collector = self._inbox.open(request, 1)
+        try:
+            item = msgspec.structs.replace(
+                found.item,
+                request=request,
+                chunk=0,
+                attempt=found.item.attempt + 1,
+                reply=self._inbox.address(request),
+                budget_ms=round(timeout_s * 1000),
+            )
+            await self._broker.publish(found.letter.subject, messages.encode(item), f"{request}.0.{item.attempt}")
+            if self._on_published is not None:
+                self._on_published(found.letter.subject, item)
+            await collector.wait(timeout_s)
+            (result,) = collector.results
+            assert result is not None
+            if not any(isinstance(outcome, Failed) for outcome in result.outcomes):
+                await self._letters.remove(found)
+            return result
+        finally:
+            self._inbox.close(collector)
+
+    async def _forgive(self, item: WorkItem) -> None:
+        """Remove the marks of poison of its inputs."""
+        marks = await self._broker.key_value(topology.POISON_BUCKET, max_age_s=topology.POISON_LIFETIME_S)
+        for key in dict.fromkeys(content_keys(item)):
+            if await marks.get(key) is not None:
+                await marks.write([Write(key, None)])
+
+
+@contextlib.asynccontextmanager
+async def open_replays(
+    broker: Broker,
+    letters: Letters,
+    metrics: Metrics,
+    ack_wait_s: float,
+    on_published: Callable[[str, WorkItem], None] | None = None,
+) -> AsyncIterator[Replays]:
+    """With an inbox of its own for the answers. `on_published` is called with the subject of each work that the broker
+    has taken, and the work. Raises BrokerError.
+    """
+    inbox = Inbox(broker, metrics)
+    await inbox.start()
+    try:
+        yield Replays(broker, letters, inbox, ack_wait_s, on_published)
+    finally:
+        await inbox.stop()

@@ -1,0 +1,404 @@
+"""Whether the workers that somebody looks at are there: asked each second, while a page is open.
+
+A killed worker's heartbeats are missed only after SIE_HEARTBEAT_TIMEOUT_MS, but the broker knows at once that nobody
+listens on its subject any more. This is for people: where work goes is the fleet's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import parse_qs
+
+import msgspec
+
+import sie_contracts
+from sie_broker import Broker, BrokerError, Bus, NoResponder
+from sie_contracts import topology
+from sie_contracts.api.operations import ClusterInfo, Health, ModelSummary, WorkerInfo
+from sie_contracts.errors import NotFound, NotReady
+from sie_contracts.heartbeats import Heartbeat
+from sie_contracts.settings import Settings, public_url
+from sie_contracts.status import QueueInfo
+from sie_gateway.admission.grant import Grant
+from sie_gateway.admission.peers import Peers
+from sie_gateway.fleet.lag import Labels, Lag
+from sie_gateway.fleet.lanes import STATES
+from sie_gateway.fleet.placement import Placer
+from sie_gateway.fleet.planner import Waiting
+from sie_gateway.fleet.workers import Workers, WorkerSocket, WorkerStatus
+from sie_gateway.operations.history import History
+from sie_gateway.operations.log_tail import LogTail
+from sie_gateway.operations.summary import MAX_SHOWN, Glance, PlacedLane, Shared, Waitings, of_pool
+from sie_runtime.feed import CatalogueFeed
+from sie_runtime.http import Receive, Scope, Send
+from sie_runtime.process import Stop
+from sie_runtime.websocket import Frames, Seats
+
+EVERY_S = 1.0
+MAX_ASKED = 16  # in one round, the others take turns: each question costs 0.1 ms
+LOOKED_S = 5.0  # after the last look nobody is asked any more
+HEARD_S = 0.5  # the broker says within this time that nobody listens; who listens says nothing
+
+
+class Pulse:
+    """`gone`: workers that were looked for and are not connected. `run` belongs to one task."""
+
+    def __init__(self, bus: Bus, clock: Callable[[], float] = time.monotonic) -> None:
+        self._bus = bus
+        self._clock = clock
+        self._until_s = 0.0
+        self._wanted: tuple[str, ...] = ()
+        self._next = 0
+        self.gone: frozenset[str] = frozenset()
+
+    def look(self, workers: Iterable[str]) -> None:
+        """Somebody looks at these, which listen while they are connected."""
+        self._wanted = tuple(sorted(workers))
+        self._until_s = self._clock() + LOOKED_S
+
+    async def run(self, stop: Stop) -> None:
+        """Look for them each EVERY_S until `stop`, while somebody looks."""
+        while not await stop.wait_for(EVERY_S):
+            wanted = self._wanted if self._clock() < self._until_s else ()
+            first = self._next % max(1, len(wanted))
+            asked = (wanted[first:] + wanted[:first])[:MAX_ASKED]
+            self._next = first + len(asked)
+            is_gone = await asyncio.gather(*(self._is_gone(worker) for worker in asked))
+            found = {worker for worker, gone in zip(asked, is_gone, strict=True) if gone}
+            self.gone = frozenset(found | (self.gone & set(wanted).difference(asked)))
+
+    async def _is_gone(self, worker: str) -> bool:
+        try:
+            await self._bus.request(topology.assigned_subject(worker), b"", HEARD_S)
+        except NoResponder:
+            return True
+        except BrokerError:  # it is heard, or the broker is away, which others report
+            return False
+        return False
+
+
+CLUSTER_EVERY_S = 1.0
+WORKER_EVERY_S = 0.1  # a worker makes five frames a second, at times of its own
+FIRST_FRAME_S = 2.0
+MAX_SOCKETS = 128
+DEAD_EVERY_S = 5.0
+CLUSTER_PATH, WORKER_PATH = "/ws/cluster-status", "/ws/status"
+_OF_LANE = ("pool", "machine_profile", "bundle", "priority")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A worker as it is shown, and the state and queue depth of each model that it reports. `failures`: why it could
+    not load a model, by model.
+    """
+
+    info: WorkerInfo
+    models: Mapping[str, tuple[str, int]]
+    failures: Mapping[str, str] = field(default_factory=dict)
+
+
+def of_heartbeat(beat: Heartbeat, *, healthy: bool) -> Seen:
+    info = WorkerInfo(
+        name=beat.worker,
+        url=None,
+        gpu=beat.machine_profile,
+        gpu_count=beat.gpu_count,
+        pool=beat.pool,
+        loaded_models=[status.model for status in beat.models if status.state == "loaded"],
+        queue_depth=beat.queue_depth,
+        memory_used_bytes=beat.memory_used_bytes,
+        memory_total_bytes=beat.memory_total_bytes,
+        healthy=healthy,
+        bundle=beat.bundle,
+        bundle_config_hash=beat.config_epoch,
+        device=beat.device,
+    )
+    failures = {
+        status.model: status.error.message
+        for status in beat.models
+        if status.state == "failed" and status.error is not None
+    }
+    return Seen(info, {status.model: (status.state, status.queued) for status in beat.models}, failures)
+
+
+def of_socket(url: str, status: WorkerStatus | None) -> Seen:
+    """A worker by its own status; None while its socket tells nothing."""
+    url = public_url(url)
+    if status is None:
+        return Seen(WorkerInfo(url, url, "", 0, "", [], 0, 0, 0, False, "", "", ""), {})
+    devices = status.gpus
+    info = WorkerInfo(
+        name=status.name,
+        url=url,
+        gpu=status.machine_profile,
+        gpu_count=status.gpu_count,
+        pool=status.pool_name,
+        loaded_models=status.loaded_models,
+        queue_depth=sum(model.queue_depth for model in status.models),
+        memory_used_bytes=sum(each.memory_used_bytes for each in devices),
+        memory_total_bytes=sum(each.memory_total_bytes for each in devices),
+        healthy=status.ready,
+        bundle=status.bundle,
+        bundle_config_hash=status.bundle_config_hash,
+        device=devices[0].device if devices else "",
+    )
+    return Seen(info, {model.name: (model.state, model.queue_depth) for model in status.models})
+
+
+def summaries(models: Iterable[str], workers: Iterable[Seen]) -> list[ModelSummary]:
+    """Of each model, from healthy workers. A profile that needs other weights is another copy of it, named
+    `model:profile`.
+    """
+    reports: dict[str, list[tuple[WorkerInfo, str, int]]] = {model: [] for model in models}
+    for seen in workers:
+        for name, (state, queued) in seen.models.items():
+            reports.get(name.partition(":")[0], []).append((seen.info, state, queued))
+    return [_summary(model, found) for model, found in reports.items()]
+
+
+def failures(workers: Iterable[Seen]) -> dict[str, str]:
+    """Why healthy workers could not load a model, the first reason of each model."""
+    found: dict[str, str] = {}
+    for seen in workers:
+        if seen.info.healthy:
+            for name, why in seen.failures.items():
+                found.setdefault(name.partition(":")[0], why)
+    return found
+
+
+def _summary(model: str, reports: list[tuple[WorkerInfo, str, int]]) -> ModelSummary:
+    present = {state for _, state, _ in reports}
+    return ModelSummary(
+        model,
+        next((state for state in STATES if state in present), "available"),
+        len({info.name for info, state, _ in reports if state == "loaded"}),
+        sorted({info.gpu for info, _, _ in reports}),
+        sum(queued for _, _, queued in reports),
+    )
+
+
+class Status:
+    """The view of one gateway. `dead_letters`: how many pieces of work were ever given up in these pools, as the broker
+    last told.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        queue: Broker,
+        feed: CatalogueFeed,
+        placer: Placer,
+        peers: Peers,
+        pools: Iterable[str],
+        lag: Lag,
+        nats_monitor_url: str | None,
+        visible: Callable[[Grant], Callable[[str], bool]] = lambda grant: lambda pool: True,
+    ) -> None:
+        """`visible`: which names of pools a credential may read. Raises SettingError where Kubernetes is to be asked
+        and this is no pod.
+        """
+        self._settings = settings
+        self._queue = queue
+        self._feed = feed
+        self._placer = placer
+        self.fleet = placer.fleet
+        self._peers = peers
+        self._pools = pools
+        self._lag = lag
+        self._nats_monitor_url = nats_monitor_url
+        self._visible = visible
+        self.sockets = Workers(settings)
+        self.history = History()
+        self.log = LogTail()
+        self.pulse = Pulse(queue)
+        self.dead_letters = 0
+        self.seats = Seats(MAX_SOCKETS, "gateway")
+        self._frames: dict[tuple[str, WorkerSocket | None], Frames] = {}  # by key and worker, None: of the cluster
+        self._glance = Shared(self._look)
+        self._placed = Shared(self._look_at_tables)
+
+    async def run(self, stop: Stop) -> None:
+        """Until `stop`: keep the log of requests, ask how much work was given up."""
+        with self.log.listening():
+            while not await stop.wait_for(DEAD_EVERY_S):
+                await self._count_dead_letters()
+
+    async def _count_dead_letters(self) -> None:
+        try:
+            states = [await self._queue.stream_state(_letters(pool)) for pool in sorted(self._pools)]
+        except BrokerError:
+            return  # it is away, which others report, or a new pool's stream is not made yet
+        self.dead_letters = sum(state.last_sequence for state in states)
+
+    def workers(self) -> list[Seen]:
+        """All workers that are known, healthy or not, by name or URL."""
+        if self._settings.gateway_health_mode == "ws":
+            return [of_socket(url, status) for url, status in self.sockets.statuses()]
+        return [of_heartbeat(beat, healthy=healthy) for beat, healthy in self.fleet.workers()]
+
+    def view(self) -> tuple[list[Seen], ClusterInfo, list[ModelSummary]]:
+        """Workers, sums and models of now."""
+        workers = self.workers()
+        healthy = [seen for seen in workers if seen.info.healthy]
+        cluster = ClusterInfo(
+            len(healthy),
+            sum(seen.info.gpu_count for seen in healthy),
+            len({model for seen in healthy for model in seen.info.loaded_models}),
+            round(self._peers.qps(), 3),
+        )
+        return workers, cluster, summaries(sorted(self._feed.catalogue.entries), healthy)
+
+    def health(self, grant: Grant) -> Health:
+        """The body of `/health`, for a credential."""
+        settings = self._settings
+        workers, cluster, models = self.view()
+        visible = self._visible(grant)
+        infos = [of_pool(seen.info, visible) for seen in workers]
+        healthy = [info for info in infos if info.healthy]
+        return Health(
+            status="healthy" if healthy else "degraded",
+            type="gateway",
+            version=sie_contracts.__version__,
+            nats_url=_public(settings.nats_url),
+            nats_monitor_url=_public(self._nats_monitor_url),
+            config_url=_public(settings.config_service_url),
+            configured_gpu_types=list(settings.gateway_configured_gpus or ()),
+            live_gpu_types=sorted({info.gpu for info in healthy}),
+            cluster=cluster,
+            workers=healthy,
+            unhealthy_workers=[info for info in infos if not info.healthy],
+            models=models,
+        )
+
+    def queues(self) -> tuple[list[QueueInfo], list[QueueInfo]] | None:
+        """Of lanes, and of the models with the most or the oldest work; None while the broker has not told."""
+        if not self._lag.is_known:
+            return None
+        return _queues(_OF_LANE, self._lag.lanes()), _queues(("model", *_OF_LANE), self._lag.models())
+
+    def _cluster_frame(self, grant: Grant) -> str:
+        workers, cluster, models = self.view()
+        visible = self._visible(grant)
+        queues, model_queues = (
+            [of_pool(each, visible) for each in found] if found is not None else None
+            for found in self.queues() or (None, None)
+        )
+        return msgspec.json.encode(
+            {
+                "timestamp": time.time(),
+                "version": sie_contracts.__version__,
+                "cluster": cluster,
+                "workers": [of_pool(seen.info, visible) for seen in workers],
+                "models": models,
+                "queues": queues,
+                "model_queues": model_queues,
+                "failures": failures(workers),
+            }
+        ).decode()
+
+    def _look(self) -> Glance:
+        workers, cluster, models = self.view()
+        gone = self.pulse.gone
+        models.sort(key=lambda model: (-model.total_queue_depth, model.state == "available", model.name))
+        infos = [
+            msgspec.structs.replace(seen.info, healthy=False) if seen.info.name in gone else seen.info
+            for seen in workers
+        ]
+        infos.sort(key=lambda info: (info.healthy, -info.queue_depth, info.name))
+        cluster = msgspec.structs.replace(cluster, worker_count=sum(info.healthy for info in infos))
+        return Glance(cluster, infos, models, failures(workers), sum(info.queue_depth for info in infos))
+
+    def shown(self, wanted: str, grant: Grant) -> dict[str, Any]:
+        """What the page at `/` shows to a credential: counts of everything; of the workers those that are not healthy
+        first, then the busiest; of the models whose name has `wanted` in it those that are in use first. At most
+        MAX_SHOWN of each.
+        """
+        glance, queues, visible = self._glance(), self.queues(), self._visible(grant)
+        self.pulse.look(info.name for info in glance.workers[:MAX_SHOWN] if self.fleet.listens(info.name))
+        return {
+            "version": sie_contracts.__version__,
+            **glance.shown(wanted.lower(), self.dead_letters, visible),
+            "queues": [of_pool(each, visible) for each in queues[0]] if queues else None,
+        }
+
+    def placed(self, wanted: str, grant: Grant) -> dict[str, Any]:
+        """The placement table of each lane, for a credential: models whose name has `wanted` in it, those with work
+        first, at most MAX_SHOWN of a lane.
+        """
+        visible = self._visible(grant)
+        return {"lanes": [lane.shown(wanted.lower(), visible) for lane in self._placed()]}
+
+    def _look_at_tables(self) -> list[PlacedLane]:
+        waiting = Waitings(self._lag.models())
+        lanes, now_s = self.fleet.lanes(), self._placer.now_s()
+        return [
+            PlacedLane.of(table, lane, lanes.get(lane, []), waiting, now_s)
+            for lane, table in sorted(self._placer.tables().items(), key=lambda item: str(item[0]))
+        ]
+
+    async def show(self, path: str, query: str, grant: Grant, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a websocket to its end; `grant`: of the credential that it was let in with.
+
+        Raises NotFound, NotReady, ResourceExhausted before it is accepted.
+        """
+        if path not in (CLUSTER_PATH, WORKER_PATH):
+            raise NotFound("no such path")
+        with self.seats.seat(scope, grant.key):
+            if path == CLUSTER_PATH:
+                frames = Frames(lambda: self._cluster_frame(grant), CLUSTER_EVERY_S)
+                await self._show(self._frames.setdefault((grant.key, None), frames), scope, receive, send)
+            else:
+                await self._show_worker(query, grant, scope, receive, send)
+
+    async def _show_worker(self, query: str, grant: Grant, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self.sockets.watched(self._asked_for(query)) as socket:
+            if not await socket.told(FIRST_FRAME_S):
+                raise NotReady("the worker does not answer")
+
+            def frame() -> str | None:
+                status = socket.status
+                return socket.frame if status is None or self._visible(grant)(status.pool_name) else None
+
+            if frame() is None and socket.frame is not None:
+                raise NotFound("this worker serves a reservation of another key")
+            frames = self._frames.setdefault((grant.key, socket), Frames(frame, WORKER_EVERY_S))
+            await self._show(frames, scope, receive, send)
+
+    async def _show(self, frames: Frames, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve frames, which all sockets of a key share."""
+        try:
+            await frames.show(scope, receive, send)
+        finally:
+            if not frames.looking:
+                self._frames = {key: each for key, each in self._frames.items() if each is not frames}
+
+    def _asked_for(self, query: str) -> str:
+        """The URL of the worker that a query names by its place, the first by default. Raises NotFound."""
+        urls = self.sockets.urls()
+        place = parse_qs(query).get("worker", ["0"])[0]
+        if not urls:
+            raise NotFound(
+                f"this gateway has no worker of its own to show (SIE_GATEWAY_WORKERS): {CLUSTER_PATH} shows all workers"
+            )
+        if not place.isdecimal() or len(place) > 4 or int(place) >= len(urls):
+            raise NotFound(f"worker: expected a number from 0 to {len(urls) - 1}")
+        return urls[int(place)]
+
+
+def _queues(names: tuple[str, ...], found: Mapping[Labels, Waiting]) -> list[QueueInfo]:
+    return [
+        QueueInfo(messages=waiting.count, oldest_s=round(waiting.oldest_s, 3), **dict(zip(names, labels, strict=True)))
+        for labels, waiting in found.items()
+    ]
+
+
+def _letters(pool: str) -> str:
+    return topology.dead_letter_stream(pool, storage="file", replicas=1).name
+
+
+def _public(url: str | None) -> str | None:
+    return public_url(url) if url else None

@@ -1,0 +1,134 @@
+"""What the page at `/` shows of a cluster of any size: built once for all open pages, no more often than a fixed share
+of a core allows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from sie_contracts.api.operations import ClusterInfo, ModelSummary, WorkerInfo
+from sie_contracts.heartbeats import Heartbeat
+from sie_contracts.records import Placement
+from sie_contracts.status import QueueInfo
+from sie_contracts.topology import Lane
+from sie_gateway.fleet.lag import Labels
+from sie_gateway.fleet.planner import Waiting
+from sie_gateway.fleet.pool_rules import HIDDEN
+
+COST_SHARE = 0.002  # of a core, for one kind of look by all open pages; past it they see older figures
+MAX_SHOWN = 50  # workers and models of the page, so that a large cluster costs a page no more than a small one
+T = TypeVar("T")
+Pooled = TypeVar("Pooled", WorkerInfo, QueueInfo)
+
+
+class Shared(Generic[T]):
+    """What `build` gave last, built anew after so long that building it takes COST_SHARE of the time."""
+
+    def __init__(self, build: Callable[[], T]) -> None:
+        self._build = build
+        self._last: list[T] = []
+        self.until_s = 0.0
+
+    def __call__(self) -> T:
+        if not self._last or time.monotonic() >= self.until_s:
+            began_s = time.thread_time()
+            self._last = [self._build()]
+            self.until_s = time.monotonic() + (time.thread_time() - began_s) / COST_SHARE
+        return self._last[0]
+
+
+@dataclass(frozen=True)
+class Glance:
+    """Workers and models of the whole cluster, in the order in which they are shown."""
+
+    cluster: ClusterInfo
+    workers: Sequence[WorkerInfo]
+    models: Sequence[ModelSummary]
+    failures: Mapping[str, str]
+    in_flight: int
+
+    def shown(self, wanted: str, dead_letters: int, visible: Callable[[str], bool]) -> dict[str, Any]:
+        """The first workers, and the first models with `wanted` in their name. `visible`: names of pools."""
+        found = [each for each in self.models if wanted in each.name.lower()] if wanted else self.models
+        models = found[:MAX_SHOWN]
+        return {
+            "cluster": self.cluster,
+            "counts": {
+                "workers": len(self.workers),
+                "models": len(found),
+                "in_flight": self.in_flight,
+                "dead_letters": dead_letters,
+            },
+            "workers": [of_pool(each, visible) for each in self.workers[:MAX_SHOWN]],
+            "models": models,
+            "failures": {model.name: self.failures[model.name] for model in models if model.name in self.failures},
+        }
+
+
+def of_pool(info: Pooled, visible: Callable[[str], bool]) -> Pooled:
+    """A worker or a queue without the name of its pool, if that is not visible."""
+    return info if visible(info.pool) else msgspec.structs.replace(info, pool=HIDDEN)
+
+
+class Waitings:
+    """What waits of each model of a lane, whatever its priority."""
+
+    def __init__(self, found: Mapping[Labels, Waiting]) -> None:
+        self._found: dict[tuple[str, ...], list[Waiting]] = {}
+        for (*model_and_lane, _priority), each in found.items():
+            self._found.setdefault(tuple(model_and_lane), []).append(each)
+
+    def of(self, model: str, lane: Lane) -> Waiting:
+        found = self._found.get((model, lane.pool, lane.machine_profile, lane.bundle), ())
+        return Waiting(sum(each.count for each in found), max((each.oldest_s for each in found), default=0.0))
+
+
+@dataclass(frozen=True)
+class PlacedLane:
+    """The placement table of a lane. `rows`: of its models, those with work first."""
+
+    lane: Lane
+    age_s: float
+    workers: int
+    rows: Sequence[Mapping[str, Any]]
+
+    @classmethod
+    def of(
+        cls, table: Placement, lane: Lane, beats: Sequence[Heartbeat], waiting: Waitings, now_s: float
+    ) -> PlacedLane:
+        """`beats`: of the healthy workers of the lane."""
+        reports = {beat.worker: {status.model: status for status in beat.models} for beat in beats}
+        rows = list[dict[str, Any]]()
+        for model, hosts in table.hosts.items():
+            told = {host: reports[host].get(model) if host in reports else None for host in hosts}
+            known = [status for status in told.values() if status is not None]
+            raised_s, queued = table.raised_s.get(model), waiting.of(model, lane)
+            rows.append(
+                {
+                    "model": model,
+                    "hosts": {host: status.state if status is not None else "-" for host, status in told.items()},
+                    "memory_bytes": sum(status.memory_bytes for status in known),
+                    "tokens_per_s": round(sum(status.cost_rate for status in known), 1),
+                    "waiting": queued.count,
+                    "oldest_s": round(queued.oldest_s, 3),
+                    "raised_s": None if raised_s is None else round(max(0.0, now_s - raised_s), 1),
+                }
+            )
+        rows.sort(key=lambda row: (-row["waiting"], -row["tokens_per_s"], row["model"]))
+        return cls(lane, round(max(0.0, now_s - table.at_s), 1), len(beats), rows)
+
+    def shown(self, wanted: str, visible: Callable[[str], bool]) -> dict[str, Any]:
+        """The first models with `wanted` in their name. `visible`: names of pools."""
+        rows = [row for row in self.rows if wanted in row["model"].lower()] if wanted else self.rows
+        return {
+            "lane": str(self.lane if visible(self.lane.pool) else replace(self.lane, pool=HIDDEN)),
+            "age_s": self.age_s,
+            "workers": self.workers,
+            "models": len(rows),
+            "shown": rows[:MAX_SHOWN],
+        }

@@ -1,0 +1,42 @@
+"""What the caller's credential may do: the row and its handler. The gate has put the answer into the grant."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from sie_contracts.api import dead_letters as api
+from sie_gateway.http.route_kinds import GatewayRoute, control
+from sie_gateway.operations.handlers import json_response
+from sie_runtime.routes import ANY, SCOPES
+
+if TYPE_CHECKING:
+    from sie_gateway.state import Gateway
+
+
+async def whoami(gateway: Gateway, request: Request) -> Response:
+    """The scopes of the caller."""
+    grant = request.scope["sie.call"].grant
+    return json_response(
+        api.Whoami(
+            name=grant.name,
+            scopes=[scope for scope in SCOPES if scope in grant.scopes],
+            auth_mode=gateway.settings.auth_mode,
+        )
+    )
+
+
+WHOAMI: tuple[GatewayRoute, ...] = (
+    control(
+        "GET",
+        "/v1/whoami",
+        "other",
+        whoami,
+        ("Operations", "The scopes of the caller's credential"),
+        api.Whoami,
+        scope=ANY,
+        reader=True,
+    ),
+)

@@ -1,0 +1,102 @@
+"""What the broker holds: messages by lane and priority, waiting and leased, with or without workers.
+
+Read from the stream, once a second and when somebody needs it newer. While the broker cannot be asked the figures are
+unknown, never zero.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from sie_broker import BrokerError, BrokerUnavailable, Queue, Stored
+from sie_broker.independent import independently
+from sie_contracts import topology
+from sie_contracts.messages import Priority
+from sie_contracts.topology import Lane
+from sie_gateway.streams.shared import Shared
+from sie_runtime.process import Stop, Trouble
+
+EVERY_S = 1.0
+UNKNOWN_S = 5.0  # figures older than this count no longer
+_logger = logging.getLogger("sie.gateway.backlog")
+
+
+def _by_priority(counts: dict[str, int]) -> dict[str, int]:
+    """Messages by the part of their subject that names lane and priority: its first six tokens."""
+    found: dict[str, int] = {}
+    for subject, count in counts.items():
+        prefix = ".".join(subject.split(".", 6)[:6])
+        found[prefix] = found.get(prefix, 0) + count
+    return found
+
+
+class Backlog:
+    """One task runs `run`; whoever needs newer figures awaits `fresh`, and those who do so at once share a question."""
+
+    def __init__(self, queue: Queue, pools: Iterable[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._queue = queue
+        self._pools = pools  # come and go
+        self._clock = clock
+        self._read: dict[
+            str, tuple[float, dict[str, int], dict[str, int]]
+        ] = {}  # pool -> when, by subject, by lane and priority
+        self._asking = Shared()
+
+    async def run(self, stop: Stop) -> None:
+        """Read every pool each EVERY_S until `stop`."""
+        trouble = Trouble(_logger, "the backlog is not known")
+        while not await stop.wait_for(EVERY_S):
+            try:
+                await independently(functools.partial(self.fresh, pool, EVERY_S / 2) for pool in sorted(self._pools))
+                trouble.passed()
+            except BrokerError as error:
+                trouble.met(error)
+
+    def forget(self, pool: str) -> None:
+        """The pool is there no more."""
+        self._read.pop(pool, None)
+
+    async def fresh(self, pool: str, max_age_s: float) -> None:
+        """Return when the pool's figures are no older than this. Raises BrokerError where the broker
+        cannot be asked.
+        """
+        read = self._read.get(pool)
+        if read is not None and self._clock() - read[0] < max_age_s:
+            return
+        if not self._queue.connected:
+            raise BrokerUnavailable("no connection to the broker")
+        await self._asking.run(pool, functools.partial(self._ask, pool))
+
+    async def _ask(self, pool: str) -> None:
+        asked_s = self._clock()
+        counts = await self._queue.subject_counts(topology.stream_name(pool), f"sie.work.{pool}.>")
+        self._read[pool] = (asked_s, counts, _by_priority(counts))
+
+    async def oldest(self, pool: str, subjects: Sequence[str]) -> list[Stored | None]:
+        """The oldest message of each subject or filter of a pool, None where there is none. Raises BrokerError."""
+        stream = topology.stream_name(pool)
+        questions = (self._queue.first_stored(stream, subject=subject) for subject in subjects)
+        answers = await asyncio.gather(*questions, return_exceptions=True)  # so that no question outlasts this
+        failed = next((answer for answer in answers if isinstance(answer, BaseException)), None)
+        if failed is not None:
+            raise failed
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+    def messages(self, lane: Lane, priority: Priority) -> int | None:
+        """Messages of a lane and priority, None while not known."""
+        read = self._read.get(lane.pool)
+        if read is None or self._clock() - read[0] > UNKNOWN_S:
+            return None
+        return read[2].get(topology.lane_filter(lane, priority).removesuffix(".>"), 0)
+
+    def by_subject(self, pool: str) -> dict[str, int] | None:
+        """Messages of a pool by their subject, without those of which there are none. None while not known."""
+        read = self._read.get(pool)
+        return None if read is None or self._clock() - read[0] > UNKNOWN_S else read[1]
+
+    async def stop(self) -> None:
+        await self._asking.stop()
