@@ -45,7 +45,7 @@ from sie_cli.ports import free_port
 from sie_contracts import ipc
 from sie_contracts.settings import load
 from sie_runtime.feed import packaged_catalogue
-from sie_sidecar.tokens import ModelTokenizer
+from sie_sidecar.prepare.tokens import ModelTokenizer
 
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 SHORT = "What is deep learning?"

@@ -54,7 +54,7 @@ from sie_adapter.families.extraction import ExtractOptions
 from sie_adapter.packing import Shown
 from sie_contracts.entries import parse_entry
 from sie_contracts.settings import Settings
-from sie_sidecar import images
+from sie_sidecar.prepare import images
 
 READER, TEXTS = "test/reader", "test/texts"
 HEAD, HEADS, LAYERS = 64, 8, 6

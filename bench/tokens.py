@@ -31,9 +31,9 @@ from tokenizers import Tokenizer
 
 from sie_contracts.ipc import Rows
 from sie_contracts.messages import Input, RunOptions, Truncate
-from sie_sidecar import layouts
-from sie_sidecar.rows import Work
-from sie_sidecar.tokens import ModelTokenizer, TokenizerPool
+from sie_sidecar.prepare import layouts
+from sie_sidecar.prepare.rows import Work
+from sie_sidecar.prepare.tokens import ModelTokenizer, TokenizerPool
 
 TEXTS = 256
 LIMIT = 512

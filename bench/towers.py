@@ -32,7 +32,7 @@ from report import Report, machine
 from sie_adapter.engine import Engine, prepare_process
 from sie_contracts.entries import parse_entry
 from sie_contracts.settings import Settings
-from sie_sidecar.tokens import ModelTokenizer
+from sie_sidecar.prepare.tokens import ModelTokenizer
 
 QUESTIONS = (
     "what is the total",

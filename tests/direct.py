@@ -21,7 +21,7 @@ from sie_broker import Broker, CoreMessage
 from sie_contracts import ipc, messages, topology
 from sie_contracts.messages import Confirmation, Failed, Input, Ok, Operation, RunOptions, WorkItem, WorkResult
 from sie_contracts.topology import Lane
-from sie_sidecar import assignment
+from sie_sidecar.intake import pull
 
 ENTRY = toy_entry()
 _PLAIN = RunOptions()
@@ -61,7 +61,7 @@ class Direct(InProcess):
 
     async def __aenter__(self) -> Direct:
         await super().__aenter__()
-        self._no_wait = mock.patch.object(assignment, "FIRST_S", 0.0)
+        self._no_wait = mock.patch.object(pull, "FIRST_S", 0.0)
         self._no_wait.start()
         self.results: dict[tuple[str, int], WorkResult] = {}
         self.broker: Broker = self.server.connect("gateway")

@@ -35,7 +35,7 @@ from sie_contracts.catalogue import Catalogue, fingerprint
 from sie_contracts.entries import parse_entry
 from sie_contracts.errors import ModelLoadFailed, ModelLoading
 from sie_contracts.messages import ArraySlice, Ok
-from sie_sidecar.models import MEMORY_USED
+from sie_sidecar.models.models import MEMORY_USED
 
 BESIDE_BYTES = 64 << 20  # held by the device beside models
 POISONED = 86  # exit status of the process that met its deadly text

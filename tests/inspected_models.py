@@ -17,9 +17,9 @@ from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.ipc import BatchDone
 from sie_contracts.messages import Input, Ok, Operation
 from sie_contracts.options import run_options
-from sie_sidecar import layouts
-from sie_sidecar import rows as rowing
-from sie_sidecar.tokens import ModelTokenizer
+from sie_sidecar.prepare import layouts
+from sie_sidecar.prepare import rows as rowing
+from sie_sidecar.prepare.tokens import ModelTokenizer
 
 
 def entry_of(report: Inspection) -> ModelEntry:

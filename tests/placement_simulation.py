@@ -26,7 +26,7 @@ from sie_contracts.heartbeats import Heartbeat, ModelStatus
 from sie_contracts.records import Placement
 from sie_gateway.fleet.placement import EVERY_S
 from sie_gateway.fleet.planner import Planner, Waiting
-from sie_sidecar.assignment import AHEAD_AGAIN_S, role
+from sie_sidecar.intake.pull import AHEAD_AGAIN_S, role
 
 TOKENS = 100  # of each request
 PASS_S = 0.05  # of the device for each request: no batches, so 20 workers answer 400 a second

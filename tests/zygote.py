@@ -51,7 +51,7 @@ ENTRIES: dict[Kind, str] = {
 }
 # the last ones are imported when a connection to the broker is opened, and by the first HTTP client and server
 _PROCESSES = (
-    *("sie_gateway.process", "sie_config_service.process", "sie_sidecar.process", "sie_sidecar.recording"),
+    *("sie_gateway.process", "sie_config_service.process", "sie_sidecar.process", "sie_sidecar.device.recording"),
     *("sie_broker.nats", "anyio._backends._asyncio", "uvloop", "uvicorn.lifespan.on", "public_certificates"),
 )
 # what `sie adapter` has imported when it forks the process that serves: it starts no thread

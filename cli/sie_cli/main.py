@@ -199,7 +199,7 @@ def config(host: str, port: int, lame_duck_s: float, **values: Any) -> None:
 @settings_options("sidecar")
 def sidecar(host: str, record_trace: Path | None, drain_s: float | None, **values: Any) -> None:
     """The worker's scheduler: pulls, tokenises, batches, settles."""
-    from sie_sidecar import recording
+    from sie_sidecar.device import recording
     from sie_sidecar.process import run
 
     settings = loaded(values).settings

@@ -4,8 +4,8 @@ same report.
     request ─► chunks ─► queue of (model, priority) ─► a worker with credit ─► gathered ─► tokenised ─► batches ─►
     device ─► answered
 
-Chunks, credit, quantum and batches are the code that runs in the cluster (sie_gateway.inference.chunk, sie_sidecar.batch,
-sie_sidecar.quantum); the device, the tokenizer and the wire are formulas of `Machine`. Not modelled: HTTP, loads of
+Chunks, credit, quantum and batches are the code that runs in the cluster (sie_gateway.inference.chunk, sie_sidecar.batching.batch,
+sie_sidecar.batching.sizing); the device, the tokenizer and the wire are formulas of `Machine`. Not modelled: HTTP, loads of
 models, failures.
 """
 
@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, fields
 from sie_cli.trace import Request, TraceError
 from sie_contracts.settings import Settings
 from sie_gateway.inference import chunk
-from sie_sidecar.batch import Batch, BatchKey, Device, Job, Limits, Load, Wait, Waiting, credit, next_batch
-from sie_sidecar.quantum import Quantum
+from sie_sidecar.batching.batch import Batch, BatchKey, Device, Job, Limits, Load, Wait, Waiting, credit, next_batch
+from sie_sidecar.batching.sizing import Quantum
 
 ACTIVE_S = 1.0  # a consumer that delivered this recently shares the credit
 NO_LIMIT = 1 << 60
@@ -263,7 +263,7 @@ class _Worker:
         self.feeds[name] = _Feed(asked=1)
 
     def _refill(self) -> None:
-        """The credit of every consumer that delivers, as sie_sidecar.pulling has it."""
+        """The credit of every consumer that delivers, as sie_sidecar.intake.pull has it."""
         now_s, lanes = self._replay.now_s, len(self._lanes)
         (cost, items), (bulk_cost, bulk_items) = self._held
         loads = Load(cost, items, lanes), Load(cost + bulk_cost, items + bulk_items, lanes)

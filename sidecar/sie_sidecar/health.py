@@ -19,7 +19,7 @@ from sie_contracts.settings import Settings
 from sie_contracts.topology import Lane
 from sie_runtime.connection import because
 from sie_runtime.feed import CatalogueFeed
-from sie_sidecar.link import AdapterGone, AdapterLink
+from sie_sidecar.device.link import AdapterGone, AdapterLink
 from sie_sidecar.metrics import Remedies, Towers
 from sie_sidecar.worker import Worker
 

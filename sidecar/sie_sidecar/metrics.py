@@ -20,7 +20,7 @@ from sie_contracts.messages import BatchNote, Failed, WorkResult
 from sie_runtime.metrics import Maker, Scrape, epoch_number, exemplar
 from sie_runtime.metrics_table import OOM, OTHER
 from sie_runtime.refusals import REFUSED
-from sie_sidecar.media_pool import RESULTS
+from sie_sidecar.prepare.media_pool import RESULTS
 
 if TYPE_CHECKING:
     from sie_sidecar.health import Health

@@ -24,12 +24,12 @@ from sie_runtime.feed import CatalogueFeed, ConfigSource, config_source, package
 from sie_runtime.http import HttpServer
 from sie_runtime.process import Stop, Tasks, Trouble, retry
 from sie_runtime.websocket import WebSocketProtocol
-from sie_sidecar.admission import Admission
-from sie_sidecar.batch import Limits
+from sie_sidecar.batching.batch import Limits
+from sie_sidecar.device.link import AdapterGone, AdapterLink
 from sie_sidecar.health import Health
-from sie_sidecar.link import AdapterGone, AdapterLink
+from sie_sidecar.intake.pool_membership import Admission
 from sie_sidecar.metrics import Live, Metrics
-from sie_sidecar.models import MAX_ATTEMPTS
+from sie_sidecar.models.models import MAX_ATTEMPTS
 from sie_sidecar.status import Status, worker_app
 from sie_sidecar.worker import Identity, Worker
 from sie_store.payloads import open_store

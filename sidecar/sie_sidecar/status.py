@@ -24,10 +24,10 @@ from sie_contracts.topology import Lane
 from sie_runtime.asgi import App, Receive, Scope, Send, headers_of, refuse_upgrade
 from sie_runtime.http import probes
 from sie_runtime.websocket import Frames, Seats
-from sie_sidecar.batch import Limits
+from sie_sidecar.batching.batch import Limits
 from sie_sidecar.health import Health
 from sie_sidecar.metrics import Metrics, of_models
-from sie_sidecar.models import Hosted
+from sie_sidecar.models.models import Hosted
 from sie_sidecar.worker import Worker
 
 EVERY_S = 0.2

@@ -25,32 +25,28 @@ from sie_runtime.clock import BrokerClock
 from sie_runtime.failpoints import failpoint
 from sie_runtime.feed import CatalogueFeed
 from sie_runtime.process import Stop, Tasks, retry
-from sie_sidecar.batch import Limits
-from sie_sidecar.deadletter import DeadLetters
-from sie_sidecar.device import DeviceQueue
-from sie_sidecar.dispatch import Dispatch
-from sie_sidecar.fetching import Fetching
-from sie_sidecar.hosting import Hosting
-from sie_sidecar.in_flight import InFlight
-from sie_sidecar.intake import Intake
-from sie_sidecar.inventory import Inventory
-from sie_sidecar.isolate import Isolate
-from sie_sidecar.lease import Leases
-from sie_sidecar.ledger import open_ledger
-from sie_sidecar.link import AdapterLink
-from sie_sidecar.loading import Loading
-from sie_sidecar.loras import Loras
-from sie_sidecar.media_pool import MediaPool
+from sie_sidecar.batching.batch import Limits
+from sie_sidecar.batching.sizing import quantum_of
+from sie_sidecar.device.device import DeviceQueue
+from sie_sidecar.device.dispatch import Dispatch
+from sie_sidecar.device.in_flight import InFlight
+from sie_sidecar.device.isolate import Isolate
+from sie_sidecar.device.link import AdapterLink
+from sie_sidecar.device.poison import Marks
+from sie_sidecar.intake.intake import Intake
+from sie_sidecar.intake.leases import Leases, open_ledger
+from sie_sidecar.intake.pull import Source
 from sie_sidecar.metrics import Metrics
-from sie_sidecar.models import Hosted
-from sie_sidecar.poison import Marks
-from sie_sidecar.prepare import Prepare
-from sie_sidecar.quantum import quantum_of
-from sie_sidecar.residency import Residency
-from sie_sidecar.settle import Settle
-from sie_sidecar.settlement import Settlement
-from sie_sidecar.source import Source
-from sie_sidecar.tokens import TokenizerPool
+from sie_sidecar.models.hosting import Hosting
+from sie_sidecar.models.inventory import Inventory
+from sie_sidecar.models.loading import Loading, Loras, Residency
+from sie_sidecar.models.models import Hosted
+from sie_sidecar.prepare.fetching import Fetching
+from sie_sidecar.prepare.media_pool import MediaPool
+from sie_sidecar.prepare.prepare import Prepare
+from sie_sidecar.prepare.tokens import TokenizerPool
+from sie_sidecar.results.dead_letters import DeadLetters
+from sie_sidecar.results.settle import Settle, Settlement
 from sie_store.payloads import PayloadStore
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from sie_contracts.entries import Precision, parse_entry
 from sie_contracts.ipc import BatchDone, Group, Reply, RunBatch
 from sie_contracts.messages import Ok, RunOptions
 from sie_contracts.settings import Settings
-from sie_sidecar.tokens import ModelTokenizer
+from sie_sidecar.prepare.tokens import ModelTokenizer
 
 Vectors = NDArray[np.float32]
 Ids = NDArray[np.int32]

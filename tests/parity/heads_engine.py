@@ -24,9 +24,9 @@ from sie_contracts.entries import parse_entry
 from sie_contracts.ipc import BatchDone, Group, RunBatch
 from sie_contracts.messages import Input, Ok, Operation, RunOptions
 from sie_contracts.settings import Settings
-from sie_sidecar import layouts
-from sie_sidecar.rows import Work
-from sie_sidecar.tokens import ModelTokenizer
+from sie_sidecar.prepare import layouts
+from sie_sidecar.prepare.rows import Work
+from sie_sidecar.prepare.tokens import ModelTokenizer
 
 Array = NDArray[Any]
 MIN_COSINE = 0.9999  # float32

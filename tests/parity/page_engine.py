@@ -26,11 +26,11 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.ipc import BatchDone, Rows, RunBatch
 from sie_contracts.messages import Failed, Input, Ok, Operation, RunOptions
 from sie_contracts.options import run_options
-from sie_sidecar import layouts
-from sie_sidecar import rows as rowing
-from sie_sidecar.media_frames import Heard
-from sie_sidecar.rows import OF_QUERY, Made, Part, Work
-from sie_sidecar.tokens import ModelTokenizer
+from sie_sidecar.prepare import layouts
+from sie_sidecar.prepare import rows as rowing
+from sie_sidecar.prepare.media_frames import Heard
+from sie_sidecar.prepare.rows import OF_QUERY, Made, Part, Work
+from sie_sidecar.prepare.tokens import ModelTokenizer
 
 Given = str | Image.Image | Sequence[Image.Image] | bytes | Input  # bytes: a sound file
 Vectors = NDArray[np.float32]
@@ -132,7 +132,7 @@ def _heard(inputs: Sequence[Input], layout: Rows) -> dict[int, Heard]:
     given = {index: each.audio for index, each in enumerate(inputs) if each.audio}
     if not given:
         return {}
-    from sie_sidecar import sounds  # and the libraries of sounds, which other tests do without
+    from sie_sidecar.prepare import sounds  # and the libraries of sounds, which other tests do without
 
     assert layout.sounds is not None
     made = {index: sounds.prepare(file, layout.sounds) for index, file in given.items()}

@@ -36,10 +36,10 @@ from sie_contracts.ipc import BatchDone, Rows
 from sie_contracts.messages import Failed, Input, Ok, Operation, Outcome
 from sie_contracts.options import run_options
 from sie_contracts.settings import Settings
-from sie_sidecar import layouts
-from sie_sidecar import rows as rowing
-from sie_sidecar.rows import Row, Work
-from sie_sidecar.tokens import ModelTokenizer
+from sie_sidecar.prepare import layouts
+from sie_sidecar.prepare import rows as rowing
+from sie_sidecar.prepare.rows import Row, Work
+from sie_sidecar.prepare.tokens import ModelTokenizer
 
 TAU = 0.98
 

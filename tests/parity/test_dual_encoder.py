@@ -27,8 +27,8 @@ from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.ipc import BatchDone
 from sie_contracts.messages import Input, RunOptions
-from sie_sidecar import layouts
-from sie_sidecar.rows import Part, Work
+from sie_sidecar.prepare import layouts
+from sie_sidecar.prepare.rows import Part, Work
 
 MAX_DIFFERENCE = {"float32": 2e-6, "bfloat16": 3e-2}
 Given = str | Sequence[Image.Image]

@@ -15,7 +15,7 @@ from image_files import encoded, picture
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.images import Normalisation, Recipe, Size, UnknownProcessor, check, from_processor
-from sie_sidecar.images import prepare
+from sie_sidecar.prepare.images import prepare
 
 CLOSE = 1e-6  # of float32 throughout: 1/255 is not exact there. Seen: 7.2e-7, where the deviation is 0.225
 RAGGED = [(64, 64), (200, 90), (33, 171), (90, 91), (91, 90), (300, 20), (7, 9), (1, 3), (640, 480)]

@@ -31,10 +31,10 @@ from sie_contracts.messages import Failed, Input, Ok, Operation, RunOptions, Vec
 from sie_contracts.muvera import Muvera
 from sie_contracts.options import TOKEN_STATES, run_options, unpooled
 from sie_contracts.settings import Settings
-from sie_sidecar import layouts
-from sie_sidecar import rows as rowing
-from sie_sidecar.rows import Part, Work
-from sie_sidecar.tokens import ModelTokenizer
+from sie_sidecar.prepare import layouts
+from sie_sidecar.prepare import rows as rowing
+from sie_sidecar.prepare.rows import Part, Work
+from sie_sidecar.prepare.tokens import ModelTokenizer
 
 OUT = 24
 CLOSE = 2e-5

@@ -36,9 +36,9 @@ from sie_contracts.errors import ErrorInfo, LoraLoadFailed
 from sie_contracts.ipc import BatchDone, Refused, Reply, RunBatch
 from sie_contracts.messages import Input, Ok, RunOptions
 from sie_contracts.settings import Settings
-from sie_sidecar import layouts, rows
-from sie_sidecar.rows import Work
-from sie_sidecar.tokens import ModelTokenizer
+from sie_sidecar.prepare import layouts, rows
+from sie_sidecar.prepare.rows import Work
+from sie_sidecar.prepare.tokens import ModelTokenizer
 
 # architecture: linear layers of its attention and of its MLP
 LAYERS = {

@@ -27,7 +27,7 @@ from sie_adapter.families.extraction import ExtractOptions
 from sie_adapter.reading import _Call, _Loop, _Row
 from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import InvalidInput, ModelLoadFailed
-from sie_sidecar import sounds
+from sie_sidecar.prepare import sounds
 
 RATE, SECONDS, TOKENS = 16_000, 2, 64  # of sound_checkpoints.whisper, which imports the classes of transformers
 MOST = 16

@@ -23,7 +23,7 @@ from sie_adapter.engine import Engine
 from sie_adapter.packing import Shown
 from sie_contracts.entries import parse_entry
 from sie_contracts.settings import Settings
-from sie_sidecar.tokens import ModelTokenizer
+from sie_sidecar.prepare.tokens import ModelTokenizer
 
 PAGE, OTHER = image(90, 130, 1), image(200, 60, 2)
 WORDS = ("river", "queue", "old town", "the sea", "price", "total", "engine", "vector", "mountain", "date")

@@ -23,8 +23,8 @@ from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.messages import Input
 from sie_contracts.options import run_options
-from sie_sidecar import layouts
-from sie_sidecar.rows import Work
+from sie_sidecar.prepare import layouts
+from sie_sidecar.prepare.rows import Work
 
 MAX_DIFFERENCE = {"float32": 5e-6, "bfloat16": 6e-2}
 MAX_TOKENS = 200

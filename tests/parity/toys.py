@@ -19,8 +19,8 @@ from PIL import Image
 from sie_contracts.images import Recipe
 from sie_contracts.ipc import Rows
 from sie_contracts.messages import Input
-from sie_sidecar import images
-from sie_sidecar.media_frames import Prepared
+from sie_sidecar.prepare import images
+from sie_sidecar.prepare.media_frames import Prepared
 
 
 def randomised(model: Any, spread: float = 0.3) -> Any:

@@ -18,12 +18,12 @@ from simulation.network import Connection
 
 import sie_gateway.inference.inbox
 import sie_gateway.inference.results
-import sie_sidecar.device
-import sie_sidecar.dispatch
-import sie_sidecar.inventory
-import sie_sidecar.lease
+import sie_sidecar.device.device
+import sie_sidecar.device.dispatch
+import sie_sidecar.intake.leases
+import sie_sidecar.models.inventory
 import sie_sidecar.process
-import sie_sidecar.settlement
+import sie_sidecar.results.settle
 from sie_broker import BrokerError
 from sie_contracts import messages
 
@@ -47,18 +47,18 @@ def _acked_before_confirmed() -> AbstractContextManager[Any]:
         with contextlib.suppress(BrokerError):
             await self._bus.request(item.reply, messages.encode(result), 2.0)
 
-    return mock.patch.object(sie_sidecar.settlement.Settlement, "answer", answer)
+    return mock.patch.object(sie_sidecar.results.settle.Settlement, "answer", answer)
 
 
 def _no_fence() -> AbstractContextManager[Any]:
-    return mock.patch.object(sie_sidecar.lease.Leases, "left_s", return_value=60.0)
+    return mock.patch.object(sie_sidecar.intake.leases.Leases, "left_s", return_value=60.0)
 
 
 def _never_renewed() -> AbstractContextManager[Any]:
     async def renew_all(self: Any) -> None:
         """Nothing."""
 
-    return mock.patch.object(sie_sidecar.lease.Leases, "renew_all", renew_all)
+    return mock.patch.object(sie_sidecar.intake.leases.Leases, "renew_all", renew_all)
 
 
 def _another_chunk() -> AbstractContextManager[Any]:
@@ -106,7 +106,7 @@ def _together() -> AbstractContextManager[Any]:
     def change(on_gone: Any) -> Any:
         return lambda self, flights, *, suspects: on_gone(self, flights, suspects=False)
 
-    return _around(sie_sidecar.dispatch.Dispatch, "_on_gone", change)
+    return _around(sie_sidecar.device.dispatch.Dispatch, "_on_gone", change)
 
 
 def _slots_reversed() -> AbstractContextManager[Any]:
@@ -128,7 +128,7 @@ def _permit_leaked() -> AbstractContextManager[Any]:
 
         return gone
 
-    return _around(sie_sidecar.dispatch.Dispatch, "_on_gone", change)
+    return _around(sie_sidecar.device.dispatch.Dispatch, "_on_gone", change)
 
 
 def _loras_mixed() -> AbstractContextManager[Any]:
@@ -139,7 +139,7 @@ def _loras_mixed() -> AbstractContextManager[Any]:
 
         return mixed
 
-    return _around(sie_sidecar.device.DeviceQueue, "job", change)
+    return _around(sie_sidecar.device.device.DeviceQueue, "job", change)
 
 
 def _collector_kept() -> AbstractContextManager[Any]:
@@ -162,7 +162,7 @@ def _held_cost_kept() -> AbstractContextManager[Any]:
     def change(count: Any) -> Any:
         return lambda self, held, cost: count(self, held, cost or 1)
 
-    return _around(sie_sidecar.inventory.Inventory, "count", change)
+    return _around(sie_sidecar.models.inventory.Inventory, "count", change)
 
 
 BUGS: dict[str, Bug] = {

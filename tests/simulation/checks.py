@@ -14,9 +14,9 @@ from fake_adapter import vector_of
 from simulation.adapter import Adapter, rows_of
 from simulation.virtual import SCOPE
 
-import sie_sidecar.batch
+import sie_sidecar.batching.batch
 from sie_contracts import ipc
-from sie_sidecar.batch import Batch
+from sie_sidecar.batching.batch import Batch
 
 if TYPE_CHECKING:
     from simulation.clients import Answered, Asked
@@ -123,7 +123,7 @@ class Checks:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Within: each decision of a scheduler is looked at."""
-        core = sie_sidecar.batch
+        core = sie_sidecar.batching.batch
         decide = core.next_batch
 
         def watched(waiting: Any, *args: Any, **more: Any) -> Any:

@@ -25,7 +25,7 @@ def memory(cluster: Cluster) -> dict[str, int]:
     found: dict[str, int] = defaultdict(int)
     for each in psutil.Process(cluster.process.pid).children(recursive=True):
         argv = each.cmdline()
-        kinds = ("gateway", "sidecar", "adapter", "sie_sidecar.media_worker")
+        kinds = ("gateway", "sidecar", "adapter", "sie_sidecar.prepare.media_worker")
         for kind in (kind for kind in kinds if kind in argv):
             found[kind] = max(found[kind], each.memory_info().rss)
     return dict(found)

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from inprocess import InProcess
 
 from sie_contracts.batch_times import BatchTimes
-from sie_sidecar.batch import Batch, BatchKey, Device, Job, Limits, Wait, Waiting, next_batch
-from sie_sidecar.sizing import LEAD_S, MAX_LOSS, SHARE, UNKNOWN_S, Ahead, Ask, binds, fitting
+from sie_sidecar.batching.batch import Batch, BatchKey, Device, Job, Limits, Wait, Waiting, next_batch
+from sie_sidecar.batching.sizing import LEAD_S, MAX_LOSS, SHARE, UNKNOWN_S, Ahead, Ask, binds, fitting
 
 LIMITS = Limits(cost=4096, requests=64, wait_s=0.005)
 KEY = BatchKey("m", "1", "encode", "", "")

@@ -21,9 +21,9 @@ from sie_contracts.messages import Input, Ok, RunOptions
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import images
 from sie_gateway.inference.chunk import Limits, plan
-from sie_sidecar import layouts
-from sie_sidecar.rows import Part, Work, to_batch
-from sie_sidecar.tokens import ModelTokenizer
+from sie_sidecar.prepare import layouts
+from sie_sidecar.prepare.rows import Part, Work, to_batch
+from sie_sidecar.prepare.tokens import ModelTokenizer
 
 LAYOUT = Rows("raw", documents=DocumentLimits(1 << 20))
 FILE = b"%PDF-1.7 a file"

@@ -38,7 +38,7 @@ from sie_gateway.streams import publish
 from sie_runtime import keys
 from sie_runtime.keys import Limits
 from sie_runtime.routes import OPEN
-from sie_sidecar import loras
+from sie_sidecar.models import loading
 
 ONE = "toy/one"
 CANARY = "canary-7031"  # begins every text, and is in no answer
@@ -334,7 +334,7 @@ async def lora_load_failed(place: Place) -> list[Heard]:
 
 async def lora_loading(place: Place) -> list[Heard]:
     adapter, gateway = await with_lora(place)
-    place.patch.setattr(loras, "HOLD_S", 0.02)
+    place.patch.setattr(loading, "HOLD_S", 0.02)
     adapter.hold_loads = True
     return await ask_lora(gateway)
 

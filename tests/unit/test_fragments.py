@@ -30,9 +30,9 @@ from sie_contracts.messages import ArraySlice, Fragment, Input, Ok, RunOptions, 
 from sie_gateway.inference.inbox import Fragments, Inbox, NoRoom
 from sie_gateway.metrics import Metrics as GatewayMetrics
 from sie_runtime import failpoints
-from sie_sidecar.lease import Leases
+from sie_sidecar.intake.leases import Leases
 from sie_sidecar.metrics import Metrics
-from sie_sidecar.settlement import Settlement, failed, part_bytes
+from sie_sidecar.results.settle import Settlement, failed, part_bytes
 
 WIDTH = 1024
 

@@ -14,9 +14,9 @@ from fake_adapter import TOKENIZER, toy_entry
 from sie_contracts import ipc
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import ModelLoadFailed, SIEError
-from sie_sidecar.hosting import Hosting
-from sie_sidecar.link import AdapterGone, AdapterLink
-from sie_sidecar.models import Hosted
+from sie_sidecar.device.link import AdapterGone, AdapterLink
+from sie_sidecar.models.hosting import Hosting
+from sie_sidecar.models.models import Hosted
 
 
 class Link:

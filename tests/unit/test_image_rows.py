@@ -13,10 +13,10 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.images import ImageTokens, Recipe, Size
 from sie_contracts.ipc import Rows
 from sie_contracts.messages import Input, RunOptions
-from sie_sidecar import layouts
-from sie_sidecar.media_frames import Prepared
-from sie_sidecar.rows import Part, Work, to_batch
-from sie_sidecar.tokens import ModelTokenizer
+from sie_sidecar.prepare import layouts
+from sie_sidecar.prepare.media_frames import Prepared
+from sie_sidecar.prepare.rows import Part, Work, to_batch
+from sie_sidecar.prepare.tokens import ModelTokenizer
 
 RECIPE = Recipe("squash", height=4, width=6, tokens=9)
 LAYOUT = Rows(images=RECIPE)

@@ -46,7 +46,7 @@ def priced(cluster: InProcess) -> ModelStatus | None:
 
 def image_workers() -> list[psutil.Process]:
     found = psutil.Process().children()
-    return [each for each in found if "sie_sidecar.media_worker" in each.cmdline()]
+    return [each for each in found if "sie_sidecar.prepare.media_worker" in each.cmdline()]
 
 
 async def test_images_are_decoded_while_the_device_runs_a_batch(tmp_path: Path) -> None:

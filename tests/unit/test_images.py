@@ -30,7 +30,7 @@ from sie_contracts.images import (
     resizes,
 )
 from sie_contracts.media import cause_of
-from sie_sidecar.images import FORMATS, Pixels, prepare
+from sie_sidecar.prepare.images import FORMATS, Pixels, prepare
 
 ASIS = Recipe("squash", height=HEIGHT, width=WIDTH)
 SMALL = Recipe("crop", height=16, width=16, shorter=16)

@@ -83,12 +83,10 @@ CORE = {
     "sie_contracts.settings.values",
     "sie_contracts.settings.worker",
     "sie_contracts.muvera",
-    "sie_sidecar.batch",
-    "sie_sidecar.quantum",
-    "sie_sidecar.rate",
-    "sie_sidecar.sizing",
-    "sie_sidecar.cost",
-    "sie_sidecar.media_frames",
+    "sie_sidecar.batching.batch",
+    "sie_sidecar.batching.sizing",
+    "sie_sidecar.batching.cost",
+    "sie_sidecar.prepare.media_frames",
     "sie_contracts.placement",
     "sie_gateway.inference.chunk",
     "sie_gateway.inference.body",
@@ -101,12 +99,12 @@ CORE = {
 CORE_MAY_USE = {"msgspec", "numpy", "sie_contracts"}
 # the same, and the library of the tokenizer: from texts to rows of ids
 TOKENISING = {
-    "sie_sidecar.image_rows",
-    "sie_sidecar.rows",
-    "sie_sidecar.layouts",
-    "sie_sidecar.longtext",
-    "sie_sidecar.tokens",
-    "sie_sidecar.tokenise",
+    "sie_sidecar.prepare.image_rows",
+    "sie_sidecar.prepare.rows",
+    "sie_sidecar.prepare.layouts",
+    "sie_sidecar.prepare.long_text",
+    "sie_sidecar.prepare.tokens",
+    "sie_sidecar.prepare.tokenizer_requests",
 }
 
 

@@ -27,7 +27,7 @@ from sie_contracts.errors import ErrorInfo, ModelLoadFailed
 from sie_contracts.topology import Lane
 from sie_gateway.jobs import client as asking
 from sie_gateway.jobs import pace, run, scheduler, service, values
-from sie_sidecar import models
+from sie_sidecar.models import models
 
 MODEL = "toy/one"
 LANE = Lane("_default", "_default", "default")

@@ -16,7 +16,7 @@ from fake_adapter import FakeAdapter, ids_of, toy_entry, vector_of
 from inprocess import GatewayProcess, InProcess
 
 from sie_contracts.errors import LoraLoadFailed
-from sie_sidecar import loras
+from sie_sidecar.models import loading
 
 TUNED = {
     "tuned": {"run": {"lora": "org/tuned"}},
@@ -100,7 +100,7 @@ async def test_the_fingerprint_is_that_of_the_files_of_a_lora(toy: Toy) -> None:
 
 async def test_the_name_of_a_lora_is_told_in_short(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is a client's text."""
-    monkeypatch.setattr(loras, "HOLD_S", 0.05)
+    monkeypatch.setattr(loading, "HOLD_S", 0.05)
     toy.adapter.hold_loads = False
     await toy.ask("warm")
     toy.adapter.hold_loads = True
@@ -155,13 +155,13 @@ async def test_a_cold_lora_is_held_for_a_while_and_then_the_client_is_told_to_co
     toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """503 LORA_LOADING with Retry-After 1; the load goes on, and the base is served meanwhile."""
-    monkeypatch.setattr(loras, "HOLD_S", 0.05)
+    monkeypatch.setattr(loading, "HOLD_S", 0.05)
     await toy.ask("warm")
     toy.adapter.hold_loads = True
     answer = await toy.ask("a", "org/x")
     assert (answer.status_code, answer.json()["code"], answer.headers["retry-after"]) == (503, "LORA_LOADING", "1")
     assert right(await toy.ask("a"), "a")
-    monkeypatch.setattr(loras, "HOLD_S", 5.0)
+    monkeypatch.setattr(loading, "HOLD_S", 5.0)
     again = asyncio.create_task(toy.ask("a", "org/x"))
     toy.adapter.let_go()
     assert right(await again, "a", "org/x")
@@ -183,7 +183,7 @@ async def test_a_failed_lora_is_told_at_once_and_tried_again_after_a_while(
     assert toy.adapter.lora_loads == ["org/x"]
     assert right(await toy.ask("a", "org/y"), "a", "org/y")
     toy.adapter.refusals.clear()
-    monkeypatch.setattr(loras, "COOL_DOWN_S", 0.0)
+    monkeypatch.setattr(loading, "COOL_DOWN_S", 0.0)
     assert right(await toy.ask("a", "org/x"), "a", "org/x")
 
 

@@ -26,9 +26,9 @@ from inprocess import settings_of, until
 from sie_contracts.errors import InvalidInput, QueueFull, ResourceExhausted, ShuttingDown, SIEError
 from sie_contracts.images import Recipe, Size
 from sie_contracts.sounds import SoundRecipe
-from sie_sidecar import images, media_frames, media_pool, sounds
-from sie_sidecar.media_frames import Heard, Prepared
-from sie_sidecar.media_pool import MediaPool
+from sie_sidecar.prepare import images, media_frames, media_pool, sounds
+from sie_sidecar.prepare.media_frames import Heard, Prepared
+from sie_sidecar.prepare.media_pool import MediaPool
 
 SMALL = Recipe("crop", height=16, width=16, shorter=16)
 GOOD = encoded(picture())
@@ -295,7 +295,7 @@ OF_A_SIDECAR = """
 import asyncio, sys
 from image_files import encoded, picture
 from sie_contracts.images import Recipe
-from sie_sidecar.media_pool import MediaPool
+from sie_sidecar.prepare.media_pool import MediaPool
 
 async def main():
     pool = MediaPool(2)
@@ -330,7 +330,7 @@ def paths() -> dict[str, str]:
 
 def test_a_worker_imports_little() -> None:
     """It starts while somebody waits, and there may be many of them."""
-    asked = "import sys, sie_sidecar.media_worker; print(*sys.modules)"
+    asked = "import sys, sie_sidecar.prepare.media_worker; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True, timeout=60)
     found = {*done.stdout.split()}
     assert {"sie_broker", "torch", "tokenizers", "obstore", "httpx"} & found == set()
@@ -338,7 +338,7 @@ def test_a_worker_imports_little() -> None:
 
 
 def test_the_sidecar_itself_imports_no_decoder() -> None:
-    asked = "import sys, sie_sidecar.process, sie_sidecar.media_pool; print('PIL' in sys.modules)"
+    asked = "import sys, sie_sidecar.process, sie_sidecar.prepare.media_pool; print('PIL' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.split() == ["False"]
 

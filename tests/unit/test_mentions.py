@@ -13,7 +13,7 @@ from sie_contracts.ipc import Group, RunBatch
 from sie_contracts.messages import Input, Mention, RunOptions
 from sie_gateway.inference.body import Item
 from sie_gateway.inference.entities import MAX_LABEL, MAX_MENTIONS, mentions
-from sie_sidecar.rows import Part, Row, Work, to_batch
+from sie_sidecar.prepare.rows import Part, Row, Work, to_batch
 
 TEXT = "Ada met 😀 Bob"
 ADA, BOB = Mention("person", 0, 3), Mention("person", 10, 13)

@@ -19,7 +19,7 @@ from sie_adapter.residency import DeviceMemory, Residency
 from sie_contracts.entries import RunDefaults
 from sie_contracts.errors import ModelLoading
 from sie_gateway.inference import handler
-from sie_sidecar import prepare
+from sie_sidecar.prepare import prepare
 
 CHANGED = ["NOT_READY config_changed"]
 OTHER = msgspec.structs.replace(ENTRY, run=RunDefaults(pooling="cls"))

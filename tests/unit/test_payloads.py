@@ -28,8 +28,8 @@ from sie_contracts.settings import SettingError, StoreUrl, store_url
 from sie_gateway.inference.results import STAGES
 from sie_gateway.metrics import Metrics
 from sie_gateway.streams.publish import Offload, life_s
-from sie_sidecar.fetching import Fetching
-from sie_sidecar.in_flight import InFlight
+from sie_sidecar.device.in_flight import InFlight
+from sie_sidecar.prepare.fetching import Fetching
 from sie_store.object_stores import StoreError
 from sie_store.payloads import PayloadMissing, PayloadStore, open_store
 

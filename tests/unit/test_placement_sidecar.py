@@ -25,9 +25,10 @@ from sie_contracts.heartbeats import Heartbeat
 from sie_contracts.records import Placement
 from sie_contracts.topology import Lane
 from sie_gateway.fleet.assignments import assigned
-from sie_sidecar import assignment, process
-from sie_sidecar.admission import CLOSED_AFTER_S, admitted
-from sie_sidecar.assignment import AHEAD_AGAIN_S, OLD_S, Assignment, role
+from sie_sidecar import process
+from sie_sidecar.intake import pull
+from sie_sidecar.intake.pool_membership import CLOSED_AFTER_S, admitted
+from sie_sidecar.intake.pull import AHEAD_AGAIN_S, OLD_S, Assignment, role
 
 LANE = Lane("_default", "_default", "default")
 ENTRIES = [toy_entry(f"toy/{number}") for number in range(12)]
@@ -100,7 +101,7 @@ async def test_the_first_table_is_waited_for_and_without_any_everything_is_pulle
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with InProcess(tmp_path) as cluster:
-        monkeypatch.setattr(assignment, "FIRST_S", 0.05)
+        monkeypatch.setattr(pull, "FIRST_S", 0.05)
         host = Host(cluster.server)
         await host.assignment.start()
         assert host.role("a") == host.role("b") == "none"

@@ -18,7 +18,7 @@ from sie_contracts import messages, topology
 from sie_contracts.contents import content_keys
 from sie_contracts.messages import Input, RunOptions, WorkItem
 from sie_contracts.topology import POISON_BUCKET, POISON_LIFETIME_S
-from sie_sidecar.poison import MAX_MARKS, Mark, Marks, after_death
+from sie_sidecar.device.poison import MAX_MARKS, Mark, Marks, after_death
 
 POISON = "INFERENCE_ERROR poison"
 

@@ -18,8 +18,8 @@ from sie_broker import Delivery
 from sie_broker.memory import MemoryBroker, MemoryServer
 from sie_contracts import messages, topology
 from sie_contracts.topology import Lane
-from sie_sidecar.batch import Limits, Load
-from sie_sidecar.pulling import Pulling
+from sie_sidecar.batching.batch import Limits, Load
+from sie_sidecar.intake.pull import Pulling
 
 LANE = Lane("_default", "cpu", "default")
 LIMITS = Limits(cost=1000, requests=10, wait_s=0.01)

@@ -19,10 +19,10 @@ from transformers import PreTrainedTokenizerFast
 
 from sie_contracts.ipc import Layout, Rows, Side
 from sie_contracts.messages import Input, RunOptions, Truncate
-from sie_sidecar.layouts import NOWHERE, QUERY_SHARE, make
-from sie_sidecar.longtext import HARD_TEXT
-from sie_sidecar.rows import Row, Work, offsets_of, texts_of, types_of
-from sie_sidecar.tokens import ModelTokenizer
+from sie_sidecar.prepare.layouts import NOWHERE, QUERY_SHARE, make
+from sie_sidecar.prepare.long_text import HARD_TEXT
+from sie_sidecar.prepare.rows import Row, Work, offsets_of, texts_of, types_of
+from sie_sidecar.prepare.tokens import ModelTokenizer
 
 KINDS = {
     "wordpiece": recipes.BERT,

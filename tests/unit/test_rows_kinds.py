@@ -36,10 +36,10 @@ from sie_contracts.ipc import Layout, RunBatch, Side
 from sie_contracts.ipc import Rows as Described
 from sie_contracts.messages import Input, RunOptions, Truncate, Vectors
 from sie_contracts.muvera import Muvera
-from sie_sidecar import rows
-from sie_sidecar.cost import VECTOR_BYTES
-from sie_sidecar.layouts import make
-from sie_sidecar.rows import Made, Part, Work, to_batch
+from sie_sidecar.batching.cost import VECTOR_BYTES
+from sie_sidecar.prepare import rows
+from sie_sidecar.prepare.layouts import make
+from sie_sidecar.prepare.rows import Made, Part, Work, to_batch
 
 ENCODE = Described("text", tokens=True)
 CLASSES = Described("text", pairs=True)

@@ -16,10 +16,10 @@ from parity import tokenizer_recipes as recipes
 
 from sie_contracts.ipc import MAX_REQUEST_BYTES, Layout, Rows
 from sie_contracts.messages import Input, RunOptions
-from sie_sidecar import layouts, rows
-from sie_sidecar.layouts import make
-from sie_sidecar.rows import Made, Work, effort_of, offsets_of, reached
-from sie_sidecar.tokens import INLINE_CHARACTERS, ModelTokenizer
+from sie_sidecar.prepare import layouts, rows
+from sie_sidecar.prepare.layouts import make
+from sie_sidecar.prepare.rows import Made, Work, effort_of, offsets_of, reached
+from sie_sidecar.prepare.tokens import INLINE_CHARACTERS, ModelTokenizer
 
 TOKENIZER = ModelTokenizer(recipes.BERT.train().to_str().encode(), 64)
 LABELS = tuple(f"label {number}" for number in range(1000))

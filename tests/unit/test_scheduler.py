@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sie_sidecar.batch import Batch, BatchKey, Device, Job, Limits, Load, Wait, Waiting, credit, next_batch
+from sie_sidecar.batching.batch import Batch, BatchKey, Device, Job, Limits, Load, Wait, Waiting, credit, next_batch
 
 MODELS = ("m0", "m1", "m2")
 LORAS = ("", "l1", "l2", "l3")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sie_sidecar import cost
-from sie_sidecar.rate import MEMORY_S, Rate
+from sie_sidecar.batching import cost
+from sie_sidecar.batching.sizing import MEMORY_S, Rate
 
 
 def test_time_without_a_batch_does_not_count() -> None:

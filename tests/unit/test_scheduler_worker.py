@@ -20,7 +20,7 @@ from sie_broker.memory import MemoryBroker, MemoryServer
 from sie_cli.replay import Machine, plan_of, replay
 from sie_cli.trace import read
 from sie_contracts.heartbeats import Heartbeat
-from sie_sidecar import recording
+from sie_sidecar.device import recording
 
 TURNS = 20  # of the loop between two deliveries: all that follows from one is done before the next
 

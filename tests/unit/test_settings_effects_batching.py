@@ -15,10 +15,10 @@ from inprocess import settings_of
 
 from sie_contracts.messages import Truncate
 from sie_contracts.settings import Mode, load
-from sie_sidecar.batch import Batch, BatchKey, Device, Job, Limits, Wait, Waiting, next_batch
+from sie_sidecar.batching.batch import Batch, BatchKey, Device, Job, Limits, Wait, Waiting, next_batch
+from sie_sidecar.batching.sizing import WINDOW, WINDOW_S, Quantum, quantum_of
+from sie_sidecar.prepare.tokens import INLINE_CHARACTERS, TokenizerPool, Tokens
 from sie_sidecar.process import limits_of
-from sie_sidecar.quantum import WINDOW, WINDOW_S, Quantum, quantum_of
-from sie_sidecar.tokens import INLINE_CHARACTERS, TokenizerPool, Tokens
 
 KEY = BatchKey("toy/one", "local", "encode", "", "")
 IDLE = Device(sent=0, lanes=1, depth=2, more_expected=False)

@@ -22,7 +22,7 @@ from sie_contracts.catalogue import Catalogue
 from sie_contracts.configs import ConfigDelta
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.settings import SettingError
-from sie_sidecar.hosting import Hosting
+from sie_sidecar.models.hosting import Hosting
 
 ONE, TWO = toy_entry(), toy_entry("toy/two")
 

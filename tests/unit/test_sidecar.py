@@ -12,9 +12,9 @@ from sie_contracts import ipc
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.entries import ModelEntry, Weights
 from sie_contracts.errors import ModelLoadFailed
-from sie_sidecar.batch import BatchKey, Job, Waiting
-from sie_sidecar.hosting import Hosting
-from sie_sidecar.lease import Leases
+from sie_sidecar.batching.batch import BatchKey, Job, Waiting
+from sie_sidecar.intake.leases import Leases
+from sie_sidecar.models.hosting import Hosting
 
 
 @dataclass

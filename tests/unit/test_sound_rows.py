@@ -19,10 +19,10 @@ from sie_contracts.messages import Input, RunOptions
 from sie_contracts.sounds import Shape, SoundRecipe
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import images
-from sie_sidecar import layouts
-from sie_sidecar.media_frames import Heard
-from sie_sidecar.rows import Part, Work, to_batch
-from sie_sidecar.tokens import ModelTokenizer
+from sie_sidecar.prepare import layouts
+from sie_sidecar.prepare.media_frames import Heard
+from sie_sidecar.prepare.rows import Part, Work, to_batch
+from sie_sidecar.prepare.tokens import ModelTokenizer
 
 RECIPE = SoundRecipe(1000, 400, 40, 20, 8, 50, high=500.0)
 LAYOUT = Rows(sounds=RECIPE)

@@ -11,13 +11,13 @@ from fake_adapter import TOKENIZER, toy_entry
 from inprocess import settings_of
 from simulation.virtual import VirtualLoop
 
-import sie_sidecar.hosting
+import sie_sidecar.models.hosting
 from sie_contracts import ipc
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import ModelLoadFailed
-from sie_sidecar.hosting import Hosting
-from sie_sidecar.link import AdapterLink
-from sie_sidecar.models import MAX_TURN_S, Hosted
+from sie_sidecar.device.link import AdapterLink
+from sie_sidecar.models.hosting import Hosting
+from sie_sidecar.models.models import MAX_TURN_S, Hosted
 
 
 class OneModel:
@@ -261,7 +261,7 @@ async def test_a_load_that_an_earlier_sidecar_began_is_waited_for() -> None:
         raise ModelLoadFailed("no memory", reason="no_room", extras={"error_class": "OOM", "arriving": ["toy/left"]})
 
     worker.link.ensure_ready = arriving  # type: ignore[method-assign]
-    with mock.patch.object(sie_sidecar.hosting, "EARLIER_LOAD_S", 0.01):
+    with mock.patch.object(sie_sidecar.models.hosting, "EARLIER_LOAD_S", 0.01):
         async with asyncio.timeout(30):
             assert await worker.run(worker.a) == "toy/a"
     assert worker.link.evictions == 1

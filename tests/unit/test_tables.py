@@ -24,7 +24,7 @@ from sie_contracts.topology import Lane
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.fleet.placement import Placer
 from sie_gateway.fleet.planner import Waiting
-from sie_sidecar.assignment import Assignment
+from sie_sidecar.intake.pull import Assignment
 
 LANE = Lane("_default", "l4", "default")
 KEY = topology.lane_key(LANE)

@@ -20,11 +20,11 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.ipc import Rows
 from sie_contracts.messages import Failed, Input, Ok, RunOptions
 from sie_contracts.options import counting, decoding, tokenizing
-from sie_sidecar import tokenise
-from sie_sidecar.layouts import make
-from sie_sidecar.longtext import HARD_TEXT
-from sie_sidecar.rows import Work
-from sie_sidecar.tokenise import answer
+from sie_sidecar.prepare import tokenizer_requests
+from sie_sidecar.prepare.layouts import make
+from sie_sidecar.prepare.long_text import HARD_TEXT
+from sie_sidecar.prepare.rows import Work
+from sie_sidecar.prepare.tokenizer_requests import answer
 
 ALL_HARD = "".join(HARD_TEXT) + " \U0001f469\u200d\U0001f4bb Zürich 東京"
 
@@ -139,8 +139,8 @@ def test_what_has_nothing_to_answer_from_is_an_error_of_its_own_input(
 
 def test_more_than_memory_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is only counted is read in pieces, and may be longer than what is told."""
-    monkeypatch.setattr(tokenise, "MAX_TOLD_CHARACTERS", 100)
-    monkeypatch.setattr(tokenise, "MAX_CHARACTERS", 200)
+    monkeypatch.setattr(tokenizer_requests, "MAX_TOLD_CHARACTERS", 100)
+    monkeypatch.setattr(tokenizer_requests, "MAX_CHARACTERS", 200)
     inputs = [Input("river " * 20)]
     assert counted("wordpiece", inputs, RunOptions()) == [22]
     with pytest.raises(InvalidInput) as refused:

@@ -19,9 +19,9 @@ from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.messages import Cancel, Input, Ok, RunOptions, Vectors, WorkResult
 from sie_contracts.options import counting, decoding, tokenizing
-from sie_sidecar import layouts
-from sie_sidecar.hosting import Hosting
-from sie_sidecar.tokens import ModelTokenizer
+from sie_sidecar.models.hosting import Hosting
+from sie_sidecar.prepare import layouts
+from sie_sidecar.prepare.tokens import ModelTokenizer
 
 TELL = tokenizing()
 COUNT = counting(RunOptions())

@@ -19,8 +19,8 @@ from selection import long_but
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from sie_contracts.messages import Truncate
-from sie_sidecar.longtext import HARD_TEXT, LongTexts
-from sie_sidecar.tokens import INLINE_CHARACTERS, THREAD_CHARACTERS, ModelTokenizer, TokenizerPool
+from sie_sidecar.prepare.long_text import HARD_TEXT, LongTexts
+from sie_sidecar.prepare.tokens import INLINE_CHARACTERS, THREAD_CHARACTERS, ModelTokenizer, TokenizerPool
 
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<|endoftext|>"]

@@ -13,7 +13,7 @@ from inprocess import InProcess
 
 from sie_contracts import messages, topology
 from sie_contracts.messages import Cancel, Failed, Ok
-from sie_sidecar.device import WRITTEN_AT_ONCE, WRITTEN_READY
+from sie_sidecar.device.device import WRITTEN_AT_ONCE, WRITTEN_READY
 
 WRITER, OTHER = "toy/one", "toy/two"
 

@@ -182,7 +182,7 @@ def answers(entry: ModelEntry, settings: Settings) -> list[str]:
     import dataclasses
 
     from sie_adapter.engine import Engine
-    from sie_sidecar.tokens import ModelTokenizer
+    from sie_sidecar.prepare.tokens import ModelTokenizer
 
     engine = Engine(dataclasses.replace(settings, device="cpu"))
     try:
@@ -207,8 +207,8 @@ def _sample(engine: Any, entry: ModelEntry, task: Any, tokenizer: Any) -> list[s
     from sie_contracts.ipc import BatchDone
     from sie_contracts.messages import Input, Ok
     from sie_contracts.options import run_options
-    from sie_sidecar import layouts
-    from sie_sidecar import rows as rowing
+    from sie_sidecar.prepare import layouts
+    from sie_sidecar.prepare import rows as rowing
 
     outputs = [name for name in entry.outputs if name in ("dense", "sparse", "multivector")]
     parameters: dict[str, Any] = {"encode": {"output_types": outputs}, "extract": {"labels": LABELS}}.get(task, {})

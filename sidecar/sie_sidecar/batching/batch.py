@@ -1,0 +1,436 @@
+"""Which work runs next: a pure function of what waits, the time and the limits. No clock, no I/O, no randomness.
+
+    jobs ──add──► Waiting ──next_batch(now, device)──► Batch | Wait(until) | nothing
+
+Jobs share a batch when their keys are equal. A batch is sealed when it is full (cost or requests), when its oldest job
+has waited its bound, or at once when the device is idle and nothing more is expected; while the device is busy batches
+grow. Of a full batch only the first jobs run where the deadlines of those in it allow no more (`sizing`).
+
+Order: interactive work first, but between two bulk batches at most `bulk_max_overtakes` interactive ones. Within a
+priority the model whose oldest job has waited longest; within a model its keys (LoRAs, operations) in turn, so that a
+backlog of one does not hold the others. From the moment that a job is due and the oldest of its priority, at most the
+K-th batch of that priority holds it, K being the number of keys of its model that have work. With k overtakes that is K
++ ceil(K / k) batches in all for interactive work and K (k + 1) for bulk.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count, islice
+from typing import Generic, NamedTuple, TypeVar
+
+from sie_contracts.batch_times import BatchTimes
+from sie_sidecar.batching.sizing import LEAD_S, Ask, binds, fitting
+
+T = TypeVar("T")
+
+READY_PER_LANE = 2  # full batches that may wait for each lane
+TIMES_OVER = 20  # batches from which is learnt what one of this model takes
+MAX_TIMES = 1024  # models of which that is known
+LOOK_AHEAD = 4  # batches' worth of jobs among which a model that pads may choose
+
+
+class BatchKey(NamedTuple):
+    """What must be equal for two jobs to run in one forward pass. Output options are not here: they are applied per
+    item.
+
+    `padded`: the model fills the rows of a batch up to the longest, so jobs of like cost are taken together.
+    """
+
+    residency: str
+    revision: str
+    operation: str
+    pooling: str
+    lora: str
+    padded: bool = False
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of a batch: tokens, work items, seconds that the oldest may wait, overtakes of bulk work, and bytes of
+    pixels and features.
+
+    `reorder_s`: in a model that pads, no job is overtaken by one of its key that arrived more than so much later.
+    """
+
+    cost: int
+    requests: int
+    wait_s: float
+    bulk_max_overtakes: int = 4
+    reorder_s: float = 0.25
+    media_bytes: int = 96 << 20  # of the 128 MiB that a frame to the adapter may have
+
+
+@dataclass(frozen=True)
+class Device:
+    """`running` batches of `lanes` that can run at once, and `sent` batches out of `depth` that may be sent ahead.
+
+    `more_expected`: deliveries are on their way or not yet tokenised, so an idle device may wait for them, within the
+    bound. `busy_s`: seconds until a batch that is sent now would begin, as predicted.
+    """
+
+    sent: int
+    lanes: int
+    depth: int
+    more_expected: bool
+    busy_s: float = 0.0
+
+
+@dataclass
+class Job(Generic[T]):
+    """One tokenised work item. `cost`: what it takes of the budget of a batch. `time_cost`: in tokens of short texts
+    that take as long (0: the same).
+    `alone`: it was in a batch that killed an adapter and now runs by itself. It is due at `deadline_s`, and had
+    `budget_s` seconds when it was published. `media_bytes`: of its images and sounds. `writes`: its answer is written
+    beside the lanes of the device (`ipc.Rows.writes`).
+    """
+
+    key: BatchKey
+    cost: int
+    arrived_s: float
+    work: T
+    bulk: bool = False
+    alone: bool = False
+    deadline_s: float = math.inf
+    budget_s: float = math.inf
+    time_cost: float = 0.0
+    media_bytes: int = 0
+    writes: bool = False
+
+
+@dataclass(frozen=True)
+class Batch(Generic[T]):
+    """Jobs of one key, the cheapest first. Within `Limits.cost` unless it is a single job."""
+
+    key: BatchKey
+    jobs: tuple[Job[T], ...]
+    cost: int
+
+    @property
+    def writes(self) -> bool:
+        """Whether its answers are written beside the lanes."""
+        return bool(self.jobs) and self.jobs[0].writes  # they wait in a line of their own
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Nothing to send before `until_s`, unless something arrives or a batch ends."""
+
+    until_s: float
+
+
+@dataclass(eq=False)
+class _Queue(Generic[T]):
+    """The jobs of one key, in order of arrival."""
+
+    key: BatchKey
+    jobs: deque[Job[T]] = field(default_factory=deque)
+    cost: int = 0
+    alone: int = 0  # jobs that run by themselves
+
+    @property
+    def head_s(self) -> float:
+        return self.jobs[0].arrived_s
+
+    def is_ready(self, now_s: float, limits: Limits, *, idle: bool) -> bool:
+        return idle or self.is_full(limits) or now_s >= self.head_s + limits.wait_s
+
+    def is_full(self, limits: Limits) -> bool:
+        """Whether a batch of its jobs could not grow any more."""
+        return self.alone > 0 or self.cost >= limits.cost or len(self.jobs) >= limits.requests
+
+    def insert(self, job: Job[T], place: int) -> None:
+        self.jobs.insert(place, job)
+        self.cost += job.cost
+        self.alone += job.alone
+
+    def take(self, limits: Limits, begins_s: float, times: BatchTimes) -> list[Job[T]]:
+        """The oldest job and what runs with it from `begins_s` on, in order of arrival. An oversize job runs alone."""
+        places = self._together(limits)
+        places = sorted(places[: fitting(self._asks(places, begins_s), times)])
+        if places[-1] == len(places) - 1:
+            taken = [self.jobs.popleft() for _ in places]
+        else:
+            chosen = set(places)
+            ahead = [self.jobs.popleft() for _ in range(places[-1] + 1)]
+            taken = [ahead[place] for place in places]
+            self.jobs.extendleft(reversed([job for place, job in enumerate(ahead) if place not in chosen]))
+        self.cost -= sum(job.cost for job in taken)
+        self.alone -= sum(job.alone for job in taken)
+        return taken
+
+    def binds(self, limits: Limits, begins_s: float, times: BatchTimes) -> bool:
+        """Whether a deadline matters to when the next batch runs."""
+        return binds(self._asks(self._together(limits), begins_s), times)
+
+    def _asks(self, places: Sequence[int], begins_s: float) -> list[Ask]:
+        jobs = map(self.jobs.__getitem__, places)
+        return [Ask(job.time_cost or job.cost, job.deadline_s - begins_s, job.budget_s) for job in jobs]
+
+    def _together(self, limits: Limits) -> list[int]:
+        """The oldest job and those that may run with it, in the order in which a smaller batch would take them."""
+        if self.jobs[0].alone:
+            return [0]
+        return self._alike(limits) if self.key.padded else self._first(limits)
+
+    def remove(self, job: Job[T]) -> None:
+        del self.jobs[next(place for place, other in enumerate(self.jobs) if other is job)]
+        self.cost -= job.cost
+        self.alone -= job.alone
+
+    def _first(self, limits: Limits) -> list[int]:
+        cost = number = size = 0
+        for job in self.jobs:
+            cost, size = cost + job.cost, size + job.media_bytes
+            is_over = number >= limits.requests or cost > limits.cost or size > limits.media_bytes
+            if number and (job.alone or is_over):
+                break
+            number += 1
+        return list(range(number))
+
+    def _alike(self, limits: Limits) -> list[int]:
+        """The head, and of the jobs that came soon after it those whose cost is nearest to its own, the
+        nearest first.
+        """
+        head = self.jobs[0]
+        near = []
+        for place, job in enumerate(islice(self.jobs, 1, LOOK_AHEAD * limits.requests), 1):
+            if job.alone or job.arrived_s > head.arrived_s + limits.reorder_s:
+                break
+            near.append((abs(job.cost - head.cost), place, job.cost, job.media_bytes))
+        places, cost, size = [0], head.cost, head.media_bytes
+        for _, place, job_cost, job_bytes in sorted(near):
+            if len(places) >= limits.requests:
+                break
+            if cost + job_cost <= limits.cost and size + job_bytes <= limits.media_bytes:
+                places.append(place)
+                cost, size = cost + job_cost, size + job_bytes
+        return places
+
+
+class _Model(Generic[T]):
+    """The queues of one residency, the one whose turn is next first. `entry` is the number of its entry among the heads
+    of its line.
+    """
+
+    def __init__(self, name: str, head_s: float) -> None:
+        self.name = name
+        self.head_s = head_s  # when its oldest job arrived
+        self.entry = 0
+        self.queues: dict[BatchKey, _Queue[T]] = {}
+
+    def pick(self, now_s: float, limits: Limits, *, idle: bool) -> _Queue[T] | None:
+        return next((queue for queue in self.queues.values() if queue.is_ready(now_s, limits, idle=idle)), None)
+
+
+class _Line(Generic[T]):
+    """The jobs of one priority. `_heads` is a heap of (head, entry, model); what is not its model's last entry is
+    dropped at the top.
+    """
+
+    def __init__(self) -> None:
+        self.models: dict[str, _Model[T]] = {}
+        self._heads: list[tuple[float, int, _Model[T]]] = []
+        self._entries = count(1)
+
+    def queues(self) -> Iterator[_Queue[T]]:
+        return (queue for model in self.models.values() for queue in model.queues.values())
+
+    def add(self, job: Job[T], *, in_order: bool) -> None:
+        """Behind all others, or to its place in the order of arrival if it was taken before."""
+        model = self.models.get(job.key.residency)
+        if model is None:
+            model = self.models[job.key.residency] = _Model(job.key.residency, job.arrived_s)
+            self._enter(model)
+        queue = model.queues.get(job.key)
+        if queue is None:
+            queue = model.queues[job.key] = _Queue(job.key)
+        place = len(queue.jobs)
+        if not in_order:
+            place = next((index for index, other in enumerate(queue.jobs) if other.arrived_s > job.arrived_s), place)
+        queue.insert(job, place)
+        if job.arrived_s < model.head_s:
+            model.head_s = job.arrived_s
+            self._enter(model)
+
+    def oldest(self) -> _Model[T] | None:
+        """The model whose oldest job has waited longest."""
+        while self._heads:
+            _, entry, model = self._heads[0]
+            if entry == model.entry:
+                return model
+            heapq.heappop(self._heads)
+        return None
+
+    def pick(self, now_s: float, limits: Limits, *, idle: bool) -> _Queue[T] | None:
+        """The queue to send from now, if any is ready."""
+        model = self.oldest()
+        if model is None:
+            return None
+        queue = model.pick(now_s, limits, idle=idle)
+        if queue is not None:
+            return queue
+        # nothing has waited its bound, so all that is here came within it: few keys to look through
+        full = (queue for queue in self.queues() if queue.is_full(limits))
+        return min(full, key=lambda queue: queue.head_s, default=None)
+
+    def pick_oldest(self) -> _Queue[T]:
+        """The queue of the oldest job, ready or not."""
+        model = self.oldest()
+        assert model is not None
+        return min(model.queues.values(), key=lambda queue: queue.head_s)
+
+    def take(self, queue: _Queue[T], limits: Limits, begins_s: float, times: BatchTimes) -> list[Job[T]]:
+        model = self.models[queue.key.residency]
+        taken = queue.take(limits, begins_s, times)
+        del model.queues[queue.key]
+        if queue.jobs:
+            model.queues[queue.key] = queue  # behind the others
+        self._place(model)
+        return taken
+
+    def remove(self, job: Job[T]) -> None:
+        model = self.models[job.key.residency]
+        queue = model.queues[job.key]
+        queue.remove(job)
+        if not queue.jobs:
+            del model.queues[job.key]
+        if job.arrived_s == model.head_s or not model.queues:
+            self._place(model)
+
+    def _place(self, model: _Model[T]) -> None:
+        """After its oldest job may have gone."""
+        if not model.queues:
+            del self.models[model.name]
+            model.entry = 0
+            return
+        model.head_s = min(queue.head_s for queue in model.queues.values())
+        self._enter(model)
+
+    def _enter(self, model: _Model[T]) -> None:
+        """Give a model its place by its head; of equal heads, behind the others."""
+        model.entry = next(self._entries)
+        heapq.heappush(self._heads, (model.head_s, model.entry, model))
+
+
+class Waiting(Generic[T]):
+    """All tokenised jobs that are not sent yet, by priority, model and key, in order of arrival."""
+
+    def __init__(self) -> None:
+        self.lines: tuple[_Line[T], _Line[T]] = (_Line(), _Line())  # interactive, bulk
+        self.overtakes = 0  # interactive batches sent since the last bulk one, while bulk work waited
+        self.cost = 0
+        self._length = 0
+        self._times: dict[str, BatchTimes] = {}  # by residency
+
+    def ran(self, batch: Batch[T], seconds: float) -> None:
+        """A batch took the device so long."""
+        self._times_of(batch.key.residency).note(_time_cost(batch), seconds)
+
+    def seconds(self, batch: Batch[T]) -> float:
+        """What a batch will take, as predicted; 0 while nothing is known of its model."""
+        return self._times_of(batch.key.residency).seconds(_time_cost(batch))
+
+    def _times_of(self, residency: str) -> BatchTimes:
+        if (times := self._times.get(residency)) is None:
+            if len(self._times) >= MAX_TIMES:
+                del self._times[next(iter(self._times))]
+            times = self._times[residency] = BatchTimes(TIMES_OVER)
+        return times
+
+    def add(self, job: Job[T]) -> None:
+        """A job that arrived now: after all that are here."""
+        self._add(job, in_order=True)
+
+    def put_back(self, job: Job[T]) -> None:
+        """Return a job that was sent and did not run to its place in the order of arrival."""
+        self._add(job, in_order=False)
+
+    def _add(self, job: Job[T], *, in_order: bool) -> None:
+        self.lines[job.bulk].add(job, in_order=in_order)
+        self.cost += job.cost
+        self._length += 1
+
+    def remove(self, job: Job[T]) -> None:
+        """Forget a job that waits here."""
+        self.lines[job.bulk].remove(job)
+        self.cost -= job.cost
+        self._length -= 1
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Job[T]]:
+        return (job for line in self.lines for queue in line.queues() for job in queue.jobs)
+
+    def seal(self, queue: _Queue[T], now_s: float, limits: Limits, device: Device) -> Batch[T] | Wait | None:
+        """The batch that `queue` gives now. Where a budget binds, none before the device is about to be free: until
+        then it may grow.
+        """
+        begins_s, times = now_s + device.busy_s, self._times_of(queue.key.residency)
+        if (
+            device.sent >= device.lanes
+            and (device.busy_s > LEAD_S or not times.is_known)
+            and queue.binds(limits, begins_s, times)
+        ):
+            return Wait(begins_s - LEAD_S) if times.is_known else None
+        return self._seal(queue, limits, begins_s)
+
+    def _seal(self, queue: _Queue[T], limits: Limits, begins_s: float) -> Batch[T]:
+        bulk, times = queue.jobs[0].bulk, self._times_of(queue.key.residency)
+        jobs = tuple(sorted(self.lines[bulk].take(queue, limits, begins_s, times), key=lambda job: job.cost))
+        cost = sum(job.cost for job in jobs)
+        self.cost -= cost
+        self._length -= len(jobs)
+        self.overtakes = 0 if bulk else self.overtakes + bool(self.lines[True].models)
+        return Batch(queue.key, jobs, cost)
+
+
+def next_batch(waiting: Waiting[T], now_s: float, limits: Limits, device: Device) -> Batch[T] | Wait | None:
+    """The batch to send now, or until when to wait, or None while nothing can be sent before a batch ends or a job
+    arrives.
+    """
+    if device.sent >= device.depth or not len(waiting):
+        return None
+    interactive, bulk = waiting.lines
+    idle = device.sent == 0 and not device.more_expected
+    heads = [model.head_s for line in waiting.lines if (model := line.oldest()) is not None]
+    first = interactive.pick(now_s, limits, idle=idle)
+    if first is None:
+        second = bulk.pick(now_s, limits, idle=idle)
+        return Wait(min(heads) + limits.wait_s) if second is None else waiting.seal(second, now_s, limits, device)
+    if not bulk.models:
+        return waiting.seal(first, now_s, limits, device)
+    if limits.bulk_max_overtakes == 0:  # no overtaking either way: first come, first served
+        second = bulk.pick(now_s, limits, idle=idle)
+        return waiting.seal(first if second is None or heads[0] <= heads[1] else second, now_s, limits, device)
+    if waiting.overtakes < limits.bulk_max_overtakes:
+        return waiting.seal(first, now_s, limits, device)
+    return waiting.seal(bulk.pick(now_s, limits, idle=idle) or bulk.pick_oldest(), now_s, limits, device)
+
+
+def _time_cost(batch: Batch[T]) -> float:
+    return sum(job.time_cost or job.cost for job in batch.jobs)
+
+
+class Load(NamedTuple):
+    """What is held and not at the device yet, in tokens and in work items, and the lanes of that device."""
+
+    cost: int
+    items: int
+    lanes: int
+
+
+def credit(load: Load, mean_cost: float, limits: Limits) -> int:
+    """Deliveries of `mean_cost` tokens to have outstanding: what READY_PER_LANE batches for each lane can take beyond
+    what is held.
+    """
+    room = READY_PER_LANE * load.lanes * limits.cost - load.cost
+    places = READY_PER_LANE * load.lanes * limits.requests - load.items
+    if room <= 0 or places <= 0:
+        return 0
+    return max(1, min(int(room / max(1.0, mean_cost)), places))

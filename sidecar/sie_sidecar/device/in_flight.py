@@ -1,0 +1,239 @@
+"""A work item in flight: one object with one stage, and how its outcomes are put together. Pure: no I/O, no clock.
+
+    preparing ──► waiting ──► sealed ──► running ──► settled
+        ▲                                 │   ▲
+        └── model evicted, adapter gone ◄─┘   └── isolated: an input of it was in a batch that killed an adapter
+
+It is settled from any stage: cancelled, late, refused or answered. A cancelled item that runs is answered all the same,
+unless its answer is written a token at a time: the adapter stops that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+import numpy as np
+
+from sie_contracts import ipc
+from sie_contracts.entries import ModelEntry
+from sie_contracts.errors import CONFIG_CHANGED, InvalidInput, NotReady, SIEError
+from sie_contracts.messages import ArraySlice, Failed, Ok, Outcome, Stages, WorkItem
+from sie_sidecar.batching.batch import Job
+from sie_sidecar.device.poison import Mark
+from sie_sidecar.intake.leases import Lease
+from sie_sidecar.models.models import Hosted
+from sie_sidecar.prepare.rows import Row
+
+if TYPE_CHECKING:
+    from sie_runtime.spans import Span
+
+Stage = Literal["preparing", "waiting", "sealed", "running", "isolated", "settled"]
+
+
+@dataclass(eq=False)
+class InFlight:
+    """A work item from its delivery to its settlement. The times say when it entered each stage.
+
+    `rows`: the first `shared` ones belong to all inputs, then each input has equally many, in order.
+    """
+
+    lease: Lease
+    item: WorkItem
+    received_s: float
+    deadline_s: float  # when it is late for certain
+    due_s: float = math.inf  # when its budget is over: before `deadline_s`, by the doubt about the broker's clock
+    hosted: Hosted | None = None
+    entry: ModelEntry | None = None  # of its model when `hosted` was found, None until then: it is run by no other
+    fingerprint: str = ""  # of the copy that runs it, once it is at the device
+    layout: ipc.Layout = "text"
+    rows: list[Row] = field(default_factory=list)
+    shared: int = 0
+    refused: SIEError | None = None  # why it has no rows
+    unfit: Mapping[int, SIEError] = field(default_factory=dict)  # why an input must not run
+    fetched_s: float = 0.0
+    loaded_s: float = 0.0
+    tokenised_s: float = 0.0
+    reload_s: float = 0.0  # how long it waited for loads between `tokenised_s` and `sealed_s`
+    sealed_s: float = 0.0
+    started_s: float = 0.0
+    stage: Stage = "preparing"
+    settled: bool = False  # its outcome is on its way, or nobody waits for one
+    job: Job[InFlight] | None = None  # while it is waiting for the device
+    given_up: SIEError | None = None  # why it becomes a dead letter
+    dead: list[Mark] = field(default_factory=list)  # of its inputs that are poison
+    payload_bytes: int = 0  # what its inputs take that came from the payload store
+    counted: int = 0  # its share of the cost that waits for the device
+    span: Span | None = None  # where it is traced
+
+    def move(self, stage: Stage, job: Job[InFlight] | None = None) -> None:
+        """Enter a stage, with its `job` if that is `waiting`; settled is the last one."""
+        self.job = job
+        if not self.settled:
+            self.stage, self.settled = stage, stage == "settled"
+
+    def waited_for_load(self, seconds: float) -> None:
+        """It waited for a model or a LoRA; the wait before it is tokenised is known by its times."""
+        if self.tokenised_s and not self.sealed_s:
+            self.reload_s += seconds
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether its model's entry changed since it was taken in."""
+        return self.hosted is not None and self.hosted.resolved.entry is not self.entry
+
+    def of_input(self, index: int) -> list[Row]:
+        """The rows that only this input has."""
+        each = (len(self.rows) - self.shared) // len(self.item.inputs)
+        first = self.shared + index * each
+        return self.rows[first : first + each]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all inputs run."""
+        return self.item.options.truncate != "NONE" and not self.unfit
+
+    def stopped(self) -> list[SIEError | None]:
+        """For each input why it does not run, or None: the model does not take it, or it would have to be cut and must
+        not be.
+        """
+        if self.is_whole:
+            return [None] * len(self.item.inputs)
+        common = next((row for row in self.rows[: self.shared] if row.truncated), None)
+        return [self.unfit.get(index) or self._too_long(common, index) for index in range(len(self.item.inputs))]
+
+    def _too_long(self, common: Row | None, index: int) -> SIEError | None:
+        if self.item.options.truncate != "NONE":
+            return None
+        row = common or next((row for row in self.of_input(index) if row.truncated), None)
+        return None if row is None else too_long(row)
+
+
+def unsettled(flights: Iterable[InFlight]) -> int:
+    """How many of them still need their model."""
+    return sum(not flight.settled for flight in flights)
+
+
+def runnable(flight: InFlight) -> tuple[list[Row], list[int]]:
+    """The rows that go to the device, and the inputs they belong to: all, but for those that are stopped."""
+    if flight.is_whole:
+        return flight.rows, list(range(len(flight.item.inputs)))
+    inputs = [index for index, error in enumerate(flight.stopped()) if error is None]
+    return [
+        *flight.rows[: flight.shared],
+        *(row for index in inputs for row in flight.of_input(index)),
+    ] if inputs else [], inputs
+
+
+def changed() -> NotReady:
+    """Of work that was made for an entry that is not its model's any more: its gateway understands it anew."""
+    return NotReady(
+        "the model was changed or removed while this request was on its way", reason=CONFIG_CHANGED, retry_after_s=1
+    )
+
+
+def too_long(row: Row) -> InvalidInput:
+    """Why an input over the limit does not run that must not be cut."""
+    limit = len(row.ids)
+    return InvalidInput(
+        f"the input has {row.full} tokens, the limit is {limit}",
+        reason="input_too_long",
+        extras={"tokens": row.full, "limit": limit},
+    )
+
+
+def merge(flight: InFlight, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
+    """One outcome per input, told of which not all was read: of those that ran, and of those that were stopped."""
+    ran = iter(outcomes)
+    common = any(row.truncated for row in flight.rows[: flight.shared])
+    found: list[Outcome] = []
+    for index, error in enumerate(flight.stopped()):
+        if error is not None:
+            found.append(Failed(error.info()))
+            continue
+        outcome = next(ran)
+        if isinstance(outcome, Ok):
+            rows = flight.of_input(index)
+            if common or any(row.truncated for row in rows):
+                outcome = msgspec.structs.replace(outcome, truncated=True)
+            if any(image.animated for row in rows for image in row.images):
+                outcome = msgspec.structs.replace(outcome, first_of_several=True)
+        found.append(outcome)
+    return tuple(found)
+
+
+def cut(outcomes: tuple[Outcome, ...], block: memoryview) -> tuple[tuple[Outcome, ...], bytes]:
+    """These outcomes with a block of their own: consecutive items have consecutive slices."""
+    slices = [piece for outcome in outcomes if isinstance(outcome, Ok) for piece in outcome.outputs.values()]
+    if not slices:
+        return outcomes, b""
+    low = min(piece.offset for piece in slices)
+    high = max(piece.offset + _size(piece) for piece in slices)
+    moved = tuple(
+        msgspec.structs.replace(
+            outcome,
+            outputs={
+                name: ArraySlice(piece.dtype, piece.shape, piece.offset - low)
+                for name, piece in outcome.outputs.items()
+            },
+        )
+        if isinstance(outcome, Ok)
+        else outcome
+        for outcome in outcomes
+    )
+    return moved, bytes(block[low:high])
+
+
+def only(flight: InFlight, index: int) -> InFlight:
+    """The same work with one of its inputs. It has the lease of the whole, and must not be settled."""
+    item = msgspec.structs.replace(flight.item, inputs=(flight.item.inputs[index],), first=flight.item.first + index)
+    return replace(
+        flight, item=item, rows=[*flight.rows[: flight.shared], *flight.of_input(index)], unfit={}, counted=0
+    )
+
+
+def joined(parts: Sequence[tuple[Outcome, bytes]]) -> tuple[tuple[Outcome, ...], bytes]:
+    """Outcomes that each came with a block of their own, with one block for all of them."""
+    found: list[Outcome] = []
+    start = 0
+    for outcome, block in parts:
+        if isinstance(outcome, Ok):
+            outputs = {
+                name: ArraySlice(piece.dtype, piece.shape, piece.offset + start)
+                for name, piece in outcome.outputs.items()
+            }
+            outcome = msgspec.structs.replace(outcome, outputs=outputs)
+        found.append(outcome)
+        start += len(block)
+    return tuple(found), b"".join(block for _, block in parts)
+
+
+def _size(piece: ArraySlice) -> int:
+    return math.prod(piece.shape) * np.dtype(piece.dtype).itemsize
+
+
+def stages_of(flight: InFlight, now_s: float, done: ipc.BatchDone | None) -> Stages:
+    """Contiguous marks: received, fetched, loaded, tokenised, sealed, started, answered. Of the last the adapter tells
+    its own share. Loads between tokenised and sealed are of what was evicted meanwhile.
+    """
+    fetched_s = flight.fetched_s or flight.received_s
+    loaded_s = flight.loaded_s or fetched_s
+    tokenised_s = flight.tokenised_s or loaded_s
+    sealed_s = flight.sealed_s or tokenised_s
+    inference_ms, postprocess_ms = (done.inference_ms, done.postprocess_ms) if done else (0.0, 0.0)
+    tokenised_there_ms = done.preprocess_ms if done else 0.0  # by a family that does it itself
+    # the notice of the start may be read together with the result: what the adapter did is not waiting
+    max_ms = (now_s - sealed_s) * 1000 - inference_ms - postprocess_ms - tokenised_there_ms
+    return Stages(
+        fetch_ms=(fetched_s - flight.received_s) * 1000,
+        load_ms=(loaded_s - fetched_s + flight.reload_s) * 1000,
+        preprocess_ms=(tokenised_s - loaded_s) * 1000 + tokenised_there_ms,
+        batch_wait_ms=max(0.0, sealed_s - tokenised_s - flight.reload_s) * 1000,
+        device_wait_ms=max(0.0, min((flight.started_s - sealed_s) * 1000, max_ms)),
+        inference_ms=inference_ms,
+        postprocess_ms=postprocess_ms,
+        worker_ms=(now_s - flight.received_s) * 1000,
+    )

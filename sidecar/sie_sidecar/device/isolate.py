@@ -1,0 +1,178 @@
+"""Isolation retry: what was in a batch that killed an adapter runs again, one input at a time with nothing else at the
+device, so that a death names the input that caused it.
+
+    work that an adapter died with ──► its inputs in turn ──► answered: cleared of suspicion
+                                                     └──► the adapter dies: one death more, poison at the second,
+                                                     refused without a run
+
+All other work waits while an input runs alone, for SLICE_S at a time: then a batch goes first, if one waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from sie_contracts import ipc
+from sie_contracts.contents import content_keys
+from sie_contracts.errors import GatewayTimeout, LoraLoading, ModelLoading, SIEError
+from sie_contracts.messages import BatchNote, Failed, Outcome
+from sie_runtime.failpoints import failpoint
+from sie_runtime.process import Tasks
+from sie_sidecar.device.device import DeviceQueue
+from sie_sidecar.device.in_flight import InFlight, joined, merge, only, runnable
+from sie_sidecar.device.link import AdapterGone
+from sie_sidecar.device.poison import Marks, refusal
+from sie_sidecar.metrics import Metrics
+from sie_sidecar.models.loading import Loading
+from sie_sidecar.models.models import Hosted
+from sie_sidecar.results.settle import Settle
+
+SLICE_S = 0.05
+BATCH_BETWEEN_S = 1.0  # at most, for the batch that goes first
+
+
+class Isolate:
+    """All suspects of this worker. One task runs `run`."""
+
+    def __init__(
+        self, device: DeviceQueue, marks: Marks, loading: Loading, settle: Settle, metrics: Metrics, work: Tasks
+    ) -> None:
+        self._device = device
+        self._marks = marks
+        self._loading = loading
+        self._settle = settle
+        self._metrics = metrics
+        self._work = work
+        self._clock = device.clock
+        # bounded by the pull credit, as all that is in flight; parked, else the model that one needs would wait for
+        # those behind it
+        self._suspects: deque[tuple[InFlight, Callable[[], None]]] = deque()
+        self._news = asyncio.Event()
+        self._slice_s = 0.0
+
+    def is_suspect(self, flight: InFlight) -> bool:
+        """Whether an input of it killed an adapter before, here or elsewhere."""
+        model = flight.item.model
+        return self._marks.any_of(model) and any(self._marks.of(key) for key in content_keys(flight.item))
+
+    async def suspect(self, flights: Sequence[InFlight]) -> None:
+        """An adapter died with a batch of these: from now on each of their inputs runs alone."""
+        keys = [key for flight in flights for key in content_keys(flight.item)]
+        await self._marks.suspected(flights[0].item.model, keys)
+        failpoint("isolate.suspects_marked")
+        for flight in flights:
+            flight.sealed_s = 0.0
+            self.add(flight)
+
+    def add(self, flight: InFlight) -> None:
+        """It runs alone, after those that were added before."""
+        if flight.settled:
+            return
+        flight.move("isolated")
+        self._suspects.append((flight, self._loading.park(flight)))
+        self._news.set()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            self._news.clear()
+            while self._suspects:
+                flight, unpark = self._suspects.popleft()
+                unpark()
+                with self._settle.answering([flight], "running the input alone"):
+                    await self._retry(flight)
+            self._device.give_back()
+            await self._news.wait()
+
+    async def _retry(self, flight: InFlight) -> None:
+        _, chosen = runnable(flight)
+        keys = content_keys(flight.item)
+        parts = []
+        done: ipc.BatchDone | None = None
+        note: BatchNote | None = None
+        for index in chosen:
+            if flight.settled:
+                return
+            outcome, block, ran = await self._outcome(flight, index, keys[index])
+            parts.append((outcome, block))
+            if ran is not None:
+                done, note = ran
+        outcomes, block = joined(parts)
+        self._settle.answer(flight, merge(flight, outcomes), block, done, note)
+
+    async def _outcome(
+        self, flight: InFlight, index: int, key: str
+    ) -> tuple[Outcome, bytes, tuple[ipc.BatchDone, BatchNote] | None]:
+        """What became of one input: run until it is answered, judged, or late."""
+        hosted, lora = flight.hosted, flight.item.options.lora
+        assert hosted is not None
+        single = only(flight, index)
+        while True:
+            mark = self._marks.of(key)
+            if mark is not None and mark.is_poison:
+                flight.dead.append(mark)
+                self._metrics.poisoned.inc()
+                return Failed(refusal().info()), b"", None
+            try:
+                if self._clock() >= flight.deadline_s:
+                    raise GatewayTimeout("the budget of the request was over before it could run")
+                if hosted.state != "loaded" or (lora and lora not in hosted.loras):
+                    self._device.give_back()
+                await self._loading.ensure(hosted, [flight], past_gate=True)
+                if flight.settled:  # cancelled meanwhile: nobody reads what became of it
+                    raise GatewayTimeout("the request was withdrawn before its model was loaded")
+                await self._take_device()
+                done, note = await self._run_alone(flight, single, key, hosted)
+            except AdapterGone:
+                continue
+            except ModelLoading:  # evicted since
+                hosted.unload()
+                continue
+            except LoraLoading:  # evicted for others since
+                hosted.loras.discard(lora)
+                continue
+            except SIEError as error:
+                return Failed(error.info()), b"", None
+            self._work.start(self._marks.clear([key]), "marks")  # the broker may be away, and the device is ours
+            return done.outcomes[0], done.block, (done, note)
+
+    async def _run_alone(
+        self, flight: InFlight, single: InFlight, key: str, hosted: Hosted
+    ) -> tuple[ipc.BatchDone, BatchNote]:
+        started = False
+
+        def on_started() -> None:
+            nonlocal started
+            started = True
+            flight.started_s = flight.started_s or self._clock()
+
+        flight.move("running")
+        flight.sealed_s = flight.sealed_s or self._clock()
+        flight.fingerprint = hosted.fingerprint(flight.item.profile, flight.item.options)
+        batch, number = self._device.alone(single), self._device.number + 1
+        failpoint("isolate.before_run")
+        try:
+            return await self._device.run(batch, on_started)
+        except AdapterGone as gone:
+            hosted.unload()
+            self._device.give_back()
+            if started and gone.died and self._device.number == number:
+                await self._marks.died(flight.item.model, [key])
+            raise
+
+    async def _take_device(self) -> None:
+        """Return when nothing else is at the device. A batch that waits goes first, once a slice is over."""
+        device = self._device
+        if device.is_taken and self._clock() - self._slice_s > SLICE_S and len(device.waiting):
+            before = device.number
+            device.give_back()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(BATCH_BETWEEN_S):
+                    while device.number <= before:
+                        await device.next_end()
+        if not device.is_taken:
+            await device.take()
+            self._slice_s = self._clock()

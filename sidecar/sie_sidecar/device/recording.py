@@ -1,0 +1,94 @@
+"""What this worker ran, as lengths and times without any text: a trace for `sie bench replay`. Off unless a file was
+named.
+
+The work of each batch is written once it ran, with the broker's time at which it was published: in the order of
+batches, not of arrival.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from sie_contracts.ipc import BatchDone
+from sie_contracts.messages import BatchNote
+from sie_contracts.settings import Settings
+from sie_sidecar.batching.batch import Batch
+from sie_sidecar.device.in_flight import InFlight, runnable
+
+_logger = logging.getLogger("sie.sidecar.recording")
+_encode = msgspec.json.Encoder().encode
+
+
+class Recording:
+    """Appends to one file. A write that fails ends it, with a log line: answers matter more."""
+
+    def __init__(self, path: Path, settings: Settings) -> None:
+        """Raises OSError."""
+        self._file: BinaryIO | None = path.open("ab", buffering=0)
+        self._settings: dict[str, float] | None = {
+            "max_wait_ms": settings.batcher_coalesce_ms,
+            "max_batch_cost": settings.max_batch_cost,
+            "max_batch_requests": settings.batcher_max_batch_requests,
+            "pipeline_depth": settings.rust_pipeline_depth,
+            "bulk_max_overtakes": settings.bulk_max_overtakes,
+            "min_quantum_ms": settings.adaptive_min_quantum_ms,
+            "max_quantum_ms": settings.adaptive_max_quantum_ms,
+            "target_p50_ms": settings.adaptive_target_p50_ms,
+        }
+
+    def ran(self, batch: Batch[InFlight], note: BatchNote, done: BatchDone, lanes: int) -> None:
+        """A batch came back from a device of so many lanes."""
+        if self._file is None:
+            return
+        lines: list[object] = []
+        if self._settings is not None:
+            lines.append({"settings": {**self._settings, "lanes": lanes}})
+            self._settings = None
+        for job in batch.jobs:
+            item = job.work.item
+            line = {
+                "at": round(job.work.lease.delivery.sent_s, 6),
+                "tokens": [row.cost for row in runnable(job.work)[0]],
+                "model": batch.key.residency,
+                "priority": item.priority,
+            }
+            lines.append({**line, "lora": batch.key.lora} if batch.key.lora else line)
+        seconds = round((done.inference_ms + done.postprocess_ms) / 1000, 6)
+        lines.append({"ran": {"tokens": note.tokens, "attention": note.attention, "seconds": seconds}})
+        try:
+            self._file.write(b"".join(_encode(line) + b"\n" for line in lines))
+        except OSError as error:
+            _logger.error("the trace ends here: %s", error)
+            self.close()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+_recording: Recording | None = None
+
+
+def begin(path: Path, settings: Settings) -> None:
+    """Record what this process runs from now on, until `end`. Raises OSError."""
+    global _recording
+    _recording = Recording(path, settings)
+
+
+def end() -> None:
+    """Record nothing more."""
+    global _recording
+    if _recording is not None:
+        _recording.close()
+    _recording = None
+
+
+def ran(batch: Batch[InFlight], note: BatchNote, done: BatchDone, lanes: int) -> None:
+    """Free while nothing is recorded."""
+    if _recording is not None:
+        _recording.ran(batch, note, done, lanes)

@@ -1,0 +1,181 @@
+"""The first stage: a delivery becomes a work item in flight, work items are gathered in groups that are prepared
+together, and cancelled ones leave.
+
+    delivery ──► lease ──► InFlight ──► gathered ──► groups of one model and one truncation
+                   └──► of work that is in flight already: its lease had lapsed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from sie_broker import CoreMessage, Delivery
+from sie_contracts import messages
+from sie_contracts.errors import InternalFailure
+from sie_contracts.messages import WorkItem
+from sie_runtime.clock import BrokerClock
+from sie_sidecar.batching.sizing import Quantum
+from sie_sidecar.device.device import DeviceQueue
+from sie_sidecar.device.in_flight import InFlight
+from sie_sidecar.intake.leases import Leases
+from sie_sidecar.metrics import Metrics
+from sie_sidecar.models.inventory import Inventory
+from sie_sidecar.results import spans
+from sie_sidecar.results.settle import Settle
+
+if TYPE_CHECKING:
+    from sie_runtime.spans import Tracer
+
+CHARACTERS_PER_TOKEN = 4  # of the gateway's estimate of a cost
+LATE_S = 0.25  # beyond what is known of the broker's clock
+_logger = logging.getLogger("sie.sidecar.intake")
+
+
+class Gathered(NamedTuple):
+    """Work items that arrived together: `groups` whose texts can be tokenised in one call, those whose inputs are in
+    the payload `store`, and about how many `characters` the groups have.
+    """
+
+    groups: list[list[InFlight]]
+    stored: list[InFlight]
+    characters: int
+
+
+class Intake:
+    """What the broker delivers to this worker."""
+
+    def __init__(
+        self,
+        leases: Leases,
+        inventory: Inventory,
+        device: DeviceQueue,
+        settle: Settle,
+        broker_clock: BrokerClock,
+        quantum: Quantum,
+        metrics: Metrics,
+        tracer: Tracer | None,
+    ) -> None:
+        self._leases = leases
+        self._inventory = inventory
+        self._device = device
+        self._settle = settle
+        self._broker_clock = broker_clock
+        self._quantum = quantum
+        self._metrics = metrics
+        self._tracer = tracer
+        self._limits = device.limits
+        self._clock = device.clock
+        self.arrived: list[InFlight] = []  # and not prepared yet
+        self._arrival = asyncio.Event()
+
+    def take(self, delivery: Delivery) -> InFlight | None:
+        """A new work item in flight; None if the delivery is of one that is, or cannot be read."""
+        now_s = self._clock()
+        self._metrics.deliveries.labels("true" if delivery.delivered > 1 else "false").inc()
+        if (known := self._leases.adopt(delivery)) is not None:
+            _logger.info("delivery %d of work that is in flight here: its lease had lapsed", known.delivery.delivered)
+            return None
+        lease = self._leases.hold(delivery)
+        try:
+            item = messages.decode_work(delivery.data)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            _logger.error("a work item could not be read and is removed: %s", error)
+            self._settle.bury(lease, InternalFailure("not a work item", reason="undecodable"))
+            return None
+        left_s, doubt_s = self._left_s(delivery, item)
+        span = spans.of_work(self._tracer, delivery, item)
+        flight = InFlight(lease, item, now_s, now_s + left_s + doubt_s, now_s + left_s, span=span)
+        self._inventory.add(flight)
+        self.arrived.append(flight)
+        self._arrival.set()
+        return flight
+
+    def _left_s(self, delivery: Delivery, item: WorkItem) -> tuple[float, float]:
+        """Seconds until the budget of a delivery is over, and how many more until that is certain: a redelivery keeps
+        its age, and no doubt about the time counts against it.
+        """
+        left_s = item.budget_ms / 1000
+        if not math.isfinite(self._broker_clock.margin_s):
+            return left_s, 0.0
+        return left_s - (self._broker_clock.now_s() - delivery.sent_s), self._broker_clock.margin_s + LATE_S
+
+    async def on_cancel(self, message: CoreMessage) -> None:
+        """A gateway says for which requests nobody waits any more."""
+        try:
+            self.cancel(messages.decode_cancel(message.data).requests)
+        except msgspec.DecodeError as error:
+            _logger.error("a cancellation could not be read: %s", error)
+
+    def cancel(self, requests: Collection[str]) -> None:
+        """Drop what is in flight for these requests and not at the device yet, or written there a token at a time."""
+        dropped = [
+            flight
+            for flight in self._inventory
+            if flight.item.request in requests
+            and flight.stage != "settled"
+            and (flight.stage != "running" or self._device.abandon(flight))
+        ]
+        for flight in dropped:
+            self._device.withdraw(flight)
+            self._settle.cancel(flight)
+        if dropped:
+            self._device.wake.set()
+
+    def gathering(self) -> tuple[float | None, float]:
+        """Seconds: the median time at this worker lately, None without answers; how long deliveries are gathered."""
+        return self._quantum.p50_s, self._quantum.seconds(self._clock())
+
+    async def next(self, is_tokenising: Callable[[], bool], more_expected: Callable[[], bool]) -> Gathered:
+        """Wait for a delivery, then for those that are on their way, so that they are tokenised in one call.
+
+        `is_tokenising`: whether the ones before still are. `more_expected`: whether the broker may send more.
+        """
+        await self._arrival.wait()
+        began_s = last_s = self._clock()
+        while (left_s := self._quantum.until_s(began_s, last_s) - self._clock()) > 0 and self._is_more_coming(
+            is_tokenising, more_expected
+        ):
+            self._arrival.clear()
+            try:
+                async with asyncio.timeout(left_s):
+                    await self._arrival.wait()
+            except TimeoutError:
+                break
+            last_s = self._clock()
+        self._arrival.clear()
+        arrived, self.arrived = [flight for flight in self.arrived if not flight.settled], []
+        self._metrics.gathered.observe(len(arrived))
+        return _grouped(arrived)
+
+    def _is_more_coming(self, is_tokenising: Callable[[], bool], more_expected: Callable[[], bool]) -> bool:
+        """Whether what has arrived may get company: not if it fills a batch, nor if the broker told with it that this
+        was all.
+        """
+        if (
+            len(self.arrived) >= self._limits.requests
+            or sum(flight.item.cost for flight in self.arrived) >= self._limits.cost
+        ):
+            return False
+        pending = {flight.lease.delivery.consumer: flight.lease.delivery.pending for flight in self.arrived}
+        return is_tokenising() or (any(pending.values()) and more_expected())
+
+
+def _grouped(arrived: list[InFlight]) -> Gathered:
+    groups: dict[tuple[str | int, ...], list[InFlight]] = defaultdict(list)
+    stored = []
+    for flight in arrived:
+        item, options = flight.item, flight.item.options
+        if item.payload:
+            stored.append(flight)
+            continue
+        cut = (options.truncate, options.max_tokens, options.document_tokens)
+        groups[item.model, item.profile, item.config_revision, item.operation, options.lora, *cut].append(flight)
+    cost = sum(flight.item.cost for group in groups.values() for flight in group)
+    return Gathered(list(groups.values()), stored, CHARACTERS_PER_TOKEN * cost)

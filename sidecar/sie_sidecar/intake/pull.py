@@ -1,0 +1,543 @@
+"""Which models this worker hosts, by the placement table of its lane, and what that means for its pulls.
+
+    KV watch ──► Assignment.table ──role(model)──► pull with credit · probe with 1 · load ahead of the work · leave it
+    alone
+
+Where there never was a table nothing is pulled until the first one comes, FIRST_S at most: a gateway writes it within a
+second of the first worker's heartbeat, and workers that begin without it each load every model that has work. After
+that, without any gateway, everything is pulled. A table that nobody confirmed for OLD_S while work waits means that no
+gateway is there: hosts stay hosts, and a worker that has a model loaded also takes work of it that waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal, get_args
+
+from sie_broker import Broker, BrokerError, Delivery, Pulls, Queue, Subscription
+from sie_broker import tables as stored_tables
+from sie_broker.record import Bucket, Record
+from sie_broker.tables import Stored, StoredTable
+from sie_contracts import messages, topology
+from sie_contracts.records import Placement
+from sie_contracts.topology import Lane
+from sie_sidecar.batching import batch
+from sie_sidecar.batching.batch import Limits, Load
+from sie_sidecar.device.device import DeviceQueue
+from sie_sidecar.device.in_flight import InFlight
+from sie_sidecar.models.inventory import Inventory
+from sie_sidecar.models.loading import Loading
+
+FIRST_S = 5.0
+OLD_S = 15.0
+AHEAD_AGAIN_S = 60.0  # a model that went after it was loaded ahead had to make room: not at once again
+Role = Literal["pull", "probe", "ahead", "none"]
+_ORDER: dict[Role, int] = {"none": 0, "ahead": 1, "probe": 2, "pull": 3}
+_logger = logging.getLogger("sie.sidecar.assignment")
+
+
+def role(hosts: tuple[str, ...], worker: str, *, loaded: bool, held: bool, waits: bool) -> Role:
+    """What `worker` does about a model with these `hosts`. `held`: it has work of it in hand, or the model makes room
+    for another one here: what came would wait for two loads, and might run elsewhere before the first has ended.
+    `waits`: work of it waits in the stream and no gateway is there to place it.
+
+    Where it is not loaded only the first host asks for one message, which then waits here for the load: the table has a
+    host first that has the model, if there is one, so that no work is locked up by a load elsewhere. The others load it
+    without any work, then pull.
+    """
+    if worker not in hosts:
+        return "pull" if loaded and waits else "none"
+    if loaded:
+        return "pull"
+    if hosts[0] != worker:
+        return "ahead"
+    return "none" if held else "probe"
+
+
+class Assignment:
+    """The table of one lane as this worker knows it."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        lane: Lane,
+        worker: str,
+        now_s: Callable[[], float],
+        loaded: Callable[[str], bool],
+        held: Callable[[str], bool],
+        on_change: Callable[[], None],
+        is_up: Callable[[], bool],
+    ) -> None:
+        """`now_s`: the broker's time. `loaded`, `held`: whether this worker has the model loaded, has work of it in
+        hand. `on_change` is called when the table has changed. `is_up`: whether the adapter is there, without which no
+        gateway places anything here.
+        """
+        self._broker = broker
+        self._lane = lane
+        self._worker = worker
+        self._now_s = now_s
+        self._loaded = loaded
+        self._held = held
+        self._on_change = on_change
+        self._is_up = is_up
+        self._was_up = False  # when the wait for the first table began
+        self._first: asyncio.TimerHandle | None = None  # while the first table is waited for
+        self._waiting: frozenset[str] = frozenset()  # models with work at two looks in a row while the table was old
+        self._seen: frozenset[str] = frozenset()
+        self._consumers: dict[str, set[str]] = {}  # consumer name -> models that it may bring
+        self._ahead_s: dict[str, float] = {}
+        self.table: Placement | None = None
+        self._stored = StoredTable(topology.lane_key(lane))
+        self._mine: frozenset[str] | None = None
+        self._record = Record(
+            Bucket(broker, topology.PLACEMENT_BUCKET),
+            stored_tables.decode,
+            self._on_value,
+            on_lost=self._stored.forget,  # the last table counts until the new bucket has one
+            read=functools.partial(stored_tables.read_lane, lane_key=self._stored.key),
+            wants=self._stored.has,
+        )
+        self._is_stopped = False
+
+    async def start(self) -> None:
+        """Read the table, and learn of each change. Raises BrokerError."""
+        await self._record.follow()
+        if self.table is None:
+            self._await_table()
+
+    def _await_table(self) -> None:
+        self._was_up = self._is_up()
+        self._first = asyncio.get_running_loop().call_later(FIRST_S, self._no_table)
+
+    def _no_table(self) -> None:
+        if not self._was_up:  # only now may a gateway have heard of this worker
+            self._await_table()
+            return
+        _logger.warning("no placement table within %g s: no gateway is there, all work is pulled", FIRST_S)
+        self._first = None
+        self._on_change()
+
+    async def stop(self) -> None:
+        """Hear of no change any more."""
+        self._is_stopped = True
+        self._end_wait()
+        await self._record.close()
+
+    def _end_wait(self) -> None:
+        if self._first is not None:
+            self._first.cancel()
+            self._first = None
+
+    def _on_value(self, key: str, value: Stored | None, revision: int) -> None:
+        if self._stored.put(key, value, revision):
+            self._changed()
+
+    def _changed(self) -> None:
+        self._end_wait()
+        self.table = self._stored.table
+        self._mine = (
+            None
+            if self.table is None
+            else frozenset(model for model, hosts in self.table.hosts.items() if self._worker in hosts)
+        )
+        self._index()
+        self._on_change()
+
+    def _index(self) -> None:
+        """Which consumers bring work of the models that concern this worker."""
+        self._consumers = {}
+        mine = self.models() or ()
+        for model in {*mine, *self._waiting}:
+            for priority in get_args(messages.Priority):
+                for made in (topology.work_consumer, topology.slot_consumer):
+                    self._consumers.setdefault(made(self._lane, priority, model, 0.0).name, set()).add(model)
+        self._ahead_s = {model: at_s for model, at_s in self._ahead_s.items() if model in mine}
+
+    def models(self) -> frozenset[str] | None:
+        """The models that this worker hosts; None while there is no table."""
+        return self._mine
+
+    def is_old(self) -> bool:
+        return self.table is not None and self._now_s() - self.table.at_s > OLD_S
+
+    def role(self, consumer: str) -> Role:
+        """What to do about the consumer of this name: the most that any of its models asks for."""
+        if self.table is None:
+            return "pull" if self._first is None else "none"
+        return max(
+            (self._of(model) for model in self._consumers.get(consumer, ())), key=_ORDER.__getitem__, default="none"
+        )
+
+    def _of(self, model: str) -> Role:
+        hosts = self.table.hosts.get(model, ()) if self.table else ()
+        loaded, held = self._loaded(model), self._held(model)
+        return role(hosts, self._worker, loaded=loaded, held=held, waits=model in self._waiting)
+
+    def ahead(self) -> list[str]:
+        """The models to load now without waiting for work: hosted beside others, not loaded, not tried within
+        AHEAD_AGAIN_S.
+        """
+        if self.table is None or self.is_old():
+            return []
+        now_s = self._now_s()
+        due = (
+            model
+            for model in sorted(self._mine or ())
+            if now_s - self._ahead_s.get(model, -AHEAD_AGAIN_S) >= AHEAD_AGAIN_S
+        )
+        found = [model for model in due if self._of(model) == "ahead"]
+        self._ahead_s.update(dict.fromkeys(found, now_s))
+        return found
+
+    def unloaded(self, model: str) -> None:
+        """An operator had it unloaded: it is not loaded ahead of work within AHEAD_AGAIN_S."""
+        self._ahead_s[model] = self._now_s()
+
+    async def look(self, loaded: Iterable[str]) -> None:
+        """Every few seconds: while the table is old, which `loaded` models of other hosts have work that waits. Raises
+        BrokerError.
+        """
+        if self._is_stopped:
+            return
+        if self._record.is_stale:
+            await self._record.follow()
+        before, self._seen = self._seen, frozenset()
+        if self.is_old():
+            others = set(loaded) - (self.models() or frozenset())
+            stream = topology.stream_name(self._lane.pool)
+            counts = await self._broker.subject_counts(stream, topology.lane_filter(self._lane)) if others else {}
+            self._seen = frozenset(
+                model
+                for model in others
+                for subject in (topology.work_subject, topology.slot_subject)
+                if any(counts.get(subject(self._lane, priority, model)) for priority in get_args(messages.Priority))
+            )
+        waiting = before & self._seen
+        if waiting != self._waiting:
+            self._waiting = waiting
+            self._index()
+            self._on_change()
+
+
+ACTIVE_S = 1.0  # a consumer that delivered this recently is active
+_logger = logging.getLogger("sie.sidecar.pulling")
+
+
+class _Consumer:
+    """What is known of one durable consumer: how its deliveries look lately. `mean_cost` in tokens."""
+
+    def __init__(self) -> None:
+        self.mean_cost = 0.0
+        self.delivered_s = -1e9
+
+
+class Pulling:
+    """The open pulls of a lane. `room` tells, at each refill, what already waits for the device before work of that
+    priority (whether it is bulk); None while nothing should be pulled. `role` tells what a consumer may get: see
+    `assignment`.
+    """
+
+    def __init__(
+        self,
+        queue: Queue,
+        lane: Lane,
+        limits: Limits,
+        on_delivery: Callable[[Delivery], None],
+        room: Callable[[bool], Load | None],
+        clock: Callable[[], float],
+        role: Callable[[str], Role] = lambda consumer: "pull",
+    ) -> None:
+        self._queue = queue
+        self._lane = lane
+        self._limits = limits
+        self._room = room
+        self._clock = clock
+        self._role = role
+        self._stream = topology.stream_name(lane.pool)
+        self._bulk = f"{lane.consumer_prefix()}bulk__"
+        self._consumers: dict[str, _Consumer] = {}
+        self._active: dict[str, _Consumer] = {}
+        self._short: dict[
+            str, None
+        ] = {}  # in order: what delivered since it was looked at, or has less than an idle device would get
+        self._more: set[str] = set()  # what the broker holds back work of, as its last delivery said
+        self._announced: set[str] = set()  # since the last look at what exists began
+        self._open = False  # whether anything may be pulled, as of the last refill
+        self._pulls: Pulls = queue.pulls(self._stream, on_delivery)
+        self._notices: Subscription | None = None
+        self._stopped = False
+
+    async def start(self) -> None:
+        """Learn of consumers from now on, and of those that exist. Raises BrokerError."""
+        self._notices = await self._queue.watch_consumers(self._stream, self._on_consumer)
+        await self.look()
+
+    async def look(self) -> None:
+        """`find_consumers` now, if the broker can be asked: notices may have been missed."""
+        try:
+            await self.find_consumers()
+        except BrokerError as error:
+            _logger.warning("the consumers could not be listed, the next look is within ten seconds: %s", error)
+
+    async def find_consumers(self) -> None:
+        """Learn which durable consumers of this lane exist: the net under the broker's notices. Raises BrokerError."""
+        if self._notices is None:  # before the start, when a reconnect asks as well, and after the end
+            return
+        before, self._announced = set(self._consumers), set()
+        found = [
+            name for name in await self._queue.consumers(self._stream) if name.startswith(self._lane.consumer_prefix())
+        ]
+        for name in before.difference(found, self._announced):
+            self._forget(name)
+        for name in found:
+            self._consumers.setdefault(name, _Consumer())
+        self.refill_all()
+
+    async def _on_consumer(self, name: str, exists: bool) -> None:
+        if not name.startswith(self._lane.consumer_prefix()):
+            return
+        if exists:
+            self._announced.add(name)
+            self._consumers.setdefault(name, _Consumer())
+            self._refill([name])
+        else:
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        self._consumers.pop(name, None)
+        for known in (self._active, self._short):
+            known.pop(name, None)
+        self._more.discard(name)
+        self._pulls.want(name, 0)
+
+    def note(self, delivery: Delivery) -> None:
+        """Account for a delivery, whatever is in it: it used up credit."""
+        name = delivery.consumer
+        consumer = self._active[name] = self._consumers.setdefault(name, _Consumer())
+        consumer.delivered_s = self._clock()
+        self._short[name] = None
+        if delivery.pending:
+            self._more.add(name)
+        else:
+            self._more.discard(name)
+
+    def estimate(self, name: str, cost: int) -> None:
+        """A delivery of this consumer has about `cost` tokens: what goes until some were counted."""
+        if (consumer := self._consumers.get(name)) is not None and not consumer.mean_cost:
+            consumer.mean_cost = cost
+
+    def weigh(self, name: str, cost: int) -> None:
+        """A delivery of this consumer has `cost` tokens, as counted: estimates may be wrong by a factor."""
+        if (consumer := self._consumers.get(name)) is not None:
+            consumer.mean_cost += 0.1 * (cost - consumer.mean_cost)
+
+    def refill_all(self) -> None:
+        """Have the right credit outstanding for every consumer: when time has passed, or what the worker hosts has
+        changed.
+        """
+        self._refill(list(self._consumers))
+
+    def refill_one(self, consumer: str) -> None:
+        """Have the right credit outstanding for this one."""
+        if consumer in self._consumers:
+            self._refill([consumer])
+
+    def refill(self) -> None:
+        """Have the right credit outstanding for every consumer that may be short of it."""
+        self._refill(list(self._short))
+
+    def level(self) -> None:
+        """Have the right credit outstanding for every consumer that delivers, those that have too much of it among
+        them. Once a second is enough: the broker takes seconds to act on less credit as well.
+        """
+        self._refill(list(self._active))
+
+    def _refill(self, names: list[str]) -> None:
+        if self._stopped:
+            return
+        now_s, rooms = self._clock(), (self._room(False), self._room(True))
+        if (rooms[0] is not None) != self._open:
+            self._open, names = rooms[0] is not None, list(self._consumers)
+        for name in names:
+            consumer = self._consumers[name]
+            target = ideal = 0
+            room = rooms[name.startswith(self._bulk)]
+            if room is not None and (role := self._role(name)) in ("pull", "probe"):
+                target = ideal = 1  # on a quiet one also while the device has enough: what comes is one message
+                if role == "pull" and now_s - consumer.delivered_s < ACTIVE_S:
+                    target, ideal = (self._share(load, consumer) for load in (room, Load(0, 0, room.lanes)))
+            # in strides, so that a busy consumer costs one pull for many messages
+            if target == 0 or self._pulls.outstanding(name) <= target // 2:
+                self._pulls.want(name, target)
+            if target >= ideal:
+                self._short.pop(name, None)
+            else:
+                self._short[name] = None
+            if now_s - consumer.delivered_s >= ACTIVE_S:
+                self._active.pop(name, None)
+                self._more.discard(name)
+
+    def _share(self, load: Load, consumer: _Consumer) -> int:
+        credit = batch.credit(load, consumer.mean_cost, self._limits)
+        return min(credit, max(1, credit // max(1, len(self._active))))
+
+    def more_expected(self) -> bool:
+        """Whether the broker has told of more and may send it."""
+        return any(self._pulls.outstanding(name) > 0 for name in self._more)
+
+    async def stop(self) -> None:
+        """Pull nothing more. What is on the wire is still delivered before this returns."""
+        self._stopped = True
+        notices, self._notices = self._notices, None
+        await asyncio.gather(self._pulls.stop(), *([notices.stop()] if notices is not None else []))
+
+
+class Source:
+    """Pulls from one pool at a time. `take` makes a work item of a delivery; None: there is none to wait for."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        lane: Lane,
+        worker_id: str,
+        now_s: Callable[[], float],
+        device: DeviceQueue,
+        loading: Loading,
+        inventory: Inventory,
+        take: Callable[[Delivery], InFlight | None],
+    ) -> None:
+        """`now_s`: the broker's time."""
+        self._broker = broker
+        self._worker_id = worker_id
+        self._now_s = now_s
+        self._device = device
+        self._loading = loading
+        self._inventory = inventory
+        self._take = take
+        self.pool: str | None = None  # that it pulls from, None while from none
+        self._paused: set[str] = set()
+        self._refilling = False
+        self._open(lane)
+
+    def _open(self, lane: Lane) -> None:
+        """Go by the table and the stream of a lane from now on."""
+        self.lane = lane
+        self.assignment = Assignment(
+            self._broker,
+            lane,
+            self._worker_id,
+            self._now_s,
+            self._loading.hosting.takes,
+            self._holds,
+            self._on_assignment,
+            lambda: self._device.link.connected,
+        )
+        device = self._device
+        pulling = Pulling(
+            self._broker,
+            lane,
+            device.limits,
+            lambda delivery: self._on_delivery(delivery, pulling),
+            device.room,
+            device.clock,
+            self._role,
+        )
+        self.pulling = pulling
+
+    def _role(self, consumer: str) -> Role:
+        held = consumer in self._paused or self._device.is_full_of(consumer)
+        return "none" if held else self.assignment.role(consumer)
+
+    def _holds(self, model: str) -> bool:
+        """Whether no more work of it is to wait here: some does, or it could not even be loaded for now."""
+        hosting = self._loading.hosting
+        return self._inventory.is_coming(model) or hosting.holds(model) or hosting.makes_room(model)
+
+    async def pull(self) -> bool:
+        """Follow the placement table and begin to pull; may be tried again. The lane's stream must exist. Raises
+        BrokerError.
+        """
+        await self.assignment.start()
+        await self.pulling.start()
+        self.pool = self.lane.pool
+        return True
+
+    async def serve(self, pool: str | None) -> bool:
+        """Pull from this pool alone, or from none. What was pulled before is finished here. May be tried again.
+
+        Raises BrokerError, also where the pool has no stream yet: then nothing is pulled.
+        """
+        if pool == self.pool:
+            return True
+        self.pool = None
+        await self.stop()
+        if pool is None:
+            return True
+        await self._broker.stream_state(topology.stream_name(pool))
+        self._open(dataclasses.replace(self.lane, pool=pool))
+        return await self.pull()
+
+    async def stop(self) -> None:
+        """Pull nothing more. What is on the wire is still delivered before this returns."""
+        await asyncio.gather(self.assignment.stop(), self.pulling.stop())
+
+    async def upkeep(self, *, look: bool) -> None:
+        """Once a second: credit and loads that depend on time. With `look`, every ten, what the broker knows. Raises
+        BrokerError.
+        """
+        self.pulling.level()
+        self._load_ahead()
+        if look:
+            self.pulling.refill_all()
+            await self.pulling.find_consumers()
+            if self.pool is not None:
+                await self.assignment.look(self._loading.hosting.loaded_models())
+
+    def _on_assignment(self) -> None:
+        self.pulling.refill_all()
+        self._load_ahead()
+
+    def _load_ahead(self) -> None:
+        """Load what this worker hosts beside others, so that it pulls only what it can run."""
+        if self._device.link.connected and self.pool is not None:
+            self._loading.ahead(self.assignment.ahead())
+
+    def _on_delivery(self, delivery: Delivery, pulling: Pulling) -> None:
+        pulling.note(delivery)
+        flight = self._take(delivery)
+        if flight is None:
+            self.refill_soon()
+        else:
+            pulling.estimate(delivery.consumer, flight.item.cost)
+
+    def weigh(self, flight: InFlight) -> None:
+        """It is tokenised: its consumer's credit goes by what its deliveries really cost."""
+        if flight.job is not None:
+            self.pulling.weigh(flight.lease.delivery.consumer, sum(row.cost for row in flight.rows))
+
+    def refill_soon(self) -> None:
+        """Once in this turn of the loop, however many call."""
+        if not self._refilling:
+            self._refilling = True
+            asyncio.get_running_loop().call_soon(self._refill)
+
+    def _refill(self) -> None:
+        self._refilling = False
+        self.pulling.refill()
+
+    @contextlib.contextmanager
+    def paused(self, consumers: set[str]) -> Iterator[None]:
+        """Within: nothing is pulled of these, whose models' newest entries this worker waits for."""
+        self._paused.update(consumers)
+        for consumer in consumers:
+            self.pulling.refill_one(consumer)
+        try:
+            yield
+        finally:
+            self._paused.difference_update(consumers)
+            self.pulling.refill_all()

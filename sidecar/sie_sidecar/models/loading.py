@@ -1,0 +1,289 @@
+"""LoRAs at the adapter: one load however many wait for it, a hold that is shorter than that of a model, failures that
+are remembered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from sie_broker import CoreMessage
+from sie_contracts import ipc, messages
+from sie_contracts.catalogue import Catalogue, Resolved
+from sie_contracts.errors import (
+    BundleConflict,
+    ErrorInfo,
+    GatewayTimeout,
+    LoraLoadFailed,
+    LoraLoading,
+    ModelLoading,
+    ModelNotFound,
+    SIEError,
+)
+from sie_contracts.messages import WorkItem
+from sie_runtime.feed import CatalogueFeed
+from sie_runtime.process import Tasks
+from sie_sidecar.device.in_flight import InFlight, unsettled
+from sie_sidecar.device.link import AdapterGone, AdapterLink
+from sie_sidecar.models.hosting import Hosting
+from sie_sidecar.models.models import Hosted
+
+HOLD_S = 5.0
+COOL_DOWN_S = 30.0
+MAX_REMEMBERED = 1000  # clients choose the names
+_Key = tuple[str, str]
+_logger = logging.getLogger("sie.sidecar.loras")
+
+
+class Loras:
+    """Loads LoRAs for models that are loaded. `Hosted.loras` are those that the adapter has, less what it has dropped
+    and not yet told.
+    """
+
+    def __init__(self, link: AdapterLink, clock: Callable[[], float]) -> None:
+        self._link = link
+        self._clock = clock
+        self._loads: dict[_Key, asyncio.Task[None]] = {}
+        self._turns: dict[str, asyncio.Lock] = {}
+        self._failures: dict[_Key, tuple[float, ErrorInfo]] = {}
+
+    def turn(self, hosted: Hosted) -> asyncio.Lock:
+        """Held by a batch whose LoRA was dropped while it waited, until it has run: no other LoRA of this model begins
+        to load meanwhile.
+
+        Without it, requests for more LoRAs than the adapter keeps would drop each other's for ever.
+        """
+        return self._turns.setdefault(hosted.name, asyncio.Lock())
+
+    async def ensure(self, hosted: Hosted, name: str, *, in_turn: bool = False) -> None:
+        """Return when `name` is loaded for a loaded model. Raises LoraLoading after HOLD_S, LoraLoadFailed,
+        ModelLoading, AdapterGone.
+        """
+        if name in hosted.loras:
+            return
+        if in_turn:
+            await self._ask(hosted, name)
+            return
+        failed_s, failure = self._failures.get((hosted.name, name), (0.0, None))
+        if failure is not None and self._clock() - failed_s < COOL_DOWN_S:
+            raise SIEError.from_info(failure)
+        load = self._load_of(hosted, name)
+        done, _ = await asyncio.wait([load], timeout=HOLD_S)
+        if not done:
+            shown = name[:200]
+            raise LoraLoading(f"the LoRA {shown} is being loaded", extras={"lora_id": shown, "lora": shown})
+        load.result()
+
+    async def preload(self, hosted: Hosted) -> None:
+        """Load what the profiles of a loaded model name, one after the other. What fails is logged; who asks for it is
+        told why.
+        """
+        for name in named(hosted.resolved):
+            try:
+                await asyncio.shield(self._load_of(hosted, name))
+            except (SIEError, AdapterGone) as error:
+                _logger.warning("a profile of %s names a LoRA: %s", hosted.name, error, extra={"model": hosted.name})
+
+    async def stop(self) -> None:
+        """End the loads that are under way; whoever waits for one is cancelled with it."""
+        loads = list(self._loads.values())
+        for load in loads:
+            load.cancel()
+        await asyncio.gather(*loads, return_exceptions=True)
+
+    def _load_of(self, hosted: Hosted, name: str) -> asyncio.Task[None]:
+        key = (hosted.name, name)
+        load = self._loads.get(key)
+        if load is None:
+            load = self._loads[key] = asyncio.create_task(self._load(hosted, name), name="lora")
+            # its waiters may have gone by then
+            load.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return load
+
+    async def _load(self, hosted: Hosted, name: str) -> None:
+        key = (hosted.name, name)
+        try:
+            async with self.turn(hosted):
+                pass
+            await self._ask(hosted, name)
+        except LoraLoadFailed as error:
+            if len(self._failures) >= MAX_REMEMBERED:
+                self._failures.clear()
+            self._failures[key] = (self._clock(), error.info())
+            raise
+        finally:
+            del self._loads[key]
+
+    async def _ask(self, hosted: Hosted, name: str) -> None:
+        digest = await self._link.ensure_lora(ipc.EnsureLora(hosted.name, name))
+        if len(hosted.lora_digests) >= MAX_REMEMBERED:
+            hosted.forget_loras()
+        hosted.loras.add(name)
+        hosted.lora_digests[name] = digest
+
+
+def named(resolved: Resolved) -> list[str]:
+    """The LoRAs of the profiles that this loaded copy of the weights serves."""
+    entry = resolved.entry
+    views = [Catalogue.resolve_profile(entry, profile, entry.id) for profile in ("default", *entry.profiles)]
+    return list(
+        dict.fromkeys(view.run.lora for view in views if view.run.lora and view.residency == resolved.residency)
+    )
+
+
+RESTORED_S = 10.0  # for the config service to make the revision before a failed one the newest
+_logger = logging.getLogger("sie.sidecar.loading")
+
+
+class Loading:
+    """What loads for work. `work` keeps the loads that nobody waits for."""
+
+    def __init__(
+        self,
+        feed: CatalogueFeed,
+        link: AdapterLink,
+        hosting: Hosting,
+        loras: Loras,
+        work: Tasks,
+        clock: Callable[[], float],
+    ) -> None:
+        self._feed = feed
+        self._link = link
+        self.hosting = hosting
+        self.loras = loras
+        self._work = work
+        self._clock = clock
+
+    def revision(self, model: str) -> int:
+        """Of this model in this worker's catalogue, 0: it has none."""
+        return self._feed.catalogue.revisions.get(model, 0)
+
+    async def renewed(self, item: WorkItem, within_s: float) -> None:
+        """Return when this worker's catalogue has the model of `item` as its gateway knew it, or after `within_s`."""
+        await self._feed.renewed(
+            lambda catalogue: catalogue.revisions.get(item.model, 0) >= item.config_revision, max(0.0, within_s)
+        )
+
+    def find(self, item: WorkItem) -> Hosted | None:
+        """The residency for this work, or None if this worker's catalogue does not know that revision of the model."""
+        entry = self._feed.catalogue.entries.get(item.model)
+        if entry is None or entry.revision != item.revision or self.revision(item.model) < item.config_revision:
+            return None
+        resolved = self._feed.catalogue.resolve_profile(entry, item.profile, item.model)
+        return self.hosting.of(resolved, self.revision(item.model))
+
+    async def restored(self, item: WorkItem, hosted: Hosted) -> bool:
+        """Whether the config service replaced the revision that `hosted` cannot load. Waits for that until RESTORED_S
+        after the failed load, where the worker had an earlier revision loaded.
+        """
+        left_s = hosted.failed_s + RESTORED_S - self._clock()
+        if hosted.refusal(self._clock()) is None or not 0 < hosted.loaded_revision < hosted.revision or left_s <= 0:
+            return False
+        refused = hosted.revision
+        return await self._feed.renewed(lambda catalogue: catalogue.revisions.get(item.model, 0) > refused, left_s)
+
+    def ahead(self, names: Iterable[str]) -> None:
+        """Load these, each a model or model:profile, beside everything else, before work needs them; what cannot be
+        loaded is told in the log.
+        """
+        for name in names:
+            with contextlib.suppress(
+                ModelNotFound, BundleConflict
+            ):  # this worker's catalogue lags, or another one's did
+                resolved = self._feed.catalogue.resolve(name)
+                hosted = self.hosting.of(resolved, self.revision(resolved.entry.id))
+                self._work.start(self._load(hosted), "load ahead")
+
+    async def _load(self, hosted: Hosted) -> None:
+        try:
+            await self.hosting.ensure(hosted)
+        except (SIEError, AdapterGone) as error:  # nobody waits for it; work that comes is answered with the reason
+            _logger.warning("%s could not be loaded ahead: %s", hosted.name, error, extra={"model": hosted.name})
+
+    async def ensure(
+        self, hosted: Hosted, flights: Sequence[InFlight], *, past_gate: bool = False, in_turn: bool = False
+    ) -> None:
+        """Return when the model of these work items and their LoRA are loaded, or none of them is left to run.
+
+        As Hosting.ensure, over any number of adapters, until the last of their deadlines: an input that kills every
+        adapter must not run for ever, nor keep its place while a load does not end. `in_turn`: they have the turn of
+        their LoRA. Raises SIEError.
+        """
+        began_s = self._clock()
+        try:
+            await self._ensure(hosted, flights, past_gate=past_gate, in_turn=in_turn)
+        finally:
+            for flight in flights:
+                flight.waited_for_load(self._clock() - began_s)
+
+    async def _ensure(self, hosted: Hosted, flights: Sequence[InFlight], *, past_gate: bool, in_turn: bool) -> None:
+        lora, items = flights[0].item.options.lora, functools.partial(unsettled, flights)
+        until_s = max(flight.deadline_s for flight in flights)
+        while (left_s := until_s - self._clock()) > 0:
+            try:
+                async with asyncio.timeout(left_s):
+                    await self.hosting.ensure(hosted, items, past_gate=past_gate)
+                if not items():
+                    return
+                if lora:
+                    await self.loras.ensure(hosted, lora, in_turn=in_turn)
+            except TimeoutError:
+                break
+            except AdapterGone:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(until_s - self._clock()):
+                        await self._link.wait_connected()
+            except ModelLoading:  # evicted before its LoRA came
+                hosted.unload()
+            else:
+                if hosted.state == "loaded":  # else it was evicted while its LoRA was loaded
+                    return
+        raise GatewayTimeout("the budget of the request was over before its model was loaded")
+
+    def park(self, flight: InFlight) -> Callable[[], None]:
+        """Its model may be evicted until it is its turn. Returns what to call then."""
+        assert flight.hosted is not None
+        count = functools.partial(unsettled, [flight])
+        self.hosting.park(flight.hosted, count)
+        return functools.partial(self.hosting.unpark, flight.hosted, count)
+
+
+_logger = logging.getLogger("sie.sidecar.residency")
+
+
+class Residency:
+    """Obeys `messages.Residency`. `work` keeps the unloads that wait. `on_unloaded` gets the id of an entry."""
+
+    def __init__(self, loading: Loading, work: Tasks, on_unloaded: Callable[[str], None]) -> None:
+        self._loading = loading
+        self._hosting = loading.hosting
+        self._work = work
+        self._on_unloaded = on_unloaded
+
+    async def on_message(self, message: CoreMessage) -> None:
+        """A gateway passes on what an operator asks. Nothing answers: heartbeats report the state."""
+        try:
+            asked = messages.decode_residency(message.data)
+        except msgspec.DecodeError as error:
+            _logger.error("what an operator asks could not be read: %s", error)
+            return
+        hosted = self._hosting.find(asked.model)
+        if asked.action == "load":
+            if hosted is not None:
+                hosted.retain()
+            self._loading.ahead([asked.model])
+        elif hosted is not None and hosted.state in ("loading", "loaded"):
+            self._work.start(self._unload(hosted), "unload")
+
+    async def _unload(self, hosted: Hosted) -> None:
+        try:
+            if await self._hosting.unload_when_idle(hosted):
+                _logger.info("%s is unloaded, as an operator asked", hosted.name, extra={"model": hosted.name})
+                self._on_unloaded(hosted.resolved.entry.id)
+        except (AdapterGone, SIEError) as error:
+            _logger.warning("%s could not be unloaded: %s", hosted.name, error, extra={"model": hosted.name})

@@ -1,0 +1,374 @@
+"""Which models this worker holds, and which of them may go: state and decisions, without I/O. `hosting` acts on them.
+
+    available ──► loading ──► loaded ──released──► unloading ──► available
+                    │           └──dropped by the adapter, or the adapter is gone──► available
+                    └──refused──► failed ──cool-down──► loading
+
+The worker decides which models may be evicted, and in what order; the adapter decides when. Each request to the adapter
+names the models that may be dropped for it, and its reply those that were.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Literal
+
+from sie_contracts import ipc
+from sie_contracts.catalogue import Resolved, profile_fingerprint
+from sie_contracts.errors import ModelLoadFailed, SIEError
+from sie_contracts.heartbeats import Fetched, ModelStatus, ServedEngine, ServedPrecision
+from sie_contracts.images import max_blocks
+from sie_contracts.messages import RunOptions
+from sie_sidecar.prepare.tokens import ModelTokenizer
+
+State = Literal["available", "loading", "loaded", "unloading", "failed"]
+
+COOL_DOWN_S = {"OOM": 60.0}  # after a failure that may pass; a permanent one stands until the entry changes
+OTHER_COOL_DOWN_S = 30.0
+PASSING = ("OOM", "NETWORK")  # tried again however often
+PERMANENT = ("GATED", "NOT_FOUND", "DEPENDENCY", "INCOMPATIBLE", "CERTIFICATE")
+MAX_ATTEMPTS = 3  # of any other failure
+MEMORY_USED = 0.85  # of the device, where the adapter does not report its threshold
+RATE_OVER_S = 10.0
+FILL_WEIGHT = 0.1  # of the last batch
+MAX_TURN_S = 5.0  # that a load gives its model: the next one is held for SIE_LOAD_HOLD_S, and its load comes on top
+
+
+def _image_cost(ready: ipc.Ready) -> tuple[int, int]:
+    """What an image costs, and how many ids stand for it, as `layouts` makes its row: the most of all operations."""
+    found = []
+    for rows in ready.rows.values():
+        if (recipe := rows.images) is not None:
+            blocks, ids = max_blocks(recipe), rows.image_tokens
+            count = len(ids.before) + (ids.count or blocks) + len(ids.after) if ids else 0
+            found.append((recipe.tokens + blocks * recipe.block_tokens, count))
+    return max((patches + ids for patches, ids in found), default=0), max((ids for _, ids in found), default=0)
+
+
+def _precision(loaded: ipc.LoadedModel) -> ServedPrecision:
+    """In which precision it computes, as heartbeats report it."""
+    return ServedPrecision(loaded.precision, loaded.requested_precision, loaded.precision_reason)
+
+
+class Hosted:
+    """One residency on this worker. `held` counts its work items here, whatever stage they are in."""
+
+    def __init__(self, resolved: Resolved) -> None:
+        self.resolved = resolved
+        self.revision = 0  # of the entry in `resolved`; 0: not known
+        self.loaded_revision = 0  # of the copy that was loaded last
+        self.state: State = "available"
+        self.ready: ipc.Ready | None = None
+        self.tokenizer: ModelTokenizer | None = None
+        self.error: SIEError | None = None
+        self.failed_s = 0.0
+        self.attempts = 0
+        self.held = 0
+        self.before_gate: list[Callable[[], int]] = []  # for each caller that waits there: how many of its items do
+        self.arriving = False  # the adapter is loading it now
+        self.leaves = False  # it is unloaded once it is idle: an operator asked
+        self.makes_room = False  # new work waits before a gate: another model waits for this one's memory
+        self.loaded_s = 0.0
+        self.used_s = 0.0  # when work last came or went
+        self.uses = 0  # how often that was
+        self.swapped = False  # whether its last load closed another model to new work
+        self.load_s = 0.0  # what the last load took
+        self.memory_bytes = 0  # of the copy that was loaded last
+        self.fill_ratio: float | None = None  # of its batches lately: their tokens by those of a full one
+        self._cost_rate = 0.0
+        self._cost_s = 0.0
+        self.wanted: list[Callable[[], int]] = []  # for each caller that waits for it: how much of its work needs it
+        self.loras: set[str] = set()  # that the loaded copy has, unless it dropped one since
+        self.lora_digests: dict[str, str] = {}  # of the files that they, and those it dropped, were loaded from
+        self._fingerprints: dict[tuple[str, str], str] = {}
+
+    @property
+    def name(self) -> str:
+        return self.resolved.residency
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a caller that waits for it still needs it."""
+        return any(count() for count in self.wanted)
+
+    @property
+    def parked(self) -> int:
+        """How many of the held work items wait before the gate."""
+        return sum(count() for count in self.before_gate)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is held for it but what waits before the gate: it may go."""
+        return self.held == self.parked
+
+    def came_in(self, cost: int, now_s: float) -> None:
+        """Work of so many tokens was taken in."""
+        self._cost_rate = self.cost_rate(now_s) + cost / RATE_OVER_S
+        self._cost_s = now_s
+
+    def used(self, now_s: float) -> None:
+        """Work of it came, ran or went."""
+        self.used_s = now_s
+
+    def took(self, items: int, now_s: float) -> None:
+        """So many more work items, or fewer, are held for it."""
+        self.held += items
+        self.uses += 1
+        self.used(now_s)
+
+    def filled(self, ratio: float) -> None:
+        """A batch ran that was so full."""
+        self.fill_ratio = (
+            ratio if self.fill_ratio is None else self.fill_ratio + FILL_WEIGHT * (ratio - self.fill_ratio)
+        )
+
+    def cost_rate(self, now_s: float) -> float:
+        """Tokens a second that came in: a mean whose weights fall by e in RATE_OVER_S."""
+        return self._cost_rate * math.exp((self._cost_s - now_s) / RATE_OVER_S)
+
+    def fingerprint(self, profile: str, options: RunOptions) -> str:
+        """Of answers of this profile with these options; empty while nothing is loaded."""
+        if self.ready is None:
+            return ""
+        loaded, entry = self.ready.loaded.fingerprint, self.resolved.entry
+        if (loaded, profile) not in self._fingerprints:
+            self._fingerprints[loaded, profile] = profile_fingerprint(loaded, entry, profile)
+        found = self._fingerprints[loaded, profile]
+        # a LoRA counts by what its files hold: they may change under one name
+        for part in (options.lora and (self.lora_digests.get(options.lora) or options.lora), options.variant):
+            if part:
+                found = hashlib.sha256(f"{found} {part}".encode()).hexdigest()[:16]
+        return found
+
+    def status(self, now_s: float, fetched: Fetched | None = None) -> ModelStatus:
+        loaded = self.ready.loaded if self.ready else None
+        image_tokens, image_vectors = _image_cost(self.ready) if self.ready else (0, 0)
+        return ModelStatus(
+            self.name,
+            self.state,
+            loaded.memory_bytes if loaded else 0,
+            self.held,
+            loaded.fingerprint if loaded else "",
+            self.error.info() if self.error else None,
+            loaded.certificate or None if loaded else None,
+            self.load_s,
+            cost_rate=round(self.cost_rate(now_s), 1),
+            fetched=fetched if self.state == "loading" else None,
+            precision=_precision(loaded) if loaded else None,
+            engine=ServedEngine(loaded.engine, loaded.engine_reason) if loaded else None,
+            crossover_tokens=loaded.crossover_tokens if loaded else 0,
+            image_tokens=image_tokens,
+            image_vectors=image_vectors,
+            revision=self.revision,
+            loaded_revision=self.loaded_revision,
+        )
+
+    def refusal(self, now_s: float) -> SIEError | None:
+        """The error of its last load, while it is not to be tried again."""
+        if self.state != "failed" or self.error is None:
+            return None
+        cool_down_s = COOL_DOWN_S.get(str(self.error.extras.get("error_class")), OTHER_COOL_DOWN_S)
+        if not self.error.extras.get("permanent") and now_s - self.failed_s >= cool_down_s:
+            return None
+        # a new exception each time: a kept one would collect the frames of everybody who ever met it
+        return SIEError.from_info(self.error.info())
+
+    def unload(self) -> None:
+        """The adapter does not hold it any more."""
+        self._fingerprints.clear()
+        self.forget_loras()
+        if self.state == "loaded":
+            self.state = "available"
+        self.ready = None
+
+    def forget_failure(self) -> None:
+        """Its next load is tried as the first."""
+        self.attempts = 0
+        if self.state == "failed":
+            self.state, self.error = "available", None
+
+    def retain(self) -> None:
+        """An operator wants it loaded: it is not unloaded when idle, and a load that failed is tried again."""
+        self.leaves = False
+        self.forget_failure()
+
+    def forget_loras(self) -> None:
+        """A LoRA that is not known is asked for again, which costs nothing if the adapter has it."""
+        self.loras.clear()
+        self.lora_digests.clear()
+
+
+class Models:
+    """All residencies of this worker."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        swap_after_s: float = 1.0,
+        *,
+        assigned: Callable[[], frozenset[str] | None] = lambda: None,
+        fetching: Callable[[], Mapping[str, Fetched]] = dict,
+    ) -> None:
+        """`swap_after_s`: a model with work is closed for another one after that at the earliest. `assigned`: the
+        models that this worker is a host of, None while not known. `fetching`: how far weights are that come to this
+        node, by the id of their entry.
+        """
+        self._clock = clock
+        self._swap_after_s = swap_after_s
+        self._assigned = assigned
+        self._fetching = fetching
+        self._hosted: dict[str, Hosted] = {}
+        self._of_model: dict[str, list[Hosted]] = {}
+        self._room_bytes: float | None = None  # for models, when last no load was under way
+
+    def all(self) -> list[Hosted]:
+        return list(self._hosted.values())
+
+    def statuses(self) -> tuple[ModelStatus, ...]:
+        now_s, fetching = self._clock(), self._fetching()
+        return tuple(hosted.status(now_s, fetching.get(hosted.resolved.entry.id)) for hosted in self._hosted.values())
+
+    def is_loaded(self, model: str) -> bool:
+        """Whether a residency of this model is loaded."""
+        return any(hosted.state == "loaded" for hosted in self._of_model.get(model, ()))
+
+    def takes(self, model: str) -> bool:
+        """Whether work of this model may come: a residency is loaded, and need not make room for another model."""
+        return any(hosted.state == "loaded" and not hosted.makes_room for hosted in self._of_model.get(model, ()))
+
+    def holds(self, model: str) -> bool:
+        """Whether work of this model is held here."""
+        return any(hosted.held for hosted in self._of_model.get(model, ()))
+
+    def makes_room(self, model: str) -> bool:
+        """Whether work of this model would wait here until another model had its load."""
+        return any(hosted.makes_room for hosted in self._of_model.get(model, ()))
+
+    def loaded_models(self) -> list[str]:
+        return [model for model in self._of_model if self.is_loaded(model)]
+
+    def slots(self, device: ipc.Description) -> int:
+        """How many models of the mean size of those that were loaded here fit beside what else the device holds, before
+        any of them has to go; 0 while nobody knows.
+        """
+        sizes = [hosted.memory_bytes for hosted in self._hosted.values() if hosted.memory_bytes]
+        if not any(hosted.state == "loading" for hosted in self._hosted.values()):  # whose bytes are in no model's yet
+            beside_bytes = max(0, device.memory_used_bytes - sum(model.memory_bytes for model in device.models))
+            self._room_bytes = (
+                device.threshold_percent / 100 or MEMORY_USED
+            ) * device.memory_total_bytes - beside_bytes
+        return max(1, int(self._room_bytes * len(sizes) / sum(sizes))) if sizes and self._room_bytes is not None else 0
+
+    def of(self, resolved: Resolved, revision: int = 0) -> Hosted:
+        """The residency that serves `resolved`, the entry of a model at `revision`. An entry that changed since is
+        another one: the old copy is not used for it.
+        """
+        hosted = self._hosted.get(resolved.residency)
+        if hosted is None:
+            hosted = self._hosted[resolved.residency] = Hosted(resolved)
+            self._of_model.setdefault(resolved.entry.id, []).append(hosted)
+        elif hosted.resolved.entry != resolved.entry:
+            hosted.resolved = resolved
+            hosted.unload()
+            hosted.tokenizer = None  # that of another model
+            hosted.forget_failure()
+        hosted.revision = revision
+        return hosted
+
+    def find(self, residency: str) -> Hosted | None:
+        """The residency of this name, None where nothing here ever asked for it."""
+        return self._hosted.get(residency)
+
+    def take(self, hosted: Hosted, items: int = 1) -> None:
+        """Hold `items` more work items for `hosted`. From now on no request permits to unload it."""
+        hosted.took(items, self._clock())
+
+    def let_go(self, hosted: Hosted) -> None:
+        """One work item of `hosted` is settled."""
+        hosted.took(-1, self._clock())
+
+    def park(self, hosted: Hosted, items: Callable[[], int]) -> None:
+        """So many of the work items of `hosted` need it again later, and not now: it may go meanwhile."""
+        hosted.before_gate.append(items)
+
+    def unpark(self, hosted: Hosted, items: Callable[[], int]) -> None:
+        """They need it now."""
+        hosted.before_gate.remove(items)
+
+    def idle(self, seconds: float) -> list[Hosted]:
+        """Loaded models without work, other than what waits before the gate, that were last used this long ago."""
+        before_s = self._clock() - seconds
+        loaded = (hosted for hosted in self._hosted.values() if hosted.state == "loaded")
+        return [hosted for hosted in loaded if hosted.is_quiet and hosted.used_s <= before_s]
+
+    def may_drop(self, idle_s: float) -> list[Hosted]:
+        """The models that were idle for so long, in the order in which they may go: those that are placed elsewhere
+        come first. Of these, and of the others, the least recently used one, then the largest one first.
+        """
+        assigned = self._assigned()
+        elsewhere: list[Hosted] = []
+        here: list[Hosted] = []
+        for hosted in sorted(self.idle(idle_s), key=lambda each: each.used_s):
+            is_elsewhere = assigned is not None and hosted.resolved.entry.id not in assigned
+            (elsewhere if is_elsewhere else here).append(hosted)
+        return [
+            hosted
+            for group in (elsewhere, here)
+            for hosted in (*group[:1], *sorted(group[1:], key=lambda each: -each.memory_bytes))
+        ]
+
+    def busy(self, hosted: Hosted) -> list[Hosted]:
+        """The other models that take memory now: loaded with work, or on their way."""
+        others = (other for other in self._hosted.values() if other is not hosted)
+        return [other for other in others if other.arriving or (other.state == "loaded" and not other.is_quiet)]
+
+    def left_over(self, found: Iterable[ipc.LoadedModel]) -> list[str]:
+        """Of the models that the adapter holds, those that an earlier process of this worker left: nobody here has
+        asked for them.
+        """
+        known = {hosted.name for hosted in self._hosted.values() if hosted.state in ("loading", "loaded")}
+        return [loaded.model for loaded in found if loaded.model not in known]
+
+    def next_to_close(self, had_work: list[Hosted], asked_s: float) -> tuple[Hosted | None, float | None]:
+        """Which of these models is closed to new work, for a load that does not fit beside them and was asked for at
+        `asked_s`; and in how many seconds: once the load has waited long enough, and the turn of the model is over.
+        None while all of them make room for other loads.
+        """
+        able = [other for other in had_work if other.state == "loaded" and not other.makes_room]
+        first = min(able, key=self._turn_ends_s, default=None)
+        if first is None:
+            return None, None
+        return first, max(asked_s + self._swap_after_s, self._turn_ends_s(first)) - self._clock()
+
+    def _turn_ends_s(self, hosted: Hosted) -> float:
+        """A model that was loaded for its own work gets to it for as long as its load took, at most MAX_TURN_S: else
+        there would only be loads.
+        """
+        return hosted.loaded_s + max(self._swap_after_s, min(hosted.load_s, MAX_TURN_S))
+
+    def loaded(self, hosted: Hosted, ready: ipc.Ready, load_s: float) -> None:
+        """The adapter has loaded `hosted`, in so many seconds."""
+        hosted.ready, hosted.error, hosted.attempts = ready, None, 0
+        hosted.loaded_revision = hosted.revision
+        hosted.tokenizer = ModelTokenizer(ready.tokenizer, ready.max_tokens)
+        hosted.state, hosted.used_s, hosted.loaded_s = "loaded", self._clock(), self._clock()
+        hosted.memory_bytes, hosted.load_s = ready.loaded.memory_bytes, load_s
+
+    def failed(self, hosted: Hosted, error: SIEError) -> SIEError:
+        """The adapter has refused to load `hosted`. Returns the error that is remembered."""
+        error_class = error.extras.get("error_class", "UNKNOWN")
+        hosted.attempts += 1
+        permanent = error_class in PERMANENT or (error_class not in PASSING and hosted.attempts >= MAX_ATTEMPTS)
+        extras = {"error_class": error_class, "permanent": permanent, **error.extras, "attempts": hosted.attempts}
+        hosted.error = ModelLoadFailed(error.message, reason=error.reason, extras=extras)
+        hosted.state, hosted.failed_s = "failed", self._clock()
+        return hosted.error
+
+    def dropped(self, names: Iterable[str]) -> list[Hosted]:
+        """The adapter has unloaded these models. Returns the residencies that are known of them."""
+        gone = [self._hosted[name] for name in names if name in self._hosted]
+        for hosted in gone:
+            hosted.unload()
+        return gone

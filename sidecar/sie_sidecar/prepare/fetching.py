@@ -1,0 +1,98 @@
+"""Inputs that no message holds, from the payload store: bounded in bytes, each chunk in a task of its own so that
+nothing waits for it.
+
+delivery with a key ──► room for its bytes ──► object, again and again until the budget ends ──► the work item with its
+inputs
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from sie_contracts import messages
+from sie_contracts.errors import InternalFailure, QueueUnavailable
+from sie_contracts.messages import WorkItem
+from sie_sidecar.device.in_flight import InFlight
+from sie_store.object_stores import StoreError
+from sie_store.payloads import PayloadMissing, PayloadStore
+
+MAX_BYTES = 512 << 20  # of fetched inputs in hand; one that is larger is taken alone
+ATTEMPT_S = 30.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
+MAX_MISSES = 3  # a shared folder may show a new file a moment late
+_logger = logging.getLogger("sie.sidecar.fetching")
+
+
+class Fetching:
+    """The reading side of the payload store. `held_bytes` is what was fetched and is not given back."""
+
+    def __init__(self, store: PayloadStore, clock: Callable[[], float], max_bytes: int = MAX_BYTES) -> None:
+        self.held_bytes = 0
+        self._store = store
+        self._clock = clock
+        self._max_bytes = max_bytes
+        self._freed = asyncio.Event()
+
+    async def fetch(self, flight: InFlight) -> None:
+        """Put the inputs and the query of `flight` in place; `let_go` gives their room back. Raises QueueUnavailable,
+        InternalFailure.
+        """
+        try:
+            await self._fetch(flight)
+        except BaseException:
+            self.let_go(flight)
+            raise
+
+    async def _fetch(self, flight: InFlight) -> None:
+        item, pause_s, misses = flight.item, FIRST_PAUSE_S, 0
+        while True:
+            try:
+                left_s = flight.deadline_s - self._clock()
+                if not flight.payload_bytes:
+                    size = await self._store.size(item.payload, max(0.05, min(ATTEMPT_S, left_s)))
+                    await self._find_room(flight, size)
+                left_s = flight.deadline_s - self._clock()
+                data = await self._store.get(item.payload, max(0.05, min(ATTEMPT_S, left_s)))
+                flight.item = _whole(item, data)
+                return
+            except StoreError as error:
+                misses += isinstance(error, PayloadMissing)
+                if misses >= MAX_MISSES or self._clock() + pause_s >= flight.deadline_s:
+                    _logger.error("request %s: its inputs could not be fetched: %s", item.request, error)
+                    raise QueueUnavailable(
+                        "the payload store, which holds the inputs of this request, could not be read"
+                    ) from error
+            await asyncio.sleep(pause_s)  # between attempts at a store that is away
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _find_room(self, flight: InFlight, size: int) -> None:
+        while self.held_bytes and self.held_bytes + size > self._max_bytes:
+            self._freed.clear()
+            try:
+                async with asyncio.timeout(max(0.0, flight.deadline_s - self._clock())):
+                    await self._freed.wait()
+            except TimeoutError as error:
+                raise StoreError("other large inputs leave no room for these") from error
+        flight.payload_bytes = size
+        self.held_bytes += size
+
+    def let_go(self, flight: InFlight) -> None:
+        """The inputs are not needed any more."""
+        if flight.payload_bytes:
+            self.held_bytes -= flight.payload_bytes
+            flight.payload_bytes = 0
+            self._freed.set()
+
+
+def _whole(item: WorkItem, data: bytes) -> WorkItem:
+    try:
+        payload = messages.decode_payload(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InternalFailure("the stored inputs of this request cannot be read") from error
+    if len(payload.inputs) != item.count:
+        raise InternalFailure(f"{len(payload.inputs)} inputs are stored for a chunk of {item.count}")
+    return msgspec.structs.replace(item, inputs=payload.inputs, query=payload.query)

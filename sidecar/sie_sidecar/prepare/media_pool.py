@@ -1,0 +1,403 @@
+"""The processes that turn image files into pixels and sound files into features: started at the first file, ended with
+the sidecar.
+
+    prepare ──► queue ──► a keeper ──► its worker ──► Prepared or Heard, or why the file is unusable
+                             └── the worker died or took too long: that file fails, another worker is started
+
+Processes, because a decoder is C code that reads what a client sent: what it breaks is one file. A keeper is the only
+task that speaks to its worker, and takes a file only after the answer to the one before, so that a caller that leaves
+mixes up no answers. The answer to it is read and dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar, get_args, overload
+
+import msgspec
+
+from sie_contracts.child_frames import Hello, Unusable
+from sie_contracts.errors import InternalFailure, InvalidInput, QueueFull, ResourceExhausted, ShuttingDown, SIEError
+from sie_contracts.images import Recipe, check, pixels_of
+from sie_contracts.ipc import FrameError, read_frame
+from sie_contracts.media import Cause, cause_of, fault
+from sie_contracts.sounds import SoundRecipe
+from sie_sidecar.prepare import media_frames
+from sie_sidecar.prepare.media_frames import Heard, ImageJob, Job, Made, MadeImage, MadeSound, Prepared, SoundJob
+
+DEADLINE_S = 10.0  # of one file, from the moment that a worker is given it
+MEMORY_BYTES = 2 << 30  # address space of a worker: 100 megapixels take 1.3 GB on their way
+MAX_WAITING = 1000  # files for each worker: at 25 ms each they take as long as a request may
+RESULTS = ("prepared", *get_args(Cause), "failed")
+START_S = 30.0  # of a worker, on a busy machine
+DIED_S = 1.0  # until a process whose socket ended has ended too
+_logger = logging.getLogger("sie.sidecar.media")
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class _File(Protocol[T_co]):
+    """A file, and what is made of it."""
+
+    @property
+    def noun(self) -> str: ...
+
+    @property
+    def data(self) -> bytes: ...
+
+    def job(self, number: int) -> Job: ...
+
+    def outcome(self, made: Made) -> T_co:
+        """Raises _Lost if it cannot be true."""
+
+
+@dataclass(frozen=True)
+class _Image:
+    data: bytes
+    recipe: Recipe
+    noun = "image"
+
+    def job(self, number: int) -> Job:
+        return ImageJob(number, self.recipe, self.data)
+
+    def outcome(self, made: Made) -> Prepared:
+        if not isinstance(made, MadeImage):
+            raise _Lost("its answer is no image")
+        try:
+            check(self.recipe, made.upright)
+            expected = pixels_of(self.recipe, made.upright)
+        except InvalidInput as error:
+            raise _Lost("it claims an image that is refused") from error
+        if made.size != expected or len(made.pixels) != 3 * made.height * made.width:
+            raise _Lost("its pixels are not of the size that the recipe gives")
+        return Prepared(made.pixels, made.height, made.width, made.upright, made.digest, animated=made.animated)
+
+
+@dataclass(frozen=True)
+class _Sound:
+    data: bytes
+    recipe: SoundRecipe
+    noun = "sound"
+
+    def job(self, number: int) -> Job:
+        return SoundJob(number, self.recipe, self.data)
+
+    def outcome(self, made: Made) -> Heard:
+        if not isinstance(made, MadeSound):
+            raise _Lost("its answer is no sound")
+        if not self.recipe.can_make(made.shape) or len(made.features) != 4 * math.prod(made.shape):
+            raise _Lost("its features are not of the shape that the recipe gives")
+        return Heard(made.features, made.shape, made.digest, made.seconds)
+
+
+NOUNS = (_Image.noun, _Sound.noun)
+
+
+class _Waiting(Generic[T]):
+    """A file, and who waits for its outcome."""
+
+    def __init__(self, file: _File[T]) -> None:
+        self.file = file
+        self.noun = file.noun
+        self.done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+    def fail(self, error: SIEError) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+    def succeed(self, made: Made) -> None:
+        """Raises _Lost if what was made cannot be true."""
+        found = self.file.outcome(made)
+        if not self.done.done():
+            self.done.set_result(found)
+
+
+class MediaPool:
+    """At most `workers` processes; one more is started when a file finds none free. Belongs to one event loop.
+
+    `count` is told of each outcome: one of NOUNS, one of RESULTS.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        count: Callable[[str, str], None] = lambda noun, result: None,
+        *,
+        deadline_s: float = DEADLINE_S,
+        memory_bytes: int = MEMORY_BYTES,
+    ) -> None:
+        self._most = workers
+        self._count = count
+        self._deadline_s = deadline_s
+        self._memory_bytes = memory_bytes
+        self._queue: asyncio.Queue[_Waiting[Any]] = asyncio.Queue()
+        self._keepers: list[asyncio.Task[None]] = []
+        self._workers: set[_Worker] = set()
+        self._free = 0  # keepers that wait for a file
+        self._number = 0
+        self._closed = False
+
+    @property
+    def waiting(self) -> int:
+        """Files that no worker has yet."""
+        return self._queue.qsize()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the workers that run, in the order of their numbers."""
+        return tuple(sorted(worker.pid for worker in self._workers))
+
+    @overload
+    async def prepare(self, data: bytes, recipe: Recipe) -> Prepared: ...
+
+    @overload
+    async def prepare(self, data: bytes, recipe: SoundRecipe) -> Heard: ...
+
+    async def prepare(self, data: bytes, recipe: Recipe | SoundRecipe) -> Prepared | Heard:
+        """The pixels of an image file, or the features of a sound file. Raises InvalidInput, reason invalid_media, for
+        a file that is unusable; its message begins with the cause. Raises QueueFull, ResourceExhausted or ShuttingDown
+        where it is not the file.
+        """
+        if isinstance(recipe, Recipe):
+            return await self._prepared(_Image(data, recipe))
+        return await self._prepared(_Sound(data, recipe))
+
+    async def _prepared(self, file: _File[T]) -> T:
+        try:
+            self._admit(file)
+            found = await self._put(_Waiting(file))
+        except InvalidInput as error:
+            self._count(file.noun, cause_of(error)[0])
+            raise
+        except SIEError:
+            self._count(file.noun, "failed")
+            raise
+        self._count(file.noun, "prepared")
+        return found
+
+    def _admit(self, file: _File[Any]) -> None:
+        """Raises SIEError for what cannot wait here."""
+        if self._closed:
+            raise ShuttingDown("the media workers have ended")
+        size, most = len(file.data), media_frames.MAX_FILE_BYTES
+        if size > most:
+            raise fault("too_large", f"the {file.noun} file has {size} bytes, at most {most}")
+        if self.waiting >= MAX_WAITING * self._most:
+            message = f"{self.waiting} files wait for {self._most} media workers"
+            raise QueueFull(message, extras={"queue_depth": self.waiting})
+
+    def _put(self, job: _Waiting[T]) -> asyncio.Future[T]:
+        self._queue.put_nowait(job)
+        if self.waiting > self._free and len(self._keepers) < self._most:
+            self._keepers.append(asyncio.create_task(self._keep(), name="media worker"))
+        return job.done
+
+    async def close(self) -> None:
+        """End all workers. What waits fails."""
+        self._closed = True
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        while not self._queue.empty():
+            self._queue.get_nowait().fail(ShuttingDown("the media workers have ended"))
+
+    async def _keep(self) -> None:
+        worker: _Worker | None = None
+        try:
+            while True:
+                job = await self._next()
+                if job.done.done():  # whoever wanted it has left
+                    continue
+                try:
+                    if worker is not None and worker.is_gone:
+                        _logger.warning("media worker %d ended while it had no file; it is replaced", worker.pid)
+                        await self._end(worker)
+                        worker = None
+                    worker = worker or await self._start()
+                    worker = await self._serve(job, worker)
+                except _NotStarted as error:
+                    _logger.error("a media worker could not be started: %s", error)
+                    job.fail(ResourceExhausted("no media worker could be started"))
+                except Exception as error:  # whoever waits is owed an outcome
+                    _logger.exception("preparing a file failed")
+                    job.fail(InternalFailure(f"preparing the {job.noun} failed: {type(error).__name__}"))
+                    if worker is not None:
+                        await self._end(worker)
+                    worker = None
+                finally:  # cancelled
+                    job.fail(ShuttingDown("the media workers have ended"))
+        finally:
+            if worker is not None:
+                await self._end(worker)
+
+    async def _next(self) -> _Waiting[Any]:
+        self._free += 1
+        try:
+            return await self._queue.get()
+        finally:
+            self._free -= 1
+
+    async def _serve(self, job: _Waiting[Any], worker: _Worker) -> _Worker | None:
+        """Answer `job`. Returns who takes the next file: this worker, or the one that was started in its place."""
+        self._number += 1
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                made = _usable(await worker.run(job.file.job(self._number)))
+            job.succeed(made)
+        except InvalidInput as error:
+            job.fail(error)
+            return worker
+        except TimeoutError:
+            how = f"took longer than {self._deadline_s:g} s"
+            job.fail(fault("timeout", f"decoding the {job.noun} {how}"))
+        except _Lost as error:
+            status = await worker.ended()
+            how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}: {error}"
+            if status == -signal.SIGKILL:  # by nobody here: the kernel wanted memory, and the file may be a good one
+                job.fail(ResourceExhausted("the media worker was killed, as when a machine runs out of memory"))
+            else:
+                job.fail(fault("undecodable", f"the decoder of the {job.noun} crashed"))
+        else:
+            return worker
+        _logger.warning("media worker %d %s; it is replaced", worker.pid, how)
+        await self._end(worker)
+        try:
+            return await self._start()
+        except _NotStarted as error:  # the next file tries again
+            _logger.error("a media worker could not be started: %s", error)
+            return None
+
+    async def _start(self) -> _Worker:
+        worker = await _Worker.start(self._memory_bytes)
+        self._workers.add(worker)
+        return worker
+
+    async def _end(self, worker: _Worker) -> None:
+        self._workers.discard(worker)
+        await worker.end()
+
+
+class _NotStarted(Exception):
+    """No process, no memory, or its imports fail."""
+
+
+class _Lost(Exception):
+    """The worker ended, or says what it must not."""
+
+
+def _usable(answer: Made | Unusable) -> Made:
+    """Raises InvalidInput if the file is unusable."""
+    if isinstance(answer, Unusable):
+        _logger.debug("a file is unusable, %s (%s)", answer.cause, answer.raised or "by its header")
+        raise fault(answer.cause, answer.what)
+    return answer
+
+
+class _Worker:
+    """One process and its socket."""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.pid = process.pid
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it has ended, as the kernel says: the event loop may not know it yet."""
+        if self._process.returncode is not None or self._reader.at_eof() or self._writer.is_closing():
+            return True
+        ended = select.poll()
+        ended.register(self._writer.get_extra_info("socket").fileno(), select.POLLRDHUP)
+        return bool(ended.poll(0))
+
+    @staticmethod
+    async def start(memory_bytes: int) -> _Worker:
+        """Raises _NotStarted. It gets the paths of this process's modules, and no other part of its environment."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *(
+                        sys.executable,
+                        "-P",
+                        "-m",
+                        "sie_sidecar.prepare.media_worker",
+                        str(os.getpid()),
+                        str(memory_bytes),
+                    ),
+                    stdin=theirs.fileno(),
+                    stdout=asyncio.subprocess.DEVNULL,
+                    env={
+                        "PYTHONPATH": os.pathsep.join(each for each in sys.path if each),
+                        "OPENBLAS_NUM_THREADS": "1",  # the workers are what runs at once; threads take address space
+                    },
+                    start_new_session=True,  # Ctrl-C is for the sidecar, which drains first
+                )
+            except BaseException as error:
+                ours.close()
+                if isinstance(error, OSError):
+                    raise _NotStarted(str(error)) from error
+                raise
+        worker = _Worker(process, *await asyncio.open_unix_connection(sock=ours, limit=1 << 20))
+        try:
+            async with asyncio.timeout(START_S):
+                if not isinstance(await worker._read(), Hello):
+                    raise _NotStarted("its first words are wrong")
+        except (_Lost, TimeoutError) as error:
+            status = await worker.ended()
+            raise _NotStarted(f"it ended with status {status}, its last lines are above") from error
+        except BaseException:
+            await worker.end()
+            raise
+        return worker
+
+    async def run(self, job: Job) -> Made | Unusable:
+        """Raises _Lost."""
+        try:
+            for part in media_frames.frame(job):
+                self._writer.write(part)
+            await self._writer.drain()
+        except OSError as error:
+            raise _Lost("it does not read") from error
+        answer = await self._read()
+        if isinstance(answer, Hello) or answer.number != job.number:
+            raise _Lost("its answer is to something else")
+        return answer
+
+    async def _read(self) -> media_frames.Answer:
+        try:
+            return media_frames.answer(await read_frame(self._reader, media_frames.MAX_ANSWER_BYTES))
+        except (EOFError, FrameError, OSError, msgspec.DecodeError) as error:
+            raise _Lost(str(error)) from error
+
+    async def ended(self) -> int:
+        """The status with which a lost process ended by itself; 0 if it had to be killed."""
+        status = 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DIED_S):
+                status = await self._process.wait()
+        await self.end()
+        return status
+
+    async def end(self) -> None:
+        """Kill it, whatever it does: it has nothing that would be lost."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        self._writer.close()
+        await self._process.wait()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()

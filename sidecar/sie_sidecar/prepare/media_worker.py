@@ -1,0 +1,64 @@
+"""A process that turns image files into pixels and sound files into features, one after the other, for the sidecar at
+the other end of its standard input.
+
+    limits ──► Hello ──► Job ──► Made or Unusable ──► Job ... the sidecar is gone ──► end
+
+It holds no secrets: the sidecar starts it without its environment. It ends with the sidecar, however that ends: the
+kernel kills it (Linux), and a socket without a peer ends the wait for a job anywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+
+from sie_contracts.child_frames import Hello, Unusable
+from sie_contracts.errors import InvalidInput
+from sie_contracts.ipc import FrameError, receive_frame
+from sie_contracts.media import cause_of
+from sie_runtime import confined
+from sie_sidecar.prepare import images, media_frames
+
+
+def main() -> None:
+    """The arguments: the process id of the sidecar, and bytes of memory."""
+    parent, memory_bytes = int(sys.argv[1]), int(sys.argv[2])
+    confined.limit(memory_bytes)
+    confined.die_with(parent)
+    with socket.socket(fileno=0) as sidecar, contextlib.suppress(EOFError, FrameError, OSError):  # the sidecar is gone
+        _send(sidecar, media_frames.frame(Hello(os.getpid())))
+        confined.silence()
+        while True:
+            _send(sidecar, _answer(media_frames.job(receive_frame(sidecar, media_frames.MAX_JOB_BYTES))))
+
+
+def _answer(job: media_frames.Job) -> tuple[bytes, bytes]:
+    try:
+        made = _image(job) if isinstance(job, media_frames.ImageJob) else _sound(job)
+        return media_frames.frame(made)
+    except InvalidInput as error:
+        raised = type(error.__cause__).__name__ if error.__cause__ else ""
+        return media_frames.frame(Unusable(job.number, *cause_of(error), raised))
+
+
+def _image(job: media_frames.ImageJob) -> media_frames.MadeImage:
+    made = images.prepare(job.data, job.recipe)
+    return media_frames.MadeImage(job.number, *made.size, *made.upright, made.animated, made.digest(), made.pixels)
+
+
+def _sound(job: media_frames.SoundJob) -> media_frames.MadeSound:
+    from sie_sidecar.prepare import sounds  # numpy and libsndfile, which a worker without sounds does not need
+
+    made = sounds.prepare(job.data, job.recipe)
+    return media_frames.MadeSound(job.number, *made.shape, made.seconds, made.digest(), made.values.tobytes())
+
+
+def _send(sidecar: socket.socket, parts: tuple[bytes, bytes]) -> None:
+    for part in parts:
+        sidecar.sendall(part)
+
+
+if __name__ == "__main__":
+    main()

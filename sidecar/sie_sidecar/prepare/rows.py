@@ -1,0 +1,409 @@
+"""The rows of a work item: what they are, which inputs and how much of them may become rows, and the batch frame that
+they travel in. `layouts` makes them. Pure: called in the tokenising threads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from sie_contracts import documents
+from sie_contracts.documents import Document
+from sie_contracts.errors import InvalidInput
+from sie_contracts.ipc import IMAGE_KEY_BYTES, Group, Layout, Rows, RunBatch
+from sie_contracts.messages import Input, Mention, Operation, RunOptions, Vectors
+from sie_contracts.trace_context import NONE, Context
+from sie_sidecar.batching import cost
+from sie_sidecar.prepare.media_frames import Heard, Prepared
+from sie_sidecar.prepare.tokens import Ids, ModelTokenizer
+
+# The images of an input as pixels.
+Seen = Sequence[Prepared]
+
+OF_QUERY = -1
+HYPOTHESIS = "This text is about {}."
+# Of one work item. A client chooses how often its prompts, its query and its labels are repeated, so their product is
+# bounded before it is made.
+MAX_CHARACTERS = 32 << 20
+MAX_ROWS = 1 << 16
+MAX_VECTOR_BYTES = 64 << 20
+ROW_CHARACTERS = 24  # making a row takes as long as reading so many
+COST_CHARACTERS = 64  # text that travels beside few tokens counts as a token for so many
+
+
+@dataclass(frozen=True)
+class Row:
+    """Ids of one row, int32 [length], special tokens included. `full` is its length before truncation.
+
+    `types`: uint8 [length] where a pair has them. `offsets`: int32 [length, 2], code points, for `spans` and
+    `passages`. `expanded`: its length on the device, or the cost of what goes beside its ids, if that is more.
+    `vectors` stand in the place of ids. So do `images`, and so do `sound` and `document`. `uncounted`: how many tokens
+    of its cost the budget of a batch leaves out.
+    """
+
+    ids: Ids
+    full: int
+    types: NDArray[np.uint8] | None = None
+    offsets: Ids | None = None
+    expanded: int = 0
+    vectors: Vectors | None = None
+    images: Seen = ()
+    sound: Heard | None = None
+    document: Document | None = None
+    uncounted: int = 0
+
+    @property
+    def truncated(self) -> bool:
+        return self.full > len(self.ids)
+
+    @property
+    def cost(self) -> int:
+        """Tokens on the device."""
+        return cost.text(len(self.ids), self.expanded)
+
+    @property
+    def batch_cost(self) -> int:
+        """What it takes of the budget of a batch."""
+        return self.cost - self.uncounted
+
+    @property
+    def media_bytes(self) -> int:
+        """Of the pixels of its images, the features of its sound and the file of its document."""
+        beside = len(self.sound.features) if self.sound else len(self.document.data) if self.document else 0
+        return beside + sum(len(image.pixels) for image in self.images) if self.images else beside
+
+
+class Work(NamedTuple):
+    """What the rows of one work item are made from. `images` and `sounds`: those of each input that has any, by its
+    index, or why they are none; the images of the query are at OF_QUERY.
+    """
+
+    inputs: Sequence[Input]
+    query: Input | None
+    options: RunOptions
+    images: Mapping[int, Seen | InvalidInput] = MappingProxyType({})
+    sounds: Mapping[int, Heard | InvalidInput] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Made:
+    """The rows of one work item: `shared` ones first, then those of each input in turn; or why none were made.
+
+    `unfit`: why an input must not run, whose rows are there all the same.
+    """
+
+    rows: list[Row]
+    shared: int = 0
+    error: InvalidInput | None = None
+    unfit: Mapping[int, InvalidInput] = field(default_factory=dict)
+
+
+def checked_work(
+    tokenizer: ModelTokenizer, layout: Rows, item: Work
+) -> tuple[Work, InvalidInput | None, dict[int, InvalidInput]]:
+    """A work item as rows can be made of it, or why not of it, or of which of its inputs: in the place of these stands
+    an empty text.
+    """
+    error = _excess(layout, item)
+    unfit: dict[int, InvalidInput] = {}
+    if error is not None or (all(map(_is_text, item.inputs)) and (item.query is None or _is_text(item.query))):
+        return item, error, unfit
+    if item.query is not None:
+        query, seen = item.query, item.images.get(OF_QUERY)
+        if query.audio or query.document or (query.images and layout.layout != "pieces"):
+            what = "audio" if query.audio else "document" if query.document else "images"
+            error = _unsupported(what, "takes none in a query")
+        else:
+            error = seen if isinstance(seen, InvalidInput) else _unfit(tokenizer, layout, query, item.options)
+    for index, given in enumerate(item.inputs):
+        made = item.images.get(index), item.sounds.get(index)
+        bad = next((each for each in made if isinstance(each, InvalidInput)), None)
+        why = bad or _unfit(tokenizer, layout, given, item.options)
+        if why is not None:
+            unfit[index] = why
+    if unfit:
+        item = item._replace(
+            inputs=[Input("") if index in unfit else given for index, given in enumerate(item.inputs)],
+            images={index: seen for index, seen in item.images.items() if index not in unfit},
+            sounds={index: heard for index, heard in item.sounds.items() if index not in unfit},
+        )
+    return item, error, unfit
+
+
+def _is_text(given: Input) -> bool:
+    files = given.images or given.audio or given.document
+    return given.tokens is None and given.pair is None and given.vectors is None and not files
+
+
+def _unfit(tokenizer: ModelTokenizer, layout: Rows, given: Input, options: RunOptions) -> InvalidInput | None:
+    """Why an input does not suit the model or what is asked of it."""
+    if _is_text(given):
+        return None
+    if given.document is not None:
+        return _unfit_document(layout, given, given.document)
+    if given.audio:
+        if layout.sounds is None:
+            return _unsupported("audio", "takes none")
+        return _unsupported("audio", "takes none beside images") if given.images else None
+    if given.images:
+        if layout.images is None:
+            return _unsupported("images", "takes none")
+        alone = layout.image_tokens is not None and not layout.image_tokens.beside_text
+        several = alone and len(given.images) > 1
+        return _unsupported("images", "takes one for each input, no more,") if several else None
+    if given.vectors is not None:
+        return _unfit_vectors(layout, given.vectors, options)
+    if given.pair is not None and not (layout.pairs and given.text is not None):
+        return _unsupported(
+            "pair", "takes no pairs of texts" if given.text is not None else "takes pairs of texts alone"
+        )
+    if given.tokens is None:
+        return None
+    if not layout.tokens:
+        return _unsupported("tokens", "takes no token ids")
+    return bad_token(tokenizer, given.tokens)
+
+
+def _unfit_document(layout: Rows, given: Input, document: Document) -> InvalidInput | None:
+    if layout.documents is None:
+        return _unsupported("document", "takes none")
+    if given.images or given.audio:
+        return _unsupported("document", f"takes none beside {'images' if given.images else 'audio'}")
+    try:
+        documents.check(layout.documents, len(document.data))
+    except InvalidInput as error:
+        error.message, error.param = f"document: {error.message}", "document"
+        return error
+    return None
+
+
+def _unsupported(what: str, why: str) -> InvalidInput:
+    return InvalidInput(f"{what}: the model {why} here", reason="unsupported_modality", param=what)
+
+
+def bad_token(tokenizer: ModelTokenizer, tokens: Sequence[int]) -> InvalidInput | None:
+    """Why these are no ids of the tokenizer, if they are none."""
+    place = tokenizer.first_unknown(tokens)
+    if place is None:
+        return None
+    expected = f"expected an id from 0 to {tokenizer.vocabulary - 1}"
+    return InvalidInput(
+        f"tokens[{place}]: {expected}, got {tokens[place]}", reason="bad_token_id", param=f"tokens[{place}]"
+    )
+
+
+def _unfit_vectors(layout: Rows, vectors: Vectors, options: RunOptions) -> InvalidInput | None:
+    if not layout.vectors:
+        return _unsupported("multivector", "takes none")
+    if layout.layout == "sides" and options.outputs != ("multivector",):
+        return _unsupported(
+            "multivector", f"scores by {' and '.join(options.outputs)}, and takes one with score_mode colbert alone,"
+        )
+    if layout.layout != "sides" and (options.muvera is None or "sparse" in options.outputs):
+        return _unsupported("multivector", "takes one for muvera alone")
+    if vectors.width != layout.vectors:
+        message = f"multivector: expected vectors {layout.vectors} wide, got {vectors.width}"
+        return InvalidInput(message, reason="bad_dimensions", param="multivector")
+    if not vectors.fits:
+        message = f"multivector: {len(vectors.data)} bytes are not {vectors.rows} float32 vectors {vectors.width} wide"
+        return InvalidInput(message, reason="schema", param="multivector")
+    return None
+
+
+def _excess(layout: Rows, item: Work) -> InvalidInput | None:
+    """Why no rows are made of a work item that memory could not hold, or that has none to make."""
+    rows, characters = _row_count(layout, item), _characters(layout, item)
+    if not rows and item.inputs:
+        return InvalidInput("labels: the model needs the labels to look for", reason="labels_required", param="labels")
+    if rows > MAX_ROWS:
+        return too_many(
+            f"{len(item.inputs)} items with {len(item.options.labels)} labels each are {rows} pairs", MAX_ROWS
+        )
+    if characters > MAX_CHARACTERS:
+        return too_many(f"the items have {characters} characters with their prompts", MAX_CHARACTERS)
+    if layout.vectors:
+        given = item.inputs if item.query is None else [item.query, *item.inputs]
+        size = sum(len(each.vectors.data) for each in given if each.vectors is not None)
+        if size > MAX_VECTOR_BYTES:
+            return too_many(f"the items have {size} bytes of vectors", MAX_VECTOR_BYTES)
+    return None
+
+
+def too_many(what: str, limit: int) -> InvalidInput:
+    return InvalidInput(f"{what}, at most {limit} are run together", reason="too_many_tokens", extras={"limit": limit})
+
+
+def _row_count(layout: Rows, item: Work) -> int:
+    return len(item.inputs) * (len(item.options.labels) if layout.layout == "hypotheses" else 1)
+
+
+def _characters(layout: Rows, item: Work) -> int:
+    """Of all texts that are made of a work item: what is repeated counts each time."""
+    options, query = item.options, len(query_of(item))
+    around = len(options.prefix) + len(options.suffix)
+    once = query + len(options.query_prefix) + len(options.query_suffix)
+    if layout.layout == "hypotheses":
+        template = len(str(options.parameters.get("hypothesis_template", HYPOTHESIS)))
+        once += sum(map(len, options.labels)) + template * len(options.labels)
+    if layout.layout == "passages":
+        once += len(options.instruction)
+    for piece in options.pieces:
+        length = sum(map(len, piece[::2])) + query * piece[1::2].count("query")
+        if is_cut(piece):
+            around += length
+        else:
+            once += length
+    if layout.pairs:
+        once += sum(len(given.pair or "") for given in item.inputs)
+    # an id takes about as long as a character
+    return once + sum(len(given.text or given.tokens or "") + around for given in item.inputs)
+
+
+def effort_of(layout: Rows, item: Work) -> int:
+    """What making the rows of a work item takes, as characters to read."""
+    return _characters(layout, item) + ROW_CHARACTERS * _row_count(layout, item)
+
+
+def prompted(given: Input, options: RunOptions, empty: str = "") -> str:
+    """A text in its prompt; `empty` where there is none."""
+    return options.prefix + (given.text or empty) + options.suffix
+
+
+def texts_of(item: Work) -> list[str]:
+    """What a model that reads texts is given, a text for each row."""
+    query = [item.query.text or ""] if item.query else []
+    return [*query, *(prompted(given, item.options) for given in item.inputs)]
+
+
+def reached(texts: Sequence[str], rows: Sequence[Row]) -> list[str]:
+    """Each text as far as the tokens of its row reach, which is where its end was cut."""
+    return [
+        text if row.offsets is None or not row.truncated else text[: int(row.offsets.max(initial=0))]
+        for text, row in zip(texts, rows, strict=True)
+    ]
+
+
+def types_of(rows: Sequence[Row]) -> bytes:
+    """Token types of rows side by side, uint8; empty if no row has any."""
+    if all(row.types is None for row in rows):
+        return b""
+    return np.concatenate(
+        [np.zeros(len(row.ids), np.uint8) if row.types is None else row.types for row in rows]
+    ).tobytes()
+
+
+def offsets_of(rows: Sequence[Row]) -> bytes:
+    """Places of the tokens of rows side by side, int32; empty if the rows have none."""
+    found = [row.offsets for row in rows if row.offsets is not None]
+    return np.concatenate(found).tobytes() if found else b""
+
+
+class Part(NamedTuple):
+    """The rows of one work item that run, and the work they were made from: its inputs are those that run. `context`:
+    of its trace. `asker`: whose it is (`messages.WorkItem`).
+    """
+
+    rows: Sequence[Row]
+    work: Work
+    context: Context = NONE
+    asker: str = ""
+
+    def image_keys(self) -> bytes:
+        """Of each image of its rows: a digest of the asker and the pixels, zeros if nobody is known to have asked."""
+        images = [image for row in self.rows for image in row.images]
+        if not self.asker:
+            return bytes(IMAGE_KEY_BYTES * len(images))
+        own = (hashlib.blake2b(image.digest + self.asker.encode(), digest_size=IMAGE_KEY_BYTES) for image in images)
+        return b"".join(each.digest() for each in own)
+
+
+def to_batch(
+    name: str,
+    model: str,
+    operation: Operation,
+    layout: Layout,
+    parts: Sequence[Part],
+    *,
+    pooling: str = "",
+    lora: str = "",
+    context: Context = NONE,
+    fingerprint: str = "",
+) -> RunBatch:
+    """The frame of a batch of work items that share a forward pass, for the loaded copy of that fingerprint."""
+    rows: list[Row] = []
+    groups: list[Group] = []
+    texts: list[str] = []
+    mentions: list[tuple[Mention, ...]] = []
+    keys: list[bytes] = []
+    for part in parts:
+        options = _answered(part.work.options)
+        groups.append(Group(len(rows), len(rows) + len(part.rows), options, len(part.work.inputs), *part.context))
+        if layout in ("raw", "spans", "passages"):
+            texts += reached(texts_of(part.work), part.rows)
+        if layout == "raw":
+            mentions += [()] * (part.work.query is not None) + [given.mentions for given in part.work.inputs]
+        rows += part.rows
+        keys.append(part.image_keys())
+    files = tuple(row.document for row in rows)
+    lengths = np.array([len(row.ids) for row in rows], dtype=np.int32)
+    ids = b"" if layout == "raw" else np.concatenate([row.ids for row in rows]).tobytes()
+    given = [row.vectors for row in rows if row.vectors is not None]
+    seen = [(number, image) for number, row in enumerate(rows) for image in row.images]
+    heard = [(number, row.sound) for number, row in enumerate(rows) if row.sound is not None]
+    counts = (
+        np.array([-1 if row.vectors is None else row.vectors.rows for row in rows], np.int32).tobytes()
+        if given
+        else b""
+    )
+    return RunBatch(
+        name,
+        model,
+        operation,
+        lengths.tobytes(),
+        ids,
+        tuple(groups),
+        types_of(rows),
+        tuple(texts),
+        offsets_of(rows),
+        pooling,
+        lora,
+        context.traceparent,
+        counts,
+        b"".join(vectors.data for vectors in given),
+        fingerprint,
+        context.tracestate,
+        images=np.array(
+            [(number, image.height, image.width, *image.upright) for number, image in seen], np.int32
+        ).tobytes(),
+        pixels=b"".join(image.pixels for _, image in seen),
+        mentions=tuple(mentions) if any(mentions) else (),
+        sounds=np.array([(number, *sound.shape) for number, sound in heard], np.int32).tobytes(),
+        features=b"".join(sound.features for _, sound in heard),
+        documents=files if any(files) else (),
+        image_keys=b"".join(keys),
+    )
+
+
+def _answered(options: RunOptions) -> RunOptions:
+    """What the adapter needs of the options: the prompts are in the ids already, the variant is in the fingerprint."""
+    prompts = options.prefix or options.suffix or options.pieces or options.query_prefix or options.query_suffix
+    if not (prompts or options.variant):
+        return options
+    return msgspec.structs.replace(
+        options, prefix="", suffix="", pieces=(), query_prefix="", query_suffix="", variant=""
+    )
+
+
+def query_of(item: Work) -> str:
+    return (item.query.text or "") if item.query else ""
+
+
+def is_cut(piece: tuple[str, ...]) -> bool:
+    return "document" in piece[1::2]

@@ -1,0 +1,117 @@
+"""What a model's tokenizer answers by itself, without a batch: the tokens of texts, how many they are, and the text of
+ids. Pure.
+
+tokenize         text ──► ids, texts, places of all its tokens; nothing is cut
+tokenize, count  text or ids ──► how many tokens an encode would read of it, before it cuts
+decode           ids ──► text
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from tokenizers import Encoding
+
+from sie_contracts.errors import InvalidInput, SIEError
+from sie_contracts.messages import Failed, Input, Ok, Operation, Outcome, RunOptions
+from sie_sidecar.prepare.rows import MAX_CHARACTERS, Work, bad_token
+from sie_sidecar.prepare.tokens import ModelTokenizer
+
+OPERATIONS: tuple[Operation, ...] = ("tokenize", "decode")
+# Of one work item: a token that is told takes some 500 bytes here and 40 in the result.
+MAX_TOLD_CHARACTERS = 4 << 20
+
+
+def effort_of(item: Work) -> int:
+    """What answering takes, as characters to read."""
+    options = item.options
+    around = len(options.prefix) + len(options.suffix)
+    return sum(len(given.text or "") + len(given.tokens or ()) + around for given in item.inputs)
+
+
+def answer(tokenizer: ModelTokenizer, operation: Operation, item: Work) -> tuple[Outcome, ...]:
+    """One outcome per input. Raises InvalidInput for a work item that memory could not hold."""
+    options = item.options
+    made = _decoded if operation == "decode" else _counted if options.parameters.get("count") else _told
+    most = MAX_TOLD_CHARACTERS if made is _told else MAX_CHARACTERS
+    if (size := effort_of(item)) > most:
+        message = f"the inputs have {size} characters or ids with their prompts, at most {most} are tokenised together"
+        raise InvalidInput(message, reason="too_many_tokens", extras={"limit": most})
+    return tuple(
+        each if isinstance(each, Ok) else Failed(each.info()) for each in made(tokenizer, options, item.inputs)
+    )
+
+
+def _decoded(tokenizer: ModelTokenizer, options: RunOptions, inputs: Sequence[Input]) -> list[Ok | SIEError]:
+    skip = bool(options.parameters.get("skip_special_tokens", True))
+
+    def text(ids: Sequence[int]) -> Ok:
+        return Ok({}, len(ids), data={"text": tokenizer.decode(ids, skip_special=skip)})
+
+    return [_of_ids(tokenizer, given, text) for given in inputs]
+
+
+def _of_ids(tokenizer: ModelTokenizer, given: Input, made: Callable[[Sequence[int]], Ok]) -> Ok | SIEError:
+    if given.tokens is None:
+        return InvalidInput("expected token ids", reason="empty_item", param="tokens")
+    return bad_token(tokenizer, given.tokens) or made(given.tokens)
+
+
+def _counted(tokenizer: ModelTokenizer, options: RunOptions, inputs: Sequence[Input]) -> list[Ok | SIEError]:
+    special = len(tokenizer.first) + len(tokenizer.last)
+    texts = [
+        options.prefix + given.text + options.suffix
+        for given in inputs
+        if given.tokens is None and given.text is not None
+    ]
+    counts = (each.full for each in tokenizer.contents(texts, 0, "NONE"))
+    around = sum(map(len, tokenizer.around(options.prefix, options.suffix))) if len(texts) < len(inputs) else 0
+
+    def count(ids: Sequence[int]) -> Ok:
+        return Ok({}, special + around + len(tokenizer.content(ids)))
+
+    return [
+        Ok({}, special + next(counts))
+        if given.tokens is None and given.text is not None
+        else _of_ids(tokenizer, given, count)
+        for given in inputs
+    ]
+
+
+def _told(tokenizer: ModelTokenizer, options: RunOptions, inputs: Sequence[Input]) -> list[Ok | SIEError]:
+    texts = [options.prefix + given.text + options.suffix for given in inputs if given.text is not None]
+    encodings = iter(
+        zip(
+            texts, tokenizer.whole(texts, special=bool(options.parameters.get("add_special_tokens", True))), strict=True
+        )
+    )
+    return [
+        InvalidInput("expected a text", reason="empty_item", param="text")
+        if given.text is None
+        else _columns(*next(encodings))
+        for given in inputs
+    ]
+
+
+def _columns(text: str, encoding: Encoding) -> Ok:
+    """As the map that travels. The text of a token is what it was made from, that of a special one its name."""
+    data: dict[str, Any] = {"ids": encoding.ids, "texts": [], "special": [], "starts": [], "stops": []}
+    places = range(len(text) + 1) if text.isascii() else _byte_places(text)
+    for token, (start, stop), is_special in zip(
+        encoding.tokens, encoding.offsets, encoding.special_tokens_mask, strict=True
+    ):
+        data["texts"].append(token if is_special else text[start:stop])
+        data["special"].append(bool(is_special))
+        data["starts"].append(None if is_special else places[start])
+        data["stops"].append(None if is_special else places[stop])
+    return Ok({}, len(encoding.ids), data=data)
+
+
+def _byte_places(text: str) -> list[int]:
+    """The place in the UTF-8 of each code point, and of the end."""
+    points = np.frombuffer(text.encode("utf-32-le"), "<u4")
+    widths = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
+    return list(accumulate(widths.tolist(), initial=0))

@@ -1,0 +1,309 @@
+"""Texts become token ids: the Rust tokenizer, in threads, batched across requests. Truncation happens here and is
+reported.
+
+A tokenizer is immutable once made and releases the interpreter while it works, so all threads share one instance; the
+ids are cut afterwards, which costs less than an instance for each limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Encoding, Tokenizer
+
+from sie_contracts.messages import Truncate
+from sie_sidecar.prepare.long_text import FIRST_CHARACTERS_PER_TOKEN, SENTINEL, LongTexts
+
+Ids = NDArray[np.int32]
+T = TypeVar("T")
+# Up to 1.5 ms of tokenising, the longest that the loop may be held up by all that was gathered together. Below it a
+# thread answers later and holds the loop up as long (bench/results/tokens.md).
+INLINE_CHARACTERS = 4096
+THREAD_CHARACTERS = 65536  # of small work that goes to one thread together
+_MAX_CHARACTERS_PER_TOKEN = 64
+LONG_CHARACTERS = 4096  # texts up to this are never read in pieces
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Ids of one text, int32 [length]. `full` is the length before truncation.
+
+    Of a long text that END or START cut, `full` is only known to be more than the length: the rest is not read.
+    """
+
+    ids: Ids
+    full: int
+
+    @property
+    def truncated(self) -> bool:
+        return self.full > len(self.ids)
+
+
+@dataclass(frozen=True)
+class PairTemplate:
+    """The special tokens around two texts, and the token type of each part: before, left, between, right, after."""
+
+    first: Ids
+    middle: Ids
+    last: Ids
+    types: tuple[int, int, int, int, int]
+
+    @property
+    def special(self) -> int:
+        return len(self.first) + len(self.middle) + len(self.last)
+
+
+class ModelTokenizer:
+    """The tokenizer of one loaded model, from its serialised form. Texts of more than `long_characters` may be read in
+    pieces.
+
+    `first` and `last`: the special tokens around a text. `pair`: those around two. Raises ValueError where they cannot
+    be told.
+    """
+
+    def __init__(self, serialised: bytes, max_tokens: int, long_characters: int = LONG_CHARACTERS) -> None:
+        self.max_tokens = max_tokens
+        self._long_characters = long_characters
+        self._tokenizer = Tokenizer.from_buffer(serialised)
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._long = LongTexts(self._tokenizer)
+        self.first, self.last = _special(self._tokenizer)
+
+    @cached_property
+    def pair(self) -> PairTemplate:
+        """Of models that read two texts."""
+        return _pair(self._tokenizer)
+
+    def contents(self, texts: Sequence[str], room: int, truncate: Truncate) -> list[Tokens]:
+        """Ids of each text without special tokens, at most `room`. With NONE the caller must refuse what was cut.
+
+        A text many times longer than the room costs what is kept of it, with NONE all of it in bounded memory. See
+        `longtext`.
+        """
+        from_end = truncate == "START"
+        least = max(self._long_characters, 2 * room * FIRST_CHARACTERS_PER_TOKEN)
+        long = [text for text in texts if len(text) > least]
+        read = iter(self._long.read(long, room, from_end=from_end, count_all=truncate == "NONE") if long else ())
+        whole = iter(
+            self._tokenizer.encode_batch_fast([text for text in texts if len(text) <= least], add_special_tokens=False)
+        )
+        found = []
+        for text in texts:
+            if len(text) > least:
+                found.append(Tokens(*next(read)))
+            else:
+                ids = np.array(next(whole).ids, np.int32)
+                found.append(Tokens(cut(ids, room, truncate), len(ids)))
+        return found
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens there are; nearly always one more than the largest id."""
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def first_unknown(self, ids: Sequence[int]) -> int | None:
+        """The position of the first number that is the id of no token."""
+        known = self.vocabulary
+        if not ids or (min(ids) >= 0 and max(ids) < known):
+            return None
+        return next(
+            (place for place, each in enumerate(ids) if not 0 <= each < known and not self._is_token(each)), None
+        )
+
+    def _is_token(self, number: int) -> bool:
+        return 0 <= number < 1 << 32 and self._tokenizer.id_to_token(number) is not None
+
+    def content(self, ids: Sequence[int]) -> Ids:
+        """Ids that a client made of a text, known ones all, without the special tokens around them."""
+        found = np.array(ids, np.int32)
+        if len(self.first) and np.array_equal(found[: len(self.first)], self.first):
+            found = found[len(self.first) :]
+        if len(self.last) and np.array_equal(found[len(found) - len(self.last) :], self.last):
+            found = found[: len(found) - len(self.last)]
+        return found
+
+    def around(self, prefix: str, suffix: str) -> tuple[Ids, Ids]:
+        """Ids of a prompt around a text of which only the ids are known: as beside a word, where the word's own ids
+        stay as they are.
+        """
+        word, led, followed = (each.ids for each in self._plain([SENTINEL, prefix + SENTINEL, SENTINEL + suffix]))
+        before = led[: len(led) - len(word)] if led[len(led) - len(word) :] == word else self._plain([prefix])[0].ids
+        after = followed[len(word) :] if followed[: len(word)] == word else self._plain([suffix])[0].ids
+        return np.array(before, np.int32), np.array(after, np.int32)
+
+    def _plain(self, texts: list[str]) -> list[Encoding]:
+        return self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+
+    def whole(self, texts: Sequence[str], *, special: bool) -> list[Encoding]:
+        """All tokens of each text, with their places in code points; with those that stand around every text if
+        `special`.
+        """
+        return self._tokenizer.encode_batch(list(texts), add_special_tokens=special)
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
+        """The text of these ids, known ones all."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
+
+    def encode(self, texts: Sequence[str], truncate: Truncate, limit: int) -> list[Tokens]:
+        """As `contents`, special tokens included, at most `limit` (0: the model's own) but all special tokens."""
+        special = len(self.first) + len(self.last)
+        room = max(0, (min(limit, self.max_tokens) if limit else self.max_tokens) - special)
+        contents = self.contents(texts, room, truncate)
+        return [
+            Tokens(np.concatenate((self.first, content.ids, self.last)), content.full + special) for content in contents
+        ]
+
+    def spans(self, texts: Sequence[str], room: int, truncate: Truncate) -> list[tuple[Tokens, Ids]]:
+        """As `contents`, with the place of each token in its text: int32 [length, 2], code points."""
+        found = []
+        heads = [self._head(text, room) if truncate == "END" else text for text in texts]
+        for encoding in self._tokenizer.encode_batch(heads, add_special_tokens=False):
+            offsets = np.array(encoding.offsets, np.int32).reshape(-1, 2)
+            ids = np.array(encoding.ids, np.int32)
+            found.append((Tokens(cut(ids, room, truncate), len(ids)), cut(offsets, room, truncate)))
+        return found
+
+    def _head(self, text: str, room: int) -> str:
+        """As much of a long text as surely holds more than `room` tokens, cut where that changes none of them; else all
+        of it.
+        """
+        if len(text) <= max(self._long_characters, 2 * room * FIRST_CHARACTERS_PER_TOKEN):
+            return text
+        head = self._long.head(text, 2 * room * FIRST_CHARACTERS_PER_TOKEN)
+        return head if len(self._tokenizer.encode(head, add_special_tokens=False).ids) > room else text
+
+    def prefix_of(self, text: str, room: int) -> str:
+        """The text, or the part of it that its first `room` tokens cover."""
+        read = text[: room * _MAX_CHARACTERS_PER_TOKEN]
+        offsets = self._tokenizer.encode(read, add_special_tokens=False).offsets
+        return text[: offsets[room][0]] if len(offsets) > room else read
+
+
+def cut(ids: Ids, room: int, truncate: Truncate) -> Ids:
+    """The first, or with START the last, `room` of them."""
+    room = max(0, room)
+    return ids[max(0, len(ids) - room) :] if truncate == "START" else ids[:room]
+
+
+def _pair(tokenizer: Tokenizer) -> PairTemplate:
+    encoding = tokenizer.encode(SENTINEL, SENTINEL)
+    ids, sides = np.array(encoding.ids, np.int32), encoding.sequence_ids
+    left, right = ([place for place, of in enumerate(sides) if of == side] for side in (0, 1))
+    if not left or not right:
+        raise ValueError("the tokenizer has no template for a pair of texts")
+    bounds = (0, left[0], left[-1] + 1, right[0], right[-1] + 1, len(ids))
+    parts = [slice(*each) for each in pairwise(bounds)]
+    types = [max(encoding.type_ids[part], default=0) for part in parts]
+    return PairTemplate(ids[parts[0]], ids[parts[2]], ids[parts[4]], (types[0], types[1], types[2], types[3], types[4]))
+
+
+def _special(tokenizer: Tokenizer) -> tuple[Ids, Ids]:
+    """The special tokens before and after every text, int32. Raises ValueError where they cannot be told."""
+    encoding = tokenizer.encode(SENTINEL)
+    content = [place for place, special in enumerate(encoding.special_tokens_mask) if not special]
+    if not content:
+        raise ValueError(f"the tokenizer makes nothing of {SENTINEL!r}")
+    ids = np.array(encoding.ids, np.int32)
+    return ids[: content[0]], ids[content[-1] + 1 :]
+
+
+class _Part(NamedTuple):
+    """Work that goes to a thread together with other work, and who waits for it."""
+
+    characters: int
+    work: Callable[[], Any]
+    done: asyncio.Future[Any]
+
+
+class TokenizerPool:
+    """The threads that tokenise, shared by all models. `run` belongs to one event loop.
+
+    Small work that is asked for in one turn of the loop goes to a thread together: the hop to a thread and back costs
+    as much as reading 500 characters, and threads with little work each hold each other and the loop up by the
+    interpreter's lock.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._executor = ThreadPoolExecutor(workers, thread_name_prefix="tokenise")
+        self._parts: list[_Part] = []
+
+    async def run(self, characters: int, work: Callable[[], T], together: int = 0) -> T:
+        """`work`, which reads so many characters: in a thread, unless it and all that was gathered with it, `together`,
+        read so few that a thread would cost more.
+        """
+        if max(characters, together) <= INLINE_CHARACTERS:
+            return work()
+        loop = asyncio.get_running_loop()
+        part = _Part(characters, work, loop.create_future())
+        self._parts.append(part)
+        if len(self._parts) == 1:
+            loop.call_soon(self._send, loop)
+        result: T = await part.done
+        return result
+
+    def _send(self, loop: asyncio.AbstractEventLoop) -> None:
+        parts, self._parts = self._parts, []
+        for some in _in_threads(parts):
+            try:
+                running = loop.run_in_executor(self._executor, _run_all, some)
+            except RuntimeError as error:  # closed
+                _hand_out(some, [error] * len(some))
+            else:
+                running.add_done_callback(functools.partial(_on_run, some))
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _in_threads(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
+    """Which parts share a thread: small ones next to each other, up to THREAD_CHARACTERS."""
+    some: list[_Part] = []
+    for part in parts:
+        if part.characters > INLINE_CHARACTERS:
+            yield [part]
+            continue
+        if some and sum(each.characters for each in some) + part.characters > THREAD_CHARACTERS:
+            yield some
+            some = []
+        some.append(part)
+    if some:
+        yield some
+
+
+def _run_all(parts: Sequence[_Part]) -> list[Any]:
+    """What each of them returns, or the exception that it raises."""
+    found: list[Any] = []
+    for part in parts:
+        try:
+            found.append(part.work())
+        except Exception as error:  # noqa: BLE001  it is raised where this part is awaited
+            found.append(error)
+    return found
+
+
+def _on_run(parts: Sequence[_Part], running: asyncio.Future[list[Any]]) -> None:
+    if running.cancelled():
+        for part in parts:
+            part.done.cancel()
+    else:
+        _hand_out(parts, running.result())
+
+
+def _hand_out(parts: Sequence[_Part], found: Sequence[Any]) -> None:
+    for part, each in zip(parts, found, strict=True):
+        if part.done.done():  # nobody waits for it any more
+            continue
+        if isinstance(each, Exception):
+            part.done.set_exception(each)
+        else:
+            part.done.set_result(each)

@@ -1,0 +1,96 @@
+"""What a trace shows of work at the worker: the work item with its stages, below its request, and the batch that it ran
+in.
+
+A batch is below the first work item in it that is traced, and linked to all of them. The adapter tells of a batch what
+the device did, of each work item `inference` and `postprocess`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from sie_broker import Delivery
+from sie_contracts.errors import SIEError
+from sie_contracts.messages import BatchNote, Failed, Outcome, Stages, WorkItem
+from sie_contracts.trace_context import NONE, Context
+
+if TYPE_CHECKING:
+    from sie_runtime.spans import Span, Tracer
+    from sie_sidecar.device.in_flight import InFlight
+
+# the spans of a work item in their order, with the stage of a reply's timing that each counts for
+_PARTS = (
+    ("fetch", "queue"),
+    ("load", "queue"),
+    ("preprocess", "preprocess"),
+    ("batch_wait", "batch_wait"),
+    ("device_wait", "queue"),
+)
+
+
+def of_work(tracer: Tracer | None, delivery: Delivery, item: WorkItem) -> Span | None:
+    """A span from its delivery on; None where nothing traces here, or nobody said for whom the work is."""
+    if tracer is None or not item.traceparent:
+        return None
+    own: dict[str, str | int] = {
+        "sie.request_id": item.request,
+        "sie.chunk": item.chunk,
+        "sie.model": item.model,
+        "sie.operation": item.operation,
+        "sie.delivery": delivery.delivered,
+        "messaging.system": "nats",
+    }
+    return tracer.begin("work", Context(item.traceparent, item.tracestate), kind="consumer", attributes=own)
+
+
+@contextlib.contextmanager
+def batch(tracer: Tracer | None, jobs: Sequence[InFlight]) -> Iterator[Span | None]:
+    """A span for the batch of these, from here to its answer or its failure; None where none of them is traced."""
+    traced = [flight.span for flight in jobs if flight.span is not None and flight.span.is_recording]
+    if tracer is None or not traced:
+        yield None
+        return
+    span = tracer.begin("batch", traced[0].context, links=traced)
+    try:
+        yield span
+    except BaseException as error:
+        span.fail(error.code if isinstance(error, SIEError) else type(error).__name__)
+        raise
+    finally:
+        span.end()
+
+
+def sealed(span: Span, note: BatchNote, model: str) -> None:
+    """What is known of a batch when it leaves for the adapter."""
+    told = {"items": note.items, "chunks": note.chunks, "tokens": note.tokens}
+    span.set({"sie.batch": note.id, "sie.model": model, **{f"sie.batch.{name}": value for name, value in told.items()}})
+
+
+def context_of(flight: InFlight) -> Context:
+    """What the adapter tells of this work item is told below it; nothing where it is not sampled."""
+    return flight.span.context if flight.span is not None and flight.span.is_recording else NONE
+
+
+def settled(flight: InFlight, stages: Stages, outcomes: Sequence[Outcome], batch: str) -> None:
+    """Its outcome is known, and its stages are."""
+    span = flight.span
+    if span is None:
+        return
+    if span.is_recording:
+        told = msgspec.structs.asdict(stages)
+        at_ns = span.ns_before(stages.worker_ms / 1000)
+        for name, stage in _PARTS:
+            if told[f"{name}_ms"] > 0:
+                at_ns = span.part(name, at_ns, told[f"{name}_ms"], stage=stage)
+        span.set({f"sie.{name}": value for name, value in told.items()})
+        if batch:
+            span.set({"sie.batch": batch})
+        if (first := next(iter(outcomes), None)) is not None and all(
+            isinstance(outcome, Failed) for outcome in outcomes
+        ):
+            span.fail(first.error.code if isinstance(first, Failed) else "")
+    span.end()
