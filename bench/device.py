@@ -40,8 +40,8 @@ from sentence_transformers import SentenceTransformer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModel, BertConfig, PreTrainedConfig, PreTrainedTokenizerFast, XLMRobertaConfig
 
-from sie_adapter.engine import Engine, prepare_process
-from sie_adapter.lanes import Job
+from sie_adapter.engine.device_threads import Job
+from sie_adapter.engine.engine import Engine, prepare_process
 from sie_contracts.entries import ModelEntry, Weights
 from sie_contracts.ipc import BatchDone, Group, Reply, RunBatch
 from sie_contracts.settings import Settings

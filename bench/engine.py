@@ -113,8 +113,8 @@ Run = Callable[[Sequence[np.ndarray], Sequence[str]], "np.ndarray | None"]
 def engine(precision: str, attention: str = "auto", name: str | None = None) -> Run:
     import yaml
 
-    from sie_adapter.engine import Engine, prepare_process
-    from sie_adapter.lanes import Job
+    from sie_adapter.engine.device_threads import Job
+    from sie_adapter.engine.engine import Engine, prepare_process
     from sie_contracts.catalogue import packaged_folder
     from sie_contracts.entries import parse_entry
     from sie_contracts.ipc import BatchDone, Group, Refused, Reply, RunBatch
@@ -157,10 +157,10 @@ def floor(precision: str) -> Run:
     from torch import nn
     from transformers import AutoConfig
 
-    from sie_adapter import attention
-    from sie_adapter.engine import prepare_process
-    from sie_adapter.linear import block_linears
-    from sie_adapter.packing import Items, Positions, pack
+    from sie_adapter.engine.engine import prepare_process
+    from sie_adapter.packed import attention
+    from sie_adapter.packed.linear import block_linears
+    from sie_adapter.packed.packing import Items, Positions, pack
 
     prepare_process()
     attention.register()
@@ -296,11 +296,11 @@ def padding(rounds: int) -> None:
     import torch
     from transformers import MPNetConfig, MPNetModel
 
-    from sie_adapter.attention_backend import attention_facts, resolve_attention
-    from sie_adapter.backbone import Backbone, evenly_long
-    from sie_adapter.device import Compute
-    from sie_adapter.engine import prepare_process
-    from sie_adapter.packing import Items
+    from sie_adapter.engine.device import Compute
+    from sie_adapter.engine.engine import prepare_process
+    from sie_adapter.packed.attention_backend import attention_facts, resolve_attention
+    from sie_adapter.packed.backbone import Backbone, evenly_long
+    from sie_adapter.packed.packing import Items
 
     prepare_process()
     config = MPNetConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)

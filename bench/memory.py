@@ -26,9 +26,9 @@ import torch
 from matplotlib.figure import Figure
 from report import Report, machine
 
-from sie_adapter.engine import Engine, prepare_process
-from sie_adapter.graph import GROUP_TOKENS, filled_length
-from sie_adapter.lanes import Job
+from sie_adapter.engine.device_threads import Job
+from sie_adapter.engine.engine import Engine, prepare_process
+from sie_adapter.engine.graph import GROUP_TOKENS, filled_length
 from sie_contracts.entries import LoadOptions, ModelEntry, RunDefaults, Weights
 from sie_contracts.ipc import BatchDone, Group, Reply, RunBatch
 from sie_contracts.settings import Settings

@@ -39,8 +39,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from client import closed_loop, connect, request
 from words import WORDS
 
-from sie_adapter.engine import Engine, prepare_process
-from sie_adapter.lanes import Job
+from sie_adapter.engine.device_threads import Job
+from sie_adapter.engine.engine import Engine, prepare_process
 from sie_cli.ports import free_port
 from sie_contracts import ipc
 from sie_contracts.settings import load

@@ -57,7 +57,7 @@ def forward() -> Callable[[], Any]:
 def transforms(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     import torch
 
-    from sie_adapter import answers
+    from sie_adapter.engine import answers
     from sie_contracts.messages import RunOptions
     from sie_contracts.muvera import Muvera
 
@@ -138,7 +138,7 @@ def transforms(options: argparse.Namespace, say: Callable[[str], None]) -> None:
 def engine_of(models: list[str], lanes: int) -> tuple[Any, Any]:
     import yaml
 
-    from sie_adapter.engine import Engine, prepare_process
+    from sie_adapter.engine.engine import Engine, prepare_process
     from sie_contracts.catalogue import packaged_folder
     from sie_contracts.entries import parse_entry
     from sie_contracts.settings import Settings
@@ -153,7 +153,7 @@ def engine_of(models: list[str], lanes: int) -> tuple[Any, Any]:
 
 def serve(models: list[str], pipe: Any) -> None:
     """Run as many batches of each model as asked for, in turn; say how much memory is this process's own."""
-    from sie_adapter.lanes import Job
+    from sie_adapter.engine.device_threads import Job
     from sie_contracts.ipc import Group, RunBatch
 
     made, _ = engine_of(models, CORES)
@@ -265,8 +265,9 @@ def of_width() -> dict[str, Callable[[], Any]]:
 def lengths(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     import torch
 
-    from sie_adapter import attention_backend, device
-    from sie_adapter.backbone import Backbone
+    from sie_adapter.engine import device
+    from sie_adapter.packed import attention_backend
+    from sie_adapter.packed.backbone import Backbone
     from sie_contracts.costs import text_cost
 
     torch.set_num_threads(1)

@@ -29,7 +29,7 @@ from parity.toys import image
 from PIL import Image
 from report import Report, machine
 
-from sie_adapter.engine import Engine, prepare_process
+from sie_adapter.engine.engine import Engine, prepare_process
 from sie_contracts.entries import parse_entry
 from sie_contracts.settings import Settings
 from sie_sidecar.prepare.tokens import ModelTokenizer

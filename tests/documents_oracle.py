@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from sie_adapter import certificate
-from sie_adapter.loading import Loader
-from sie_adapter.raw import run_raw
+from sie_adapter.engine.raw import run_raw
+from sie_adapter.loading import certificate
+from sie_adapter.loading.loading import Loader
 from sie_contracts.catalogue import Catalogue, packaged_folder
 from sie_contracts.documents import Document
 from sie_contracts.ipc import Group, RunBatch

@@ -1,4 +1,4 @@
-"""A process that parses documents as sie_adapter.parser_worker does, for tests: what it does with one is said in it."""
+"""A process that parses documents as sie_adapter.documents.parser_worker does, for tests: what it does with one is said in it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import signal
 import time
 from pathlib import Path
 
-from sie_adapter import parser_worker
-from sie_adapter.parser_frames import Parsed, ParseJob
+from sie_adapter.documents import parser_worker
+from sie_adapter.documents.parser_frames import Parsed, ParseJob
 from sie_contracts.media import fault
 
 

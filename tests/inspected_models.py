@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import yaml
 
-from sie_adapter.engine import Engine
-from sie_adapter.inspection import Inspection, inspect
-from sie_adapter.lanes import Job
+from sie_adapter.engine.device_threads import Job
+from sie_adapter.engine.engine import Engine
+from sie_adapter.loading.inspection import Inspection, inspect
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.ipc import BatchDone

@@ -20,7 +20,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
-from sie_adapter import dependencies, forkserver, spans
+from sie_adapter import forkserver
+from sie_adapter.engine import spans
+from sie_adapter.loading import dependencies
 from sie_contracts.settings import Settings
 from sie_contracts.trust import Allowed
 from sie_runtime import tracing
@@ -77,7 +79,7 @@ def _import() -> None:
 
     import sie_adapter.families.text_encoder
     import sie_adapter.server  # noqa: F401  imported so that no child has to
-    from sie_adapter import engine
+    from sie_adapter.engine import engine
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -103,8 +105,7 @@ def _name_temporary_folder() -> None:
 
 def _learning(settings: Settings) -> Callable[[], None]:
     """Learn of the passes that the process before did not survive. Returns what does so for each one to come."""
-    from sie_adapter.frontier import Frontier
-    from sie_adapter.passes import Passes, PostMortem
+    from sie_adapter.memory.batch_limits import Frontier, Passes, PostMortem
 
     post_mortem = PostMortem(Passes.of(settings), functools.partial(Frontier.of, settings))
     post_mortem.learn()
@@ -112,13 +113,13 @@ def _learning(settings: Settings) -> Callable[[], None]:
 
 
 def _require_device(name: str) -> None:
-    from sie_adapter import device
+    from sie_adapter.engine import device
 
     device.require(name)
 
 
 def _serve(path: Path, listener: socket.socket, settings: Settings, wake: socket.socket, waker: socket.socket) -> None:
-    from sie_adapter.engine import Engine
+    from sie_adapter.engine.engine import Engine
     from sie_adapter.server import Server
     from sie_store import disk
 

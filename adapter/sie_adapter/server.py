@@ -20,9 +20,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sie_adapter.engine import Engine
-from sie_adapter.lanes import Job, timed
-from sie_adapter.residency import Permission
+from sie_adapter.engine.device_threads import Job, timed
+from sie_adapter.engine.engine import Engine
+from sie_adapter.memory.residency import Permission
 from sie_contracts import ipc
 from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import InternalFailure, ModelLoadFailed, SIEError

@@ -151,13 +151,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             needs_labels=True,
         ),
         "document-reader": Family(
-            implementation="sie_adapter.families.document_reader:DocumentReader",
+            implementation="sie_adapter.readers.document_reader:DocumentReader",
             parameters=frozenset({"task", "max_new_tokens"}),
             transformers_class="VisionEncoderDecoderModel",
             ignores_text_beside_images=True,
         ),
         "sound-reader": Family(
-            implementation="sie_adapter.families.sound_reader:SoundReader",
+            implementation="sie_adapter.readers.sound_reader:SoundReader",
             parameters=frozenset({"task", "language", "max_new_tokens"}),
             transformers_class="WhisperForConditionalGeneration",
             ignores_text_beside_images=True,
@@ -170,7 +170,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             needs_labels=True,
         ),
         "docling": Family(
-            implementation="sie_adapter.families.docling:DoclingModel",
+            implementation="sie_adapter.documents.docling:DoclingModel",
             parameters=frozenset({"ocr"}),
             ignores_text_beside_images=True,
             extra="documents",

@@ -30,7 +30,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 from unit.adapter import toys
 
-from sie_adapter.precision import bfloat16_lacks
+from sie_adapter.loading.precision import bfloat16_lacks
 from sie_contracts import ipc
 from sie_contracts.errors import ErrorInfo
 from sie_contracts.messages import Failed, Ok, RunOptions

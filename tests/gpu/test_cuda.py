@@ -21,10 +21,10 @@ from parity.heads_checkpoints import texts
 from unit.adapter import toys
 from unit.adapter.states import LENGTHS, states_one_by_one, states_packed
 
-from sie_adapter.attention_backend import attention_facts, resolve_attention
-from sie_adapter.device import Compute
-from sie_adapter.engine import Engine
+from sie_adapter.engine.device import Compute
+from sie_adapter.engine.engine import Engine
 from sie_adapter.families.text_encoder import TextEncoder
+from sie_adapter.packed.attention_backend import attention_facts, resolve_attention
 from sie_contracts.entries import LoadOptions, Precision
 from sie_contracts.settings import Settings
 

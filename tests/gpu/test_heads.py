@@ -31,13 +31,13 @@ from transformers import (
     BertForMaskedLM,
 )
 
-from sie_adapter.engine import Engine
+from sie_adapter.engine.engine import Engine
 from sie_adapter.heads import Head, States
 from sie_adapter.heads.multivector import MultivectorHead
 from sie_adapter.heads.pooling import POOLINGS, DenseHead
 from sie_adapter.heads.sparse import MaskedLanguageHead, TokenWeightHead
 from sie_adapter.heads.transformers_head import TransformersHead
-from sie_adapter.packing import Items, Positions, pack
+from sie_adapter.packed.packing import Items, Positions, pack
 from sie_contracts.muvera import Muvera
 from sie_contracts.settings import Settings
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sie_adapter.attention import FAR, Kernel, layout_of
-from sie_adapter.packing import Items, Packed, Positions, pack
+from sie_adapter.packed.attention import FAR, Kernel, layout_of
+from sie_adapter.packed.packing import Items, Packed, Positions, pack
 
 CUDA = torch.device("cuda")
 LENGTHS = (300, 1, 2, 7, 7, 16, 17, 63, 64, 65, 129, 7)

@@ -15,8 +15,8 @@ import torch
 from unit.adapter import toys
 from unit.adapter.allocation_failures import adversarial
 
-from sie_adapter.engine import Engine
-from sie_adapter.frontier import Frontier
+from sie_adapter.engine.engine import Engine
+from sie_adapter.memory.batch_limits import Frontier
 from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.ipc import BatchDone, Group, RunBatch
 from sie_contracts.messages import Ok

@@ -17,8 +17,8 @@ from parity.reference import Reference
 from parity.score_checkpoints import ScoringEngine, scoring_engine
 from parity.table import ParityTable
 
-from sie_adapter import loading
-from sie_adapter.engine import Engine
+from sie_adapter.engine.engine import Engine
+from sie_adapter.loading import loading
 from sie_contracts.entries import Precision
 from sie_contracts.settings import Settings
 from sie_runtime.feed import packaged_catalogue

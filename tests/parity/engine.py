@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sie_adapter.engine import Engine
+from sie_adapter.engine.device_threads import Job, Lanes
+from sie_adapter.engine.engine import Engine
 from sie_adapter.families.text_encoder import TextEncoder
-from sie_adapter.lanes import Job, Lanes
-from sie_adapter.residency import Resident
+from sie_adapter.memory.residency import Resident
 from sie_contracts.entries import Engine as EngineName
 from sie_contracts.entries import Precision, parse_entry
 from sie_contracts.ipc import BatchDone, Group, Reply, RunBatch

@@ -23,8 +23,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from torch import Tensor
 from transformers import DebertaV2Config, DebertaV2Model, PreTrainedTokenizerFast
 
-from sie_adapter.attention_backend import AttentionFacts
-from sie_adapter.device import Compute
+from sie_adapter.engine.device import Compute
+from sie_adapter.packed.attention_backend import AttentionFacts
 from sie_contracts.entries import ModelEntry, parse_entry
 
 GlinerKind = Literal["span", "token", "bi", "bi-token"]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from parity.engine import force_padded
 from parity.table import Agreement, ParityTable, path_of
 
-from sie_adapter.engine import Engine
+from sie_adapter.engine.engine import Engine
 from sie_adapter.families.text_encoder import TextEncoder
 from sie_contracts.entries import parse_entry
 from sie_contracts.ipc import BatchDone, Group, RunBatch

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from parity.toys import png, seen
 from PIL import Image
 
-from sie_adapter.engine import Engine
+from sie_adapter.engine.engine import Engine
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import InvalidInput

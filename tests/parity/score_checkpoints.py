@@ -28,8 +28,8 @@ from scipy.stats import kendalltau
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from sie_adapter.engine import Engine
-from sie_adapter.residency import Resident
+from sie_adapter.engine.engine import Engine
+from sie_adapter.memory.residency import Resident
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.ipc import BatchDone, Rows

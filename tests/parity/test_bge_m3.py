@@ -19,8 +19,8 @@ from parity.table import Agreement, ParityTable, Scores
 from sentence_transformers import SentenceTransformer
 from transformers import AutoTokenizer
 
-from sie_adapter.backbone import Backbone
-from sie_adapter.inspection import inspect
+from sie_adapter.loading.inspection import inspect
+from sie_adapter.packed.backbone import Backbone
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.messages import RunOptions
 from sie_contracts.options import SCORE_MODES

@@ -20,9 +20,9 @@ from parity.table import Agreement, ParityTable
 from parity.toys import image, png
 from selection import long_but
 
-from sie_adapter.engine import Engine
+from sie_adapter.engine.engine import Engine
 from sie_adapter.families.qwen_vl import axes_of
-from sie_adapter.packing import Packed
+from sie_adapter.packed.packing import Packed
 from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import InternalFailure, ModelLoadFailed
 from sie_contracts.messages import Input

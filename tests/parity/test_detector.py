@@ -29,10 +29,10 @@ from transformers import (
     Owlv2Processor,
 )
 
-from sie_adapter.engine import Engine
+from sie_adapter.engine.engine import Engine
 from sie_adapter.families import owlv2
 from sie_adapter.families.detector import Detector
-from sie_adapter.packing import Shown
+from sie_adapter.packed.packing import Shown
 from sie_client import draw
 from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ErrorInfo, ModelLoadFailed

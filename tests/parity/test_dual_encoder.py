@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from selection import long_but
 from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
-from sie_adapter.engine import Engine
+from sie_adapter.engine.engine import Engine
 from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.ipc import BatchDone

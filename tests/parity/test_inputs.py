@@ -21,7 +21,7 @@ from parity.score_checkpoints import ragged_documents
 from selection import long_but
 from transformers import AutoModel, AutoTokenizer
 
-from sie_adapter.engine import Engine
+from sie_adapter.engine.engine import Engine
 from sie_adapter.families.text_encoder import TextEncoder
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.entries import ModelEntry, parse_entry

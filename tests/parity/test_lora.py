@@ -28,9 +28,9 @@ from safetensors.torch import load_file, save_file
 from selection import long_but
 from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel
 
-from sie_adapter.engine import Engine
-from sie_adapter.lanes import Job, Lanes
-from sie_adapter.linear import BlockedLinear
+from sie_adapter.engine.device_threads import Job, Lanes
+from sie_adapter.engine.engine import Engine
+from sie_adapter.packed.linear import BlockedLinear
 from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ErrorInfo, LoraLoadFailed
 from sie_contracts.ipc import BatchDone, Refused, Reply, RunBatch

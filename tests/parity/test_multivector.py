@@ -25,7 +25,7 @@ from sentence_transformers import MultiVectorEncoder
 
 from sie_adapter.heads import States
 from sie_adapter.heads.multivector import MultivectorHead
-from sie_adapter.packing import Items, Positions, pack
+from sie_adapter.packed.packing import Items, Positions, pack
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.messages import RunOptions
 

@@ -19,7 +19,7 @@ from parity.toys import image, png
 from PIL import Image
 from selection import long_but
 
-from sie_adapter.engine import Engine
+from sie_adapter.engine.engine import Engine
 from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.messages import Input

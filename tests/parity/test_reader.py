@@ -23,13 +23,13 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from selection import long_but
 
-from sie_adapter.engine import Engine
-from sie_adapter.families import florence2
-from sie_adapter.families.document_reader import DocumentReader
+from sie_adapter.engine.engine import Engine
 from sie_adapter.families.extraction import ExtractOptions
-from sie_adapter.image_folders import described_by_image_model
-from sie_adapter.packing import Shown
-from sie_adapter.reading import Written, _Call, _Loop, _Row
+from sie_adapter.loading.image_folders import described_by_image_model
+from sie_adapter.packed.packing import Shown
+from sie_adapter.readers import florence2
+from sie_adapter.readers.document_reader import DocumentReader
+from sie_adapter.readers.reading import Written, _Call, _Loop, _Row
 from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import InvalidInput, ModelLoadFailed
 from sie_contracts.messages import RunOptions

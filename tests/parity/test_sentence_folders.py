@@ -33,8 +33,8 @@ from sentence_transformers.sparse_encoder.modules import SpladePooling
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from sie_adapter.engine import Engine
-from sie_adapter.modules import FIELDS
+from sie_adapter.engine.engine import Engine
+from sie_adapter.loading.modules import FIELDS
 from sie_contracts.errors import ModelLoadFailed, ValidationFailed
 from sie_contracts.settings import Settings
 from sie_store.folder_files import TRANSFORMER_FILES

@@ -16,7 +16,7 @@ from parity.page_engine import Load, Vectors, at_once, pairs
 from parity.table import Agreement, ParityTable
 from sound_files import encoded, tone
 
-from sie_adapter.engine import Engine
+from sie_adapter.engine.engine import Engine
 from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed
 

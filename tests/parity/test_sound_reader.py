@@ -22,9 +22,9 @@ from parity.table import ParityTable, Texts
 from selection import long_but
 from sound_files import encoded, tone
 
-from sie_adapter.engine import Engine
+from sie_adapter.engine.engine import Engine
 from sie_adapter.families.extraction import ExtractOptions
-from sie_adapter.reading import _Call, _Loop, _Row
+from sie_adapter.readers.reading import _Call, _Loop, _Row
 from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import InvalidInput, ModelLoadFailed
 from sie_sidecar.prepare import sounds
@@ -279,7 +279,7 @@ def test_half_the_bits_are_as_near_as_the_librarys(
     """Texts differ in bfloat16, also those of the library. The scores of their first tokens are at most 1.5 times as
     far from those in float32 as the library's own.
     """
-    from sie_adapter.families.sound_reader import SoundReader
+    from sie_adapter.readers.sound_reader import SoundReader
 
     writing, kind = load("published"), KINDS["published"]
     entry = entry_of("half", writing.folder)

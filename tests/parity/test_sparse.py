@@ -27,8 +27,8 @@ from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
 from sie_adapter.heads import States
 from sie_adapter.heads.sparse import MaskedLanguageHead, TokenWeightHead
 from sie_adapter.heads.transformers_head import TransformersHead
-from sie_adapter.packing import Items, Packed, Positions, pack
-from sie_adapter.precision import bfloat16_lacks
+from sie_adapter.loading.precision import bfloat16_lacks
+from sie_adapter.packed.packing import Items, Packed, Positions, pack
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.messages import RunOptions
 

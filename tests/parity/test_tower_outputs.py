@@ -19,8 +19,8 @@ from parity.qwen_checkpoints import MAX_3, MIN_3
 from parity.toys import image, png, prepared
 from selection import long_but
 
-from sie_adapter.engine import Engine
-from sie_adapter.packing import Shown
+from sie_adapter.engine.engine import Engine
+from sie_adapter.packed.packing import Shown
 from sie_contracts.entries import parse_entry
 from sie_contracts.settings import Settings
 from sie_sidecar.prepare.tokens import ModelTokenizer

@@ -17,7 +17,7 @@ from parity.table import Agreement, ParityTable
 from parity.toys import image, png, seen
 from transformers import AutoProcessor, ColPaliForRetrieval
 
-from sie_adapter.engine import Engine
+from sie_adapter.engine.engine import Engine
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed

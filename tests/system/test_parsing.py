@@ -101,7 +101,7 @@ def parsing(cluster: Cluster) -> list[psutil.Process]:
     found = []
     for each in psutil.Process(cluster.process.pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # or dead, and not yet waited for
-            if "sie_adapter.parser_worker" in each.cmdline():
+            if "sie_adapter.documents.parser_worker" in each.cmdline():
                 found.append(each)
     return found
 

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from oracle import ragged_texts
 from parity.heads_checkpoints import M3_WIDTH
 
-from sie_adapter.precision import bfloat16_lacks
+from sie_adapter.loading.precision import bfloat16_lacks
 from sie_client import SIEAsyncClient, SIEClient
 from sie_contracts import arrays
 from sie_contracts.muvera import Muvera

@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from sie_adapter.loading import Loader, family_of
+from sie_adapter.loading.loading import Loader, family_of
 from sie_contracts.catalogue import Catalogue, packaged_folder
 from sie_contracts.entries import ModelEntry, parse_entry, widths
 from sie_contracts.errors import InvalidInput, ModelLoadFailed, ValidationFailed

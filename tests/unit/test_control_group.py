@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sie_adapter import device
+from sie_adapter.engine import device
 from sie_runtime import control_group
 from sie_runtime.control_group import Memory
 

@@ -20,8 +20,8 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from unit.test_inspection import SETTINGS, run
 
-from sie_adapter.engine import Engine
-from sie_adapter.loading import Loader
+from sie_adapter.engine.engine import Engine
+from sie_adapter.loading.loading import Loader
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from sie_adapter.engine.raw import run_raw
 from sie_adapter.families.extraction import ExtractOptions
-from sie_adapter.raw import run_raw
 from sie_contracts import documents
 from sie_contracts.documents import Document, DocumentLimits
 from sie_contracts.entries import ModelEntry, Weights

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from sie_adapter.packing import MalformedBatch, images, items
+from sie_adapter.packed.packing import MalformedBatch, images, items
 from sie_contracts.errors import InvalidInput
 from sie_contracts.images import ImageTokens, Recipe, Size
 from sie_contracts.ipc import Rows

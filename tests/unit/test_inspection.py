@@ -37,8 +37,8 @@ from transformers import (
     pipeline,
 )
 
-from sie_adapter.engine import Engine
-from sie_adapter.inspection import inspect
+from sie_adapter.engine.engine import Engine
+from sie_adapter.loading.inspection import inspect
 from sie_cli.main import main
 from sie_cli.models.inspect import answers
 from sie_contracts.entries import ModelEntry, parse_entry

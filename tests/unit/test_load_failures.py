@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from selection import long_but
 from unit.adapter import toys
 
-from sie_adapter.engine import Engine
+from sie_adapter.engine.engine import Engine
 from sie_adapter.server import Server
 from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.settings import Settings

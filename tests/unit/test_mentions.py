@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sie_adapter.raw import extract_options
+from sie_adapter.engine.raw import extract_options
 from sie_contracts.errors import InvalidInput
 from sie_contracts.ipc import Group, RunBatch
 from sie_contracts.messages import Input, Mention, RunOptions

@@ -21,7 +21,7 @@ from config_api import anything
 from inprocess import settings_of
 from overlays import wanted_models
 
-from sie_adapter import dependencies
+from sie_adapter.loading import dependencies
 from sie_broker.memory import MemoryServer
 from sie_cli.cluster import Cluster
 from sie_cli.main import main

@@ -13,9 +13,9 @@ import pytest
 from direct import ENTRY, Direct, is_right, reasons
 from inprocess import InProcess, Source, until
 
-from sie_adapter.device import Memory
-from sie_adapter.engines import TORCH
-from sie_adapter.residency import DeviceMemory, Residency
+from sie_adapter.engine.device import Memory
+from sie_adapter.engine.engines import TORCH
+from sie_adapter.memory.residency import DeviceMemory, Residency
 from sie_contracts.entries import RunDefaults
 from sie_contracts.errors import ModelLoading
 from sie_gateway.inference import handler

@@ -22,8 +22,8 @@ from selection import long_but
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
-from sie_adapter.inspection import inspect
-from sie_adapter.loading import Loader
+from sie_adapter.loading.inspection import inspect
+from sie_adapter.loading.loading import Loader
 from sie_cli.main import main
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.entries import ModelEntry, parse_entry

@@ -26,15 +26,15 @@ from object_stores import Place
 from safetensors.torch import save_file
 from unit.adapter import toys
 
-from sie_adapter import graph
-from sie_adapter.attention_backend import AttentionFacts, resolve_attention
-from sie_adapter.device import Memory
-from sie_adapter.engine import Engine
-from sie_adapter.engines import TORCH
-from sie_adapter.instrumentation import MAX_BATCHES, Instrumentation
-from sie_adapter.lanes import Job, Lanes
-from sie_adapter.precision import bfloat16_lacks, resolve_precision
-from sie_adapter.residency import DeviceMemory, Permission, Residency
+from sie_adapter.engine import graph
+from sie_adapter.engine.device import Memory
+from sie_adapter.engine.device_threads import Job, Lanes
+from sie_adapter.engine.engine import Engine
+from sie_adapter.engine.engines import TORCH
+from sie_adapter.engine.instrumentation import MAX_BATCHES, Instrumentation
+from sie_adapter.loading.precision import bfloat16_lacks, resolve_precision
+from sie_adapter.memory.residency import DeviceMemory, Permission, Residency
+from sie_adapter.packed.attention_backend import AttentionFacts, resolve_attention
 from sie_adapter.server import Server
 from sie_contracts import ipc
 from sie_contracts.device_reports import RanBatch

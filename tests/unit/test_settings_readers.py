@@ -220,15 +220,15 @@ READS_ENVIRON = {
     ),
     "cli/sie_cli/doctor/gpu.py": "CUDA_VISIBLE_DEVICES, which hides a GPU from torch",
     "adapter/sie_adapter/process.py": "TMPDIR, where a folder is named that cannot be written to",
-    "adapter/sie_adapter/precision.py": "ONEDNN_MAX_CPU_ISA, which excludes instructions that torch would use",
-    "adapter/sie_adapter/sglang_server.py": "hands the paths of its environment on to a server, and nothing else",
+    "adapter/sie_adapter/loading/precision.py": "ONEDNN_MAX_CPU_ISA, which excludes instructions that torch would use",
+    "adapter/sie_adapter/engine/sglang_server.py": "hands the paths of its environment on to a server, and nothing else",
     "runtime/sie_runtime/tracing.py": "OTEL_*, which OpenTelemetry's SDK reads by itself",
     "cli/sie_cli/data_dir.py": "XDG_DATA_HOME, the user's folder for data of all programs",
     "cli/sie_cli/top.py": "COLUMNS, which says how wide a picture in a pipe is",
 }
 ENVIRON_CHANGES = {"update", "setdefault", "pop", "popitem", "clear", "__setitem__", "__delitem__"}
 WRITES_ENVIRON = {
-    "adapter/sie_adapter/engine.py": (
+    "adapter/sie_adapter/engine/engine.py": (
         "ORT_DISABLE_TELEMETRY and the sizes of oneDNN's caches: nothing else keeps onnxruntime from reporting as it is"
         " imported, and bounds the memory of products that were met"
     ),
@@ -240,7 +240,7 @@ WRITES_ENVIRON = {
 READS_HOME = {
     "contracts/sie_contracts/settings/__init__.py": "~ in SIE_LOCAL_CACHE and HF_HOME",
     "store/sie_store/sources.py": "~ in the path of a catalogue entry",
-    "adapter/sie_adapter/dependencies.py": "~ in SIE_MODELS_DIR",
+    "adapter/sie_adapter/loading/dependencies.py": "~ in SIE_MODELS_DIR",
     "config_service/sie_config_service/overlay.py": "~ in SIE_MODELS_DIR",
     "store/sie_store/models_folder.py": "~ in SIE_MODELS_DIR and SIE_MODEL_PATHS",
     "contracts/sie_contracts/trust.py": "~ in SIE_MODELS_DIR, in SIE_MODEL_PATHS and in the paths of a catalogue entry",

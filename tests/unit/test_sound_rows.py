@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from sie_adapter.packing import MalformedBatch, items, sounds
+from sie_adapter.packed.packing import MalformedBatch, items, sounds
 from sie_contracts.errors import InvalidInput
 from sie_contracts.ipc import Rows
 from sie_contracts.messages import Input, RunOptions

@@ -22,7 +22,7 @@ from config_api import ADMIN, Api
 from inprocess import InProcess, settings_of, until
 from unit.adapter import toys
 
-from sie_adapter.engine import Engine
+from sie_adapter.engine.engine import Engine
 from sie_adapter.process import allowed
 from sie_adapter.server import Server
 from sie_broker import Write

@@ -22,7 +22,7 @@ from fetching import END_S, REPOSITORY, fetcher
 from hub_stub import COMMIT, HubStub
 from unit.adapter import toys
 
-from sie_adapter.engine import Engine
+from sie_adapter.engine.engine import Engine
 from sie_contracts.entries import ModelEntry, RunDefaults, Weights
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.settings import Settings, load

@@ -10,12 +10,12 @@ import msgspec
 from tokenizers import Tokenizer, processors
 from transformers import ColPaliForRetrieval
 
-from sie_adapter.checkpoint import empty_model, load_model
-from sie_adapter.device import Compute
+from sie_adapter.engine.device import Compute
 from sie_adapter.heads import Head
 from sie_adapter.heads.multivector import MultivectorHead
-from sie_adapter.images import Tower
-from sie_adapter.packing import Features, Packed, Shown
+from sie_adapter.loading.checkpoint import empty_model, load_model
+from sie_adapter.packed.images import Tower
+from sie_adapter.packed.packing import Features, Packed, Shown
 from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.images import ImageTokens, Normalisation, Recipe
 from sie_contracts.ipc import Rows

@@ -25,17 +25,17 @@ from tokenizers import Regex, Tokenizer, normalizers
 from torch import Tensor, nn
 from transformers import AutoModel
 
-from sie_adapter import open_clip
-from sie_adapter.backbone import Backbone
-from sie_adapter.checkpoint import empty_model, load_model
-from sie_adapter.device import Compute, to_device
+from sie_adapter.engine.device import Compute, to_device
 from sie_adapter.families.extraction import bytes_of
 from sie_adapter.families.packed_model import PackedModel, fault_of_tokenizer
 from sie_adapter.heads import Head, Reduced, States
-from sie_adapter.images import Tower, processor_of
-from sie_adapter.linear import block_linears
-from sie_adapter.packing import Files, Int64, Items, Packed, Shown, expanded
-from sie_adapter.tokenizer import fitted, load_tokenizer, with_normalizers
+from sie_adapter.loading import open_clip
+from sie_adapter.loading.checkpoint import empty_model, load_model
+from sie_adapter.loading.tokenizer import fitted, load_tokenizer, with_normalizers
+from sie_adapter.packed.backbone import Backbone
+from sie_adapter.packed.images import Tower, processor_of
+from sie_adapter.packed.linear import block_linears
+from sie_adapter.packed.packing import Files, Int64, Items, Packed, Shown, expanded
 from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.errors import InvalidInput
 from sie_contracts.images import Normalisation, Recipe

@@ -25,8 +25,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from sie_adapter.failure import is_device_fatal, is_out_of_memory
-from sie_adapter.tokenizer import fault
+from sie_adapter.loading.tokenizer import fault
+from sie_adapter.memory.failure import is_device_fatal, is_out_of_memory
 from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.errors import InferenceFailed, InvalidInput, SIEError
 from sie_contracts.load_errors import load_failed

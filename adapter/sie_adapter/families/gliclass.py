@@ -20,8 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from sie_adapter.checkpoint import _cast, construction
-from sie_adapter.device import Compute
+from sie_adapter.engine.device import Compute
 from sie_adapter.families.extraction import (
     ExtractOptions,
     Extractor,
@@ -35,7 +34,8 @@ from sie_adapter.families.extraction import (
     refuse_misfits,
     tokenizer_fault,
 )
-from sie_adapter.tokenizer import bare_tokenizer, read_tokenizer
+from sie_adapter.loading.checkpoint import _cast, construction
+from sie_adapter.loading.tokenizer import bare_tokenizer, read_tokenizer
 from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.errors import InferenceFailed, InvalidInput
 from sie_contracts.ipc import Rows

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sie_adapter.device import Compute
+from sie_adapter.engine.device import Compute
 from sie_adapter.families.extraction import (
     ExtractOptions,
     Extractor,
@@ -37,7 +37,7 @@ from sie_adapter.families.extraction import (
     windows,
 )
 from sie_adapter.families.gliner_folder import empty_gliner, load_gliner
-from sie_adapter.tokenizer import bare_tokenizer, fault
+from sie_adapter.loading.tokenizer import bare_tokenizer, fault
 from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.errors import InferenceFailed, SIEError
 from sie_contracts.ipc import Rows

@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from sie_adapter.checkpoint import _cast, construction
-from sie_adapter.device import Compute
+from sie_adapter.engine.device import Compute
 from sie_adapter.families.extraction import (
     ExtractOptions,
     Extractor,
@@ -40,7 +39,8 @@ from sie_adapter.families.extraction import (
     tokenizer_fault,
     windows,
 )
-from sie_adapter.tokenizer import bare_tokenizer, read_tokenizer
+from sie_adapter.loading.checkpoint import _cast, construction
+from sie_adapter.loading.tokenizer import bare_tokenizer, read_tokenizer
 from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.errors import InferenceFailed, InvalidInput, SIEError
 from sie_contracts.ipc import Rows

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from sie_adapter.checkpoint import _cast, construction
-from sie_adapter.device import Compute
+from sie_adapter.engine.device import Compute
 from sie_adapter.families.extraction import (
     check_encoder,
     compare,
@@ -25,7 +24,8 @@ from sie_adapter.families.extraction import (
     fill,
     read_weights,
 )
-from sie_adapter.tokenizer import read_tokenizer
+from sie_adapter.loading.checkpoint import _cast, construction
+from sie_adapter.loading.tokenizer import read_tokenizer
 from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.load_errors import load_failed
 

@@ -24,8 +24,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sie_adapter.checkpoint import construction
-from sie_adapter.device import Compute
+from sie_adapter.engine.device import Compute
 from sie_adapter.families.extraction import (
     ExtractOptions,
     Extractor,
@@ -39,7 +38,8 @@ from sie_adapter.families.extraction import (
     read_weights,
     tokenizer_fault,
 )
-from sie_adapter.tokenizer import bare_tokenizer, read_tokenizer
+from sie_adapter.loading.checkpoint import construction
+from sie_adapter.loading.tokenizer import bare_tokenizer, read_tokenizer
 from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.errors import InferenceFailed, InvalidInput
 from sie_contracts.ipc import Rows

@@ -26,14 +26,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForZeroShotObjectDetection
 from transformers.modeling_outputs import BackboneOutput
 
-from sie_adapter.checkpoint import empty_model, load_model
-from sie_adapter.device import Compute, to_device
+from sie_adapter.engine.device import Compute, to_device
 from sie_adapter.families.boxes import Frame, Sight
 from sie_adapter.families.extraction import bytes_of, labels_refused
-from sie_adapter.images import processor_of
-from sie_adapter.packing import Shown
-from sie_adapter.tokenizer import fault, fitted, load_tokenizer
-from sie_adapter.tower_outputs import Output
+from sie_adapter.loading.checkpoint import empty_model, load_model
+from sie_adapter.loading.tokenizer import fault, fitted, load_tokenizer
+from sie_adapter.packed.images import processor_of
+from sie_adapter.packed.packing import Shown
+from sie_adapter.packed.tower_outputs import Output
 from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.errors import InvalidInput
 from sie_contracts.load_errors import load_failed

@@ -21,15 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForZeroShotObjectDetection
 
-from sie_adapter.checkpoint import empty_model, load_model
-from sie_adapter.device import Compute, to_device
+from sie_adapter.engine.device import Compute, to_device
 from sie_adapter.families.boxes import Float32, Frame, Sight
 from sie_adapter.families.extraction import bytes_of, labels_refused
-from sie_adapter.images import PROCESSOR, read_processor
-from sie_adapter.linear import block_linears
-from sie_adapter.packing import Shown
-from sie_adapter.tokenizer import fault, fitted, load_tokenizer
-from sie_adapter.tower_outputs import Output
+from sie_adapter.loading.checkpoint import empty_model, load_model
+from sie_adapter.loading.tokenizer import fault, fitted, load_tokenizer
+from sie_adapter.packed.images import PROCESSOR, read_processor
+from sie_adapter.packed.linear import block_linears
+from sie_adapter.packed.packing import Shown
+from sie_adapter.packed.tower_outputs import Output
 from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.errors import InvalidInput
 from sie_contracts.images import Recipe

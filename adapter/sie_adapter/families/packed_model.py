@@ -13,14 +13,14 @@ import numpy as np
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from sie_adapter import answers
-from sie_adapter.answers import Answers
-from sie_adapter.backbone import Backbone
-from sie_adapter.device import Compute
+from sie_adapter.engine import answers
+from sie_adapter.engine.answers import Answers
+from sie_adapter.engine.device import Compute
 from sie_adapter.heads import Head, Row
-from sie_adapter.lora import Loras
-from sie_adapter.packing import Int64, Items, Packed
-from sie_adapter.tokenizer import Needs, fault, fitted
+from sie_adapter.loading.tokenizer import Needs, fault, fitted
+from sie_adapter.packed.backbone import Backbone
+from sie_adapter.packed.lora import Loras
+from sie_adapter.packed.packing import Int64, Items, Packed
 from sie_contracts import families
 from sie_contracts.entries import ModelEntry
 from sie_contracts.ipc import Group, Rows, RunBatch

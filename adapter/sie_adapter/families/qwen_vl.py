@@ -16,14 +16,14 @@ from tokenizers import Tokenizer, processors
 from torch import Tensor, nn
 from transformers import AutoModel
 
-from sie_adapter import checkpoint
-from sie_adapter.checkpoint import empty_model, load_model
-from sie_adapter.device import Compute
+from sie_adapter.engine.device import Compute
 from sie_adapter.families.colpali import late_rows
 from sie_adapter.heads import Head
 from sie_adapter.heads.multivector import MultivectorHead
-from sie_adapter.images import GridTower, Patches
-from sie_adapter.packing import Features, Int64, Packed, Shown
+from sie_adapter.loading import checkpoint
+from sie_adapter.loading.checkpoint import empty_model, load_model
+from sie_adapter.packed.images import GridTower, Patches
+from sie_adapter.packed.packing import Features, Int64, Packed, Shown
 from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.errors import InternalFailure
 from sie_contracts.images import ImageTokens, Normalisation, Recipe

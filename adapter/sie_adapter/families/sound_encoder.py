@@ -18,17 +18,17 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, ClapConfig, RobertaConfig, RobertaModel
 
-from sie_adapter.backbone import Backbone
-from sie_adapter.checkpoint import empty_model, load_model
-from sie_adapter.device import Compute, to_device
+from sie_adapter.engine.device import Compute, to_device
 from sie_adapter.families.dual_encoder import TwoTowers, VectorHead
 from sie_adapter.families.extraction import bytes_of
 from sie_adapter.families.packed_model import fault_of_tokenizer
 from sie_adapter.heads import Head
-from sie_adapter.images import PROCESSOR, passes, per_pass, read_processor
-from sie_adapter.linear import block_linears
-from sie_adapter.packing import Files, Heard, Items, Packed
-from sie_adapter.tokenizer import fitted, load_tokenizer
+from sie_adapter.loading.checkpoint import empty_model, load_model
+from sie_adapter.loading.tokenizer import fitted, load_tokenizer
+from sie_adapter.packed.backbone import Backbone
+from sie_adapter.packed.images import PROCESSOR, passes, per_pass, read_processor
+from sie_adapter.packed.linear import block_linears
+from sie_adapter.packed.packing import Files, Heard, Items, Packed
 from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.ipc import Rows
 from sie_contracts.load_errors import load_failed

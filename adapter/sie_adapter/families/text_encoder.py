@@ -17,23 +17,23 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from sie_adapter import engines
-from sie_adapter.answers import Answers
-from sie_adapter.backbone import Backbone
-from sie_adapter.checkpoint import empty_model
-from sie_adapter.device import Compute, usable_cores
+from sie_adapter.engine import engines
+from sie_adapter.engine.answers import Answers
+from sie_adapter.engine.device import Compute, usable_cores
+from sie_adapter.engine.graph import has_windows
+from sie_adapter.engine.sglang_server import ARCHITECTURES, Launch, SGLang
 from sie_adapter.families.packed_model import PackedModel, samples_of
 from sie_adapter.families.text_model import Builder, class_of, consumed_by
 from sie_adapter.families.torch_twin import TorchTwin
-from sie_adapter.graph import has_windows
 from sie_adapter.heads import Row
 from sie_adapter.heads.classification import LastTokenHead
 from sie_adapter.heads.pooling import DenseHead
-from sie_adapter.lora import Loras
-from sie_adapter.modules import read_modules
-from sie_adapter.packing import Int64, Items, Packed
-from sie_adapter.sglang_server import ARCHITECTURES, Launch, SGLang
-from sie_adapter.tokenizer import Needs, fault, fitted, load_tokenizer
+from sie_adapter.loading.checkpoint import empty_model
+from sie_adapter.loading.modules import read_modules
+from sie_adapter.loading.tokenizer import Needs, fault, fitted, load_tokenizer
+from sie_adapter.packed.backbone import Backbone
+from sie_adapter.packed.lora import Loras
+from sie_adapter.packed.packing import Int64, Items, Packed
 from sie_contracts import families
 from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.ipc import Group, RunBatch

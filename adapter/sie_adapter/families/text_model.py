@@ -26,10 +26,10 @@ from tokenizers import Tokenizer
 from torch import nn
 from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel
 
-from sie_adapter import answers, checkpoint
-from sie_adapter.answers import Answers
-from sie_adapter.device import Compute
-from sie_adapter.entities import entities
+from sie_adapter.engine import answers
+from sie_adapter.engine.answers import Answers
+from sie_adapter.engine.device import Compute
+from sie_adapter.families.entities import entities
 from sie_adapter.heads import Head
 from sie_adapter.heads.classification import LastTokenHead, SequenceHead, TokenHead
 from sie_adapter.heads.keep import KeepHead
@@ -38,10 +38,11 @@ from sie_adapter.heads.pooling import POOLINGS, DenseHead, Pooling
 from sie_adapter.heads.sparse import MaskedLanguageHead, TokenTable, TokenWeightHead
 from sie_adapter.heads.tokens import TokenStatesHead
 from sie_adapter.heads.transformers_head import TransformersHead
-from sie_adapter.late_interaction import Filling, late_interaction
-from sie_adapter.modules import Modules, output_width
-from sie_adapter.pruning import pruned
-from sie_adapter.tokenizer import fitted, special_ids
+from sie_adapter.loading import checkpoint
+from sie_adapter.loading.late_interaction import Filling, late_interaction
+from sie_adapter.loading.modules import Modules, output_width
+from sie_adapter.loading.tokenizer import fitted, special_ids
+from sie_adapter.packed.pruning import pruned
 from sie_contracts import families
 from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.ipc import Group, Rows, RunBatch, Side

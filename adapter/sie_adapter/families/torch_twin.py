@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sie_adapter.backbone import Backbone
-from sie_adapter.device import Compute
-from sie_adapter.packing import Packed
+from sie_adapter.engine.device import Compute
+from sie_adapter.packed.backbone import Backbone
+from sie_adapter.packed.packing import Packed
 
 
 class TorchTwin:

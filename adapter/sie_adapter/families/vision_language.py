@@ -21,20 +21,20 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from sie_adapter import answers
-from sie_adapter.answers import Answers
-from sie_adapter.backbone import Backbone
-from sie_adapter.device import Compute
+from sie_adapter.engine import answers
+from sie_adapter.engine.answers import Answers
+from sie_adapter.engine.device import Compute
 from sie_adapter.families.colpali import ColPali
 from sie_adapter.families.extraction import bytes_of
 from sie_adapter.families.packed_model import PackedModel, fault_of_tokenizer, samples_of
 from sie_adapter.families.qwen3_vl import Qwen3Encoder, Qwen3Reranker
 from sie_adapter.families.qwen_vl import ColQwen
 from sie_adapter.heads import Head, Row
-from sie_adapter.images import processor_of
-from sie_adapter.linear import block_linears
-from sie_adapter.packing import Int64, Items, Packed, Shown
-from sie_adapter.tokenizer import fitted, load_tokenizer
+from sie_adapter.loading.tokenizer import fitted, load_tokenizer
+from sie_adapter.packed.backbone import Backbone
+from sie_adapter.packed.images import processor_of
+from sie_adapter.packed.linear import block_linears
+from sie_adapter.packed.packing import Int64, Items, Packed, Shown
 from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.images import ImageTokens, Normalisation, Recipe, max_blocks
 from sie_contracts.ipc import Group, Rows, RunBatch

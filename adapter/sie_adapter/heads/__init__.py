@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sie_adapter.device import to_device
-from sie_adapter.packing import Int64, Packed
+from sie_adapter.engine.device import to_device
+from sie_adapter.packed.packing import Int64, Packed
 
 # What one sequence gave: a vector [width], rows [tokens, width], sparse (ids int32, weights float32), or logits.
 # float32 on the device.

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sie_adapter.device import to_device
+from sie_adapter.engine.device import to_device
 from sie_adapter.heads import Reduced, States, all_finite
 from sie_adapter.heads.transformers_head import TransformersHead, per_group
-from sie_adapter.packing import Int64
+from sie_adapter.packed.packing import Int64
 
 
 class SequenceHead:

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sie_adapter.checkpoint import linear
 from sie_adapter.heads import Reduced, States, all_finite
-from sie_adapter.packing import Int64
+from sie_adapter.loading.checkpoint import linear
+from sie_adapter.packed.packing import Int64
 from sie_contracts.load_errors import load_failed
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from sie_adapter.device import to_device
+from sie_adapter.engine.device import to_device
 from sie_adapter.heads import Reduced, States, all_finite
-from sie_adapter.packing import Int64
+from sie_adapter.packed.packing import Int64
 
 _STATE_BYTES = 32 << 20  # of the float32 states of one block of tokens
 

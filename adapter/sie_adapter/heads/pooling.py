@@ -10,9 +10,9 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from sie_adapter.device import to_device
+from sie_adapter.engine.device import to_device
 from sie_adapter.heads import Reduced, States
-from sie_adapter.packing import Int64
+from sie_adapter.packed.packing import Int64
 from sie_contracts.errors import InvalidInput
 
 Pooling = Literal["cls", "mean", "last", "weighted"]

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sie_adapter.device import to_device
+from sie_adapter.engine.device import to_device
 from sie_adapter.heads import Reduced, Row, States, all_finite
 from sie_adapter.heads.transformers_head import TransformersHead
-from sie_adapter.packing import Int64
+from sie_adapter.packed.packing import Int64
 
 # of the float32 logits or states of one block of tokens: half of what any intermediate may have
 BLOCK_BYTES = 30_000_000

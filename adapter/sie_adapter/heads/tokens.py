@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from sie_adapter.heads import Reduced, States, all_finite
-from sie_adapter.packing import Int64
+from sie_adapter.packed.packing import Int64
 
 
 class TokenStatesHead:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions as ModelOutput
 
-from sie_adapter.linear import BlockedLinear, block_linears
+from sie_adapter.packed.linear import BlockedLinear, block_linears
 
 
 class _Given(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker

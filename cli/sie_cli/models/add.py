@@ -125,8 +125,8 @@ def _check_weights(entry: ModelEntry, settings: Settings) -> None:
 
     Nothing is fetched. Raises ModelLoadFailed.
     """
-    from sie_adapter.certificate import check_files
-    from sie_adapter.comparison import compare_files
+    from sie_adapter.loading.certificate import check_files
+    from sie_adapter.loading.comparison import compare_files
     from sie_store.sources import WeightSources
 
     try:

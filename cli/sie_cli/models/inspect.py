@@ -66,7 +66,7 @@ def inspect(source: str, revision: str | None, check: bool) -> None:
 
 def described(settings: Settings, source: str, name: str, revision: str | None) -> tuple[str, ModelEntry]:
     """The text of an entry's file, and the entry. Raises Refused."""
-    from sie_adapter.inspection import inspect as inspect_folder
+    from sie_adapter.loading.inspection import inspect as inspect_folder
 
     try:
         folder, weights, model = _located(settings, source, revision)
@@ -181,7 +181,7 @@ def answers(entry: ModelEntry, settings: Settings) -> list[str]:
     """
     import dataclasses
 
-    from sie_adapter.engine import Engine
+    from sie_adapter.engine.engine import Engine
     from sie_sidecar.prepare.tokens import ModelTokenizer
 
     engine = Engine(dataclasses.replace(settings, device="cpu"))
@@ -203,7 +203,7 @@ def answers(entry: ModelEntry, settings: Settings) -> list[str]:
 
 
 def _sample(engine: Any, entry: ModelEntry, task: Any, tokenizer: Any) -> list[str]:
-    from sie_adapter.lanes import Job
+    from sie_adapter.engine.device_threads import Job
     from sie_contracts.ipc import BatchDone
     from sie_contracts.messages import Input, Ok
     from sie_contracts.options import run_options

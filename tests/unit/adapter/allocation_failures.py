@@ -22,9 +22,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from sie_adapter import device as devices
-from sie_adapter import engine as engines
-from sie_adapter.frontier import Frontier
+from sie_adapter.engine import device as devices
+from sie_adapter.engine import engine as engines
+from sie_adapter.memory.batch_limits import Frontier
 from sie_contracts import ipc
 from sie_contracts.entries import LoadOptions, ModelEntry, Weights
 from sie_contracts.messages import Ok

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from sie_adapter.lanes import Job, Lanes
-from sie_adapter.packing import Int64
-from sie_adapter.shortage import Shortage
-from sie_adapter.spoilt import afresh, is_spoilt, unspoilt
+from sie_adapter.engine.device_threads import Job, Lanes
+from sie_adapter.memory.onednn import afresh, is_spoilt, unspoilt
+from sie_adapter.memory.oom import Shortage
+from sie_adapter.packed.packing import Int64
 from sie_contracts.ipc import BatchDone, Reply, RunBatch
 
 _WIDTH = 2048

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModel
 
 from sie_adapter.families.text_encoder import TextEncoder
-from sie_adapter.packing import Items
+from sie_adapter.packed.packing import Items
 
 LENGTHS = [1, 2, 7, 7, 15, 16, 17, 33, 64, 65, 129, 129, 250]
 

@@ -13,7 +13,7 @@ from unit.adapter import toys
 from unit.adapter.states import LENGTHS, states_one_by_one, states_packed
 
 from sie_adapter.families.text_encoder import TextEncoder
-from sie_adapter.packing import Items, expanded
+from sie_adapter.packed.packing import Items, expanded
 
 USUAL = (
     *("bert", "modernbert", "mpnet", "nomic_bert", "jina_embeddings_v3"),

@@ -11,8 +11,16 @@ import torch
 from torch import Tensor
 from transformers import masking_utils as masks
 
-from sie_adapter import attention
-from sie_adapter.attention import FAR, AttentionUnsupported, Kernel, MaskRequest, Pattern, Trial, packed_attention
+from sie_adapter.packed import attention
+from sie_adapter.packed.attention import (
+    FAR,
+    AttentionUnsupported,
+    Kernel,
+    MaskRequest,
+    Pattern,
+    Trial,
+    packed_attention,
+)
 
 LENGTHS = [1, 5, 5, 33, 150]
 PATTERNS = {

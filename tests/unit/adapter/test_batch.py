@@ -14,17 +14,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sie_adapter import answers
-from sie_adapter.answers import Answers
-from sie_adapter.batch import BatchRun
-from sie_adapter.engines import TORCH
-from sie_adapter.frontier import Frontier
+from sie_adapter.engine import answers
+from sie_adapter.engine.answers import Answers
+from sie_adapter.engine.batch import BatchRun
+from sie_adapter.engine.engines import TORCH
 from sie_adapter.heads import Head, Reduced, Row, States
 from sie_adapter.heads.multivector import MultivectorHead
 from sie_adapter.heads.pooling import DenseHead
 from sie_adapter.heads.sparse import TokenTable, TokenWeightHead
-from sie_adapter.packing import Int64, Items, Packed, Positions, expanded, pack
-from sie_adapter.remedies import Remedy
+from sie_adapter.memory.batch_limits import Frontier
+from sie_adapter.memory.oom import Remedy
+from sie_adapter.packed.packing import Int64, Items, Packed, Positions, expanded, pack
 from sie_contracts.errors import InternalFailure, InvalidInput, LoraLoading, SIEError
 from sie_contracts.ipc import BatchDone, Group, Layout, Rows, RunBatch
 from sie_contracts.messages import Failed, Ok, Operation, RunOptions

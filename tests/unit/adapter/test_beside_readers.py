@@ -15,11 +15,11 @@ import torch
 from unit.adapter.test_batch import FakeEncoder, message
 from unit.adapter.test_reading import Sums, asked, expected
 
-from sie_adapter.engine import Engine
+from sie_adapter.engine.engine import Engine
 from sie_adapter.families.extraction import ExtractOptions
-from sie_adapter.packing import Packed
-from sie_adapter.reading import Written
-from sie_adapter.residency import Resident
+from sie_adapter.memory.residency import Resident
+from sie_adapter.packed.packing import Packed
+from sie_adapter.readers.reading import Written
 from sie_adapter.server import Server
 from sie_contracts import ipc
 from sie_contracts.catalogue import Catalogue

@@ -21,9 +21,10 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForSequenceClassification
 from unit.adapter import toys
 
-from sie_adapter import attention, backbone, certificate
-from sie_adapter.attention import Kernel, Pattern
-from sie_adapter.loading import Loader
+from sie_adapter.loading import certificate
+from sie_adapter.loading.loading import Loader
+from sie_adapter.packed import attention, backbone
+from sie_adapter.packed.attention import Kernel, Pattern
 from sie_contracts.catalogue import Catalogue, Resolved
 from sie_contracts.entries import ModelEntry, Weights
 from sie_contracts.errors import ModelLoadFailed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import BertConfig, MistralConfig, ModernBertConfig, PretrainedConfig, Qwen3Config
 
-from sie_adapter.backbone import _crossover_tokens
+from sie_adapter.packed.backbone import _crossover_tokens
 
 
 @pytest.mark.parametrize(

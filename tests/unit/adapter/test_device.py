@@ -11,16 +11,16 @@ import torch
 from transformers import BertConfig, BertModel
 from unit.adapter import toys
 
-from sie_adapter import device as devices
-from sie_adapter.attention_backend import (
+from sie_adapter.engine import device as devices
+from sie_adapter.engine.device import Memory, resolve_device
+from sie_adapter.packed.attention_backend import (
     AttentionFacts,
     Backend,
     flash_import,
     resolve_attention,
     uses_varlen_kernel,
 )
-from sie_adapter.backbone import Backbone
-from sie_adapter.device import Memory, resolve_device
+from sie_adapter.packed.backbone import Backbone
 from sie_contracts.settings import SettingError
 
 AMPERE = AttentionFacts("cuda", (8, 0), flash_lacks="", varlen_present=True, is_16_bit=True)

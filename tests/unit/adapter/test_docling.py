@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from sie_adapter.families import docling
-from sie_adapter.families.docling import DoclingModel
+from sie_adapter.documents import docling
+from sie_adapter.documents.docling import DoclingModel
+from sie_adapter.documents.parsers import Parsers
 from sie_adapter.families.extraction import ExtractOptions
-from sie_adapter.loading import Loader
-from sie_adapter.parsers import Parsers
+from sie_adapter.loading.loading import Loader
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.documents import Document
 from sie_contracts.entries import ModelEntry, Weights

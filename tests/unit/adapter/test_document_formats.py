@@ -7,8 +7,8 @@ import zipfile
 
 import pytest
 
-from sie_adapter import document_formats
-from sie_adapter.document_formats import format_of
+from sie_adapter.documents import document_formats
+from sie_adapter.documents.document_formats import format_of
 from sie_contracts.documents import Document
 from sie_contracts.errors import InvalidInput
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 from unit.adapter.test_batch import FakeEncoder, message
 
-from sie_adapter import engine as engines
-from sie_adapter.engine import Engine
-from sie_adapter.engines import TORCH
-from sie_adapter.failure import is_device_fatal, is_out_of_memory
-from sie_adapter.lanes import Job, Lanes
-from sie_adapter.loading import Loader
-from sie_adapter.packing import Packed
-from sie_adapter.residency import Permission, Resident
+from sie_adapter.engine import engine as engines
+from sie_adapter.engine.device_threads import Job, Lanes
+from sie_adapter.engine.engine import Engine
+from sie_adapter.engine.engines import TORCH
+from sie_adapter.loading.loading import Loader
+from sie_adapter.memory.failure import is_device_fatal, is_out_of_memory
+from sie_adapter.memory.residency import Permission, Resident
+from sie_adapter.packed.packing import Packed
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.entries import ModelEntry, Weights
 from sie_contracts.errors import ModelLoadFailed

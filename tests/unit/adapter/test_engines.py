@@ -25,14 +25,15 @@ from safetensors.torch import load_file
 from scipy.stats import kendalltau
 from transformers import BertConfig, Gemma3TextConfig, ModernBertConfig
 
-from sie_adapter import backbone as backbones
-from sie_adapter import certificate, engines
-from sie_adapter import graph as graphs
-from sie_adapter.engines import Facts
+from sie_adapter.engine import engines
+from sie_adapter.engine import graph as graphs
+from sie_adapter.engine.engines import Facts
+from sie_adapter.engine.graph import GROUP_TOKENS, PASS_TOKENS, Graph, Group, filled_length, groups, most_filling
 from sie_adapter.families.text_encoder import TextEncoder
-from sie_adapter.graph import GROUP_TOKENS, PASS_TOKENS, Graph, Group, filled_length, groups, most_filling
-from sie_adapter.loading import Loader
-from sie_adapter.packing import Items, Packed, Positions, pack
+from sie_adapter.loading import certificate
+from sie_adapter.loading.loading import Loader
+from sie_adapter.packed import backbone as backbones
+from sie_adapter.packed.packing import Items, Packed, Positions, pack
 from sie_contracts.catalogue import Catalogue, fingerprint
 from sie_contracts.entries import Engine, LoadOptions, ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed
@@ -421,7 +422,7 @@ def test_the_fingerprint_names_the_engine_that_runs_and_not_who_asked() -> None:
 def test_openvino_tells_its_maker_nothing(tmp_path: Path) -> None:
     """Its import sends an event, unless the package that does it cannot be imported."""
     script = (
-        "import sys; from sie_adapter.engine import prepare_process; prepare_process(); import openvino;"
+        "import sys; from sie_adapter.engine.engine import prepare_process; prepare_process(); import openvino;"
         " print([name for name in sys.modules if name.startswith('openvino_telemetry') and sys.modules[name]])"
     )
     ran = subprocess.run(

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 from unit.adapter import toys
 
-from sie_adapter import device as devices
-from sie_adapter.footprint import weight_bytes
+from sie_adapter.engine import device as devices
+from sie_adapter.memory.footprint import weight_bytes
 
 CPU = torch.device("cpu")
 
@@ -46,7 +46,7 @@ def test_it_is_what_a_loaded_model_has(tmp_path: Path) -> None:
 
 PEAKS = """
 import torch
-from sie_adapter.device import peak_of
+from sie_adapter.engine.device import peak_of
 held = []
 def take_and_free():
     torch.ones(50 << 18)  # 50 MiB, freed at once

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sie_adapter.frontier import FORGET_STEPS, MAX_KEYS, RAISE, WAIT_S, Frontier, frontier_key, split_off
+from sie_adapter.memory.batch_limits import FORGET_STEPS, MAX_KEYS, RAISE, WAIT_S, Frontier, frontier_key, split_off
 
 KEY = frontier_key("f00d", "float32", "NVIDIA L4")
 

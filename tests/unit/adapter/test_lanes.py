@@ -10,8 +10,8 @@ import weakref
 import pytest
 import torch
 
-from sie_adapter.lanes import Job, Lanes, is_alone
-from sie_adapter.spoilt import afresh
+from sie_adapter.engine.device_threads import Job, Lanes, is_alone
+from sie_adapter.memory.onednn import afresh
 from sie_contracts.ipc import BatchDone, BatchStarted, Refused, Reply, RunBatch
 from sie_runtime.failpoints import arm
 

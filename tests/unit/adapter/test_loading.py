@@ -28,14 +28,14 @@ from unit.adapter import toys
 from unit.adapter.states import LENGTHS, states_one_by_one, states_packed
 from unit.adapter.test_batch import message
 
-from sie_adapter import checkpoint
-from sie_adapter.batch import BatchRun
-from sie_adapter.checkpoint import load_model
+from sie_adapter.engine.batch import BatchRun
 from sie_adapter.families.text_encoder import TextEncoder
-from sie_adapter.linear import BlockedLinear, block_linears
-from sie_adapter.loading import Loader, family_of
-from sie_adapter.modules import read_modules
-from sie_adapter.tokenizer import load_tokenizer
+from sie_adapter.loading import checkpoint
+from sie_adapter.loading.checkpoint import load_model
+from sie_adapter.loading.loading import Loader, family_of
+from sie_adapter.loading.modules import read_modules
+from sie_adapter.loading.tokenizer import load_tokenizer
+from sie_adapter.packed.linear import BlockedLinear, block_linears
 from sie_contracts.catalogue import Catalogue, Resolved
 from sie_contracts.entries import LoadOptions
 from sie_contracts.errors import ModelLoadFailed

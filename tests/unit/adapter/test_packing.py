@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sie_adapter.attention import Kernel, layout_of
-from sie_adapter.packing import Items, MalformedBatch, Positions, expanded, filled_up, items, pack
+from sie_adapter.packed.attention import Kernel, layout_of
+from sie_adapter.packed.packing import Items, MalformedBatch, Positions, expanded, filled_up, items, pack
 
 
 def as_items(sequences: list[list[int]], types: bytes = b"") -> Items:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from sie_adapter import parser_frames
-from sie_adapter.parser_frames import Parsed
-from sie_adapter.parsers import NotStarted, Parsers
+from sie_adapter.documents import parser_frames
+from sie_adapter.documents.parser_frames import Parsed
+from sie_adapter.documents.parsers import NotStarted, Parsers
 from sie_contracts.documents import Document
 from sie_contracts.errors import InternalFailure, InvalidInput, ResourceExhausted, SIEError
 
@@ -118,7 +118,7 @@ def test_a_process_that_ended_while_it_had_nothing_to_do_is_replaced(parsers: Pa
 
 
 def test_a_process_that_keeps_the_memory_of_a_document_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sie_adapter.parsers.KEPT_BYTES", 300 << 20)
+    monkeypatch.setattr("sie_adapter.documents.parsers.KEPT_BYTES", 300 << 20)
     pool = Parsers(1, memory_bytes=MEMORY_BYTES, module="fake_parser")
     first = pool.pids
     assert told(pool, "small") == "small"

@@ -8,8 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from sie_adapter.frontier import KILLED_WAIT_S, MAX_WAIT_S, Frontier, frontier_key
-from sie_adapter.passes import DOUBTED_TOKENS, SLOTS, Passes, PostMortem, Record
+from sie_adapter.memory.batch_limits import (
+    DOUBTED_TOKENS,
+    KILLED_WAIT_S,
+    MAX_WAIT_S,
+    SLOTS,
+    Frontier,
+    Passes,
+    PostMortem,
+    Record,
+    frontier_key,
+)
 from sie_contracts.settings import load
 from sie_runtime import control_group
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from sie_adapter.answers import Answer, vectors
+from sie_adapter.engine.answers import Answer, vectors
 from sie_adapter.heads import States
 from sie_adapter.heads.pooling import POOLINGS, DenseHead, pool
-from sie_adapter.packing import Packed
+from sie_adapter.packed.packing import Packed
 from sie_contracts.errors import InvalidInput
 from sie_contracts.messages import RunOptions
 

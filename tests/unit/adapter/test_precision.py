@@ -15,9 +15,9 @@ import torch
 from inprocess import settings_of
 from oracle import model_folder
 
-from sie_adapter import loading
-from sie_adapter.loading import Loader
-from sie_adapter.precision import bfloat16_lacks, cpu_lacks_bfloat16, resolve_precision
+from sie_adapter.loading import loading
+from sie_adapter.loading.loading import Loader
+from sie_adapter.loading.precision import bfloat16_lacks, cpu_lacks_bfloat16, resolve_precision
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.entries import parse_entry
 from sie_store.configured import weight_sources
@@ -96,8 +96,8 @@ def test_a_cpu_has_bfloat16_by_its_instructions_less_what_its_libraries_may_not_
 
 _LIMITED = """
 import json, torch
-from sie_adapter.linear import BlockedLinear
-from sie_adapter.precision import bfloat16_lacks
+from sie_adapter.packed.linear import BlockedLinear
+from sie_adapter.loading.precision import bfloat16_lacks
 layer = torch.nn.Linear(64, 64).bfloat16()
 try:
     BlockedLinear(layer)

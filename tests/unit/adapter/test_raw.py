@@ -12,8 +12,8 @@ import pytest
 import torch
 from unit.adapter.test_batch import arrays, reasons, tokens
 
+from sie_adapter.engine.raw import extract_options, run_raw
 from sie_adapter.families.extraction import ExtractOptions, Preparation, run_alike
-from sie_adapter.raw import extract_options, run_raw
 from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, SIEError
 from sie_contracts.ipc import BatchDone, Group, RunBatch
 from sie_contracts.messages import Ok, RunOptions

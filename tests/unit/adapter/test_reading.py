@@ -11,10 +11,10 @@ import torch
 from selection import long_but
 from torch import Tensor
 
-from sie_adapter import reading
-from sie_adapter.greedy import Rules
-from sie_adapter.reading import Readings, Written, _Call, _Loop, _Row
-from sie_adapter.slots import Begun, Slots
+from sie_adapter.readers import reading
+from sie_adapter.readers.greedy import Rules
+from sie_adapter.readers.reading import Readings, Written, _Call, _Loop, _Row
+from sie_adapter.readers.slots import Begun, Slots
 from sie_contracts.errors import InferenceFailed, InternalFailure, ShuttingDown, SIEError
 
 CPU = torch.device("cpu")

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from sie_adapter import device as devices
-from sie_adapter.packing import Int64
-from sie_adapter.remedies import Remedies, Remedy
-from sie_adapter.shortage import Shortage
+from sie_adapter.engine import device as devices
+from sie_adapter.memory.oom import Remedies, Remedy, Shortage
+from sie_adapter.packed.packing import Int64
 from sie_contracts.device_reports import Shortages
 
 CPU = torch.device("cpu")

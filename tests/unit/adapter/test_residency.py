@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from selection import long_but
 
-from sie_adapter.device import Memory
-from sie_adapter.engines import TORCH, Choice
-from sie_adapter.remedies import Remedy
-from sie_adapter.residency import DeviceMemory, Residency
+from sie_adapter.engine.device import Memory
+from sie_adapter.engine.engines import TORCH, Choice
+from sie_adapter.memory.oom import Remedy
+from sie_adapter.memory.residency import DeviceMemory, Residency
 from sie_contracts.catalogue import Resolved
 from sie_contracts.entries import HeadOptions, LoadOptions, ModelEntry, RunDefaults
 from sie_contracts.entries import Weights as Source

@@ -22,10 +22,10 @@ import psutil
 import pytest
 from parity.checkpoints import ARCHITECTURES, NORMALIZE, add_modules, build, pooling
 
-from sie_adapter import engines
-from sie_adapter.backbone import Runner
-from sie_adapter.engine import Engine
-from sie_adapter.sglang_server import SGLang
+from sie_adapter.engine import engines
+from sie_adapter.engine.engine import Engine
+from sie_adapter.engine.sglang_server import SGLang
+from sie_adapter.packed.backbone import Runner
 from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.ipc import BatchDone, Group, Refused, RunBatch
@@ -226,7 +226,7 @@ def test_a_batch_fails_while_no_server_starts_and_the_next_one_finds_it_again(fo
 
 def test_it_ends_with_an_adapter_that_is_killed(folder: Path, fake: str) -> None:
     code = (
-        "import sys, torch; from pathlib import Path; from sie_adapter.sglang_server import Launch, SGLang;"
+        "import sys, torch; from pathlib import Path; from sie_adapter.engine.sglang_server import Launch, SGLang;"
         " server = SGLang(Launch(sys.argv[1], Path(sys.argv[2]), torch.float32, torch.device('cpu'), 128, 1));"
         " print(server.pid, flush=True); sys.stdin.read()"
     )

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from sie_adapter.packing import Shown
-from sie_adapter.tower_outputs import PAUSE_S, Output, OutputsOfTower, TowerOutputs
+from sie_adapter.packed.packing import Shown
+from sie_adapter.packed.tower_outputs import PAUSE_S, Output, OutputsOfTower, TowerOutputs
 
 WIDTH = 4
 BYTES = 4 * WIDTH  # of one output

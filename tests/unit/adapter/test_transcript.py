@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from sie_adapter.families.transcript import Told, _last, segments
+from sie_adapter.readers.transcript import Told, _last, segments
 from sie_contracts.errors import InvalidInput
 
 TIMES = 100  # the id of 0.00

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from sie_adapter.lanes import Lanes
+from sie_adapter.engine.device_threads import Lanes
 from sie_adapter.server import Server
 from sie_contracts import ipc
 from sie_contracts.errors import InternalFailure

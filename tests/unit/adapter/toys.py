@@ -13,9 +13,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModel, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from sie_adapter.attention_backend import AttentionFacts, Backend
-from sie_adapter.device import Compute
+from sie_adapter.engine.device import Compute
 from sie_adapter.families.text_encoder import TextEncoder
+from sie_adapter.packed.attention_backend import AttentionFacts, Backend
 from sie_contracts.entries import LoadOptions, ModelEntry, Weights
 
 VOCABULARY = 120

@@ -1,0 +1,111 @@
+"""Docling: the text, the Markdown and the tree of documents, by the package of that name, without a model.
+
+    files ──► processes that parse (`parsers`) ──► text, Markdown, tree ──► `data` of each input
+
+A document may take a minute of a core and nothing of the device, so a batch of them holds no lane.
+
+This module imports nothing of the package: only those processes do.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+from tokenizers import Tokenizer, models
+
+from sie_adapter.documents.parser_frames import Parsed
+from sie_adapter.documents.parsers import NotStarted, Parsers
+from sie_adapter.engine.device import Compute, usable_cores
+from sie_adapter.families.extraction import ExtractOptions, Result
+from sie_adapter.readers.written import IsGone
+from sie_contracts.documents import Document, DocumentLimits
+from sie_contracts.entries import LoadOptions, ModelEntry
+from sie_contracts.errors import InternalFailure, InvalidInput, SIEError
+from sie_contracts.ipc import Rows
+from sie_contracts.load_errors import load_failed
+
+
+class DoclingModel:
+    """The processes of one model, one for each core. What `reading` gives may run on several threads at once.
+
+    A result is `{"data": {text, markdown, document, format, pages, is_complete}}`. An error instead if the input has no
+    document, or one that is refused (InvalidInput, reason invalid_media, whose message begins with the cause). Texts
+    are not read.
+    """
+
+    rows: ClassVar[dict[str, Rows]] = {"extract": Rows("raw", documents=DocumentLimits(), writes=True)}
+    precision, attention = "float32", "none"
+    memory_bytes = 0
+
+    def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
+        """Raises ModelLoadFailed."""
+        self.max_tokens = entry.max_tokens
+        # no text is read: all that is written is one token
+        self.tokenizer: bytes = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]")).to_str().encode()  # noqa: S106
+        try:
+            self._parsers = Parsers(usable_cores())
+        except NotStarted as error:
+            raise load_failed("UNKNOWN", f"{entry.id}: no process that parses documents starts: {error}") from error
+        weakref.finalize(self, self._parsers.close)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the processes that run."""
+        return self._parsers.pids
+
+    def reading(self, read: object, is_gone: IsGone) -> Reading:
+        """What answers one batch, for somebody who may leave."""
+        return Reading(self._parsers, is_gone)
+
+
+class Reading:
+    """The processes of a model, and who waits for them."""
+
+    rows = DoclingModel.rows
+
+    def __init__(self, parsers: Parsers, is_gone: IsGone) -> None:
+        self._parsers = parsers
+        self._is_gone = is_gone
+
+    def extract(
+        self, texts: Sequence[str], options: Sequence[ExtractOptions], documents: Sequence[Document | None]
+    ) -> list[Result]:
+        """What each document holds, or why it is unusable. Raises InternalFailure, reason cancelled."""
+        refused = [_refusal(each, asked) for each, asked in zip(documents, options, strict=True)]
+        wanted = [each for each, error in zip(documents, refused, strict=True) if each is not None and error is None]
+        parsed = iter(self._parsers.parse(wanted, self._is_gone))
+        return [error if error is not None else _result(next(parsed)) for error in refused]
+
+
+def _refusal(document: Document | None, options: ExtractOptions) -> InvalidInput | None:
+    if document is None:
+        message = "document: the model reads a document, and the input has none"
+        return InvalidInput(message, reason="unsupported_modality", param="document")
+    if options.parameters.get("ocr"):
+        return InvalidInput("ocr: the model reads the text that a file has", reason="unknown_option", param="ocr")
+    return None
+
+
+def _result(parsed: Parsed | SIEError) -> Result:
+    if isinstance(parsed, InvalidInput):
+        return InvalidInput(f"document: {parsed.message}", reason=parsed.reason, param="document")
+    if isinstance(parsed, SIEError):
+        return parsed
+    try:
+        tree = msgspec.json.decode(parsed.tree)
+    except (msgspec.DecodeError, RecursionError):
+        return InternalFailure("the tree of the document is no JSON")
+    return {
+        "data": {
+            "text": parsed.text,
+            "markdown": parsed.markdown,
+            "document": tree,
+            "format": parsed.format,
+            "pages": parsed.pages,
+            "is_complete": parsed.is_complete,
+        }
+    }

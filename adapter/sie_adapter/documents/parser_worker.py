@@ -1,0 +1,75 @@
+"""A process that parses documents, one after the other, for the adapter at the other end of its standard input.
+
+    limits ──► docling ──► Hello ──► ParseJob ──► Parsed or Unusable ──► ... the adapter is gone ──► end
+
+It holds no secrets: the adapter starts it without its environment. It ends with the adapter, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Callable
+from typing import Protocol
+
+from sie_adapter.documents import parser_frames
+from sie_adapter.documents.parser_frames import MAX_ANSWER_BYTES, Parsed, ParseJob
+from sie_contracts.child_frames import Hello, Unusable
+from sie_contracts.errors import InvalidInput
+from sie_contracts.ipc import FrameError, receive_frame
+from sie_contracts.media import cause_of
+from sie_runtime import confined
+
+
+class _Parser(Protocol):
+    def parse(self, job: ParseJob) -> Parsed:
+        """Raises InvalidInput."""
+
+
+def main() -> None:
+    def docling() -> _Parser:
+        from sie_adapter.documents.docling_parser import DoclingParser  # seconds, within the limits
+
+        return DoclingParser()
+
+    serve(docling)
+
+
+def serve(make: Callable[[], _Parser]) -> None:
+    """Answer until the adapter is gone. The arguments of the process: the process id of the adapter, bytes of
+    memory.
+    """
+    parent, memory_bytes = int(sys.argv[1]), int(sys.argv[2])
+    confined.limit(memory_bytes)
+    confined.die_with(parent)
+    parser = make()
+    with socket.socket(fileno=0) as adapter, contextlib.suppress(EOFError, FrameError, OSError):  # the adapter is gone
+        _send(adapter, parser_frames.frame(Hello(os.getpid())))
+        confined.silence()
+        while True:
+            asked = parser_frames.job(receive_frame(adapter, parser_frames.MAX_JOB_BYTES))
+            _send(adapter, _answer(parser, asked))
+
+
+def _answer(parser: _Parser, asked: ParseJob) -> tuple[bytes, bytes]:
+    try:
+        made = parser_frames.frame(parser.parse(asked))
+    except InvalidInput as error:
+        raised = type(error.__cause__).__name__ if error.__cause__ else ""
+        return parser_frames.frame(Unusable(asked.number, *cause_of(error), raised[:100]))
+    size = len(made[1])
+    if size <= MAX_ANSWER_BYTES:
+        return made
+    what = f"what the document holds takes {size} bytes, at most {MAX_ANSWER_BYTES} are answered"
+    return parser_frames.frame(Unusable(asked.number, "too_large", what, ""))
+
+
+def _send(adapter: socket.socket, parts: tuple[bytes, bytes]) -> None:
+    for part in parts:
+        adapter.sendall(part)
+
+
+if __name__ == "__main__":
+    main()

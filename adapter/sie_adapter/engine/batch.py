@@ -1,0 +1,361 @@
+"""One batch from its bytes to its outcomes.
+
+    RunBatch ──► Items ──► fit? ──► pack ──► forward ──► heads ──► answers, per work item ──► BatchDone
+
+Each input has exactly one outcome at its own position. A bad one is a typed error and its mates are right. Out of
+memory clears the cache, makes room, then halves the batch by cost until it fits; an input that does not fit alone is
+RESOURCE_EXHAUSTED.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sie_adapter.engine import engines
+from sie_adapter.engine.answers import Answer, Answers, Given, sealed
+from sie_adapter.engine.device import to_device
+from sie_adapter.heads import Head, Row, States
+from sie_adapter.memory.batch_limits import Frontier, Passes, split_off
+from sie_adapter.memory.failure import is_device_fatal
+from sie_adapter.memory.oom import Remedy, Shortage, exhausted
+from sie_adapter.packed.lora import Loras
+from sie_adapter.packed.packing import Int64, Items, MalformedBatch, Packed, images, items, sounds
+from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, SIEError
+from sie_contracts.ipc import BatchDone, Group, Layout, Rows, RunBatch
+from sie_contracts.messages import Operation, RunOptions
+
+_logger = logging.getLogger("sie.adapter")
+
+
+class TextModel(Protocol):
+    """What a batch of token ids needs of a family."""
+
+    max_tokens: int
+    vocabulary: int
+    rows: Mapping[str, Rows]
+    heads: Mapping[str, Head]
+    loras: Loras
+    engine_choice: engines.Choice
+
+    def heads_for(self, operation: Operation, options: RunOptions) -> tuple[str, ...]:
+        """The heads whose rows the answers are made from."""
+
+    def prepare(self, batch: Items, queries: np.ndarray) -> Items:
+        """The batch as it goes to the device. `queries` bool [rows] tells queries from documents."""
+
+    def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
+        """What a head gives for these ids if it needs no forward pass for that."""
+
+    def pack(self, batch: Items, chosen: Int64) -> Packed: ...
+
+    def forward(self, packed: Packed) -> Tensor: ...
+
+    def answer(
+        self,
+        message: RunBatch,
+        group: Group,
+        query: Mapping[str, Row],
+        rows: Mapping[str, Sequence[Row]],
+        places: list[int],
+    ) -> Answers:
+        """One answer per input from the rows of its heads, in order; `places` are their positions in the batch."""
+
+
+class BatchRun:
+    """The forward pass and the epilogues of one batch, on the thread that calls `run`, under inference mode."""
+
+    def __init__(
+        self,
+        model: TextModel,
+        device: torch.device,
+        message: RunBatch,
+        make_room: Callable[[], Remedy | None] = lambda: None,
+        frontier: Frontier | None = None,
+        key: str = "",
+        remedied: Callable[[Remedy], None] = lambda remedy: None,
+        passes: Passes | None = None,
+    ) -> None:
+        """`frontier` knows under `key` how much fits; `make_room` gives memory back and says how, None if it cannot;
+        `remedied` is called for each remedy; `passes` keeps a record of each pass for the process after this one.
+
+        Raises InvalidInput or InternalFailure for what cannot be run.
+        """
+        if message.operation not in model.rows:
+            raise InvalidInput(f"{message.model} does not {message.operation}", reason="unsupported_task")
+        try:
+            rows = model.rows[message.operation]
+            seen = images(message.images, message.pixels, rows.images, message.image_keys)
+            heard = sounds(message.sounds, message.features, rows.sounds)
+            self._items = items(message.lengths, message.ids, message.types, seen, heard)
+        except MalformedBatch as error:
+            raise InternalFailure(str(error), reason="malformed_batch") from error
+        count = len(self._items.lengths)
+        check_groups(message.groups, count)
+        self._model = model
+        self._device = device
+        self._message = message
+        self._shortage = Shortage(device, make_room, remedied)
+        self._frontier = frontier
+        self._key = key
+        self._passes = passes
+        self._layout: Layout = model.rows[message.operation].layout
+        self._errors: dict[int, SIEError] = {}
+        self._engine = engines.of_batch(model.engine_choice, message)
+        self._padding = 0
+        self._queries = np.zeros(count, bool)
+        self._wanted: dict[str, np.ndarray] = {}
+        self._rows: dict[str, list[Row]] = {}
+        self._given = _given(message, self._items, model.rows[message.operation].vectors)
+        for group in message.groups:
+            self._plan(group, count)
+
+    def _plan(self, group: Group, count: int) -> None:
+        """Which heads run for which rows."""
+        self._queries[group.start : group.stop] = group.options.is_query
+        if self._layout == "sides" and group.stop > group.start:
+            self._queries[group.start] = True
+        for head in self._model.heads_for(self._message.operation, group.options):
+            if head not in self._model.heads:
+                error = InvalidInput(
+                    f"expected some of the outputs {', '.join(self._model.heads)}", reason="unsupported_output"
+                )
+                self._errors.update(dict.fromkeys(range(group.start, group.stop), error))
+                continue
+            wanted = self._wanted.setdefault(head, np.zeros(count, bool))
+            wanted[group.start : group.stop] = True
+            self._rows.setdefault(head, [None] * count)
+            if head != "multivector":
+                error = InvalidInput(
+                    f"{head}: vectors were given, which stand for a multivector alone", reason="unsupported_modality"
+                )
+                self._errors.update(
+                    dict.fromkeys((row for row in self._given if group.start <= row < group.stop), error)
+                )
+
+    def run(self) -> BatchDone:
+        """Run the batch and account for every input. Raises what the device raises, other than running
+        out of memory.
+        """
+        started = time.perf_counter()
+        self._errors |= _unfit(self._items, self._model)
+        chosen = self._without_pass()
+        self._prepared = self._model.prepare(self._items, self._queries)
+        while len(chosen):
+            part, chosen = split_off(
+                chosen, self._prepared.costs, self._frontier.limit(self._key) if self._frontier else None
+            )
+            self._shortage.run(self._recorded, part, self._refuse, halves=self._halves, learn=self._learn)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        forwarded = time.perf_counter()
+        answered = (each for group in self._message.groups for each in self._answers(group))
+        return sealed(
+            self._message.batch,
+            answered,
+            1e3 * (forwarded - started),
+            forwarded,
+            padding=self._padding,
+            engine=self._engine,
+        )
+
+    def _without_pass(self) -> Int64:
+        """Fill what needs no pass; returns the rows that need one."""
+        needing = np.zeros(len(self._items.lengths), bool)
+        for row, vectors in self._given.items():
+            if not np.isfinite(vectors).all():
+                self._errors[row] = InvalidInput(
+                    "multivector: expected finite numbers", reason="schema", param="multivector"
+                )
+            elif "multivector" in self._wanted:
+                self._rows["multivector"][row] = Given(to_device(vectors, self._device))
+                self._wanted["multivector"][row] = False
+        for head, wanted in self._wanted.items():
+            wanted[list(self._errors)] = False
+            needing |= wanted & ~self._queries
+            for row in np.flatnonzero(wanted & self._queries).tolist():
+                start = int(self._items.starts[row])
+                ids = self._items.ids[start : start + int(self._items.lengths[row])].astype(np.int64)
+                self._rows[head][row] = found = self._model.without_pass(head, ids, is_query=bool(self._queries[row]))
+                wanted[row] = found is None
+                needing[row] |= found is None
+        for row in np.flatnonzero(needing & (self._items.costs < 1)).tolist():
+            self._errors[row] = InvalidInput("expected at least 1 token, got 0", reason="no_tokens")
+            needing[row] = False
+        return np.flatnonzero(needing)
+
+    def _refuse(self, item: int) -> None:
+        self._errors[item] = exhausted()
+
+    def _halves(self, chosen: Int64) -> tuple[Int64, Int64]:
+        return _halves(chosen, self._prepared.costs)
+
+    def _learn(self, chosen: Int64, fitted: bool) -> None:
+        if self._frontier is not None:
+            tell = self._frontier.fits if fitted else self._frontier.failed
+            tell(self._key, int(self._prepared.costs[chosen].sum()))
+
+    def _recorded(self, chosen: Int64) -> None:
+        """A pass that the next process knows of if this one does not survive it."""
+        if self._passes is None or self._frontier is None:
+            self._pass(chosen)
+            return
+        tokens = int(self._prepared.costs[chosen].sum())
+        with self._passes.during(self._key, tokens, self._frontier.fitted(self._key)):
+            self._pass(chosen)
+
+    def _pass(self, chosen: Int64) -> None:
+        packed = self._model.pack(self._prepared, chosen)
+        packed.engine = self._engine
+        with self._model.loras.acting(self._message.lora):
+            hidden = self._model.forward(packed)
+            self._padding += packed.padding
+            if len(hidden) != len(packed.ids):
+                raise InternalFailure(
+                    f"the family gave {len(hidden)} states for {len(packed.ids)} tokens", reason="wrong_length"
+                )
+            states = States(hidden, packed, self._queries[packed.order], self._message.pooling)
+            doubtful = self._reduce(states)
+        if len(chosen) > 1:
+            for item in sorted(doubtful):  # alone: a mate's overflow may be what was seen
+                self._pass(np.array([item], np.int64))
+        elif doubtful:
+            error = InferenceFailed("the model gave values that are not finite", reason="non_finite")
+            self._errors.update(dict.fromkeys(doubtful, error))
+
+    def _reduce(self, states: States) -> set[int]:
+        """Keep what the heads make of a pass. Returns the rows with values that are not finite."""
+        packed = states.packed
+        doubtful: set[int] = set()
+        for head, wanted in self._wanted.items():
+            sequences = np.flatnonzero(wanted[packed.order])
+            if not len(sequences):
+                continue
+            reduced = self._model.heads[head].reduce(states, sequences)
+            if len(reduced.rows) != len(sequences):
+                raise InternalFailure(
+                    f"the head {head} gave {len(reduced.rows)} rows for {len(sequences)}", reason="wrong_length"
+                )
+            for sequence, row in zip(packed.order[sequences].tolist(), reduced.rows, strict=True):
+                self._rows[head][sequence] = row
+            bad = sequences[~reduced.usable.cpu().numpy()]
+            doubtful.update(packed.order[bad].tolist())
+        return doubtful
+
+    def _answers(self, group: Group) -> list[tuple[Answer | SIEError, int]]:
+        """What is due for a group, with the tokens that ran for it. Those of a query that is shared count for the first
+        input.
+        """
+        shared = [group.start] if self._layout == "sides" and group.stop > group.start else []
+        first = group.start + len(shared)
+        due = group.due - len(shared) if group.inputs < 0 else group.due
+        each = (group.stop - first) // due if due else 0
+        if due * each != group.stop - first or (due and not each):
+            raise InternalFailure(f"{group.stop - first} rows do not belong to {due} inputs", reason="malformed_batch")
+        units = [list(range(first + unit * each, first + (unit + 1) * each)) for unit in range(due)]
+        faults = [next((self._errors[row] for row in (*shared, *unit) if row in self._errors), None) for unit in units]
+        good = [unit for unit, fault in zip(units, faults, strict=True) if fault is None]
+        answers = iter(self._made(group, shared, good))
+        found: list[tuple[Answer | SIEError, int]] = []
+        for index, (unit, fault) in enumerate(zip(units, faults, strict=True)):
+            tokens = int(self._items.lengths[unit].sum()) + (int(self._items.lengths[shared].sum()) if not index else 0)
+            found.append((fault if fault is not None else next(answers), tokens))
+        return found
+
+    def _made(self, group: Group, shared: list[int], units: list[list[int]]) -> Answers:
+        """The answers of the inputs whose rows are `units`."""
+        heads = self._model.heads_for(self._message.operation, group.options)
+        query: dict[str, Any] = {head: self._rows[head][shared[0]] for head in heads} if shared else {}
+        found: Answers = [exhausted()] * len(units)
+        counts: list[tuple[int, int]] = []
+
+        def answer(items: Int64) -> None:
+            places = [row for item in items.tolist() for row in units[item]]
+            rows = {head: [self._rows[head][row] for row in places] for head in heads}
+            answers = self._model.answer(self._message, group, query, rows, places)
+            counts.append((len(answers), len(items)))
+            for item, each in zip(items.tolist(), answers, strict=False):
+                found[item] = each
+
+        try:
+            self._shortage.run(answer, np.arange(len(units)), lambda item: None)
+        except SIEError as error:
+            return [error] * len(units)
+        except Exception as error:
+            if is_device_fatal(error):
+                raise
+            _logger.exception("the outputs of a group failed")  # what this group asks, its mates did not
+            return [InternalFailure("its outputs could not be made, see the log of the adapter")] * len(units)
+        for got, expected in counts:
+            if got != expected:
+                raise InternalFailure(f"the family gave {got} answers for {expected} inputs", reason="wrong_length")
+        return found
+
+
+def _given(message: RunBatch, batch: Items, width: int) -> dict[int, np.ndarray]:
+    """The vectors that stand in the place of rows, float32 [vectors, width] each. Raises InternalFailure if they do not
+    belong to them.
+    """
+    if not message.given:
+        return {}
+    counts = np.frombuffer(message.given, "<i4")
+    rows = np.flatnonzero(counts >= 0)
+    vectors = np.frombuffer(message.vectors, "<f4").copy()  # torch wants to be able to write
+    if (
+        len(counts) != len(batch.lengths)
+        or batch.lengths[rows].any()
+        or not width
+        or counts[rows].sum() * width != len(vectors)
+    ):
+        raise InternalFailure("the given vectors do not belong to the rows of the batch", reason="malformed_batch")
+    if not len(rows):
+        return {}
+    ends = np.cumsum(counts[rows])
+    parts = np.split(vectors.reshape(-1, width), ends[:-1])
+    return dict(zip(rows.tolist(), parts, strict=True))
+
+
+def _unfit(batch: Items, model: TextModel) -> dict[int, SIEError]:
+    """Rows that must not reach the device: an id out of range would end its context, a length out of range would read
+    foreign rows.
+    """
+
+    def is_fit(longest: Any, low: Any, high: Any) -> Any:
+        return (longest <= model.max_tokens) & (low >= 0) & (high < model.vocabulary)
+
+    if is_fit(batch.lengths.max(initial=0), batch.ids.min(initial=0), batch.ids.max(initial=0)):
+        return {}
+    wrong = ~is_fit(batch.lengths, *batch.extremes())
+    errors: dict[int, SIEError] = {}
+    for item in np.flatnonzero(wrong).tolist():
+        length = int(batch.lengths[item])
+        if length > model.max_tokens:
+            errors[item] = InvalidInput(f"expected at most {model.max_tokens} tokens, got {length}", reason="too_long")
+        else:
+            # no client's fault: the sidecar refuses ids that the tokenizer does not have, and that is proven to be of
+            # this table
+            cause = f"a token id is not within the table of {model.vocabulary} embeddings"
+            errors[item] = InternalFailure(cause, reason="token_out_of_range")
+    return errors
+
+
+def check_groups(groups: tuple[Group, ...], count: int) -> None:
+    """Raises InternalFailure unless the groups cover `count` rows in order."""
+    ends = [0, *(group.stop for group in groups)]
+    starts = [*(group.start for group in groups), count]
+    if ends != starts or any(group.start > group.stop for group in groups):
+        raise InternalFailure(f"the groups do not cover the {count} rows in order", reason="malformed_batch")
+
+
+def _halves(chosen: Int64, lengths: Int64) -> tuple[Int64, Int64]:
+    """Two parts of about equal tokens, each of at least one item, the long items apart from the short ones."""
+    ordered = chosen[np.argsort(lengths[chosen], kind="stable")]
+    costs = np.cumsum(lengths[ordered])
+    cut = int(np.searchsorted(costs, costs[-1] / 2, side="right")) or 1
+    return ordered[: min(cut, len(ordered) - 1)], ordered[min(cut, len(ordered) - 1) :]

@@ -1,0 +1,178 @@
+"""Inference threads. A lane takes one job at a time and answers it itself, so nothing stands between the device and the
+socket.
+
+    submit(Job) ──► queue ──► lane: started, run, answer
+
+The queue holds at most one job per connection, which is what bounds it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from sie_adapter.memory.onednn import is_spoilt
+from sie_contracts.errors import InternalFailure, ShuttingDown
+from sie_contracts.ipc import BatchStarted, Refused, Reply, RunBatch
+from sie_runtime.failpoints import failpoint
+
+_logger = logging.getLogger("sie.adapter")
+_thread = threading.local()
+
+
+@dataclass(frozen=True)
+class Job:
+    """A batch and where its answers go. `finished` is set after the last one. `run`: what runs it in the place of the
+    lanes' `execute`; `is_started`: BatchStarted is answered already.
+    """
+
+    message: RunBatch
+    answer: Callable[[Reply], None]
+    run: Callable[[RunBatch], Reply] | None = None
+    is_started: bool = False
+    finished: threading.Event = field(default_factory=threading.Event)
+    made_ns: int = field(default_factory=time.time_ns)
+
+
+def timed(run: Callable[[], Reply]) -> tuple[Reply, int, int]:
+    """The reply, and from when to when it took in nanoseconds since 1970. A wall clock that is set meanwhile does not
+    change how long.
+    """
+    began_ns, start_ns = time.time_ns(), time.perf_counter_ns()
+    reply = run()
+    return reply, began_ns, began_ns + time.perf_counter_ns() - start_ns
+
+
+def is_alone() -> bool:
+    """Whether the calling thread is a lane beside which no other runs a batch."""
+    lanes: Lanes | None = getattr(_thread, "lanes", None)
+    return lanes is not None and lanes.busy <= 1
+
+
+class Lanes:
+    """`count` threads that run `execute`, which answers a batch and does not raise. Owns them until `stop`."""
+
+    def __init__(self, count: int, execute: Callable[[RunBatch], Reply], *, torch_threads: int = 1) -> None:
+        self.listeners: list[
+            Callable[[Job, Reply, int, int], None]
+        ] = []  # hear of what was answered, with the ns since 1970 of its run
+        self._execute = execute
+        self._torch_threads = torch_threads
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._busy_since = [0.0] * count
+        self._batches = [0] * count
+        self._stopping = threading.Event()
+        self._threads = [self._start(lane) for lane in range(count)]
+
+    def submit(self, job: Job) -> None:
+        """Queue a job; a lane answers it, with ShuttingDown once `stop` was called."""
+        self._jobs.put(job)
+
+    def __len__(self) -> int:
+        return len(self._threads)
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that no lane has taken yet."""
+        return self._jobs.qsize()
+
+    @property
+    def busy(self) -> int:
+        """Lanes that run a batch now."""
+        return sum(map(bool, self._busy_since))
+
+    @property
+    def batches(self) -> int:
+        """Batches answered so far."""
+        return sum(self._batches)
+
+    def busy_s(self) -> float:
+        """Age of the oldest batch that runs now, 0 when idle. Never waits."""
+        since = [start for start in self._busy_since if start]
+        return time.monotonic() - min(since) if since else 0.0
+
+    def stop(self, timeout_s: float) -> bool:
+        """Finish what runs, refuse what waits. Returns whether all lanes ended in time."""
+        self._stopping.set()
+        for _ in self._threads:
+            self._jobs.put(None)
+        deadline_s = time.monotonic() + timeout_s
+        for lane in range(len(self._threads)):
+            ended = None
+            while ended is not self._threads[lane]:  # a spoilt one starts another before it ends
+                ended = self._threads[lane]
+                ended.join(max(0.0, deadline_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _start(self, lane: int) -> threading.Thread:
+        thread = threading.Thread(target=self._run, args=(lane,), name=f"lane-{lane}", daemon=True)
+        thread.start()
+        return thread
+
+    def _run(self, lane: int) -> None:
+        torch.set_num_threads(self._torch_threads)
+        _thread.lanes = self
+        with torch.inference_mode():
+            while (job := self._jobs.get()) is not None:
+                self._serve(lane, job)
+                if is_spoilt() and self._is_replaced(lane):
+                    return
+
+    def _is_replaced(self, lane: int) -> bool:
+        try:
+            self._threads[lane] = self._start(lane)
+        except (
+            RuntimeError
+        ) as error:  # no memory for its stack: this one goes on, a little slower, and asks again after the next batch
+            _logger.warning("%s stays on a thread that oneDNN has given up: %s", threading.current_thread().name, error)
+            return False
+        return True
+
+    def _serve(self, lane: int, job: Job) -> None:
+        ran: tuple[Reply, int, int] | None = None
+        try:
+            if self._stopping.is_set():
+                job.answer(Refused(ShuttingDown("the adapter is stopping").info(), job.message.batch))
+                return
+            self._busy_since[lane] = time.monotonic()
+            if not job.is_started:
+                job.answer(BatchStarted(job.message.batch))
+            failpoint("adapter.batch_started")
+            answer, began_ns, ended_ns = timed(lambda: (job.run or self._execute)(job.message))
+            self._busy_since[lane] = 0.0
+            self._batches[lane] += 1
+            failpoint("adapter.batch_ran")
+            job.answer(answer)
+            ran = answer, began_ns, ended_ns
+        except Exception:
+            # neither execute nor answer raises; a lane that ended for their mistake would take the whole adapter with
+            # it
+            _logger.exception("a lane failed")
+            _refuse(job)
+        finally:
+            self._busy_since[lane] = 0.0
+            job.finished.set()
+        if ran is not None:
+            self.tell(job, *ran)
+
+    def tell(self, job: Job, reply: Reply, began_ns: int, ended_ns: int) -> None:
+        """Tell the listeners of a batch that was answered, here or beside the lanes."""
+        for listener in self.listeners:
+            try:
+                listener(job, reply, began_ns, ended_ns)
+            except Exception:  # who listens must not end the lane
+                _logger.exception("batch %s is not told of", job.message.batch)
+
+
+def _refuse(job: Job) -> None:
+    """Its sidecar waits for a terminal reply without a bound of its own."""
+    try:
+        job.answer(Refused(InternalFailure("a lane of the adapter failed, see its log").info(), job.message.batch))
+    except Exception:  # the connection of a dead sidecar: the lane goes on with the next batch
+        _logger.exception("batch %s is not answered", job.message.batch)

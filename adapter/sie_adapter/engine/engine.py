@@ -1,0 +1,303 @@
+"""The engine of one process, wired: device, loader, residency, lanes. No sockets: the server and the benchmark both
+drive it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from sie_adapter.engine import device as devices
+from sie_adapter.engine.batch import BatchRun
+from sie_adapter.engine.device_threads import Lanes
+from sie_adapter.engine.instrumentation import Instrumentation
+from sie_adapter.engine.raw import extract_options, run_raw
+from sie_adapter.loading.loading import Loader, classed
+from sie_adapter.memory.batch_limits import Frontier, Passes, frontier_key
+from sie_adapter.memory.failure import is_device_fatal, is_out_of_memory
+from sie_adapter.memory.onednn import afresh
+from sie_adapter.memory.oom import Remedies, Remedy
+from sie_adapter.memory.residency import DeviceMemory, Permission, Residency
+from sie_adapter.packed.packing import Items
+from sie_adapter.packed.tower_outputs import SHARE, TowerOutputs
+from sie_adapter.readers.reading import Readings
+from sie_contracts import ipc
+from sie_contracts.catalogue import Resolved
+from sie_contracts.errors import InternalFailure, LoraLoadFailed, SIEError
+from sie_contracts.ipc import BatchDone, Refused, Reply, RunBatch
+from sie_contracts.load_errors import lora_failed, lora_of_entry, lora_rejected
+from sie_contracts.settings import Settings
+from sie_store.configured import weight_sources
+from sie_store.sources import named_loras
+
+_logger = logging.getLogger("sie.adapter")
+DEVICE_LOST_STATUS = 70
+# A lane between two operations waits this long for the interpreter; the 5 ms that Python ships with cost two lanes 2 to
+# 4 %.
+_SWITCH_INTERVAL_S = 0.0005
+_KEPT_PRODUCTS = "64"
+
+
+def _end_process() -> None:
+    os._exit(DEVICE_LOST_STATUS)
+
+
+class Engine:
+    """One device with its models and lanes. Owns the lanes until `stop`. Raises SettingError for a device that is
+    absent.
+
+    `on_device_lost` is called from a lane when the device context died; by default it ends the process, so that the
+    supervisor restarts it.
+    """
+
+    def __init__(self, settings: Settings, on_device_lost: Callable[[], None] = _end_process) -> None:
+        self.device = devices.resolve_device(settings.device)
+        self._on_device_lost = on_device_lost
+        self._settings = settings
+        self._label = devices.label(self.device) or self.device.type
+        self.outputs = TowerOutputs(devices.capacity_bytes(self.device) // SHARE)
+        self.loader = Loader(self.device, weight_sources(settings), settings, self.outputs)
+        self.remedies = Remedies()
+        self._use = devices.Use(self.device)
+        memory = DeviceMemory(
+            functools.partial(devices.memory, self.device),
+            functools.partial(devices.give_memory_back, self.device),
+            settings.memory_pressure_threshold_percent,
+            self.outputs.clear,
+        )
+        self.residency = Residency(
+            self._load,
+            memory,
+            needed_bytes=self.loader.needed_bytes,
+            warm_up=self._warm_up,
+            ended=self.loader.ended,
+            count=self.remedies.count,
+        )
+        self._preprocessing = threading.BoundedSemaphore(settings.preprocessor_workers)
+        self.frontier = Frontier.of(settings)
+        self._passes = Passes.of(settings) if self.device.type == "cpu" else None
+        # a second stream of kernels on one GPU only adds contention; on a CPU, bench/engine.py says: two lanes 324
+        # texts/s, two processes 333, one pass on both cores 292 (mixed lengths, bfloat16); 3,623, 3,608 and 2,567 on
+        # texts of 8 tokens
+        self._instrumentation = (
+            Instrumentation(lambda: devices.memory(self.device).used_bytes) if settings.instrumentation else None
+        )
+        cores = devices.usable_cores()
+        self.lanes = Lanes(cores if self.device.type == "cpu" else 1, self.execute)
+        self.readings = Readings(self.device, memory.fits, torch_threads=max(1, cores // 2), shed=self.outputs.clear)
+        if self._instrumentation is not None:
+            self.lanes.listeners.append(self._instrumentation.ran)
+        self._log_choices(settings)
+
+    def _load(self, resolved: Resolved) -> Any:
+        # the thread of the load may find no room either
+        with self._ending_if_lost(), classed(resolved.entry), devices.weights_apart():
+            return afresh(self.loader.load, resolved)
+
+    def _warm_up(self, resolved: Resolved, weights: Any) -> int:
+        """One tiny pass, so that the first request does not pay for it. Returns the peak of its activations, bytes.
+        Raises ModelLoadFailed, as a load.
+        """
+
+        def once() -> None:
+            with torch.inference_mode():
+                weights.forward(weights.pack(Items(np.array([2]), np.zeros(2, np.int32)), np.arange(1)))
+
+        if not hasattr(weights, "pack"):
+            return 0
+        with self._ending_if_lost(), classed(resolved.entry):
+            return devices.peak_of(self.device, functools.partial(afresh, once))
+
+    @contextlib.contextmanager
+    def _ending_if_lost(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._end_if_lost(error)
+            raise
+
+    def _end_if_lost(self, error: Exception) -> None:
+        """Later answers of a dead context would be errors, or wrong."""
+        if is_device_fatal(error):
+            _logger.critical("the device is lost, ending: %s", error)
+            self._on_device_lost()
+
+    def prepare(self, message: RunBatch, permission: Permission) -> Callable[[RunBatch], Reply] | None:
+        """Tokenise the texts of a family that does it itself, on the calling thread and off the device lane,
+        SIE_PREPROCESSOR_WORKERS at once. Returns what runs the batch then, on a lane. Never raises: what fails here
+        fails again there, and is answered.
+        """
+        try:
+            with self.residency.use(message.model, message.fingerprint) as resident:
+                prepare: Any = getattr(resident.weights, "prepare", None)
+                if prepare is None or message.operation != "extract":
+                    return None
+                with self._preprocessing:
+                    preparation = prepare(message.texts, extract_options(message))
+                    return functools.partial(self.execute, preparation=preparation, permission=permission)
+        except SIEError:
+            return None
+        except Exception as error:  # noqa: BLE001  model code may raise anything; the lane logs it
+            _logger.debug("a batch of %s could not be prepared: %s", message.model, type(error).__name__)
+            return None
+
+    def writes(self, message: RunBatch) -> bool:
+        """Whether the batch is written beside the lanes: its caller calls `execute` on a thread of its own."""
+        try:
+            with self.residency.use(message.model, message.fingerprint) as resident:
+                rows = resident.weights.rows.get(message.operation)
+                return rows is not None and rows.writes
+        except SIEError:
+            return False
+
+    def execute(
+        self,
+        message: RunBatch,
+        preparation: Any = None,
+        permission: Permission | None = None,
+        is_gone: Callable[[], bool] = lambda: False,
+    ) -> Reply:
+        """Run a batch on the calling thread, under inference mode: BatchDone, or Refused, with the models that were
+        unloaded for it. Memory that grew above the threshold is relieved after it. Never raises.
+
+        `preparation`: what the family made of its texts before. `permission`: made when the batch arrived. `is_gone`: a
+        batch of a model that writes is refused between two of its steps if this says that nobody waits for it.
+        """
+        permission = permission or self.residency.permission(message.may_drop)
+        reply = self._run(message, functools.partial(self.residency.make_room, permission), preparation, is_gone)
+        try:
+            self.residency.relieve(permission)
+        except Exception as error:
+            self._end_if_lost(error)
+            _logger.exception("memory could not be given back after a batch of %s", message.model)
+        return msgspec.structs.replace(reply, dropped=permission.dropped) if permission.dropped else reply
+
+    def _run(
+        self, message: RunBatch, make_room: Callable[[], Remedy | None], preparation: Any, is_gone: Callable[[], bool]
+    ) -> BatchDone | Refused:
+        """Never raises."""
+        try:
+            with self.residency.use(message.model, message.fingerprint) as resident:
+                weights: Any = resident.weights  # one of the two protocols below
+                remedied = functools.partial(self.remedies.count, message.model)
+                rows = weights.rows.get(message.operation)
+                if rows is not None and rows.writes:
+                    weights = weights.reading(self.readings.read, is_gone)
+                if rows is not None and rows.layout == "raw":
+                    return run_raw(weights, message, self.device, make_room, remedied, preparation)
+                key = frontier_key(resident.fingerprint, weights.precision, self._label)
+                batch = BatchRun(weights, self.device, message, make_room, self.frontier, key, remedied, self._passes)
+                return batch.run()
+        except SIEError as error:
+            return Refused(error.info(), message.batch)
+        except Exception as error:
+            self._end_if_lost(error)
+            _logger.exception("a batch of %s failed", message.model)
+            return Refused(InternalFailure("the batch failed, see the log of the adapter").info(), message.batch)
+
+    def ensure_lora(self, model: str, lora: str) -> str:
+        """Load a LoRA of a loaded model, on the calling thread; returns the digest of its files. Raises LoraLoadFailed,
+        ModelLoading.
+        """
+        with self.residency.use(model) as resident:
+            loras = getattr(resident.weights, "loras", None)
+            if loras is None:
+                raise lora_rejected(lora, f"{model} takes none")
+            try:
+                located = self.loader.sources.locate_lora(lora, resident.resolved.entry, self._settings.models_dir)
+                digest = str(afresh(loras.load, lora, located.folder, self._settings.max_loras_per_model))
+                loras.leases = {
+                    name: lease
+                    for name, lease in {**loras.leases, lora: located.lease}.items()
+                    if name in loras.names()
+                }
+                return digest
+            except LoraLoadFailed as error:
+                raise lora_of_entry(error) if lora in named_loras(resident.resolved.entry) else error from None
+            except SIEError:
+                raise
+            except Exception as error:
+                self._end_if_lost(error)
+                # its name may be a client's, and the message of the exception may have it
+                trace = "".join(traceback.format_tb(error.__traceback__))
+                _logger.error("loading a LoRA of %s failed: %s\n%s", model, type(error).__qualname__, trace)
+                cause = (
+                    "the device has too little memory"
+                    if is_out_of_memory(error)
+                    else f"{type(error).__name__}: {error}"
+                )
+                raise lora_failed(lora, cause) from error
+
+    def _log_choices(self, settings: Settings) -> None:
+        chosen = self.loader.compute(None)
+        names = (str(self.device), devices.label(self.device))
+        level = logging.INFO if settings.attention_backend in ("auto", chosen.backend) else logging.WARNING
+        _logger.log(
+            level,
+            "device %s, default precision %s for %s%s, attention %s (%s), lanes %d",
+            " ".join(filter(None, names)),
+            chosen.precision,
+            chosen.requested,
+            chosen.precision_reason and f" ({chosen.precision_reason})",
+            chosen.backend,
+            chosen.reason,
+            len(self.lanes),
+        )
+
+    def describe(self) -> ipc.Description:
+        """What this process is and holds."""
+        memory = devices.memory(self.device)
+        return ipc.Description(
+            protocol=ipc.PROTOCOL,
+            pid=os.getpid(),
+            device=str(self.device),
+            version=importlib.metadata.version("sie-cluster"),
+            lanes=len(self.lanes),
+            gpu=devices.label(self.device),
+            memory_used_bytes=memory.used_bytes,
+            memory_total_bytes=memory.total_bytes,
+            models=self.residency.describe(),
+            utilization_percent=self._use.percent(),
+            threshold_percent=self._settings.memory_pressure_threshold_percent,
+            shortages=self.remedies.all(),
+            towers=self.outputs.use(),
+            batches=self._instrumentation.batches() if self._instrumentation else None,
+        )
+
+    def stop(self, timeout_s: float) -> bool:
+        """Finish running batches, refuse waiting ones. Returns whether all ended in time."""
+        began_s = time.monotonic()
+        ended = self.lanes.stop(timeout_s)
+        ended = self.readings.stop(max(0.0, timeout_s - (time.monotonic() - began_s))) and ended
+        self.frontier.save()
+        return ended
+
+
+def prepare_process() -> None:
+    """Settle what is kept once per process: one torch thread per operation, since lanes are the parallelism, the
+    allocator, the caches of oneDNN, and that no library reports to its maker.
+    """
+    torch.set_num_threads(1)
+    torch.set_num_interop_threads(1)
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    devices.keep_freed_memory()
+    # oneDNN, and torch for each thread, keep what they made for a product of any size: by default 1,024 of them, of
+    # half a megabyte each (bench/results/memory.md)
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.putenv(name, _KEPT_PRODUCTS)
+    # onnxruntime, which gliner imports, and openvino else send and store events from their import on
+    os.putenv("ORT_DISABLE_TELEMETRY", "1")
+    sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]

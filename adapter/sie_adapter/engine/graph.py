@@ -1,0 +1,312 @@
+"""A text model as a graph that OpenVINO compiles for this CPU: ids of texts of similar length ──► states.
+
+stock transformers model ──TorchScript──► OpenVINO's front end for PyTorch ──► compiled once, a stream for each lane
+
+Its weights lie in the blocked order of the kernels, and nothing of a pass is Python: one text of 8 tokens takes little
+more than half of what the packed path of torch takes. A batch runs in groups of texts of similar length
+(bench/results/engine.md).
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from sie_adapter.engine.device import Compute
+from sie_adapter.engine.device_threads import is_alone
+from sie_adapter.engine.engines import is_compiled_twice
+from sie_adapter.loading.checkpoint import construction
+from sie_adapter.memory.failure import is_out_of_memory
+from sie_adapter.packed.packing import Int64, Packed, Padded, missing, padded
+
+# Tokens of a group. More take as long for each token, and the memory of a pass grows with them.
+GROUP_TOKENS = 1024
+PASS_TOKENS = 64  # a pass takes as long as if it had so many more, since it reads all weights
+_STEPS = ((32, 8), (64, 16), (512, 32), (2048, 128))  # of lengths
+# What is kept for shapes that were met, for each lane. By default it is 5,000, and memory grows for hours; with 100 a
+# mix of lengths is as fast as with 300, with 50 it is 5 % slower (bench/results/memory.md).
+_KEPT_KERNELS = 100
+# A lane that is alone runs a short batch on two threads, which nearly halves the time of one short text. Beside another
+# lane it would wait for the slower of its threads (bench/results/engine.md).
+_THREADS_ALONE = 2
+_TOKENS_ALONE = 256
+_EXAMPLE_TOKENS = 300  # past the local window of ModernBERT, whose masks are made only for longer texts
+_TYPES = "token_type_ids"
+_PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16"}
+
+
+class NoGraph(Exception):
+    """OpenVINO cannot convert or run this model."""
+
+
+class _States(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
+    """The model with its inputs by position, as they are traced."""
+
+    def __init__(self, model: PreTrainedModel, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.model, self.names = model, names
+
+    def forward(self, *given: Tensor) -> Tensor:
+        return self.model(**dict(zip(self.names, given, strict=True)))[0]
+
+
+class Graph:
+    """The states of a model's last layer. `run` may be called on several threads at once.
+
+    `memory_bytes`: of its weights in the order of the kernels, in all copies.
+    """
+
+    attention = "sdpa"
+
+    def __init__(self, model: PreTrainedModel, compute: Compute, lanes: int, filler: int, max_tokens: int) -> None:
+        """`model` is on the CPU, and is as before when this returns. `filler`: the id of what fills up. `max_tokens`:
+        the longest text that will run. Raises NoGraph.
+        """
+        self._dtype = dtype = compute.dtype
+        self._filler = filler
+        self._max_tokens = max_tokens
+        weights = sum(each.numel() for each in model.parameters())
+        copy_bytes = weights * dtype.itemsize
+        self._names = _names_of(model)
+        self._max_filling = most_filling(model.config)
+        options = {
+            "INFERENCE_PRECISION_HINT": _PRECISIONS[dtype],
+            "CPU_RUNTIME_CACHE_CAPACITY": _KEPT_KERNELS,
+        }
+        is_twice = lanes >= _THREADS_ALONE and is_compiled_twice(4 * weights)
+        try:
+            # mapped from a file that is gone afterwards: the runtime keeps the weights in float32 beside those in the
+            # order of its kernels, and pages of a file take no memory that is needed for anything else
+            with tempfile.TemporaryDirectory(prefix="sie-graph-", dir=compute.scratch) as folder:
+                path = Path(folder) / "graph.xml"
+                with _traceable(model):
+                    converted = _converted(_States(model, self._names), min(_EXAMPLE_TOKENS, max_tokens))
+                    if compute.int8:
+                        copy_bytes -= compress(converted) * (dtype.itemsize - 1)
+                    _runtime().save_model(converted, path, compress_to_fp16=False)
+                    del converted
+                self._of_lanes = _Compiled(path, options, lanes, lanes)
+                self._alone = _Compiled(path, options, 1, _THREADS_ALONE) if is_twice else None
+        except (RuntimeError, OSError) as error:
+            raise _no_graph("its graph is not compiled", error) from error
+        self.memory_bytes: int = copy_bytes * (2 if is_twice else 1)
+
+    def places(self, packed: Packed) -> slice:
+        """The tokens whose states `run` gives: all."""
+        return slice(None)
+
+    def close(self) -> None:
+        """Nothing: the graph goes with this object."""
+
+    def run(self, packed: Packed) -> Tensor:
+        """Hidden states, [tokens, width], in packed order."""
+        if self._alone is not None and len(packed.ids) <= _TOKENS_ALONE and is_alone():
+            return self._run(packed, self._alone)
+        return self._run(packed, self._of_lanes)
+
+    def trials(self, packed: Packed) -> Iterator[Tensor]:
+        """What `run` gives in each way that it may run."""
+        for compiled in (self._of_lanes, self._alone):
+            if compiled is not None:
+                yield self._run(packed, compiled)
+
+    def _run(self, packed: Packed, compiled: _Compiled) -> Tensor:
+        states: Tensor | None = None
+        for group in groups(packed.lengths, self._max_tokens, self._max_filling):
+            part = padded(packed, group.start, group.stop, group.columns, self._filler, rows=group.rows)
+            found = compiled.infer(self._inputs(part))
+            if states is None:
+                states = torch.empty((len(packed.ids), found.shape[-1]), dtype=self._dtype)
+            states[part.tokens] = torch.from_numpy(found[part.real])
+        assert states is not None
+        return states
+
+    def _inputs(self, part: Padded) -> list[Int64]:
+        inputs = [part.ids, part.seen.astype(np.int64)]
+        if _TYPES in self._names:
+            inputs.append(np.zeros_like(part.ids) if part.types is None else part.types)
+        return inputs
+
+
+class _Compiled:
+    """A graph compiled for so many streams, of so many threads together. `infer` may be called on as many threads."""
+
+    def __init__(self, path: Path, options: Mapping[str, Any], streams: int, threads: int) -> None:
+        more = {"NUM_STREAMS": streams, "INFERENCE_NUM_THREADS": threads}
+        runtime = _runtime()
+        self._tensor = runtime.Tensor
+        self._compiled = runtime.Core().compile_model(path, "CPU", {**options, **more})
+        self._of_thread = threading.local()
+
+    def infer(self, inputs: Sequence[Int64]) -> NDArray[Any]:
+        """States, [rows, columns, width], until the calling thread asks again."""
+        request = getattr(self._of_thread, "request", None)
+        if request is None:
+            request = self._of_thread.request = self._compiled.create_infer_request()
+        for place, each in enumerate(inputs):  # less Python than `infer` with inputs has
+            request.set_input_tensor(place, self._tensor(each, shared_memory=True))
+        request.infer()
+        return cast("NDArray[Any]", request.get_output_tensor(0).data)
+
+
+class Group(NamedTuple):
+    """Sequences from `start` to before `stop` that run together, as `rows` rows of `columns` tokens."""
+
+    start: int
+    stop: int
+    rows: int
+    columns: int
+
+
+def groups(lengths: Int64, max_tokens: int, max_filling: int = sys.maxsize) -> list[Group]:
+    """Cut sequences, shortest first, into groups that take the least time together: that of a group grows with its rows
+    times its columns, and is as if it had PASS_TOKENS more.
+
+    Rows are powers of two and columns are few numbers, so what OpenVINO keeps for each shape that it met stays bounded;
+    rows without a sequence fill up. No sequence is filled up beyond `max_tokens`, for which the model may have no
+    position, or by more than `max_filling`.
+    """
+    own = lengths.tolist()
+    columns = [filled_length(length, max_tokens, max_filling) for length in own]
+    least = [0]  # the time that the first sequences take, by their number
+    starts: list[int] = []  # of the last group of those
+    first = 0  # that may run with the last of those
+    for stop, width in enumerate(columns, 1):
+        while width - own[first] > max_filling:
+            first += 1
+        start, size = stop - 1, width
+        time, chosen = least[start] + size, start
+        while start > first and 2 * size <= GROUP_TOKENS:
+            size *= 2
+            start = max(first, stop - size // width)
+            if least[start] + size < time:
+                time, chosen = least[start] + size, start
+        least.append(time + PASS_TOKENS)
+        starts.append(chosen)
+    found: list[Group] = []
+    stop = len(columns)
+    while stop:
+        start = starts[stop - 1]
+        found.append(Group(start, stop, 1 << (stop - start - 1).bit_length(), columns[stop - 1]))
+        stop = start
+    return found[::-1]
+
+
+def filled_length(length: int, max_tokens: int, max_filling: int = sys.maxsize) -> int:
+    """Lengths of few values are fewer shapes, for each of which OpenVINO keeps kernels (bench/results/engine.md)."""
+    filled = min(length + missing(length, _STEPS), max_tokens)
+    return max(length, filled) if filled - length <= max_filling else length
+
+
+def has_windows(config: PretrainedConfig) -> bool:
+    """Whether some of its layers attend to a window alone."""
+    kinds = getattr(config, "layer_types", None) or ()
+    return bool(getattr(config, "sliding_window", None)) or any(kind != "full_attention" for kind in kinds)
+
+
+def most_filling(config: PretrainedConfig) -> int:
+    """How many tokens may fill a text up. Where a layer attends to a window alone, each of them has to see one of the
+    text: what sees nothing is no number, which spoils the text.
+    """
+    if not has_windows(config):
+        return sys.maxsize
+    window = int(getattr(config, "sliding_window", None) or 0)
+    return max(0, window // 2 - 1)  # in some classes half a window is on either side, in others a whole one
+
+
+def _names_of(model: PreTrainedModel) -> tuple[str, ...]:
+    """What this architecture reads. It counts positions by itself, as on its stock path."""
+    known = inspect.signature(model.forward).parameters
+    has_types = (getattr(model.config, "type_vocab_size", None) or 0) > 1 and _TYPES in known
+    return ("input_ids", "attention_mask", *((_TYPES,) if has_types else ()))
+
+
+def _runtime() -> Any:
+    # its import sends an event to its maker, unless the package that does it cannot be imported (`prepare_process`)
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
+    import openvino
+
+    return openvino
+
+
+@contextmanager
+def _traceable(model: PreTrainedModel) -> Iterator[None]:
+    """In float32: of 16-bit weights the front end makes a graph that is wrong. With a loss function of its own: a trace
+    reads every attribute, and transformers warns of a model that has none.
+    """
+    before = {name: each.dtype for name, each in (*model.named_parameters(), *model.named_buffers())}
+    model.float()
+    model.loss_function = None
+    try:
+        yield
+    finally:
+        del model._loss_function
+        for name, each in (*model.named_parameters(), *model.named_buffers()):
+            each.data = each.data.to(before[name])
+
+
+def compress(graph: Any) -> int:
+    """Keep the weights of its linear layers in 8 bits, with a scale for each output. Returns how many weights they are.
+
+    Activations stay as they are: with those in 8 bits too, calibrated, vectors of MiniLM had a cosine of 0.985
+    (bench/results/engine.md).
+    """
+    from openvino import opset13
+
+    found = 0
+    for product in [node for node in graph.get_ordered_ops() if node.get_type_name() == "MatMul"]:
+        source = product.input_value(1).get_node()
+        if source.get_type_name() != "Constant" or len(source.shape) != 2:
+            continue
+        weight = source.data
+        axis = 1 if product.get_attributes()["transpose_b"] else 0  # of the inputs
+        scale = np.maximum(np.abs(weight).max(axis, keepdims=True) / 127, np.finfo(np.float32).tiny).astype(np.float32)
+        kept = opset13.constant(np.rint(weight / scale).astype(np.int8))
+        whole = opset13.multiply(opset13.convert(kept, "f32"), opset13.constant(scale))
+        product.input(1).replace_source_output(whole.output(0))
+        found += weight.size
+    return found
+
+
+def _converted(states: _States, tokens: int) -> Any:
+    """The graph of any number of texts of any length, as traced with texts of so many tokens. Raises NoGraph."""
+    runtime = _runtime()
+    from openvino.frontend import FrontEndManager
+    from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder
+
+    ids = torch.ones((2, tokens), dtype=torch.int64)
+    given = tuple(torch.zeros_like(ids) if name == _TYPES else ids for name in states.names)
+    failures = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, runtime.frontend.OpConversionFailure)
+    try:
+        # the map of modules that a trace keeps is one for the process, as are the filters of warnings
+        with construction(), warnings.catch_warnings(), torch.inference_mode(False):
+            warnings.simplefilter("ignore")  # of the trace, which the trial of the backbone makes good for
+            # not traced twice to compare: the trial of the backbone does it
+            decoder = TorchScriptPythonDecoder(states, example_input=given, trace_kwargs={"check_trace": False})
+            end = FrontEndManager().load_by_framework("pytorch")
+            converted = end.convert(end.load(decoder))
+    except failures as error:
+        raise _no_graph("it does not convert", error) from error
+    converted.reshape({place: runtime.PartialShape([-1, -1]) for place in range(len(states.names))})
+    return converted
+
+
+def _no_graph(what: str, error: Exception) -> Exception:
+    """A lack of memory is no fault of the model, and is told as what it is."""
+    if is_out_of_memory(error):
+        return error
+    text = " ".join(str(error).split())
+    return NoGraph(f"{what}: {type(error).__name__}: {text[:300]}")

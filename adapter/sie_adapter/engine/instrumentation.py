@@ -1,0 +1,71 @@
+"""What each batch was and what it took, for whoever tunes batching: the last MAX_BATCHES of them, where
+SIE_INSTRUMENTATION is set.
+
+    lane ran a batch ──► Instrumentation.ran ──► ring ──► Description ──► `/ws/status` of the worker
+
+Sizes and times; nothing of an input.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+
+from sie_adapter.engine.device_threads import Job
+from sie_contracts.device_reports import RanBatch
+from sie_contracts.ipc import BatchDone, Reply
+from sie_contracts.messages import Failed
+
+MAX_BATCHES = 100
+
+
+class Instrumentation:
+    """The ring. Lanes write to it, any thread may read."""
+
+    def __init__(self, used_bytes: Callable[[], int]) -> None:
+        """`used_bytes` of the device are in use now."""
+        self._used_bytes = used_bytes
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._ring: deque[RanBatch] = deque(maxlen=MAX_BATCHES)
+
+    def ran(self, job: Job, reply: Reply, began_ns: int, ended_ns: int) -> None:
+        """Account for a batch that was answered with `reply`, and at the device between these times, nanoseconds since
+        1970.
+        """
+        message = job.message
+        # a malformed one was refused as such, and is accounted for all the same
+        lengths = np.frombuffer(message.lengths, "<i4", len(message.lengths) // 4).astype(np.int64)
+        due = sum(group.due for group in message.groups)
+        done = reply if isinstance(reply, BatchDone) else None
+        told = RanBatch(
+            number=0,
+            ended=ended_ns / 1e9,
+            model=message.model,
+            operation=message.operation,
+            rows=len(lengths),
+            inputs=due,
+            items=len(message.groups),
+            tokens=int(lengths.sum()),
+            longest=int(lengths.max(initial=0)),
+            attention=int(np.square(lengths).sum()),
+            wait_ms=max(0.0, round((began_ns - job.made_ns) / 1e6, 3)),
+            lora=bool(message.lora),
+            failed=sum(isinstance(outcome, Failed) for outcome in done.outcomes) if done else due,
+            padding=done.padding if done else 0,
+            inference_ms=round(done.inference_ms, 3) if done else 0.0,
+            postprocess_ms=round(done.postprocess_ms, 3) if done else 0.0,
+            memory_bytes=self._used_bytes(),
+        )
+        with self._lock:
+            self._ring.append(msgspec.structs.replace(told, number=next(self._numbers)))
+
+    def batches(self) -> tuple[RanBatch, ...]:
+        """The last ones, the newest at the end."""
+        with self._lock:
+            return tuple(self._ring)

@@ -1,0 +1,241 @@
+"""Models that read texts, images, sounds and documents by themselves: extraction, and adapters of somebody else's.
+
+RunBatch with texts and files ──► encode | score | extract of the model, a list in and a list of the same length out
+──► BatchDone
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import torch
+
+from sie_adapter.engine import answers
+from sie_adapter.engine.answers import Answer, Answers
+from sie_adapter.engine.batch import check_groups
+from sie_adapter.families.extraction import ExtractOptions, Preparation
+from sie_adapter.memory.oom import Remedy, Shortage, exhausted
+from sie_adapter.packed.packing import Files, Int64, MalformedBatch, images, sounds
+from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, SIEError
+from sie_contracts.ipc import BatchDone, Group, RunBatch
+from sie_contracts.messages import RunOptions
+
+_CPU = torch.device("cpu")
+
+
+class RawModel(Protocol):
+    """A model serves those of the three verbs that it has. Each may run on several threads at once.
+
+    `encode(texts, options)`: for each text a map of outputs, float32 arrays: `dense` [width], `multivector` [tokens,
+    width], `sparse` a pair (ids, weights). `score(query, texts, options)`: a number for each text. `extract(texts,
+    options)`: for each text the map that the client gets. A typed error may stand in the place of any result.
+
+    One whose `rows` of extract take images is given those of each text as well, as `extract(texts, options, images)`:
+    lists of `Shown`. So is one that takes sounds: lists of `Heard`. One whose rows take documents is given that of each
+    text in the same place, or None.
+
+    One that tokenises itself may have `prepare(texts, options)`, which returns a Preparation off the device lane;
+    `extract` is then given it as well.
+    """
+
+
+def extract_options(message: RunBatch) -> list[ExtractOptions]:
+    """What is looked for in each text of a batch."""
+    return [
+        ExtractOptions(
+            group.options.labels,
+            group.options.threshold,
+            group.options.parameters,
+            message.mentions[row] if message.mentions else (),
+            group.options.instruction,
+        )
+        for group in message.groups
+        for row in range(group.start, group.stop)
+    ]
+
+
+def run_raw(
+    model: Any,
+    message: RunBatch,
+    device: torch.device = _CPU,
+    make_room: Callable[[], Remedy | None] = lambda: None,
+    remedied: Callable[[Remedy], None] = lambda remedy: None,
+    preparation: Preparation | None = None,
+) -> BatchDone:
+    """Answer a batch of texts. Raises what the model raises, InternalFailure for a list of another length.
+
+    Out of memory is met as `shortage` says. `preparation`: what the model's own `prepare` gave for this batch; without
+    one a model that has it tokenises here.
+    """
+    started = time.perf_counter()
+    if preparation is None and hasattr(model, "prepare"):
+        preparation = Preparation()
+    before_s = preparation.seconds if preparation is not None else 0.0
+    run = getattr(model, message.operation, None)
+    if run is None:
+        raise InvalidInput(f"{message.model} does not {message.operation}", reason="unsupported_task")
+    lengths = np.frombuffer(message.lengths, "<i4")
+    check_groups(message.groups, len(lengths))
+    if len(message.texts) != len(lengths) or len(message.mentions) not in (0, len(lengths)):
+        raise InternalFailure(f"{len(message.texts)} texts came with {len(lengths)} lengths", reason="malformed_batch")
+
+    shortage = Shortage(device, make_room, remedied)
+
+    def fitting(call: Call, count: int) -> list[Any]:
+        results: list[Any] = [exhausted()] * count
+
+        def work(texts: Int64) -> None:
+            for text, result in zip(texts.tolist(), _of_length(call(texts.tolist()), len(texts)), strict=True):
+                results[text] = result
+
+        shortage.run(work, np.arange(count), lambda text: None)
+        return results
+
+    is_extraction = message.operation == "extract"
+    if is_extraction:
+        found = _extracted(run, message, fitting, preparation, _files(model, message))
+    else:
+        found = [_run(run, message, group, fitting) for group in message.groups]
+    ended = time.perf_counter()
+    counted = (
+        (
+            answer,
+            int(lengths[row]) + (int(lengths[group.start]) if row == group.stop - len(answered) > group.start else 0),
+        )
+        for group, answered in zip(message.groups, found, strict=True)
+        for row, answer in enumerate(answered, group.stop - len(answered))
+    )
+    if preparation is None:
+        return answers.sealed(message.batch, counted, 1e3 * (ended - started), ended)
+    inference_s = ended - started - (preparation.seconds - before_s)
+    done = answers.sealed(message.batch, counted, 1e3 * inference_s, ended, padding=preparation.padding)
+    return msgspec.structs.replace(done, preprocess_ms=1e3 * preparation.seconds)
+
+
+Call = Callable[[Sequence[int]], Sequence[Any]]  # results for the texts with these numbers
+Fitting = Callable[[Call, int], list[Any]]
+
+
+def _files(model: Any, message: RunBatch) -> Sequence[Any] | None:
+    """The images of each text, its sounds or its document; None for a model that takes none. Raises InternalFailure."""
+    rows = getattr(model, "rows", {}).get(message.operation)
+    if len(message.documents) not in (0, len(message.texts)):
+        what = f"{len(message.documents)} documents came with {len(message.texts)} texts"
+        raise InternalFailure(what, reason="malformed_batch")
+    if rows is not None and rows.documents is not None:
+        return message.documents or [None] * len(message.texts)
+    shown, heard = (rows.images, rows.sounds) if rows is not None else (None, None)
+    try:
+        found: Files[Any] | None = images(message.images, message.pixels, shown, message.image_keys)
+        found = sounds(message.sounds, message.features, heard) or found
+    except MalformedBatch as error:
+        raise InternalFailure(str(error), reason="malformed_batch") from error
+    if shown is None and heard is None:
+        return None
+    texts = np.arange(len(message.texts))
+    return found.of(texts) if found is not None else [[] for _ in texts]
+
+
+def _extracted(
+    run: Any,
+    message: RunBatch,
+    fitting: Fitting,
+    preparation: Preparation | None,
+    files: Sequence[Any] | None,
+) -> list[Answers]:
+    """All groups in one call: the model puts together what has equal options."""
+    options, texts = extract_options(message), message.texts
+    own = () if preparation is None else (preparation,)
+
+    def call(some: Sequence[int]) -> Sequence[Any]:
+        beside = () if files is None else ([files[number] for number in some],)
+        found: Sequence[Any] = run(
+            tuple(texts[number] for number in some), [options[number] for number in some], *own, *beside
+        )
+        return found
+
+    found = fitting(call, len(texts))
+    made: Answers = [result if isinstance(result, SIEError) else _extraction(dict(result)) for result in found]
+    return [made[group.start : group.stop] for group in message.groups]
+
+
+def _extraction(data: dict[str, Any]) -> Answer | SIEError:
+    if _has_only_finite(data):
+        return Answer(data=data)
+    return InferenceFailed("the model found something with a number that is not finite", reason="non_finite")
+
+
+def _has_only_finite(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_has_only_finite, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_has_only_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _run(run: Any, message: RunBatch, group: Group, fitting: Fitting) -> Answers:
+    texts = message.texts[group.start : group.stop]
+    if not texts:
+        return []
+    is_encoding = message.operation == "encode"
+    query, texts = ((), texts) if is_encoding else (texts[:1], texts[1:])
+
+    def asked(some: Sequence[int]) -> Sequence[Any]:
+        try:
+            return run(*query, tuple(texts[number] for number in some), group.options)  # type: ignore[no-any-return]
+        except SIEError as error:  # what this group asks, its mates did not
+            return [error] * len(some)
+
+    results = fitting(asked, len(texts))
+    if is_encoding:
+        return _encoded(results, group.options)
+    return [score if isinstance(score, SIEError) else _scored(float(score)) for score in results]
+
+
+def _scored(score: float) -> Answer | SIEError:
+    return (
+        Answer(score=score)
+        if np.isfinite(score)
+        else InferenceFailed("the model gave a score that is not finite", reason="non_finite")
+    )
+
+
+def _encoded(results: list[Any], options: RunOptions) -> Answers:
+    found: Answers = []
+    for result in results:
+        if isinstance(result, SIEError):
+            found.append(result)
+            continue
+        rows = {name: [_tensors(value)] for name, value in result.items()}
+        try:
+            found += (
+                answers.vectors(options, rows)
+                if all(_is_finite(row) for (row,) in rows.values())
+                else [answers.not_finite()]
+            )
+        except KeyError as error:
+            found.append(InvalidInput(f"the model gave no output {error}", reason="unsupported_output"))
+        except SIEError as error:
+            found.append(error)
+    return found
+
+
+def _is_finite(row: Any) -> bool:
+    return bool(torch.isfinite(row[1] if isinstance(row, tuple) else row).all())
+
+
+def _tensors(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return torch.as_tensor(np.asarray(value[0], np.int32)), torch.as_tensor(np.asarray(value[1], np.float32))
+    return torch.as_tensor(np.asarray(value, np.float32))
+
+
+def _of_length(results: Sequence[Any], count: int) -> list[Any]:
+    if len(results) != count:
+        raise InternalFailure(f"the family gave {len(results)} results for {count} inputs", reason="wrong_length")
+    return list(results)

@@ -1,0 +1,296 @@
+"""A server of SGLang for one model: a process of its own, on loopback, that ends with its model.
+
+    load ──► a process in the environment of SIE_SGLANG_PYTHON ──► ready ──► ids of texts ──► last states, normalised
+                                         └──► it ended, or hangs: another one takes its place, once for each batch
+
+It is a process because the package wants versions of torch and transformers of its own, and because some inputs end it:
+ids beyond the table of embeddings, for one, which never get here.
+Source: the server's HTTP interface, version 0.5.23 (`/v1/embeddings`, `/ready`).
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import itertools
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import msgspec
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from sie_adapter.packed.packing import Float32, Int64, Packed
+from sie_contracts.errors import InferenceFailed
+
+# whose vectors it gives: of the state of the last token
+ARCHITECTURES = (
+    "Qwen3ForCausalLM",
+    "Qwen3Model",
+    "Qwen2ForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MistralModel",
+)
+START_S = 300.0  # its imports and the weights take minutes on a busy machine
+RUN_S = 120.0  # one batch; whoever waits for the adapter has a bound of its own
+_LOOK_S = 0.1
+_POOL_TOKENS = 16_384  # of keys and values; what does not fit waits
+# What its process inherits: nothing that is secret.
+_KEPT = (
+    "PATH",
+    "HOME",
+    "LANG",
+    "LD_LIBRARY_PATH",
+    "TMPDIR",
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_HOME",
+    "NVIDIA_VISIBLE_DEVICES",
+)
+# Ends with the thread that starts it, also after the program is replaced: prctl(2).
+_BOOT = (
+    "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL);"
+    " os.getppid() == int(sys.argv[1]) or os._exit(1); os.execv(sys.argv[2], sys.argv[2:])"
+)
+_logger = logging.getLogger("sie.adapter")
+
+
+class NotStarted(Exception):
+    """The server did not become ready, with the reason."""
+
+
+class _Lost(Exception):
+    """The server does not answer, or not as it should."""
+
+
+class _Embedding(msgspec.Struct):
+    embedding: str
+    index: int
+
+
+class _Embeddings(msgspec.Struct):
+    data: list[_Embedding]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a server is started with. `python`: of an environment that has the package. `threads`: on a CPU."""
+
+    python: str
+    folder: Path
+    dtype: torch.dtype
+    device: torch.device
+    max_tokens: int
+    threads: int
+
+    def arguments(self, port: int) -> list[str]:
+        """Of the program."""
+        where = ["--attention-backend", "torch_native"] if self.device.type == "cpu" else []
+        if self.device.index:
+            where += ["--base-gpu-id", str(self.device.index)]
+        options = {
+            "--model-path": str(self.folder),
+            "--device": self.device.type,
+            "--dtype": str(self.dtype).removeprefix("torch."),
+            "--host": "127.0.0.1",
+            "--port": str(port),
+            "--context-length": str(self.max_tokens + 1),  # it takes texts that are shorter
+            "--max-total-tokens": str(max(_POOL_TOKENS, 2 * self.max_tokens)),
+            "--log-level": "error",
+        }
+        switches = ["--is-embedding", "--disable-radix-cache", "--skip-tokenizer-init"]
+        named = itertools.chain.from_iterable(options.items())
+        return [self.python, "-m", "sglang.launch_server", *named, *switches, *where]
+
+    def environment(self) -> dict[str, str]:
+        """Of the process."""
+        kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+        own = {
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+        }
+        on_cpu = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(self.threads), "CUDA_VISIBLE_DEVICES": ""}
+        return {**kept, **own, **(on_cpu if self.device.type == "cpu" else {})}
+
+
+class SGLang:
+    """The last states of texts, normalised. `run` may be called on several threads at once.
+
+    `memory_bytes`: what its processes took when they were ready, of the memory that models share.
+    """
+
+    attention = "sglang"
+
+    def __init__(self, launch: Launch) -> None:
+        """Returns when it answers. Raises NotStarted."""
+        self._launch = launch
+        self._lock = threading.Lock()
+        self._width = 0
+        # A process ends with the thread that started it, so that thread stays.
+        self._thread = ThreadPoolExecutor(1, "sglang")
+        self._servers: list[_Server] = []  # the one that serves, in a list that outlives this object
+        self._end = weakref.finalize(self, _end, self._servers, self._thread)
+        self._start()
+        self.memory_bytes = self._servers[0].memory_bytes()
+
+    @property
+    def pid(self) -> int:
+        """Of the process that serves."""
+        return self._servers[0].pid
+
+    def places(self, packed: Packed) -> Int64:
+        """The tokens whose states `run` gives, [sequences]; the others' are zero."""
+        return packed.bounds[1:].astype(np.int64) - 1
+
+    def close(self) -> None:
+        """End its processes."""
+        self._end()
+
+    def run(self, packed: Packed) -> Tensor:
+        """States, float32 [tokens, width], in packed order. Those of texts on which two servers ended are no numbers:
+        whoever asked runs each of them alone, and one of them is at fault. Raises InferenceFailed.
+        """
+        texts = [packed.ids[start:stop].tolist() for start, stop in itertools.pairwise(packed.bounds.tolist())]
+        found = self._embedded(texts)
+        self._width = found.shape[1]
+        states = torch.zeros((len(packed.ids), found.shape[1]), device=self._launch.device)
+        states[torch.from_numpy(self.places(packed)).to(states.device)] = torch.from_numpy(found).to(states.device)
+        return states
+
+    def _embedded(self, texts: Sequence[Sequence[int]]) -> Float32:
+        server = self._servers[0]
+        try:
+            return server.embed(texts)
+        except _Lost as error:
+            _logger.warning("the SGLang server %d is replaced: %s", server.pid, error)
+        try:
+            return self._successor(server).embed(texts)
+        except NotStarted as error:
+            raise InferenceFailed("the SGLang server of the model cannot be started again") from error
+        except _Lost as error:
+            if not self._width:
+                raise InferenceFailed("the SGLang server of the model does not answer") from error
+            _logger.warning("the SGLang server ended twice on a batch of %d texts: %s", len(texts), error)
+            return np.full((len(texts), self._width), np.nan, np.float32)
+
+    def _successor(self, lost: _Server) -> _Server:
+        """The server that came after it: started by one of those who miss it. Raises NotStarted."""
+        with self._lock:
+            if self._servers[0] is lost:
+                lost.end()
+                self._start()
+            return self._servers[0]
+
+    def _start(self) -> None:
+        self._servers[:] = [self._thread.submit(_Server, self._launch).result()]
+
+
+def _end(servers: Sequence[_Server], thread: ThreadPoolExecutor) -> None:
+    for server in servers:
+        server.end()
+    thread.shutdown(wait=False)
+
+
+class _Server:
+    """One process and its children, which are of one session."""
+
+    def __init__(self, launch: Launch) -> None:
+        """Raises NotStarted. To be called on a thread that stays."""
+        self._is_cpu, self._device = launch.device.type == "cpu", launch.device
+        self._before = 0 if self._is_cpu else _used_bytes(launch.device)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port: int = probe.getsockname()[1]
+        command = [sys.executable, "-c", _BOOT, str(os.getpid()), *launch.arguments(self._port)]
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=launch.environment(),
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise NotStarted(str(error)) from error
+        self.pid = self._process.pid
+        self._is_over = False
+        # for any number of threads; certificates are not read for loopback
+        url = f"http://127.0.0.1:{self._port}"
+        self._client = httpx.Client(base_url=url, timeout=RUN_S, trust_env=False, verify=False)  # noqa: S501
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.end()
+            raise
+
+    def _wait_until_ready(self) -> None:
+        end_s = time.monotonic() + START_S
+        while True:
+            if (status := self._process.poll()) is not None:
+                raise NotStarted(f"it ended with status {status}; what it wrote is in the log of the adapter")
+            with contextlib.suppress(httpx.HTTPError):
+                if self._client.get("/ready", timeout=5).status_code == 200:
+                    return
+            if time.monotonic() > end_s:
+                raise NotStarted(f"it was not ready within {START_S:g} s")
+            time.sleep(_LOOK_S)
+
+    def embed(self, texts: Sequence[Sequence[int]]) -> Float32:
+        """Float32 [texts, width]. Raises _Lost."""
+        body = msgspec.json.encode({"model": "model", "input": texts, "encoding_format": "base64"})
+        try:
+            answer = self._client.post("/v1/embeddings", content=body, headers={"content-type": "application/json"})
+        except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: another thread ended it
+            raise _Lost(f"{type(error).__name__} while it had a batch") from error
+        if answer.status_code != 200:
+            raise _Lost(f"it answered with status {answer.status_code}")
+        try:
+            found = msgspec.json.decode(answer.content, type=_Embeddings).data
+            rows = [np.frombuffer(base64.b64decode(each.embedding, validate=True), "<f4") for each in found]
+            vectors = np.stack(rows)
+        except (msgspec.DecodeError, ValueError) as error:
+            raise _Lost("its answer is no list of vectors") from error
+        if [each.index for each in found] != list(range(len(texts))):
+            raise _Lost("its answer is to other texts")
+        return vectors
+
+    def memory_bytes(self) -> int:
+        """Of its processes, on the device that it computes on."""
+        if not self._is_cpu:
+            return max(0, _used_bytes(self._device) - self._before)
+        found = 0
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if os.getsid(process.pid) == self.pid:
+                    found += process.memory_full_info().uss
+        return found
+
+    def end(self) -> None:
+        """Kill all of its processes: they have nothing that would be lost. Once: their number may be another's then."""
+        if self._is_over:
+            return
+        self._is_over = True
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+        self._client.close()
+
+
+def _used_bytes(device: torch.device) -> int:
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total - free)

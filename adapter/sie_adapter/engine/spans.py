@@ -1,0 +1,50 @@
+"""What a trace shows of the device: the forward pass of a batch, and of each work item in it the two stages that the
+device takes.
+
+All is told once a batch is answered, so that no answer waits for it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sie_contracts.ipc import BatchDone, Refused, Reply
+from sie_contracts.trace_context import Context
+from sie_runtime.tracing import STAGE
+
+if TYPE_CHECKING:
+    from sie_adapter.engine.device_threads import Job
+    from sie_runtime.spans import Tracer
+
+
+def ran(tracer: Tracer, job: Job, reply: Reply, began_ns: int, ended_ns: int) -> None:
+    """A batch was at the device from `began_ns` to `ended_ns`, nanoseconds since 1970. Nothing is told of one that
+    nobody traces.
+    """
+    batch = job.message
+    if not batch.traceparent:
+        return
+    above = Context(batch.traceparent, batch.tracestate)
+    own = {"sie.batch": batch.batch, "sie.model": batch.model, "sie.operation": batch.operation}
+    forward = tracer.begin("forward", above, start_ns=began_ns, attributes=own)
+    if isinstance(reply, BatchDone):
+        between_ns = ended_ns - round(reply.postprocess_ms * 1e6)
+        stages = (
+            ("inference", between_ns - round(reply.inference_ms * 1e6), between_ns),
+            ("postprocess", between_ns, ended_ns),
+        )
+        for group in batch.groups:
+            if not group.traceparent:
+                continue
+            work = Context(group.traceparent, group.tracestate)
+            told: dict[str, str | int] = {"sie.batch": batch.batch, "sie.rows": group.stop - group.start}
+            for name, start_ns, end_ns in stages:
+                tracer.begin(name, work, links=[forward], start_ns=start_ns, attributes={**told, STAGE: name}).end(
+                    end_ns
+                )
+        forward.set(
+            {"sie.batch.rows": len(batch.lengths) // 4, "sie.batch.padding": reply.padding, "sie.engine": reply.engine}
+        )
+    elif isinstance(reply, Refused):
+        forward.fail(reply.error.code)
+    forward.end(ended_ns)

@@ -1,0 +1,277 @@
+"""The proof that a loaded model gives the right numbers, made before it serves. A model that misses a bound does not
+become ready.
+
+    digests   SHA-256 of its files against the catalogue entry
+    files     what the entry says of pooling and prompts against what the model's own files say
+    tokenizer that of these weights: its ids within their table, its special tokens there, sentences of several scripts
+              not all unknown
+    packed    the packed path against the reference path, output by output
+    golden    vectors of the public oracle, where the entry names a file of them and load.accept_unproven is not set
+
+Bounds: cosine 0.9999 in float32, 0.999 in 16 bit; for scores also Kendall's tau 0.98. With weights in 8 bits cosine
+0.99, and Kendall's tau 0.95 over the similarities of all pairs of vectors, or over scores.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from sie_adapter.engine.device import Compute
+from sie_adapter.heads import Row, States
+from sie_adapter.loading.tokenizer import Needs, fault
+from sie_adapter.packed.packing import Items
+from sie_contracts.catalogue import Resolved, packaged_folder
+from sie_contracts.entries import LoadOptions, ModelEntry
+from sie_contracts.load_errors import load_failed
+from sie_contracts.options import TOKEN_STATES
+from sie_store import entry_faults
+from sie_store.folder_files import read_json
+
+COSINE = {torch.float32: 0.9999}
+COSINE_16 = 0.999
+COSINE_8 = 0.99
+TAU, TAU_8 = 0.98, 0.95
+
+
+class Certificate(msgspec.Struct, frozen=True):
+    """What held. `packed`: the worst cosine of each output; `golden`: the worst cosine; None: nothing of the kind to
+    compare.
+    """
+
+    digests: tuple[str, ...]
+    packed: dict[str, float]
+    golden: float | None
+    seconds: float
+
+
+def certify(model: Any, folder: Path, resolved: Resolved, compute: Compute) -> Certificate:
+    """Check a model that was just loaded. Raises ModelLoadFailed CERTIFICATE with what does not hold and where."""
+    started = time.perf_counter()
+    entry = resolved.entry
+    digests = check_files(folder, entry, resolved.load)
+    _check_tokenizer(model, entry)
+    with torch.inference_mode():
+        _check_direction(model, resolved)
+        packed = _check_packed(model, entry, compute) if hasattr(model, "backbone") else {}
+        is_compared = entry.golden and not resolved.load.accept_unproven
+        golden = _check_golden(model, entry, compute) if is_compared else None
+    return Certificate(digests, packed, golden, round(time.perf_counter() - started, 3))
+
+
+def _refuse(entry: ModelEntry, cause: str) -> Exception:
+    return load_failed("CERTIFICATE", f"{entry.id}: {cause}")
+
+
+def check_files(folder: Path, entry: ModelEntry, load: LoadOptions) -> tuple[str, ...]:
+    """The files whose digests hold. Raises ModelLoadFailed CERTIFICATE for a file that the entry knows otherwise, and
+    for an entry that contradicts a file.
+    """
+    digests = _check_digests(folder, entry)
+    if (mismatch := entry_faults.fault(folder, entry, load)) is not None:
+        raise _refuse(entry, mismatch.message)
+    return digests
+
+
+def _check_digests(folder: Path, entry: ModelEntry) -> tuple[str, ...]:
+    for name, wanted in entry.weights.digests.items():
+        path = folder / name
+        if not path.is_file():
+            raise _refuse(entry, f"weights.digests names {name}, which is not among its files")
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != wanted.lower():
+            cause = (
+                f"{name} has the SHA-256 {found[:16]}.., weights.digests says {wanted[:16]}..: changed, or of another "
+                "revision"
+            )
+            raise _refuse(entry, cause)
+    return tuple(entry.weights.digests)
+
+
+def _check_tokenizer(model: Any, entry: ModelEntry) -> None:
+    """That of a family without a table of its own only counts tokens."""
+    try:
+        tokenizer = Tokenizer.from_buffer(model.tokenizer)
+    except ValueError as error:
+        raise _refuse(entry, f"its tokenizer is no tokenizer.json: {error}") from error
+    if (table := getattr(model, "vocabulary", None)) is None:
+        return
+    if cause := fault(tokenizer, table, getattr(model, "needs", Needs())):
+        raise _refuse(entry, cause)
+
+
+def _check_direction(model: Any, resolved: Resolved) -> None:
+    """Some classes read is_causal where nothing is padded and not where something is: a text would
+    depend on its mates.
+    """
+    if not hasattr(model, "backbone"):
+        return
+    wanted, found = resolved.load.causal, model.backbone.is_causal()
+    if found is None:
+        cause = (
+            "is_causal turns its attention for a text alone and not beside a longer one: neither load.causal nor "
+            "config.json may say it"
+        )
+        raise _refuse(resolved.entry, cause)
+    if wanted is not None and found != wanted:
+        cause = f"load.causal is {str(wanted).lower()}, and the model computes otherwise: its class has no such switch"
+        raise _refuse(resolved.entry, cause)
+
+
+def _check_packed(model: Any, entry: ModelEntry, compute: Compute) -> dict[str, float]:
+    """Outputs of the packed path against those of the stock, padded one, from the states that both gave at load."""
+    packed, reference = model.backbone.take_trial()
+    states = model.backbone.forward(packed)
+    sequences = np.arange(len(packed.order))
+    queries = np.zeros(len(sequences), bool)
+    worst = {}
+    for name, head in model.heads.items():
+        if name == TOKEN_STATES:  # no output of the entry, and in 16 bit some token of a right model strays
+            continue
+        expected = head.reduce(States(reference, packed, queries), sequences).rows
+        found = head.reduce(States(states, packed, queries), sequences).rows
+        worst[name] = _agree(entry, f"the packed path of output {name}", expected, found, compute)
+    return worst
+
+
+def _bound(compute: Compute) -> float:
+    return COSINE_8 if compute.int8 else COSINE.get(compute.dtype, COSINE_16)
+
+
+def _agree(entry: ModelEntry, what: str, expected: Sequence[Row], found: Sequence[Row], compute: Compute) -> float:
+    bound, tau_bound = _bound(compute), TAU_8 if compute.int8 else TAU
+    if expected[0] is not None and isinstance(expected[0], Tensor) and expected[0].ndim == 1 and len(expected[0]) <= 2:
+        cosine = _cosine(torch.cat(list(expected)), torch.cat(list(found)))
+        tau = _tau(_scores(expected), _scores(found), compute.dtype)
+    else:
+        cosine = min(_cosine(*_dense(left, right)) for left, right in zip(expected, found, strict=True))
+        is_vectors = isinstance(expected[0], Tensor) and expected[0].ndim == 1
+        tau = 1.0
+        if compute.int8 and is_vectors:
+            tau = _tau(_similarities(expected), _similarities(found), compute.dtype)
+    if not tau >= tau_bound:
+        cause = f"{what} ranks otherwise than the reference path: Kendall's tau {tau:.4f}, bound {tau_bound}"
+        raise _refuse(entry, cause)
+    if not cosine >= bound:
+        raise _refuse(entry, f"{what} has cosine {cosine:.6f} with the reference path, bound {bound}")
+    return round(cosine, 7)
+
+
+def _dense(left: Row, right: Row) -> tuple[Tensor, Tensor]:
+    """Two rows as vectors that can be compared."""
+    if not isinstance(left, tuple):
+        return left, right
+    width = 1 + max((int(ids.max()) for ids, _ in (left, right) if len(ids)), default=0)
+    vectors = []
+    for ids, weights in (left, right):
+        vector = torch.zeros(width, device=weights.device)
+        vector[ids.long()] = weights
+        vectors.append(vector)
+    return vectors[0], vectors[1]
+
+
+def _cosine(left: Tensor, right: Tensor) -> float:
+    """Of two vectors, or the mean of that of matching rows: in 16 bit a single token of a right model may stray. Two
+    zero vectors agree.
+    """
+    left, right = left.cpu().double(), right.cpu().double()
+    if left.ndim > 1:
+        return float(F.cosine_similarity(left, right, dim=-1).mean()) if len(left) else 1.0
+    if not left.any() and not right.any():
+        return 1.0
+    return float(F.cosine_similarity(left, right, dim=0))
+
+
+def _scores(rows: Sequence[Row]) -> Tensor:
+    """The last logit of each."""
+    return torch.stack([row[-1] - row[0] if len(row) > 1 else row[0] for row in rows]).cpu().double()
+
+
+def _similarities(rows: Sequence[Row]) -> Tensor:
+    """The cosine of each pair of vectors."""
+    vectors = F.normalize(torch.stack(list(rows)).cpu().double())
+    one, other = torch.triu_indices(len(vectors), len(vectors), 1)
+    return (vectors @ vectors.T)[one, other]
+
+
+def _tau(left: Tensor, right: Tensor, dtype: torch.dtype) -> float:
+    """Kendall's tau, over pairs that differ by more than the precision resolves."""
+    gaps, others = left[:, None] - left[None], right[:, None] - right[None]
+    resolution = float(left.abs().max()) * torch.finfo(dtype).eps * 4
+    counted = gaps.abs() > resolution
+    if not counted.any():
+        return 1.0
+    return float((torch.sign(gaps) * torch.sign(others))[counted].mean())
+
+
+def golden_file(entry: ModelEntry) -> Path:
+    """Where the entry's golden vectors lie: an absolute path, or one in the packaged catalogue."""
+    return packaged_folder() / entry.golden
+
+
+def _check_golden(model: Any, entry: ModelEntry, compute: Compute) -> float:
+    """Dense vectors of texts against those of the public oracle."""
+    cases = read_json(golden_file(entry)).get("dense")
+    if not cases or "dense" not in getattr(model, "heads", ()):
+        raise _refuse(
+            entry,
+            f"its golden vectors {entry.golden} are not there, hold nothing, or are of an output that it does not have",
+        )
+    found = _encoded(model, entry, [_prompted(entry, case) for case in cases])
+    expected = np.array([case["vector"] for case in cases], np.float64)
+    if found.shape != expected.shape:
+        raise _refuse(
+            entry, f"its golden vectors {entry.golden} are {expected.shape[1]} wide, its own {found.shape[1]}"
+        )
+    cosines = (found * expected).sum(1) / np.maximum(
+        np.linalg.norm(found, axis=1) * np.linalg.norm(expected, axis=1), 1e-12
+    )
+    bound = _bound(compute)
+    worst = int(cosines.argmin())
+    if not cosines[worst] >= bound:
+        cause = (
+            f"golden vector {worst} of {entry.golden} has cosine {cosines[worst]:.6f} with the public oracle, bound "
+            f"{bound}"
+        )
+        raise _refuse(entry, cause)
+    return round(float(cosines[worst]), 7)
+
+
+def _prompted(entry: ModelEntry, case: dict[str, Any]) -> str:
+    """The text of a golden case as it is tokenised: in the prompt of its side if it says `is_query`, else bare."""
+    if "is_query" not in case:
+        return str(case["text"])
+    template = entry.prompts.get("query" if case["is_query"] else "document", "{text}")
+    return template.replace("{instruction}", entry.prompts.get("default_instruction", "")).replace(
+        "{text}", case["text"]
+    )
+
+
+def _encoded(model: Any, entry: ModelEntry, texts: Sequence[str]) -> np.ndarray:
+    """Dense vectors of texts, tokenised here as the sidecar does it."""
+    tokenizer = Tokenizer.from_buffer(model.tokenizer)
+    tokenizer.enable_truncation(entry.max_tokens)
+    ids = [np.array(encoding.ids, np.int32) for encoding in tokenizer.encode_batch_fast(list(texts))]
+    batch = Items(np.array([len(each) for each in ids], np.int64), np.concatenate(ids))
+    packed = model.pack(batch, np.arange(len(ids)))
+    reduced = model.heads["dense"].reduce(
+        States(model.forward(packed), packed, np.zeros(len(ids), bool)), np.arange(len(ids))
+    )
+    vectors = torch.stack(list(reduced.rows)).cpu().double().numpy()
+    return np.asarray(vectors[np.argsort(packed.order)])
+
+
+def as_map(certificate: Certificate) -> dict[str, Any]:
+    """For the models API."""
+    return msgspec.to_builtins(certificate)  # type: ignore[no-any-return]

@@ -1,0 +1,214 @@
+"""A model folder becomes a transformers model. Its tokenizer: `tokenizer`; the modules that sentence-transformers lists
+after it: `modules`.
+
+Nothing is forgiven: weights that are missing, unexpected, of another shape or newly made are a refusal, since a model
+with a random part answers as politely as a right one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedModel
+
+from sie_adapter.engine.device import Compute
+from sie_contracts.entries import LoadOptions
+from sie_contracts.load_errors import load_failed
+
+# While transformers constructs a model it changes torch for the whole process: its default precision, which would
+# change what the lanes compute, unless it is float32 already, and functions of torch, which two loads would restore in
+# the wrong order.
+_CONSTRUCTION = threading.Lock()
+_POOLER = "pooler."
+_COUNTED = "position_ids"  # counted, not stored
+# the top-level names of language-model heads: a checkpoint that was trained with one may be used without it
+_LANGUAGE_HEADS = frozenset(
+    {
+        "cls",
+        "lm_head",
+        "head",
+        "decoder",
+        "predictions",
+        "vocab_transform",
+        "vocab_layer_norm",
+        "vocab_projector",
+        "generator_predictions",
+        "generator_lm_head",
+        "discriminator_predictions",
+    }
+)
+_PRETRAINED = ("ForMaskedLM", "ForCausalLM", "ForPreTraining")
+
+
+@contextmanager
+def construction() -> Iterator[None]:
+    """One model at a time is built in this process."""
+    with _CONSTRUCTION:
+        yield
+
+
+def load_model(
+    auto_class: Any,
+    folder: Path,
+    load: LoadOptions,
+    compute: Compute,
+    consumed: Iterable[str] = (),
+    *,
+    float32_head: bool = False,
+    changes: Mapping[str, Any] = MappingProxyType({}),
+    decodes: bool = False,
+) -> PreTrainedModel:
+    """The model of `folder` as `auto_class`, on the device, for inference. `consumed` are weights that the caller reads
+    by itself, `changes` those of its configuration. `decodes`: the caller runs a decoder that it may have beside an
+    encoder.
+
+    With `float32_head` only its backbone is in the precision of `compute`; what follows that, the pooler included, is
+    float32.
+
+    Raises ModelLoadFailed INCOMPATIBLE that names up to five of the weights that do not fit.
+    """
+    options = {"attn_implementation": "eager"} if compute.backend == "eager" else {}
+    model = _from_files(auto_class, folder, load, consumed, options, changes, decodes=decodes)
+    _cast(model, compute.dtype, float32_head=float32_head)
+    model.config.use_cache = False
+    return model.eval().requires_grad_(False).to(compute.device)
+
+
+def empty_model(
+    auto_class: Any,
+    folder: Path,
+    load: LoadOptions,
+    consumed: Iterable[str] = (),
+    *,
+    changes: Mapping[str, Any] = MappingProxyType({}),
+    decodes: bool = False,
+) -> PreTrainedModel:
+    """The same on the device `meta`, without the weights: their names and shapes are compared as a load compares them.
+    Raises as that.
+    """
+    return _from_files(auto_class, folder, load, consumed, {"device_map": "meta"}, changes, decodes=decodes)
+
+
+def _from_files(
+    auto_class: Any,
+    folder: Path,
+    load: LoadOptions,
+    consumed: Iterable[str],
+    options: dict[str, Any],
+    changes: Mapping[str, Any],
+    *,
+    decodes: bool,
+) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=load.trust_remote_code)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    if getattr(config, "is_encoder_decoder", False) and not decodes:
+        raise load_failed(
+            "INCOMPATIBLE", f"{config.model_type} has a decoder beside its encoder, which this family does not run"
+        )
+    if load.causal is not None:
+        config.is_causal = load.causal
+    with construction():
+        model, report = auto_class.from_pretrained(
+            folder,
+            config=config,
+            dtype=torch.float32,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=load.trust_remote_code,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **options,
+        )
+    is_bare = model.base_model is model
+    foreign_head = is_bare and any(name.endswith(_PRETRAINED) for name in config.architectures or ())
+    for fault in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        names = sorted(str(name) for name in report[fault] if _COUNTED not in str(name))
+        if is_bare or fault == "unexpected_keys":  # a pooler that is never run, or that the class does not have
+            names = [name for name in names if _POOLER not in name]
+        if fault == "unexpected_keys":
+            names = [
+                name
+                for name in names
+                if name not in consumed and not (foreign_head and name.split(".")[0] in _LANGUAGE_HEADS)
+            ]
+        if names:
+            raise load_failed(
+                "INCOMPATIBLE",
+                f"the weights do not fit config.json, they have {len(names)} {fault.replace('_', ' ')}: "
+                f"{', '.join(names[:5])}",
+            )
+    found: PreTrainedModel = model
+    return found
+
+
+def filled(model_class: Any, config: Any, weights: Mapping[str, Tensor], said: str) -> PreTrainedModel:
+    """A model with these tensors, which are all that it has: of a checkpoint that transformers does not read. Raises
+    ModelLoadFailed INCOMPATIBLE that begins with `said` if some are too many, too few or of another shape.
+    """
+    with construction():
+        model: PreTrainedModel = model_class(config)
+    try:
+        model.load_state_dict(weights, strict=True, assign=True)
+    except RuntimeError as error:
+        raise load_failed("INCOMPATIBLE", f"{said}: {error}") from error
+    return model
+
+
+def placed(model: PreTrainedModel, compute: Compute) -> PreTrainedModel:
+    """It on the device, for inference."""
+    if compute.backend == "eager":
+        model.set_attn_implementation("eager")
+    _cast(model, compute.dtype)
+    return model.eval().requires_grad_(False).to(compute.device)
+
+
+def _cast(model: PreTrainedModel, dtype: torch.dtype, *, float32_head: bool = False) -> None:
+    """Weights to `dtype`, other than those the architecture keeps in float32. Buffers stay: a rotary base in 16 bit is
+    another model. So do the weights of a batch normalisation, which torch takes in 16 bit only if its statistics, which
+    are buffers, have 16 bit too.
+    """
+    names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")  # also of a model inside of this one
+    kept = {each for module in model.modules() for name in names for each in getattr(module, name, None) or ()}
+    if float32_head:
+        kept.add("pooler")
+    cast = model.base_model if float32_head else model
+    kept |= {name for name, module in cast.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)}
+    for name, parameter in cast.named_parameters():
+        if kept.isdisjoint([*name.split("."), name.rpartition(".")[0]]):
+            parameter.data = parameter.data.to(dtype)
+
+
+def tensor(folder: Path, name: str) -> Tensor | None:
+    """One tensor of the safetensors in `folder`, float32; None if no file has it."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            if name in file.keys():  # noqa: SIM118  not a mapping
+                return file.get_tensor(name).float()
+    return None
+
+
+def stored_rows(folder: Path, name: str) -> int:
+    """The rows of one matrix, from the header of its file; 0 without it."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            if name in file.keys():  # noqa: SIM118  not a mapping
+                return int(file.get_slice(name).get_shape()[0])
+    return 0
+
+
+def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """A float32 layer with these weights."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight.float(), requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.float(), requires_grad=False)
+    return layer

@@ -1,0 +1,59 @@
+"""What of a model's files can be proven without loading its weights: they are whole and those of its class, and its
+tokenizer is theirs.
+
+weight files ──► read once: whole, no NaN
+class of the entry, on the device `meta` ──► names and shapes of tensors ──► its table of embeddings ──► its tokenizer
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import transformers
+
+from sie_adapter.loading.loading import family_of
+from sie_adapter.loading.weight_files import check_weights
+from sie_contracts.entries import ModelEntry
+from sie_contracts.families import FAMILIES
+from sie_contracts.load_errors import load_failed
+
+
+def compare_files(folder: Path, entry: ModelEntry) -> list[str]:
+    """Raises ModelLoadFailed for what a load of `entry` from `folder` would be refused for. Returns what could not be
+    compared, and why.
+
+    No code of the folder is run, whatever the entry allows.
+    """
+    if entry.family not in FAMILIES:
+        return [f"nothing of its files: the family {entry.family} is of another package"]
+    check_weights(folder)
+    if entry.load.trust_remote_code:
+        return ["neither its tensors nor its tokenizer: load.trust_remote_code runs code that inspection does not"]
+    try:
+        with quiet():
+            cause = family_of(entry.family).fault_of_files(folder, entry)
+    except ImportError as error:
+        return [f"neither its tensors nor its tokenizer: a package is not installed: {error}"]
+    if cause:
+        raise load_failed("CERTIFICATE", f"{entry.id}: {cause}")
+    return []
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the progress and the advice of transformers, for whoever reads weights, and torch's warnings."""
+    bars, level = transformers.logging.is_progress_bar_enabled(), transformers.logging.get_verbosity()
+    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers.logging.set_verbosity(level)
+        if bars:
+            transformers.logging.enable_progress_bar()

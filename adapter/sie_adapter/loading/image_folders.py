@@ -1,0 +1,211 @@
+"""What folders of models that read images or sounds say of themselves: which family runs them, their width and their
+limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from sie_adapter.loading.checkpoint import stored_rows
+from sie_adapter.loading.extraction_folders import UNLIMITED, Described, tokenizer_limit
+from sie_adapter.loading.open_clip import CONFIG, is_open_clip
+from sie_adapter.loading.published_florence import is_published, published_config
+from sie_adapter.loading.tokenizer import read_tokenizer
+
+_QUESTION = "<bos>Question: {text}" + "<pad>" * 10 + "\n"  # transformers, ColPaliProcessor
+_QWEN_QUESTION = "{text}" + "<|endoftext|>" * 10  # colpali-engine 0.3.18, ColQwen2_5_Processor
+_QWEN_PAGE_PIXELS = 768 * 28**2  # as colpali-engine's class has it
+_QWEN_TURNS = "<|im_start|>system\n{instruction}<|im_end|>\n<|im_start|>user\n{text}"
+_QWEN_BLOCKS = (4, 1800)  # of an image, as the vendor's code of Qwen3-VL-Embedding has it
+_PAGES_TOKENS = 2048
+_TRANSCRIBED_TOKENS = 16384
+_ASSUMED = {
+    "multimodal-encoder": "an encoder: a reranker needs family multimodal-reranker, pair and the answers in head",
+    "vision-language": "no LoRA: one that the model was trained with is named by run.lora",
+}
+_BOTH = ["text", "image"]
+
+
+def described_by_image_model(folder: Path, raw: Mapping[str, Any]) -> Described | None:
+    """What `folder`, whose config.json is `raw`, says if a family here runs its model of images; else None."""
+    if is_open_clip(folder):
+        return _open_clip(folder)
+    describe = _DESCRIBED.get(str(raw.get("model_type")))
+    if describe is None:
+        return None
+    if is_published(folder):
+        config: Any = published_config(folder, str(folder))
+    else:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    entry = describe(config, folder)
+    if entry is None:
+        return None
+    found = f"family {entry['family']}: model_type {config.model_type} of config.json"
+    assumed = _ASSUMED.get(entry["family"], "") if "load" in entry else ""
+    what = "a sound" if "audio" in entry["inputs"] else "an image"
+    told = [found, f"what is done to {what}: preprocessor_config.json, or its part of processor_config.json"]
+    return Described(entry, told, [assumed] if assumed else [])
+
+
+def _open_clip(folder: Path) -> Described:
+    entry = {
+        "description": "Texts and images in one space, a SigLIP of open_clip.",
+        "family": "dual-encoder",
+        "inputs": _BOTH,
+        "outputs": {"dense": stored_rows(folder, "text.text_projection.weight")},
+        "max_tokens": stored_rows(folder, "text.positional_embedding"),
+    }
+    return Described(entry, [f"family dual-encoder: {CONFIG}, which also says what is done to an image"])
+
+
+def _dual_encoder(config: Any, folder: Path) -> dict[str, Any]:
+    is_clip = config.model_type == "clip"
+    return {
+        "description": f"Texts and images in one space, {config.model_type}.",
+        "family": "dual-encoder",
+        "inputs": _BOTH,
+        "outputs": {"dense": config.projection_dim if is_clip else config.text_config.projection_size},
+        "max_tokens": config.text_config.max_position_embeddings,
+    }
+
+
+def _sound_encoder(config: Any, folder: Path) -> dict[str, Any]:
+    text = config.text_config
+    limit = tokenizer_limit(folder) or UNLIMITED
+    return {
+        "description": f"Texts and sounds in one space, {config.model_type}.",
+        "family": "sound-encoder",
+        "inputs": ["text", "audio"],
+        "outputs": {"dense": config.projection_dim},
+        "max_tokens": min(limit, text.max_position_embeddings - text.pad_token_id - 1),
+    }
+
+
+def _sound_reader(config: Any, folder: Path) -> dict[str, Any]:
+    return {
+        "description": "What is said in a recording, with its times, Whisper.",
+        "family": "sound-reader",
+        "inputs": ["audio"],
+        "outputs": {"entities": 0, "data": 0},
+        "max_tokens": config.max_target_positions,
+    }
+
+
+def _pages(config: Any, folder: Path) -> dict[str, Any]:
+    limit = tokenizer_limit(folder) or UNLIMITED
+    return {
+        "description": "Late interaction between questions and pictures of pages, ColPali.",
+        "family": "vision-language",
+        "inputs": _BOTH,
+        "outputs": {"multivector": config.embedding_dim},
+        "max_tokens": min(limit, _PAGES_TOKENS),
+        "prompts": {"query": _QUESTION, "document": _QUESTION},
+        "default_prompt_name": "document",
+    }
+
+
+def _qwen_pages(config: Any, folder: Path) -> dict[str, Any] | None:
+    """A base of ColQwen2.5. A Qwen2.5-VL without the projection is none."""
+    if not (width := stored_rows(folder, "custom_text_proj.weight")):
+        return None
+    return {
+        "description": "Late interaction between questions and pictures of pages of any size, ColQwen2.5.",
+        "family": "vision-language",
+        "inputs": _BOTH,
+        "outputs": {"multivector": width},
+        "max_tokens": min(tokenizer_limit(folder) or UNLIMITED, _PAGES_TOKENS),
+        "prompts": {"query": _QWEN_QUESTION, "document": _QWEN_QUESTION},
+        "default_prompt_name": "document",
+        "load": {"max_pixels": _QWEN_PAGE_PIXELS},
+    }
+
+
+def _qwen_vectors(config: Any, folder: Path) -> dict[str, Any]:
+    """Of Qwen3-VL-Embedding; no file tells it from a reranker."""
+    return {
+        "description": "Texts, images and both together, Qwen3-VL.",
+        "family": "multimodal-encoder",
+        "inputs": _BOTH,
+        "outputs": {"dense": config.text_config.hidden_size},
+        "max_tokens": min(tokenizer_limit(folder) or UNLIMITED, config.text_config.max_position_embeddings),
+        "prompts": {
+            "query": _QWEN_TURNS,
+            "document": _QWEN_TURNS,
+            "default_instruction": "Represent the user's input.",
+        },
+        "default_prompt_name": "document",
+        "load": {"min_pixels": _QWEN_BLOCKS[0] * 32**2, "max_pixels": _QWEN_BLOCKS[1] * 32**2},
+    }
+
+
+def _detector(config: Any, folder: Path) -> dict[str, Any]:
+    is_owl = config.model_type == "owlv2"
+    return {
+        "description": f"Objects in an image by the names that a request gives them, {config.model_type}.",
+        "family": "detector",
+        "inputs": ["image"],
+        "outputs": {"objects": 0},
+        "max_tokens": config.text_config.max_position_embeddings if is_owl else config.max_text_len,
+    }
+
+
+def _donut(config: Any, folder: Path) -> dict[str, Any]:
+    tasks = _tasks(folder)
+    return {
+        "description": "What is on the picture of a page, written by Donut.",
+        "family": "document-reader",
+        "inputs": ["image"],
+        "outputs": {"entities": 0, "data": 0},
+        "max_tokens": config.decoder.max_position_embeddings,
+        **({"run": {"parameters": {"task": tasks[0]}}} if tasks else {}),
+    }
+
+
+def _florence(config: Any, folder: Path) -> dict[str, Any]:
+    return {
+        "description": "Captions, objects and texts with their places in an image, Florence-2.",
+        "family": "document-reader",
+        "inputs": ["image"],
+        "outputs": {"entities": 0, "objects": 0, "data": 0},
+        "max_tokens": config.text_config.max_position_embeddings,
+        "run": {"parameters": {"task": "<OCR_WITH_REGION>"}},
+    }
+
+
+def _transcriber(config: Any, folder: Path) -> dict[str, Any]:
+    return {
+        "description": f"What is on the picture of a page, as Markdown, {config.model_type}.",
+        "family": "document-reader",
+        "inputs": ["image"],
+        "outputs": {"entities": 0, "data": 0},
+        "max_tokens": min(config.text_config.max_position_embeddings, _TRANSCRIBED_TOKENS),
+    }
+
+
+def _tasks(folder: Path) -> list[str]:
+    """The tokens of Donut that no other token closes: they begin what is written."""
+    names = read_tokenizer(folder).get_added_vocab()
+    opened = (name for name in names if name.startswith("<s_") and f"</{name[1:]}" not in names)
+    return sorted(opened, key=names.__getitem__)
+
+
+_DESCRIBED: Mapping[str, Callable[[Any, Path], dict[str, Any] | None]] = {
+    "clip": _dual_encoder,
+    "siglip": _dual_encoder,
+    "clap": _sound_encoder,
+    "whisper": _sound_reader,
+    "colpali": _pages,
+    "qwen2_5_vl": _qwen_pages,
+    "qwen3_vl": _qwen_vectors,
+    "grounding-dino": _detector,
+    "owlv2": _detector,
+    "vision-encoder-decoder": _donut,
+    "florence2": _florence,
+    "lighton_ocr": _transcriber,
+    "glm_ocr": _transcriber,
+    "paddleocr_vl": _transcriber,
+}

@@ -1,0 +1,477 @@
+"""What a model folder says of itself, as a catalogue entry. Its weights and its tokenizer are compared with that, and
+not loaded.
+
+    files of the folder ──► family ──► outputs, limits, head, prompts ──► Inspection: entry, what was found, what was
+    assumed
+
+The entry holds the digests of every file that decides a number, so the load that follows serves what was inspected.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import yaml
+from transformers import AutoConfig, AutoModel, PretrainedConfig
+from transformers.quantizers import AutoHfQuantizer
+
+from sie_adapter.families.text_model import check_pair_prompt, stored_activation
+from sie_adapter.loading.chat_pairs import pair_pieces
+from sie_adapter.loading.checkpoint import construction, stored_rows
+from sie_adapter.loading.comparison import compare_files, quiet
+from sie_adapter.loading.extraction_folders import UNLIMITED, described_by_package, tokenizer_limit
+from sie_adapter.loading.image_folders import described_by_image_model
+from sie_adapter.loading.late_interaction import late_interaction
+from sie_adapter.loading.modules import Modules, conversion, read_modules
+from sie_adapter.loading.tokenizer import read_tokenizer
+from sie_contracts.entries import HeadOptions, ModelEntry, parse_entry
+from sie_contracts.load_errors import load_failed
+from sie_store.entry_faults import MODEL_FILE, positions
+from sie_store.folder_files import line_of, read_json, read_value, reading
+from sie_store.selection import FILES, PICKLED
+
+_DECIDING = tuple(pattern for pattern in FILES if pattern != "README.md")  # of what a download fetches
+_PARTS = ("text_config", "vlm_config")  # of a configuration, which may have a dtype of their own
+# how their model_type begins. Source: the model card of EmbeddingGemma; the language model of ColPali is a Gemma
+_OVERFLOWING = ("gemma", "colpali")
+_INSTRUCTION = re.compile(r"(Instruct: )([^{}]+)(\nQuery: ?)")
+_DECODER_LAYERS = ("num_decoder_layers", "decoder_layers")  # in configurations of models with both, such as T5
+_ENTAILS, _OPPOSES = ("entail",), ("contra", "not_entail")
+
+
+@dataclass
+class Inspection:
+    """`entry` is what `parse_entry` takes. `found`: facts with the file that says them. `assumed`: what
+    no file says.
+    """
+
+    entry: dict[str, Any]
+    found: list[str] = field(default_factory=list)
+    assumed: list[str] = field(default_factory=list)
+
+
+def inspect(folder: Path, model: str, weights: Mapping[str, Any], known: ModelEntry | None = None) -> Inspection:
+    """The entry of `model`, whose files lie in `folder` and whose `weights` say where a load finds them.
+
+    With `known`, an entry of the catalogue for the same model, its choices stay and only the weights are new. Raises
+    ModelLoadFailed: NOT_FOUND for what is no model folder, INCOMPATIBLE for a model that no family here runs, or whose
+    weights are cut off, hold NaN or lack tensors, CERTIFICATE for a tokenizer that is not that of the weights, each
+    naming what is wrong.
+    """
+    if not folder.is_dir():
+        raise load_failed("NOT_FOUND", f"there is no folder {folder}")
+    report = Inspection({"id": model, "description": "", "weights": dict(weights)})
+    if known is not None:
+        report.entry |= _choices(known, weights)
+        report.found.append(f"the catalogue knows {known.id}: its options stay, the weights are new")
+    else:
+        with reading(folder), quiet():
+            _describe(folder, report)
+    with reading(folder):
+        report.assumed += compare_files(folder, parse_entry(report.entry))
+    report.entry["weights"]["digests"] = digests(folder)
+    if licence := _licence(folder):
+        report.entry["license"] = licence
+    return report
+
+
+def _describe(folder: Path, report: Inspection) -> None:
+    raw = read_json(folder / "config.json")
+    described = described_by_package(folder, raw) or described_by_image_model(folder, raw)
+    if described is not None:
+        report.entry.update(described.entry)
+        report.found.extend(described.found)
+        report.assumed.extend(described.assumed)
+    else:
+        _transformer(folder, report)
+    if reason := _needs_bfloat16(raw):
+        report.entry.setdefault("load", {})["precision"] = "bfloat16"
+        report.found.append(f"precision bfloat16: {reason}")
+
+
+def _needs_bfloat16(raw: Mapping[str, Any]) -> str:
+    """Why float16, which a GPU would compute in otherwise, is not for this config.json; empty if it may be."""
+    if str(raw.get("model_type")).startswith(_OVERFLOWING):
+        return "states of Gemma are too large for float16"
+    parts = [raw, *(raw[name] for name in _PARTS if isinstance(raw.get(name), dict))]
+    stored = {part.get("dtype") or part.get("torch_dtype") for part in parts}
+    return "its weights are published so, says config.json" if "bfloat16" in stored else ""
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """The SHA-256 of every file that decides a number, in hex, by its path below `folder`."""
+    places = [folder, folder / "encoder_config", *(place for place in _module_folders(folder) if place != folder)]
+    patterns = (*_DECIDING, *(() if any(folder.glob("*.safetensors")) else (PICKLED,)))
+    found = sorted({path for place in places for pattern in patterns for path in place.glob(pattern)})
+    made = {}
+    for path in found:
+        with reading(path), path.open("rb") as file:
+            made[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return made
+
+
+def _module_folders(folder: Path) -> list[Path]:
+    names = [module["path"] for module in read_value(folder / "modules.json") or ()]
+    names += read_json(folder / "router_config.json").get("types", {})
+    return [folder / name for name in names if (folder / name).is_dir()]
+
+
+def _choices(known: ModelEntry, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """What an entry says beside its weights. Golden vectors are those of one commit."""
+    kept: dict[str, Any] = msgspec.to_builtins(known)
+    dropped = {"id", "weights", *(("golden",) if weights.get("revision") != known.weights.revision else ())}
+    return {name: value for name, value in kept.items() if name not in dropped}
+
+
+# models of transformers
+
+
+def _transformer(folder: Path, report: Inspection) -> None:
+    _refuse_other_folders(folder)
+    modules = read_modules(folder)
+    with reading(modules.folder / "config.json"):
+        config = _config(modules.folder)
+        backbone = _empty_backbone(config)
+    named = next(iter(config.architectures or ()), "")
+    report.found.append(f"architecture {named or config.model_type}: config.json")
+    entry = report.entry
+    entry["family"] = family = _family(config, modules, named)
+    report.found.append(
+        f"family {family}: {'modules.json lists ' + ', '.join(modules.kinds) if modules.kinds else 'its architecture'}"
+    )
+    if family == "text-classifier":
+        labels = ", ".join(str(label) for label in list(config.id2label.values())[:6])
+        report.found.append(f"{config.num_labels} classes, {labels}: config.json")
+        report.assumed.append(
+            "no score of a pair: one of two labels needs family cross-encoder and head.activation softmax"
+        )
+    entry["outputs"] = (
+        _outputs(folder, config, modules, backbone, report) if family == "text-encoder" else {_OUTPUT[family]: 0}
+    )
+    entry["description"] = f"{named or config.model_type}: {', '.join(entry['outputs'])}. Found by inspection."
+    entry["max_tokens"] = _max_tokens(modules, config, report)
+    _chat_pair(folder, modules, entry, report)
+    if head := _head(folder, config, modules, entry, report):
+        entry["head"] = head
+    if load := _load(config, modules, report):
+        entry["load"] = load
+    if "dense" in entry["outputs"]:
+        _pooling(modules, report, is_masked=named.endswith("ForMaskedLM"))
+    if family == "text-encoder":
+        _prompts(folder, report)
+    side = modules.transformer.tokenizer.get("truncation_side") or read_json(
+        modules.folder / "tokenizer_config.json"
+    ).get("truncation_side")
+    if side == "left":
+        entry.setdefault("run", {})["truncate"] = "START"
+        report.found.append("long texts lose their beginning: truncation_side of the tokenizer")
+
+
+_OUTPUT = {
+    "cross-encoder": "score",
+    "decoder-reranker": "score",
+    "zero-shot-classifier": "classifications",
+    "text-classifier": "classifications",
+    "token-classifier": "entities",
+}
+
+
+def _refuse_other_folders(folder: Path) -> None:
+    present = sorted(path.name for path in folder.iterdir())
+    listed = ", ".join(present[:6]) + (", .." if len(present) > 6 else "") if present else "nothing"
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        base = read_json(folder / "adapter_config.json").get("base_model_name_or_path", "another model")
+        raise load_failed(
+            "INCOMPATIBLE", f"{folder} is a LoRA of {base}: name it as run.lora of a profile of that model"
+        )
+    if not ((folder / "config.json").is_file() or (folder / "modules.json").is_file()):
+        raise load_failed(
+            "NOT_FOUND", f"{folder} has no config.json, modules.json or gliner_config.json; it has {listed}"
+        )
+    if (folder / "adapter_config.json").is_file():
+        raise load_failed(
+            "INCOMPATIBLE",
+            f"{folder} has adapter_config.json beside config.json, which would be left out: merge the adapter into the "
+            "weights, or move it to a folder that run.lora of a profile names",
+        )
+    if not any(folder.rglob("*.safetensors")):
+        pickled = next(iter(sorted(folder.rglob("pytorch_model.bin"))), None)
+        remedy = f": {conversion(pickled.parent)}" if pickled is not None else f"; it has {listed}"
+        raise load_failed("NOT_FOUND", f"{folder} has no *.safetensors{remedy}")
+
+
+def _config(folder: Path) -> PretrainedConfig:
+    raw = read_json(folder / "config.json")
+    if not raw:
+        raise load_failed("NOT_FOUND", f"{folder}, which modules.json may name, has no config.json")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except ValueError as error:
+        where = (
+            f"; its code is remote: {', '.join(sorted(set(raw['auto_map'].values())))}" if raw.get("auto_map") else ""
+        )
+        message = (
+            f"transformers has no class for model_type {raw.get('model_type')!r} of {folder / 'config.json'}{where}"
+        )
+        raise load_failed("INCOMPATIBLE", message) from error
+    if getattr(config, "is_encoder_decoder", False) or any(hasattr(config, name) for name in _DECODER_LAYERS):
+        raise load_failed(
+            "INCOMPATIBLE", f"{config.model_type} is one side of an encoder with a decoder, which no family here runs"
+        )
+    _check_quantisation(config)
+    if getattr(config, "vision_config", None) is not None:
+        raise load_failed("INCOMPATIBLE", f"{config.model_type} reads images, and no family here runs it")
+    return config
+
+
+def _check_quantisation(config: PretrainedConfig) -> None:
+    """Refuse weights that are quantised in a way that needs a package, or a device, that is not here."""
+    if (quantised := getattr(config, "quantization_config", None)) is None:
+        return
+    try:
+        quantizer = AutoHfQuantizer.from_config(quantised, pre_quantized=True)
+        quantizer.validate_environment(device_map=None)
+    except Exception as error:  # the library behind raises nothing narrower
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
+        raise load_failed("INCOMPATIBLE", f"its weights are quantised by {method}: {error}") from error
+
+
+def _empty_backbone(config: PretrainedConfig) -> Any:
+    """The architecture without storage: what its tables are, is read from it as a load would."""
+    try:
+        with construction(), torch.device("meta"):
+            return AutoModel.from_config(config)
+    except ValueError as error:
+        raise load_failed(
+            "INCOMPATIBLE",
+            f"config.json: transformers makes no bare model of model_type {config.model_type!r}: {line_of(error)}",
+        ) from error
+
+
+def _family(config: PretrainedConfig, modules: Modules, named: str) -> str:
+    if "LogitScore" in modules.kinds:
+        return "decoder-reranker"
+    if named.endswith("ForTokenClassification"):
+        return "token-classifier"
+    if named.endswith("ForSequenceClassification"):
+        labels = [str(label).lower() for label in (config.id2label or {}).values()]
+        if all(any(label.startswith(start) for label in labels) for start in (_ENTAILS, _OPPOSES)):
+            return "zero-shot-classifier"
+        return "cross-encoder" if config.num_labels == 1 else "text-classifier"
+    if named.endswith("ForCausalLM") and not modules.kinds:
+        message = f"{named} without modules.json is a language model: what its vectors are, no file says"
+        raise load_failed(
+            "INCOMPATIBLE",
+            f"{message}; a decoder that scores needs an entry with pair, head.yes_token and head.no_token",
+        )
+    return "text-encoder"
+
+
+def _outputs(
+    folder: Path, config: PretrainedConfig, modules: Modules, backbone: Any, report: Inspection
+) -> dict[str, int]:
+    vocabulary = backbone.get_input_embeddings().num_embeddings
+    if (folder / "sparse_linear.pt").is_file() and (folder / "colbert_linear.pt").is_file():
+        with reading(folder / "colbert_linear.pt"):
+            rows = torch.load(folder / "colbert_linear.pt", map_location="meta", weights_only=True)["weight"].shape[0]
+        report.found.append("dense, sparse and multivector of one pass: sparse_linear.pt, colbert_linear.pt")
+        width = modules.width(config.hidden_size)
+        return {"dense": width, "sparse": vocabulary, "multivector": rows, "score": 0}
+    if "SpladePooling" in modules.kinds or (folder / "idf.json").is_file():
+        report.found.append(
+            f"sparse, {vocabulary} ids: {'SpladePooling' if 'SpladePooling' in modules.kinds else 'idf.json'}"
+        )
+        return {"sparse": vocabulary}
+    if not modules.kinds and (width := stored_rows(modules.folder, "linear.weight")):
+        report.found.append(f"multivector, {width} wide: linear.weight beside the transformer (Stanford's format)")
+        return {"multivector": width}
+    if "Pooling" not in modules.kinds and ("Dense" in modules.kinds or "MultiVectorMask" in modules.kinds):
+        width = modules.width(config.hidden_size)
+        report.found.append(f"multivector, {width} wide: modules.json has no Pooling")
+        return {"multivector": width}
+    width = modules.width(config.hidden_size)
+    report.found.append(
+        f"dense, {width} wide: {'its layers' if modules.layers or modules.token_layers else 'config.json'}"
+    )
+    return {"dense": width}
+
+
+def _max_tokens(modules: Modules, config: PretrainedConfig, report: Inspection) -> int:
+    stored = {
+        name: getattr(config, name, None) for name in ("model_type", "max_position_embeddings", "pad_token_id")
+    }  # by attribute: some types store the length under a name of their own
+    limits: dict[str, int | None] = {"max_position_embeddings of config.json": positions(stored)}
+    if modules.transformer.max_tokens:  # replaces the limit of the tokenizer, also a lower one
+        limits[f"max_seq_length of {modules.transformer.file}"] = modules.transformer.max_tokens
+    else:
+        limits["model_max_length of tokenizer_config.json"] = tokenizer_limit(modules.folder)
+    known = {name: limit for name, limit in limits.items() if limit and limit < UNLIMITED}
+    if not known:
+        report.assumed.append("max_tokens is 512: no file has a limit")
+        return 512
+    name = min(known, key=known.__getitem__)
+    report.found.append(
+        f"max_tokens {known[name]}: {name}, the least of {', '.join(str(limit) for limit in known.values())}"
+    )
+    return int(known[name])
+
+
+def _head(
+    folder: Path, config: PretrainedConfig, modules: Modules, entry: dict[str, Any], report: Inspection
+) -> dict[str, Any]:
+    if entry["family"] == "cross-encoder":
+        if "pair" not in entry:
+            check_pair_prompt(folder)
+        activation = stored_activation(folder, config)
+        report.found.append(f"activation {activation}: as sentence-transformers decides")
+        return {"activation": activation}
+    if entry["family"] == "decoder-reranker":
+        return _answer_head(folder, config, modules)
+    if "sparse" in entry["outputs"] and "multivector" not in entry["outputs"]:
+        twice = modules.settings.get("SpladePooling", {}).get("activation_function") == "log1p_relu"
+        head: dict[str, Any] = {"sparse_activation": "log1p_log1p_relu" if twice else "log1p_relu"}
+        if modules.query_weights is not None or (folder / "idf.json").is_file():
+            report.found.append(
+                "queries are looked up: " + ("router_config.json" if modules.query_weights is not None else "idf.json")
+            )
+            head["query_encoder"] = "idf"
+        return head
+    return _late_head(modules, report) if set(entry["outputs"]) == {"multivector"} else {}
+
+
+def _chat_pair(folder: Path, modules: Modules, entry: dict[str, Any], report: Inspection) -> None:
+    """The pair of a reranker whose texts are put into a chat template. Any other model that reads one is refused."""
+    tokenizer = read_tokenizer(modules.folder, **modules.transformer.tokenizer)
+    is_bare = not modules.kinds and entry["family"] == "cross-encoder"  # the library takes the template that is there
+    if not (modules.transformer.messages or is_bare) or not getattr(tokenizer, "chat_template", None):
+        return
+    if entry["family"] not in ("cross-encoder", "decoder-reranker"):
+        raise load_failed(
+            "INCOMPATIBLE", f"its texts are put into a chat template, which family {entry['family']} does not do"
+        )
+    model = read_json(folder / MODEL_FILE)
+    instruction = (model.get("prompts") or {}).get(model.get("default_prompt_name")) or ""
+    entry["pair"] = list(pair_pieces(tokenizer, modules.transformer.chat_options, instructed=bool(instruction)))
+    if instruction:
+        entry["prompts"] = {"default_instruction": instruction}
+    report.found.append("a query and a document become one text by the chat template of the folder")
+
+
+def _answer_head(folder: Path, config: PretrainedConfig, modules: Modules) -> dict[str, Any]:
+    """The tokens whose logits are the score, by LogitScore."""
+    tokenizer = read_tokenizer(modules.folder, **modules.transformer.tokenizer)
+    ids = modules.settings["LogitScore"]
+    if ids.get("true_token_id") is None or ids.get("false_token_id") is None:
+        raise load_failed("INCOMPATIBLE", "LogitScore has one token, expected true_token_id and false_token_id")
+    yes, no = tokenizer.convert_ids_to_tokens([ids["true_token_id"], ids["false_token_id"]])
+    activation = stored_activation(folder, config)
+    return {"yes_token": yes, "no_token": no, "score": "probability" if activation == "sigmoid" else "difference"}
+
+
+def _late_head(modules: Modules, report: Inspection) -> dict[str, Any]:
+    """The options of late interaction as an entry writes them, if that means the same as the model's own files; else
+    these decide.
+    """
+    is_stanford = not modules.kinds
+    own = late_interaction(modules, HeadOptions(), is_stanford=is_stanford)
+    markers = [repr(marker) if marker else "none" for marker in (own.query_marker, own.document_marker)]
+    filled = f"queries filled up to {own.expanded} tokens" if own.expanded else "queries not filled up"
+    report.found.append(f"markers {markers[0]} of queries, {markers[1]} of documents; {filled}")
+    head: dict[str, Any] = {
+        "query_marker": own.query_marker or None,
+        "document_marker": own.document_marker or None,
+        "query_length": own.query_length or own.expanded or None,
+        "document_length": own.document_length or None,
+        "query_expansion": bool(own.expanded),
+        "attend_expansion": own.attends,
+        "skip_punctuation": bool(own.skipped),
+    }
+    head = {name: value for name, value in head.items() if value is not None}
+    written = late_interaction(modules, HeadOptions(**head), is_stanford=is_stanford)
+    length = head.get("query_length", 0)
+    if (written.skipped, written.expanded, written.query_length or written.expanded) == (
+        own.skipped,
+        own.expanded,
+        length,
+    ):
+        return head
+    report.found.append(
+        "its own files decide lengths, expansion and skipped words, which an entry cannot write as they do"
+    )
+    return {}
+
+
+def _load(config: PretrainedConfig, modules: Modules, report: Inspection) -> dict[str, Any]:
+    raw = read_json(modules.folder / "config.json")
+    load: dict[str, Any] = {}
+    if raw.get("is_causal") is False:
+        load["causal"] = False
+        report.found.append("attention in both directions: is_causal of config.json")
+    if read_json(modules.folder / "tokenizer_config.json").get("add_eos_token") is True:
+        load["append_eos"] = True
+        report.found.append("texts end with the end token: add_eos_token of tokenizer_config.json")
+    if raw.get("auto_map"):
+        report.assumed.append(
+            f"the code of its repository is not run: the class of transformers for {config.model_type} stands for it"
+        )
+    return load
+
+
+def _pooling(modules: Modules, report: Inspection, *, is_masked: bool) -> None:
+    pooling = modules.pooling or "mean"
+    if modules.pooling:
+        report.found.append(
+            f"pooling {pooling}, {'normalised' if modules.normalizes else 'not normalised'}: modules.json"
+        )
+    else:
+        report.assumed.append("pooling mean, normalised: no modules.json says how tokens become one vector")
+        if is_masked:
+            report.assumed.append(
+                "no sparse output: a SPLADE model without modules.json needs outputs.sparse, the size of its vocabulary"
+            )
+    report.entry["run"] = {"pooling": pooling, "normalize": modules.normalizes or not modules.pooling}
+
+
+def _prompts(folder: Path, report: Inspection) -> None:
+    model = read_json(folder / MODEL_FILE)
+    stored = model.get("prompts") or {}
+    default = model.get("default_prompt_name")
+    if default is not None and default not in stored:
+        raise load_failed("INCOMPATIBLE", f"{MODEL_FILE}: default_prompt_name is {default!r}, which prompts has not")
+    document = stored.get("document") or stored.get("passage") or stored.get(default)
+    chosen = {"query": stored.get("query"), "document": document}
+    prompts = {}
+    for side, prompt in (stored | chosen).items():
+        if not prompt:
+            continue
+        prompts[side] = f"{prompt}{{text}}"
+        if side in chosen and (taught := _INSTRUCTION.fullmatch(prompt)):
+            prompts[side] = f"{taught[1]}{{instruction}}{taught[3]}{{text}}"
+            prompts["default_instruction"] = taught[2]
+    if prompts:
+        report.entry["prompts"] = prompts
+        names = ", ".join(name for name in prompts if name != "default_instruction")
+        report.found.append(f"prompts {names}: config_sentence_transformers.json")
+    if stored.get(default):
+        report.entry["default_prompt_name"] = default
+
+
+def _licence(folder: Path) -> str:
+    """From the front matter of the model card."""
+    card = folder / "README.md"
+    parts = card.read_text("utf-8", "replace").split("---\n", 2) if card.is_file() else []
+    if len(parts) < 3 or parts[0].strip():
+        return ""
+    try:
+        front = yaml.safe_load(parts[1])
+    except yaml.YAMLError:
+        return ""
+    named = front.get("license_name") or front.get("license") if isinstance(front, dict) else None
+    return str(named) if named else ""

@@ -1,0 +1,167 @@
+"""What the files of a late-interaction model say about its rows: markers, lengths, query expansion, skipped words.
+
+    artifact.metadata (Stanford) < config_sentence_transformers.json (PyLate) < modules (sentence-transformers) <
+    catalogue entry
+
+Follows sentence_transformers.MultiVectorEncoder (6.2), including the defaults that it gives to the two older formats.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sie_adapter.loading.modules import Modules
+from sie_adapter.packed.packing import Items, expanded
+from sie_contracts.entries import HeadOptions
+from sie_contracts.load_errors import load_failed
+from sie_store.folder_files import read_json
+
+_EXPANDED = 32  # tokens of an expanded query where no file says it
+_PUNCTUATION = tuple(string.punctuation)
+_PYLATE = (
+    "query_prefix",
+    "document_prefix",
+    "query_length",
+    "document_length",
+    "query_expansion",
+    "do_query_expansion",
+    "attend_to_expansion_tokens",
+    "skiplist_words",
+)
+
+
+@dataclass(frozen=True)
+class LateInteraction:
+    """Markers are tokens, empty for none. Lengths limit the tokens of a row, all of them counted; 0 is the model's own
+    limit.
+
+    `expanded`: how many tokens queries are filled up to with `filler` (empty: the mask token), 0 not at all; `attends`:
+    these are seen. Tokens of documents that are among the words `skipped` give no vector.
+    """
+
+    query_marker: str
+    document_marker: str
+    query_length: int
+    document_length: int
+    expanded: int
+    filler: str
+    attends: bool
+    skipped: tuple[str, ...]
+
+
+class Filling(NamedTuple):
+    """Query expansion: queries are filled up to `length` tokens with the id `filler`. `attended`: the other tokens
+    attend to the filled ones.
+    """
+
+    length: int
+    filler: int
+    attended: bool
+
+    def of(self, batch: Items, queries: np.ndarray) -> Items:
+        """`batch` with the items that `queries` (bool [items]) marks filled up."""
+        if not queries.any():
+            return batch
+        return expanded(batch, np.where(queries, self.length, 0), self.filler, attended=self.attended)
+
+
+def late_interaction(modules: Modules, given: HeadOptions, *, is_stanford: bool) -> LateInteraction:
+    """The options of a model; `is_stanford` tells the format whose projection lies beside the transformer's weights.
+
+    Raises ModelLoadFailed INCOMPATIBLE for a scoring mask that this adapter does not compute.
+    """
+    found = {
+        **(_stanford(modules.root) if is_stanford else {}),
+        **_pylate(read_json(modules.root / "config_sentence_transformers.json")),
+        **_native(modules.transformer.raw, modules.settings.get("MultiVectorMask")),
+    }
+    names = ("query_marker", "document_marker", "query_length", "document_length")
+    found |= {name: getattr(given, name) for name in names if getattr(given, name) is not None}
+    if given.skip_punctuation is not None:
+        found["skipped"] = _PUNCTUATION if given.skip_punctuation else ()
+    expansion = _expansion(found, given)
+    limit = found.get("query_length") or 0
+    if expansion and expansion.get("strategy", "fixed") == "fixed":
+        limit = expansion["length"]
+    elif expansion and limit:
+        limit = max(limit, expansion["length"])
+    attends = expansion.get("attend", False) if given.attend_expansion is None else given.attend_expansion
+    return LateInteraction(
+        query_marker=found.get("query_marker") or "",
+        document_marker=found.get("document_marker") or "",
+        query_length=limit,
+        document_length=found.get("document_length") or 0,
+        expanded=expansion.get("length", 0),
+        filler=expansion.get("token") or "",
+        attends=bool(attends),
+        skipped=tuple(found.get("skipped", ())),
+    )
+
+
+def _expansion(found: dict[str, Any], given: HeadOptions) -> dict[str, Any]:
+    """Empty, or as sentence-transformers' QueryExpansionConfig: length, and maybe strategy, attend, token."""
+    expansion = dict(found.get("expansion") or {})
+    if given.query_expansion is False:
+        return {}
+    if given.query_expansion and not expansion:
+        expansion["length"] = found.get("query_length") or _EXPANDED
+    if expansion and given.query_length:
+        expansion["length"] = given.query_length
+    return expansion
+
+
+def _stanford(folder: Path) -> dict[str, Any]:
+    metadata = read_json(folder / "artifact.metadata")
+    return {
+        "query_marker": metadata.get("query_token_id") or "[unused0]",
+        "document_marker": metadata.get("doc_token_id") or "[unused1]",
+        "document_length": metadata.get("doc_maxlen"),
+        "expansion": {
+            "length": metadata.get("query_maxlen") or _EXPANDED,
+            "attend": bool(metadata.get("attend_to_mask_tokens")),
+        },
+        "skipped": _PUNCTUATION if metadata.get("mask_punctuation", True) else (),
+    }
+
+
+def _pylate(config: dict[str, Any]) -> dict[str, Any]:
+    if not any(name in config for name in _PYLATE):
+        return {}
+    found = {name: config[name] for name in ("query_length", "document_length") if config.get(name)}
+    for side in ("query", "document"):
+        if f"{side}_prefix" in config:
+            found[f"{side}_marker"] = config[f"{side}_prefix"]
+    if "query_expansion" in config:
+        found["expansion"] = config["query_expansion"]
+    elif config.get("do_query_expansion") is False:
+        found["expansion"] = None
+    else:
+        attends = config.get("attend_to_expansion_tokens", config.get("attend_to_mask_tokens"))
+        found["expansion"] = {"length": config.get("query_length") or _EXPANDED, "attend": bool(attends)}
+    if config.get("skiplist_words") is not None:
+        found["skipped"] = tuple(config["skiplist_words"])
+    elif config.get("model_type") == "ColBERT":
+        found["skipped"] = _PUNCTUATION
+    return found
+
+
+def _native(transformer: Mapping[str, Any], mask: dict[str, Any] | None) -> dict[str, Any]:
+    found = {name: transformer[name] for name in ("query_length", "document_length") if transformer.get(name)}
+    if "query_expansion" in transformer:
+        found["expansion"] = transformer["query_expansion"]
+    if mask is not None:
+        if mask.get("keep_only_token_ids") or mask.get("skiplist_tasks", ["document"]) not in (
+            ["document"],
+            "document",
+        ):
+            raise load_failed(
+                "INCOMPATIBLE", "the MultiVectorMask of the model masks more than the skipped words of documents"
+            )
+        found["skipped"] = tuple(mask.get("skiplist_words") or ())
+    return found

@@ -1,0 +1,248 @@
+"""From a resolved catalogue entry to a loaded family.
+
+entry ──► folder of its weights ──► family ──► Loaded
+
+A family that is not named here may come from another distribution: an entry point of the group `sie.adapters` with the
+family's name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import importlib.metadata
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from msgspec.structs import replace
+
+from sie_adapter.engine import device as devices
+from sie_adapter.engine import engines
+from sie_adapter.engine.device import Compute
+from sie_adapter.engine.engines import TORCH, Choice, Facts, Unserved
+from sie_adapter.loading import certificate
+from sie_adapter.loading.certificate import Certificate
+from sie_adapter.loading.precision import bfloat16_lacks, resolve_precision
+from sie_adapter.loading.weight_files import check_weights, safetensors_of
+from sie_adapter.memory.failure import is_device_fatal, is_out_of_memory
+from sie_adapter.memory.footprint import weight_bytes
+from sie_adapter.packed import attention_backend
+from sie_adapter.packed.tower_outputs import TowerOutputs
+from sie_contracts.catalogue import Resolved, fingerprint
+from sie_contracts.entries import ModelEntry, Precision
+from sie_contracts.errors import ModelLoadFailed, SIEError
+from sie_contracts.families import FAMILIES
+from sie_contracts.load_errors import load_failed
+from sie_contracts.settings import Settings
+from sie_store.locks import Lock
+from sie_store.sources import Located, WeightSources
+
+_logger = logging.getLogger("sie.adapter")
+
+ENTRY_POINTS = "sie.adapters"
+MAX_CERTIFICATES = 1000
+
+
+def _facts(files: Iterable[Path]) -> list[str]:
+    """What changes with the files."""
+    return [f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
+
+
+def family_of(name: str) -> Any:
+    """The class of a family. Raises ModelLoadFailed INCOMPATIBLE if there is none, ImportError if its library is
+    missing.
+    """
+    if name in FAMILIES:
+        module, _, attribute = FAMILIES[name].implementation.partition(":")
+        return getattr(importlib.import_module(module), attribute)
+    found = {point.name: point for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+    if name in found:
+        return found[name].load()
+    known = ", ".join([*FAMILIES, *sorted(found)])
+    cause = f"this adapter has no family {name}, it has {known}; a package adds one by the entry point {ENTRY_POINTS}"
+    raise load_failed("INCOMPATIBLE", cause)
+
+
+def _family(resolved: Resolved) -> Any:
+    entry = resolved.entry
+    if entry.unproven and not resolved.load.accept_unproven:
+        raise load_failed(
+            "CERTIFICATE", f"{entry.id} is unproven: {entry.unproven}; load.accept_unproven loads it all the same"
+        )
+    return family_of(entry.family)
+
+
+@contextlib.contextmanager
+def classed(entry: ModelEntry) -> Iterator[None]:
+    """What goes wrong while a model is loaded becomes a ModelLoadFailed, other than the loss of the device."""
+    try:
+        yield
+    except SIEError:
+        raise
+    except ImportError as error:
+        raise load_failed(
+            "DEPENDENCY", f"{entry.id} needs a package that is not installed beside the adapter: {error}"
+        ) from error
+    except Exception as error:
+        if is_device_fatal(error):
+            raise
+        _logger.exception("loading %s failed", entry.id)
+        if is_out_of_memory(error):
+            fix = "a lower SIE_DEFAULT_COMPUTE_PRECISION, fewer models beside it or a larger device would help"
+            raise load_failed("OOM", f"{entry.id}: the device has too little memory for it; {fix}") from error
+        raise load_failed("UNKNOWN", f"{entry.id}: {type(error).__name__}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Loads entries for one device, with the settings of this process."""
+
+    device: torch.device
+    sources: WeightSources
+    settings: Settings
+    outputs: TowerOutputs = field(default_factory=TowerOutputs)
+    certificates: dict[tuple[str, ...], Certificate] = field(default_factory=dict)
+    _checked: set[tuple[str, ...]] = field(default_factory=set)  # files of weights, with sizes and times
+    _told: set[tuple[str, str]] = field(default_factory=set)  # models with another precision than they ask for, and why
+    _leases: dict[str, Lock] = field(default_factory=dict)  # on the files of models whose load has begun, by residency
+
+    def compute(self, precision: Precision | None) -> Compute:
+        """Precision and attention of a model whose entry says `precision`, on this device."""
+        default = cast(Precision, self.settings.default_compute_precision)
+        lacks = bfloat16_lacks() if self.device.type == "cpu" else ""
+        dtype, reason = resolve_precision(precision, default, self.device.type, lacks=lacks)
+        facts = attention_backend.attention_facts(self.device, dtype)
+        attention = attention_backend.resolve_attention(self.settings.attention_backend, facts)
+        return Compute(self.device, dtype, *attention, facts, precision or default, reason, self.outputs)
+
+    def _compute_of(self, resolved: Resolved) -> Compute:
+        """What the model runs with, by what is known before its files are read. Raises ModelLoadFailed for an engine
+        that it cannot have.
+        """
+        compute = self.compute(resolved.load.precision)
+        facts = Facts.of(
+            resolved.entry,
+            self.device.type,
+            compute.backend,
+            self.settings.sglang_python or "",
+            is_limited=devices.is_limited(),
+            int8=resolved.load.precision == "int8",
+        )
+        choice = engines.choose(resolved.load.engine, facts)
+        cache = self.settings.cache_folder  # weights fit there: a pod whose /tmp outgrows its limit is evicted
+        scratch = cache if os.access(cache, os.W_OK) else None
+        return dataclasses.replace(compute, model=facts, engine=choice, scratch=scratch, int8=facts.int8)
+
+    def needed_bytes(self, resolved: Resolved) -> int:
+        """Of the weights while they are loaded, which a CPU does in float32, and several times where a graph is made of
+        them. Fetches their files if need be. Raises as `load`.
+        """
+        with classed(resolved.entry):
+            _family(resolved)  # what will be refused is not downloaded first
+            compute = self._compute_of(resolved)
+            dtype = torch.float32 if self.device.type == "cpu" else compute.dtype
+            rule = engines.RULES[compute.engine.engine]
+            return rule.held_bytes(weight_bytes(self._located(resolved).folder, dtype.itemsize))
+
+    def _located(self, resolved: Resolved) -> Located:
+        located = self.sources.locate(resolved.entry)
+        self._leases[resolved.residency] = located.lease
+        return located
+
+    def ended(self, resolved: Resolved) -> None:
+        """Its load is over. A model that was loaded has a lease on its files of its own, which goes with it."""
+        self._leases.pop(resolved.residency, None)
+
+    def load(self, resolved: Resolved) -> Any:
+        """Load the weights. Raises ModelLoadFailed with an error class for whatever goes wrong."""
+        with classed(resolved.entry):
+            family = _family(resolved)
+            compute = self._compute_of(resolved)
+            located = self.sources.locate(resolved.entry)
+            self._check_weights(located.folder, resolved.entry)
+            model = self._certified_model(family, located.folder, resolved, compute)
+            model.lease = located.lease
+            self._note_precision(model, resolved, compute)
+            # families that cut long texts themselves have none
+            model.crossover_tokens = model.backbone.crossover_tokens if hasattr(model, "backbone") else 0
+            return model
+
+    def _certified_model(self, family: Any, folder: Path, resolved: Resolved, compute: Compute) -> Any:
+        """The model on the engine of the rules; on torch if that does not serve it or its certificate does not hold."""
+        try:
+            model = family(folder, resolved.entry, resolved.load, compute)
+        except Unserved as error:
+            return self._on_torch(family, folder, resolved, compute, str(error))
+        choice = model.backbone.engine if hasattr(model, "backbone") else compute.engine
+        try:
+            return self._with_certificate(model, choice, folder, resolved, compute)
+        except ModelLoadFailed as error:
+            if choice.engine == TORCH.engine or choice.demand:
+                raise
+            cause = f"{choice.engine}: {error.message}"
+        del model  # before its weights are read again
+        return self._on_torch(family, folder, resolved, compute, cause)
+
+    def _on_torch(self, family: Any, folder: Path, resolved: Resolved, compute: Compute, cause: str) -> Any:
+        """`cause`: the engine that it is not on, and why."""
+        _logger.warning("%s runs on torch, not on %s", resolved.residency, cause)
+        model = family(folder, resolved.entry, replace(resolved.load, engine=TORCH.engine), compute)
+        return self._with_certificate(model, Choice(TORCH.engine, f"not {cause}"), folder, resolved, compute)
+
+    def _with_certificate(self, model: Any, choice: Choice, folder: Path, resolved: Resolved, compute: Compute) -> Any:
+        model.engine_choice = choice
+        model.certificate = self._certified(model, folder, resolved, compute)
+        return model
+
+    def _check_weights(self, folder: Path, entry: ModelEntry) -> None:
+        """Once for the same files: a swap does not read them twice. What a family of somebody else's reads is its own
+        matter.
+        """
+        facts = (str(folder), *_facts(safetensors_of(folder)))
+        if entry.family in FAMILIES and facts not in self._checked:
+            check_weights(folder)
+            if len(self._checked) >= MAX_CERTIFICATES:
+                self._checked.clear()
+            self._checked.add(facts)
+
+    def _note_precision(self, model: Any, resolved: Resolved, compute: Compute) -> None:
+        """Keep with the model what was asked for, and warn once where its entry or profile itself asks for what is not
+        served.
+        """
+        reason = compute.precision_reason
+        if model.precision != compute.precision:
+            reason = f"the family {resolved.entry.family} computes in {model.precision}"
+        model.requested_precision, model.precision_reason = compute.requested, reason
+        told = (resolved.residency, reason)
+        if reason and resolved.load.precision and told not in self._told:
+            self._told.add(told)
+            _logger.warning(
+                "%s asks for %s and is served in %s: %s", resolved.residency, compute.requested, model.precision, reason
+            )
+
+    def _certified(self, model: Any, folder: Path, resolved: Resolved, compute: Compute) -> dict[str, Any]:
+        """The certificate of a model, made once for the same files, entry and device: a swap does not repeat it."""
+        entry = resolved.entry
+        golden = [certificate.golden_file(entry)] if entry.golden else []
+        read = [path for path in (*sorted(folder.rglob("*")), *golden) if path.is_file()]
+        files = _facts(read)
+        facts = (
+            fingerprint(entry, resolved.load, compute.precision, model.engine_choice.engine),
+            str(entry.weights.digests),
+            model.attention,
+            *files,
+        )
+        found = self.certificates.get(facts)
+        if found is None:
+            if len(self.certificates) >= MAX_CERTIFICATES:
+                self.certificates.clear()
+            found = self.certificates[facts] = certificate.certify(model, folder, resolved, compute)
+        elif hasattr(model, "backbone"):
+            model.backbone.take_trial()
+        return certificate.as_map(found)

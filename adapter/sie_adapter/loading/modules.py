@@ -1,0 +1,440 @@
+"""A folder of sentence-transformers, read by the rules of the library.
+
+    modules.json ──► stock classes, in order ──► settings of each file ──► Modules
+
+Every setting is either obeyed or refused by name: `FIELDS` lists those that are read, and a setting that is not among
+them is refused, so a folder of a newer library is never served without what it asks for.
+
+Source: sentence-transformers 6.2 (base/model.py, base/modules, sentence_transformer/modules, sparse_encoder/modules).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from sie_adapter.loading.checkpoint import linear, tensor
+from sie_contracts.load_errors import load_failed
+from sie_store.entry_faults import MODEL_FILE, POOLING_NAMES, pooling_name
+from sie_store.folder_files import TRANSFORMER_FILES, read_json, read_value, reading
+
+POOLINGS = ("cls", "mean", "last", "weighted")
+# settings by module: those in the set are obeyed, or change no number
+FIELDS: Mapping[str, frozenset[str]] = {
+    "Transformer": frozenset(
+        {
+            "transformer_task",
+            "modality_config",
+            "module_output_name",
+            "processing_kwargs",
+            "unpad_inputs",
+            "query_length",
+            "document_length",
+            "query_expansion",
+            "max_seq_length",
+            "do_lower_case",
+            "tokenizer_name_or_path",
+            "model_kwargs",
+            "model_args",
+            "processor_kwargs",
+            "tokenizer_args",
+            "config_kwargs",
+            "config_args",
+        }
+    ),
+    "Pooling": frozenset({"embedding_dimension", "word_embedding_dimension", "pooling_mode", "include_prompt"}),
+    "Dense": frozenset(
+        {
+            "in_features",
+            "out_features",
+            "bias",
+            "activation_function",
+            "module_input_name",
+            "module_output_name",
+            "use_residual",
+        }
+    ),
+    "Normalize": frozenset({"module_input_name", "module_output_name"}),
+    "Dropout": frozenset({"dropout"}),
+    "SpladePooling": frozenset(
+        {"pooling_strategy", "activation_function", "embedding_dimension", "word_embedding_dimension", "chunk_size"}
+    ),
+    "MultiVectorMask": frozenset({"skiplist_words", "skiplist_tasks", "keep_only_token_ids"}),
+    "LogitScore": frozenset({"true_token_id", "false_token_id", "module_input_name"}),
+}
+_STOCK = ("sentence_transformers.", "pylate.")
+_BACKBONES = ("MLMTransformer", "Transformer")
+# arguments of from_pretrained that decide how fast or where, not which numbers
+_PLACING = frozenset(
+    {"attn_implementation", "device_map", "dtype", "low_cpu_mem_usage", "torch_dtype", "use_safetensors"}
+)
+_NOT_READ = frozenset({"use_cache", "use_fast", "trust_remote_code"})
+_OUTPUTS = {  # of a Transformer by its task: the method's output, the feature that it becomes
+    "feature-extraction": ("last_hidden_state", "token_embeddings"),
+    "fill-mask": ("logits", "token_embeddings"),
+    "sequence-classification": ("logits", "scores"),
+    "text-generation": ("logits", "causal_logits"),
+}
+_ACTIVATIONS = {"Identity": nn.Identity, "Tanh": nn.Tanh, "GELU": nn.GELU, "ReLU": nn.ReLU, "Sigmoid": nn.Sigmoid}
+_TOKENS, _VECTOR = "token_embeddings", "sentence_embedding"
+
+
+@dataclass(frozen=True)
+class TransformerSettings:
+    """Settings of a Transformer module. `max_tokens` 0: no file limits it. `tokenizer`: arguments of from_pretrained.
+    `messages`: texts are put into the chat template of the folder, with `chat_options`.
+    """
+
+    file: str = ""
+    task: str = ""
+    max_tokens: int = 0
+    lowercases: bool = False
+    tokenizer: Mapping[str, Any] = field(default_factory=dict)
+    messages: bool = False
+    chat_options: Mapping[str, Any] = field(default_factory=dict)
+    raw: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Modules:
+    """Modules that modules.json adds to a transformer. `layers` are applied in order to pooled vectors, or to the
+    states of late interaction; `token_layers` to states before they are pooled.
+
+    `root`: the folder of modules.json; `folder`: that of the transformer and its tokenizer. `query_weights`: of queries
+    that need no pass, float32 [ids]. `normalizes`: the last module is a Normalize.
+    """
+
+    root: Path
+    folder: Path
+    query_weights: Tensor | None = None
+    kinds: tuple[str, ...] = ()
+    pooling: str = ""
+    layers: tuple[nn.Module, ...] = ()
+    token_layers: tuple[nn.Module, ...] = ()
+    normalizes: bool = False
+    max_entries: int = 0  # of a sparse vector; 0: all
+    transformer: TransformerSettings = TransformerSettings()
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)  # config.json of each other module, by kind
+
+    def width(self, hidden: int) -> int:
+        """Numbers of a vector of a model whose states have `hidden` numbers."""
+        return output_width((*self.token_layers, *self.layers), hidden)
+
+
+def output_width(layers: Iterable[nn.Module], hidden: int) -> int:
+    """The width of what `layers` make of states with `hidden` numbers."""
+    for layer in layers:
+        if isinstance(layer, Truncation):
+            hidden = min(hidden, layer.out_features)
+        elif isinstance(layer, Projection | nn.Linear):
+            hidden = layer.out_features
+    return int(hidden)
+
+
+class Projection(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
+    """A Dense of modules.json: activation(W x + b), with a residual where the file has one. float32 [.., in] -> [..,
+    out].
+
+    Source: sentence-transformers' and PyLate's Dense.
+    """
+
+    def __init__(
+        self, linear: nn.Linear, activation: nn.Module, residual: nn.Linear | None = None, *, adds_input: bool = False
+    ) -> None:
+        super().__init__()
+        self.linear, self.activation, self.residual, self.adds_input = linear, activation, residual, adds_input
+        self.out_features = linear.out_features
+
+    def forward(self, states: Tensor) -> Tensor:
+        projected = self.activation(self.linear(states))
+        if self.residual is not None:
+            return projected + self.residual(states)
+        return projected + states if self.adds_input else projected
+
+
+class Normalization(nn.Module):  # type: ignore[misc]  # as above
+    """A Normalize of modules.json that another module follows: rows of length 1. float32 [.., width], kept."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        return functional.normalize(states, p=2, dim=-1)
+
+
+class Truncation(nn.Module):  # type: ignore[misc]  # as above
+    """The first `out_features` numbers of a vector (truncate_dim). float32 [.., width] -> [.., out_features]."""
+
+    def __init__(self, out_features: int) -> None:
+        super().__init__()
+        self.out_features = out_features
+
+    def forward(self, states: Tensor) -> Tensor:
+        return states[..., : self.out_features]
+
+
+def read_modules(folder: Path) -> Modules:
+    """The modules that the folder lists; none without modules.json.
+
+    Raises ModelLoadFailed INCOMPATIBLE for a class, an order or a setting that would be left out, NOT_FOUND for a
+    module whose files are missing.
+    """
+    entries = read_value(folder / "modules.json")
+    if entries is None:
+        return Modules(folder, folder, transformer=read_transformer(folder))
+    listed = _listed(folder, entries)
+    query_weights = None
+    if [kind for kind, _ in listed] == ["Router"]:
+        listed, query_weights = _routes(listed[0][1])
+    kinds = tuple(kind for kind, _ in listed)
+    if not kinds or kinds[0] not in _BACKBONES:
+        raise _refused(f"modules.json begins with {kinds[0] if kinds else 'nothing'}, expected a Transformer")
+    folder_of_transformer = listed[0][1]
+    transformer = read_transformer(folder_of_transformer)
+    settings: dict[str, dict[str, Any]] = {}
+    steps: list[tuple[str, str, nn.Module]] = []  # kind, the feature that it changes, what it computes
+    pooled_at: int | None = None
+    pooling = ""
+    for kind, place in listed[1:]:
+        if kind not in FIELDS or kind in _BACKBONES:
+            raise _refused(f"modules.json lists a {kind}, which this adapter would leave out")
+        if kind in settings and kind not in ("Dense", "Normalize", "Dropout"):
+            raise _refused(f"modules.json lists {kind} twice")
+        config = settings[kind] = _module_config(kind, place)
+        if kind == "Pooling":
+            with reading(place / "config.json"):
+                pooling, pooled_at = _pooling(place, config), len(steps)
+        elif kind == "Dense":
+            with reading(place / "config.json"):
+                steps.append((kind, _feature(kind, place, config, pooled=pooled_at is not None), _dense(place, config)))
+        elif kind == "Normalize":
+            steps.append((kind, _feature(kind, place, config, pooled=pooled_at is not None), Normalization()))
+        elif kind == "SpladePooling":
+            _check_splade(config)
+            if kinds[0] != "MLMTransformer" and transformer.task != "fill-mask":
+                raise _refused(
+                    f"SpladePooling after a Transformer of {transformer.task or 'no task'}, expected fill-mask"
+                )
+        elif kind == "LogitScore" and config.get("module_input_name", "causal_logits") != "causal_logits":
+            raise _refused(f"LogitScore reads {config['module_input_name']}, expected causal_logits")
+    _check_steps(steps, pooled_at)
+    model = read_json(folder / MODEL_FILE)
+    if (width := model.get("truncate_dim")) and pooled_at is not None:
+        steps.append(("Truncation", _VECTOR, Truncation(width)))
+    max_entries = model.get("max_active_dims") or 0
+    if max_entries and query_weights is not None:
+        raise _refused(f"{MODEL_FILE} has max_active_dims, which this adapter does not apply to looked-up queries")
+    normalizes = bool(steps) and steps[-1][0] == "Normalize" and pooled_at != len(steps)
+    first = 0 if pooled_at is None else pooled_at
+    modules = [module for _, _, module in steps]
+    layers = modules[first : len(modules) - normalizes]
+    return Modules(
+        folder,
+        folder_of_transformer,
+        query_weights,
+        kinds,
+        pooling,
+        tuple(layers),
+        tuple(modules[:first]),
+        normalizes,
+        max_entries,
+        transformer,
+        settings,
+    )
+
+
+def _listed(folder: Path, entries: list[dict[str, str]]) -> list[tuple[str, Path]]:
+    """The class and the folder of each module."""
+    listed = []
+    for entry in entries:
+        place = folder / entry["path"]
+        if not place.resolve().is_relative_to(folder.resolve()):
+            raise _refused(f"modules.json names {entry['path']}, which is outside of the folder")
+        listed.append((_stock_kind(entry["type"]), place))
+    return listed
+
+
+def _stock_kind(name: str) -> str:
+    """The name of a class of the library. A class of the repository is its own code, whatever it is called."""
+    if not name.startswith(_STOCK):
+        raise _refused(
+            f"modules.json lists {name}, a class of the repository itself: it runs only where load.trust_remote_code "
+            "is allowed and a family of a package of yours loads it"
+        )
+    return name.rpartition(".")[2]
+
+
+def _module_config(kind: str, place: Path) -> dict[str, Any]:
+    config = read_json(place / "config.json")
+    if kind == "Pooling" and not config:
+        raise load_failed(
+            "NOT_FOUND", f"modules.json lists {place.name}, which has no config.json: copy that folder too"
+        )
+    known = FIELDS[kind] | (POOLING_NAMES.keys() if kind == "Pooling" else frozenset())
+    if unknown := sorted(config.keys() - known):
+        raise _refused(f"{place.name}/config.json has the setting {unknown[0]}, which this adapter does not read")
+    return config
+
+
+def _feature(kind: str, place: Path, config: Mapping[str, Any], *, pooled: bool) -> str:
+    """The feature that a Dense or a Normalize changes."""
+    default = _VECTOR if pooled else _TOKENS
+    name = config.get("module_input_name") or default
+    result = config.get("module_output_name") or name
+    if name not in (_TOKENS, _VECTOR) or result != name:
+        raise _refused(f"{place.name}: a {kind} from {name} to {result}, expected one feature that it changes")
+    return str(name)
+
+
+def _check_steps(steps: list[tuple[str, str, nn.Module]], pooled_at: int | None) -> None:
+    """Refuse what the library would compute beside the vector, or could not compute."""
+    if pooled_at is None:
+        return
+    for number, (kind, feature, _) in enumerate(steps):
+        if feature != (_TOKENS if number < pooled_at else _VECTOR):
+            side = "before" if number < pooled_at else "after"
+            raise _refused(f"modules.json has a {kind} of {feature} {side} the Pooling, where it changes no vector")
+
+
+# Transformer
+
+
+def read_transformer(folder: Path) -> TransformerSettings:
+    """The settings of the Transformer whose files lie in `folder`. Raises ModelLoadFailed INCOMPATIBLE for one that
+    this adapter does not obey.
+    """
+    name, raw = next(((name, raw) for name in TRANSFORMER_FILES if (raw := read_json(folder / name))), ("", {}))
+    if unknown := sorted(raw.keys() - FIELDS["Transformer"]):
+        raise _refused(f"{name} has the setting {unknown[0]}, which this adapter does not read")
+    arguments = {
+        kind: {**(raw.get(older) or {}), **(raw.get(kind) or {})}
+        for kind, older in (
+            ("model_kwargs", "model_args"),
+            ("processor_kwargs", "tokenizer_args"),
+            ("config_kwargs", "config_args"),
+        )
+    }
+    for kind, allowed in (("model_kwargs", _PLACING | _NOT_READ), ("config_kwargs", _NOT_READ)):
+        if others := sorted(arguments[kind].keys() - allowed):
+            raise _refused(f"{name}: {kind} has {others[0]}, which this adapter does not pass on")
+    processing = raw.get("processing_kwargs") or {}
+    if kinds := ", ".join(sorted(kind for kind, options in processing.items() if options and kind != "chat_template")):
+        raise _refused(f"{name} has processing_kwargs of {kinds}, which this adapter does not pass on")
+    if raw.get("tokenizer_name_or_path"):
+        raise _refused(f"{name} names the tokenizer of another repository: {raw['tokenizer_name_or_path']}")
+    task = raw.get("transformer_task") or ("feature-extraction" if raw else "")
+    tokenizer = {key: value for key, value in arguments["processor_kwargs"].items() if key not in _NOT_READ}
+    limit = tokenizer.pop("model_max_length", None) or raw.get("max_seq_length") or 0
+    return TransformerSettings(
+        file=name,
+        task=task,
+        max_tokens=int(limit),
+        lowercases=bool(raw.get("do_lower_case")),
+        tokenizer=tokenizer,
+        messages=_reads_messages(name, task, raw),
+        chat_options=processing.get("chat_template") or {},
+        raw=raw,
+    )
+
+
+def _reads_messages(name: str, task: str, raw: Mapping[str, Any]) -> bool:
+    """Whether texts are put into the chat template. Raises ModelLoadFailed for outputs that this adapter does not
+    read.
+    """
+    config = raw.get("modality_config")
+    if not config:
+        return False
+    if task not in _OUTPUTS:
+        raise _refused(f"{name}: transformer_task is {task}, expected one of {', '.join(_OUTPUTS)}")
+    output, feature = _OUTPUTS[task]
+    text = config.get("message") or config.get("text")
+    if text is None or (text.get("method"), text.get("method_output_name")) != ("forward", output):
+        raise _refused(f"{name}: modality_config does not read {output} of a text from forward")
+    if raw.get("module_output_name", feature) != feature:
+        raise _refused(f"{name}: module_output_name is {raw['module_output_name']}, expected {feature}")
+    return "message" in config
+
+
+# modules
+
+
+def _routes(folder: Path) -> tuple[list[tuple[str, Path]], Tensor | None]:
+    """The modules of documents and the weights of queries, of a Router whose queries are looked up. Any other Router is
+    refused.
+    """
+    router = read_json(folder / "router_config.json")
+    kinds = {module: _stock_kind(name) for module, name in router.get("types", {}).items()}
+    structure = router.get("structure", {})
+    routes = {route: [kinds[module] for module in modules] for route, modules in structure.items()}
+    documents = routes.get("document") or [""]
+    expected = {"query": ["SparseStaticEmbedding"], "document": [documents[0], "SpladePooling"]}
+    if routes != expected or documents[0] not in _BACKBONES or router.get("parameters", {}).get("route_mappings"):
+        listed = "; ".join(f"{route}: {', '.join(names)}" for route, names in routes.items())
+        raise _refused(
+            f"modules.json lists a Router of {listed}; expected query: SparseStaticEmbedding; document: a masked LM, "
+            "SpladePooling",
+        )
+    weights = tensor(folder / structure["query"][0], "weight")
+    return [(kinds[module], folder / module) for module in structure["document"]], weights
+
+
+def _pooling(place: Path, config: Mapping[str, Any]) -> str:
+    pooling = pooling_name(config)
+    if pooling not in POOLINGS:
+        raise _refused(
+            f"{place.name}/config.json: the pooling of the model is {pooling}, expected one of {', '.join(POOLINGS)}"
+        )
+    if config.get("include_prompt") is False:
+        raise _refused(
+            f"{place.name}/config.json: the pooling leaves the prompt out (include_prompt), which this adapter does not"
+        )
+    return pooling
+
+
+def _check_splade(config: Mapping[str, Any]) -> None:
+    if (strategy := config.get("pooling_strategy", "max")) != "max":
+        raise _refused(f"SpladePooling by {strategy}, expected max")
+    if (activation := config.get("activation_function", "relu")) not in ("relu", "log1p_relu"):
+        raise _refused(f"SpladePooling has the activation {activation}, expected relu or log1p_relu")
+
+
+def _dense(folder: Path, config: Mapping[str, Any]) -> Projection:
+    activation = config.get("activation_function", "torch.nn.modules.activation.Tanh")  # the module's own default
+    name = activation.rpartition(".")[2]
+    if not activation.startswith("torch.") or name not in _ACTIVATIONS:
+        raise _refused(
+            f"{folder.name}/config.json: a Dense has the activation {activation}, expected one of "
+            f"{', '.join(_ACTIVATIONS)} of torch"
+        )
+    weight, bias = tensor(folder, "linear.weight"), tensor(folder, "linear.bias")
+    shape = (config.get("out_features"), config.get("in_features"))
+    if weight is None and (folder / "pytorch_model.bin").is_file():
+        raise _refused(f"{folder.name} has pytorch_model.bin and no model.safetensors: {conversion(folder)}")
+    if weight is None or tuple(weight.shape) != shape or (bias is None) == bool(config.get("bias", True)):
+        raise _refused(f"{folder.name}: its weights are missing or do not have the shape that its config.json says")
+    adds_input = bool(config.get("use_residual"))
+    residual = tensor(folder, "residual.weight") if adds_input and shape[0] != shape[1] else None
+    if adds_input and shape[0] != shape[1] and (residual is None or tuple(residual.shape) != shape):
+        raise _refused(f"{folder.name}: its residual weights are missing or do not have the shape of the others")
+    return Projection(
+        linear(weight, bias),
+        _ACTIVATIONS[name](),
+        None if residual is None else linear(residual),
+        adds_input=adds_input and residual is None,
+    )
+
+
+def conversion(folder: Path) -> str:
+    """The command that makes safetensors of pickled weights without running what the pickle holds."""
+    return (
+        'convert it with python -c "import torch; from safetensors.torch import save_file; '
+        "w = torch.load('pytorch_model.bin', map_location='cpu', weights_only=True); "
+        "save_file({n: t.clone().contiguous() for n, t in w.items()}, 'model.safetensors', {'format': 'pt'})\" "
+        f"in {folder}"
+    )
+
+
+def _refused(cause: str) -> Exception:
+    return load_failed("INCOMPATIBLE", cause)

@@ -1,0 +1,303 @@
+"""The tokenizer of a model: read from its folder, and compared with what its weights and heads need.
+
+    folder ──► files are there ──► transformers' tokenizer ──► bare ──► fitted to the table of embeddings ──► fault: why
+    it cannot be right
+
+A model with the tokenizer of another one, or with none, answers as politely as a right one. transformers makes an empty
+tokenizer where a folder has no files of one, and gives special tokens that the files lack new ids.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenizers import Encoding, Tokenizer, models, normalizers, processors
+from transformers import AutoTokenizer
+
+from sie_adapter.loading.modules import TransformerSettings
+from sie_contracts import families
+from sie_contracts.entries import LoadOptions
+from sie_contracts.load_errors import load_failed
+
+# each is a vocabulary, as published folders have them
+_FILES = (
+    "tokenizer.json",
+    "vocab.txt",
+    "vocab.json",
+    "*.model",
+)
+_REMEDY = "copy tokenizer.json and tokenizer_config.json from the repository that the weights come from"
+_KNOWN = 0.5  # of the characters of a sentence: more make it one that the tokenizer reads
+_UNKNOWN_SIGN = "\U00010600"  # Linear A: no vocabulary has it
+# one sentence in each script that models are made for, and notations of models that read no language
+SAMPLES = {
+    "Latin": "the river runs past the old town and into the sea",
+    "Vietnamese": "dòng sông chảy qua thành phố cổ",
+    "Cyrillic": "река течёт мимо старого города к морю",
+    "Greek": "το ποτάμι περνά από την παλιά πόλη",
+    "Arabic": "النهر يجري بجانب المدينة القديمة",
+    "Hebrew": "הנהר זורם ליד העיר העתיקה",
+    "Devanagari": "नदी पुराने शहर के पास बहती है",
+    "Bengali": "নদী পুরানো শহরের পাশ দিয়ে বয়ে যায়",
+    "Tamil": "நதி பழைய நகரத்தைக் கடந்து ஓடுகிறது",
+    "Telugu": "నది పాత పట్టణం గుండా ప్రవహిస్తుంది",
+    "Thai": "แม่น้ำไหลผ่านเมืองเก่าลงสู่ทะเล",
+    "Georgian": "მდინარე ძველ ქალაქს ჩაუდის",
+    "Armenian": "գետը հոսում է հին քաղաքի մոտով",
+    "Amharic": "ወንዙ በአሮጌው ከተማ በኩል ይፈሳል",
+    "Chinese": "河流经过古城流向大海",
+    "Japanese": "川は古い町のそばを流れて海に入る",
+    "Korean": "강은 오래된 도시를 지나 바다로 흐른다",
+    "program": "def area(width, height): return width * height",
+    "DNA": "ACGTTGCAACGTGGATTACAGCAT",
+    "protein": "M K T A Y I A K Q R Q I S F V K S H F S R Q",
+    "protein in one word": "MKTAYIAKQRQISFVKSHFSRQ",
+    "SMILES": "CC(=O)OC1=CC=CC=C1C(=O)O",
+}
+
+
+class Needs(NamedTuple):
+    """What a model needs of the tokens around its texts: one that `begins` each, since it is read there; one that
+    `separates` a pair.
+    """
+
+    begins: bool = False
+    separates: bool = False
+
+    @classmethod
+    def of(cls, family: str, pooling: str, *, is_decoder: bool) -> Needs:
+        """`pooling` of its vectors. A decoder reads its last token, and a pair as one text."""
+        row = families.row(family)
+        return cls(
+            begins=pooling == "cls" or (row.reads_first_token and not is_decoder),
+            separates=row.separates_pairs and not is_decoder,
+        )
+
+
+_NO_NEEDS = Needs()
+_NO_SETTINGS = TransformerSettings()
+
+
+def require_tokenizer(folder: Path) -> None:
+    """Raises ModelLoadFailed NOT_FOUND unless the folder has a vocabulary."""
+    if not any(any(folder.glob(name)) for name in _FILES):
+        listed = ", ".join(_FILES)
+        raise load_failed("NOT_FOUND", f"{folder} has no tokenizer, that is none of {listed}: {_REMEDY}")
+
+
+def read_tokenizer(folder: Path, *, trust_remote_code: bool = False, **options: Any) -> Any:
+    """The transformers tokenizer of `folder`; `options` replace what its files say. Raises ModelLoadFailed: NOT_FOUND
+    if there is none, INCOMPATIBLE if it cannot be read.
+    """
+    require_tokenizer(folder)
+    try:
+        return AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code, **options
+        )
+    except Exception as error:  # the library behind raises nothing narrower
+        said = f"the tokenizer of {folder} cannot be read ({type(error).__name__}: {error})"
+        raise load_failed("INCOMPATIBLE", f"{said}: {_REMEDY}") from error
+
+
+def bare_tokenizer(tokenizer: Any) -> Tokenizer:
+    """A copy of a transformers tokenizer's backend without truncation and padding. Raises ModelLoadFailed INCOMPATIBLE
+    for a slow one.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise load_failed("INCOMPATIBLE", f"{type(tokenizer).__name__} has no fast tokenizer")
+    bare = Tokenizer.from_str(backend.to_str())
+    bare.no_truncation()
+    bare.no_padding()
+    return bare
+
+
+def load_tokenizer(folder: Path, load: LoadOptions, settings: TransformerSettings = _NO_SETTINGS) -> Tokenizer:
+    """The fast tokenizer of `folder`, without truncation and padding, as `settings` of sentence-transformers change it.
+
+    Raises ModelLoadFailed: NOT_FOUND and INCOMPATIBLE if there is none, CERTIFICATE if it puts tokens around texts that
+    its files lack.
+    """
+    tokenizer = read_tokenizer(folder, trust_remote_code=load.trust_remote_code, **settings.tokenizer)
+    bare = bare_tokenizer(tokenizer)
+    if settings.lowercases:
+        bare = with_normalizers(bare, [normalizers.Lowercase()])
+    _refuse_invented(folder, bare)
+    if load.append_eos and bare.encode("a").ids[-1] != tokenizer.eos_token_id:
+        if tokenizer.eos_token_id is None:
+            raise load_failed("INCOMPATIBLE", "load.append_eos is set and the tokenizer has no end token")
+        return _ended(bare, str(tokenizer.eos_token), tokenizer.eos_token_id)
+    return bare
+
+
+def with_normalizers(tokenizer: Tokenizer, steps: Sequence[Any]) -> Tokenizer:
+    """The tokenizer with `steps` before its own normalizer."""
+    own = [tokenizer.normalizer] if tokenizer.normalizer is not None else []
+    tokenizer.normalizer = normalizers.Sequence([*steps, *own])
+    return tokenizer
+
+
+def _refuse_invented(folder: Path, tokenizer: Tokenizer) -> None:
+    stored = _stored_tokens(folder)
+    if stored is None:
+        return
+    used = {tokenizer.id_to_token(number) or f"token with the id {number}" for number in _around(tokenizer)}
+    if isinstance(
+        tokenizer.model, models.WordPiece | models.WordLevel
+    ):  # which fail at a text that they do not know without it
+        used.add(tokenizer.model.unk_token)
+    if lacking := sorted(used - {None} - stored):
+        said = (
+            f"the vocabulary in {folder} has no {', '.join(lacking)}, which the model needs around or in place of texts"
+        )
+        raise load_failed("CERTIFICATE", f"{said}: {_REMEDY}")
+
+
+def _stored_tokens(folder: Path) -> set[str] | None:
+    """All tokens that the files name; None where only a file of sentencepiece does."""
+    found: set[str] = set()
+    if (file := folder / "tokenizer.json").is_file():
+        found.update(Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True))
+    elif (file := folder / "vocab.txt").is_file():
+        found.update(file.read_text("utf-8").splitlines())
+    elif (file := folder / "vocab.json").is_file():
+        found.update(json.loads(file.read_text("utf-8")))
+    else:
+        return None
+    if (file := folder / "added_tokens.json").is_file():
+        found.update(json.loads(file.read_text("utf-8")))
+    if (file := folder / "tokenizer_config.json").is_file():
+        added = json.loads(file.read_text("utf-8")).get("added_tokens_decoder") or {}
+        found.update(token["content"] for token in added.values())
+    return found
+
+
+def _around(tokenizer: Tokenizer) -> list[int]:
+    """The ids that it puts around a text and around a pair."""
+    found = (tokenizer.encode(""), tokenizer.encode("", ""))
+    return [
+        number for each in found for number, is_put in zip(each.ids, each.special_tokens_mask, strict=True) if is_put
+    ]
+
+
+def _ended(tokenizer: Tokenizer, token: str, number: int) -> Tokenizer:
+    """The tokenizer with `token` after each text.
+
+    Its own template is edited: a second one after it would take the parts that the first made for the texts of a pair.
+    """
+    state = json.loads(tokenizer.to_str())
+    given = state["post_processor"]
+    last = given["processors"][-1] if given and given["type"] == "Sequence" else given
+    if last is None or last["type"] == "ByteLevel":
+        ends = processors.TemplateProcessing(
+            single=f"$A {token}", pair=f"$A {token} $B:1 {token}:1", special_tokens=[(token, number)]
+        )
+        tokenizer.post_processor = ends if last is None else processors.Sequence([tokenizer.post_processor, ends])
+        return tokenizer
+    if last["type"] != "TemplateProcessing":
+        raise load_failed(
+            "INCOMPATIBLE", f"load.append_eos is set and the tokenizer has a {last['type']}, which cannot be extended"
+        )
+    last["special_tokens"][token] = {"id": token, "ids": [number], "tokens": [token]}
+    for template in (last["single"], last["pair"]):
+        for place in reversed([place for place, piece in enumerate(template) if "Sequence" in piece]):
+            template.insert(
+                place + 1, {"SpecialToken": {"id": token, "type_id": template[place]["Sequence"]["type_id"]}}
+            )
+    return Tokenizer.from_str(json.dumps(state))
+
+
+def special_ids(folder: Path, load: LoadOptions, roles: Iterable[str] = ()) -> frozenset[int]:
+    """The ids of all special tokens, or of those in `roles`, such as pad, as far as there are any."""
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=load.trust_remote_code)
+    named = {role: getattr(tokenizer, f"{role}_token_id", None) for role in roles}
+    return (
+        frozenset(number for number in named.values() if number is not None)
+        if named
+        else frozenset(tokenizer.all_special_ids)
+    )
+
+
+def fitted(tokenizer: Tokenizer, table: int) -> tuple[Tokenizer, list[str]]:
+    """The tokenizer without the special tokens that have no row in a table of `table` embeddings, and these.
+
+    Published models have such tokens, for images for instance. A text that holds one is read as the characters that it
+    is written with.
+    """
+    around = set(_around(tokenizer))
+    beyond = {
+        token.content
+        for number, token in tokenizer.get_added_tokens_decoder().items()
+        if number >= table
+        and token.special
+        and number not in around
+        and token.content != getattr(tokenizer.model, "unk_token", None)
+    }
+    if not beyond:
+        return tokenizer, []
+    state = json.loads(tokenizer.to_str())
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] not in beyond]
+    if isinstance(vocabulary := state["model"].get("vocab"), dict):
+        state["model"]["vocab"] = {token: number for token, number in vocabulary.items() if token not in beyond}
+    return Tokenizer.from_str(json.dumps(state)), sorted(beyond)
+
+
+def fault(tokenizer: Tokenizer, table: int, needs: Needs = _NO_NEEDS) -> str:
+    """Why a tokenizer cannot be that of a model with `table` embeddings, and what to do; empty if nothing shows it."""
+    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    around = [number for number in _around(tokenizer) if number >= table]
+    if largest >= table or around:
+        said = f"its tokenizer has ids up to {max([largest, *around])}, its table of embeddings {table} rows"
+        return (
+            f"{said}: {_REMEDY}, or resize the table (resize_token_embeddings) before the model is trained with more "
+            "tokens"
+        )
+    try:
+        reads = any(_share(tokenizer, text) > _KNOWN for text in SAMPLES.values())
+        text, pair = tokenizer.encode(SAMPLES["Latin"]), tokenizer.encode("a", "a")
+    except Exception as error:  # noqa: BLE001  the library raises nothing narrower
+        return f"its tokenizer fails on a plain sentence ({error}): {_REMEDY}"
+    if not reads:
+        scripts = f"{', '.join(list(SAMPLES)[:6])} and {len(SAMPLES) - 6} others"
+        return (
+            f"its tokenizer, of {tokenizer.get_vocab_size()} tokens, reads plain sentences ({scripts}) as unknown "
+            f"tokens: {_REMEDY}"
+        )
+    if needs.begins and not (text.special_tokens_mask and text.special_tokens_mask[0]):
+        return f"its tokenizer puts no special token before a text, and the model is read at its first token: {_REMEDY}"
+    if needs.separates and not _separated(pair):
+        return f"its tokenizer puts no special token between the texts of a pair, which the model scores: {_REMEDY}"
+    return ""
+
+
+def _separated(pair: Encoding) -> bool:
+    sides = pair.sequence_ids
+    return 0 in sides and 1 in sides and None in sides[sides.index(0) : sides.index(1)]
+
+
+def _share(tokenizer: Tokenizer, text: str) -> float:
+    """The part of the characters of `text` that become tokens other than the unknown one."""
+    encoding = tokenizer.encode(text, add_special_tokens=False)
+    unread = _unread_ids(tokenizer)
+    read = {
+        place
+        for number, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)
+        if number not in unread
+        for place in range(start, stop)
+    }
+    places = [place for place, character in enumerate(text) if not character.isspace()]
+    return sum(place in read for place in places) / len(places)
+
+
+def _unread_ids(tokenizer: Tokenizer) -> set[int]:
+    """Of special tokens and of what stands for anything unknown, which the model of sentencepiece does not name."""
+    unread = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    unknown = getattr(tokenizer.model, "unk_token", None)
+    if unknown is not None and (number := tokenizer.token_to_id(unknown)) is not None:
+        unread.add(number)
+    if isinstance(tokenizer.model, models.Unigram):
+        unread.update(tokenizer.encode(_UNKNOWN_SIGN, add_special_tokens=False).ids)
+    return unread

@@ -1,0 +1,145 @@
+"""How often what was done about memory that ran out. The sidecar exports it: this process has no port."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from sie_adapter.engine.device import give_memory_back
+from sie_adapter.memory.failure import is_out_of_memory
+from sie_adapter.memory.onednn import unspoilt
+from sie_adapter.packed.packing import Int64
+from sie_contracts.device_reports import Shortages
+from sie_contracts.errors import ResourceExhausted
+
+Remedy = Literal[
+    "recoveries_attempted",
+    "recoveries_succeeded",
+    "terminal_failures",
+    "cache_clears",
+    "evictions_triggered",
+    "batch_splits",
+]
+
+
+class Remedies:
+    """Counts since the start of the process, by model and remedy. Every method may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[str, Counter[str]] = {}  # models are those that were ever loaded here
+
+    def count(self, model: str, remedy: Remedy) -> None:
+        with self._lock:
+            self._counts.setdefault(model, Counter())[remedy] += 1
+
+    def all(self) -> tuple[Shortages, ...]:
+        """Of the models that ever ran out of memory."""
+        with self._lock:
+            return tuple(Shortages(model, **counts) for model, counts in self._counts.items())
+
+
+_logger = logging.getLogger("sie.adapter")
+Items = Int64  # places of items in a batch
+
+
+def halved(items: Items) -> tuple[Items, Items]:
+    """Two parts of equal counts."""
+    return items[: len(items) // 2], items[len(items) // 2 :]
+
+
+def exhausted() -> ResourceExhausted:
+    """The error of an item that does not fit by itself."""
+    return ResourceExhausted("the device has too little memory for this item alone", reason="out_of_memory")
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """The remedies of one device. `make_room` drops what the batch may drop, and says how, None if there is nothing;
+    `count` is called for each remedy.
+    """
+
+    device: torch.device
+    make_room: Callable[[], Remedy | None]
+    count: Callable[[Remedy], None] = lambda remedy: None
+
+    def run(
+        self,
+        work: Callable[[Items], None],
+        items: Items,
+        refuse: Callable[[int], None],
+        *,
+        halves: Callable[[Items], tuple[Items, Items]] = halved,
+        learn: Callable[[Items, bool], None] = lambda items, fitted: None,
+    ) -> None:
+        """Do `work` on `items`, of which there may be none, in as many parts as memory asks for; `refuse` what does not
+        fit alone.
+
+        `learn` hears which parts fitted. Raises what `work` raises, other than running out of memory.
+        """
+        refused = 0
+
+        def refusing(item: int) -> None:
+            nonlocal refused
+            refused += 1
+            self.count("terminal_failures")
+            refuse(item)
+
+        if self._ran_out(work, items, refusing, halves, learn):
+            self.count("recoveries_attempted")
+            if not refused:
+                self.count("recoveries_succeeded")
+
+    def _ran_out(
+        self,
+        work: Callable[[Items], None],
+        items: Items,
+        refuse: Callable[[int], None],
+        halves: Callable[[Items], tuple[Items, Items]],
+        learn: Callable[[Items, bool], None],
+    ) -> bool:
+        """`run`; whether memory ran out meanwhile."""
+        if not len(items):
+            return False
+        tries = 0
+        is_last = False
+        while not self._fits(work, items):
+            tries += 1
+            give_memory_back(self.device)
+            self.count("cache_clears")
+            _logger.warning("out of memory with %d items", len(items))
+            if (remedy := self.make_room()) is not None:
+                self.count(remedy)
+                continue
+            learn(items, False)
+            if len(items) > 1:
+                self.count("batch_splits")
+                for half in halves(items):
+                    self._ran_out(work, half, refuse, halves, learn)
+                return True
+            if is_last:
+                refuse(int(items[0]))
+                return True
+            gc.collect()
+            is_last = True
+        learn(items, True)
+        return tries > 0
+
+    @staticmethod
+    def _fits(work: Callable[[Items], None], items: Items) -> bool:
+        # a function of its own: once it returns, nothing holds the tensors of a failed pass, as the traceback of a
+        # handled error would
+        try:
+            unspoilt(work, items)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
+        return True

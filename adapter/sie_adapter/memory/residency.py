@@ -1,0 +1,419 @@
+"""The loaded models of this process, and how memory is made for others.
+
+    EnsureReady ──► loaded already? ──► one load per model, however many ask ──► warm-up ──► resident
+                                          └─ before it: drop models while memory would be above the threshold
+    after a batch, and at a Ping that permits it ──► drop models while memory is above the threshold
+    out of memory in a batch ──► make_room: drop one model, whatever the threshold says, or wait for a load to end
+    out of memory in a load ──► once more, alone ──► drop one model, and again
+    before any model goes: what can be made again (`tower_outputs`)
+
+The sidecar decides which models may go. Each request carries its own permission, an ordered list of models, and its
+reply names those that went. Nothing is kept between requests.
+
+State is owned by `Residency` and guarded by one lock, which is never held over a load or a forward pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from sie_adapter.engine.device import Memory
+from sie_adapter.engine.engines import Choice
+from sie_adapter.memory.oom import Remedy
+from sie_adapter.memory.shared_lock import SharedLock
+from sie_contracts.catalogue import Catalogue, Resolved, fingerprint
+from sie_contracts.entries import ModelEntry
+from sie_contracts.errors import ModelLoadFailed, ModelLoading, SIEError
+from sie_contracts.ipc import LoadedModel, Rows
+
+_logger = logging.getLogger("sie.adapter")
+
+
+class Weights(Protocol):
+    """What the process needs of a loaded family, beyond running it."""
+
+    tokenizer: bytes
+    memory_bytes: int
+    attention: str
+    precision: str
+    requested_precision: str
+    precision_reason: str
+    crossover_tokens: int
+    engine_choice: Choice
+    max_tokens: int
+    rows: Mapping[str, Rows]
+    certificate: Mapping[str, Any]
+
+
+@dataclass
+class Resident:
+    """A loaded model. `entry` may be replaced by one that needs no other weights."""
+
+    model: str
+    resolved: Resolved
+    weights: Weights
+    load_s: float
+    last_used_s: float
+    running: int = 0
+    peak_bytes: int = 0  # of activations, beside the weights
+    _fingerprint: str = ""
+    _fingerprinted: Resolved | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the entry that is served now; every batch asks for it."""
+        if self._fingerprinted is not self.resolved:
+            entry, load = self.resolved.entry, self.resolved.load
+            self._fingerprint = fingerprint(entry, load, self.weights.precision, self.weights.engine_choice.engine)
+            self._fingerprinted = self.resolved
+        return self._fingerprint
+
+    def describe(self, now_s: float) -> LoadedModel:
+        """As it goes over the wire."""
+        entry, weights = self.resolved.entry, self.weights
+        return LoadedModel(
+            self.model,
+            entry.revision,
+            self.fingerprint,
+            weights.precision,
+            weights.attention,
+            weights.memory_bytes,
+            round(now_s - self.last_used_s, 3),
+            self.peak_bytes,
+            dict(weights.certificate),
+            weights.requested_precision,
+            weights.precision_reason,
+            weights.crossover_tokens,
+            weights.engine_choice.engine,
+            weights.engine_choice.reason,
+        )
+
+
+def same_weights(old: Resolved, new: Resolved) -> bool:
+    """Whether the loaded copy for `old` serves `new` as well."""
+
+    def facts(resolved: Resolved) -> bytes:
+        entry = resolved.entry
+        # a family also keeps what these say: its heads, how rows are made, and limits of its own
+        kept = [entry.head, entry.pair, entry.run.pooling, entry.run.parameters]
+        return msgspec.json.encode(
+            [entry.id, entry.weights, entry.family, entry.max_tokens, entry.outputs, resolved.load, *kept],
+            order="sorted",
+        )
+
+    return facts(old) == facts(new)
+
+
+@dataclass
+class Permission:
+    """Which models may be unloaded for one request: those of `may_drop`, the first one first. Made when the request is
+    begun: a model that was used or asked for after that stays.
+
+    `dropped`: what was unloaded for the request so far. `has_shed`: what can be made again was dropped for it: only
+    once, since the request makes some of that again.
+    """
+
+    may_drop: tuple[str, ...]
+    asked_s: float
+    dropped: tuple[str, ...] = ()
+    has_shed: bool = False
+
+    def record_drop(self, model: str) -> None:
+        """Note that `model` was unloaded."""
+        self.dropped += (model,)
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """The memory that models share. `held` returns what the device would hold with so many bytes more; `give_back`
+    returns to it what the allocator only keeps. Models go while more than `threshold_percent` is held. `shed` drops
+    what can be made again, and says whether there was any.
+    """
+
+    held: Callable[[int], Memory]
+    give_back: Callable[[], None]
+    threshold_percent: float
+    shed: Callable[[], bool] = lambda: False
+
+    def is_short(self, more_bytes: int = 0) -> bool:
+        """Whether the device would be above the threshold with so many bytes more."""
+        return self.held(more_bytes).percent > self.threshold_percent
+
+    def fits(self, more_bytes: int) -> bool:
+        """Whether something that grows may take so many bytes more: up to the middle between the threshold, which the
+        loaded models may reach, and all of the memory. What can be made again, or the allocator only keeps, goes first.
+        """
+        limit_percent = (self.threshold_percent + 100.0) / 2
+        if self.held(more_bytes).percent > limit_percent:
+            self.shed()
+            self.give_back()
+        return self.held(more_bytes).percent <= limit_percent
+
+
+class Residency:
+    """The loaded models of this process. Every method may be called from any thread.
+
+    `load` turns a resolved entry into weights and raises ModelLoadFailed; `needed_bytes` tells before it what they will
+    take, and fetches their files if need be; `warm_up` runs them once, returns the peak of its activations, bytes, and
+    raises as `load`.
+    A model is dropped only while memory is above the threshold, or to end a shortage; only by a request that permits
+    it; and only while nothing runs on it.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[Resolved], Weights],
+        memory: DeviceMemory,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        needed_bytes: Callable[[Resolved], int] = lambda _: 0,
+        warm_up: Callable[[Resolved, Weights], int] = lambda *_: 0,
+        ended: Callable[[Resolved], None] = lambda _: None,
+        count: Callable[[str, Remedy], None] = lambda model, remedy: None,
+    ) -> None:
+        """`count` is called, by model, for each remedy of a load that ran out of memory; `ended` at the end of each
+        load, good or not.
+        """
+        self._load = load
+        self._memory = memory
+        self._clock = clock
+        self._needed_bytes = needed_bytes
+        self._warm_up = warm_up
+        self._ended = ended
+        self._count = count
+        self._lock = threading.Lock()
+        self._loading = SharedLock()
+        self._residents: dict[str, Resident] = {}
+        self._loads: dict[str, Future[None]] = {}
+        self._arriving: dict[str, int] = {}  # bytes of weights whose load has begun
+        self._relieve_due_s = 0.0
+
+    def permission(self, may_drop: tuple[str, ...] = ()) -> Permission:
+        """The permission of a request that begins now."""
+        return Permission(may_drop, self._clock())
+
+    def ensure(
+        self, model: str, entry: ModelEntry, profile: str = "default", permission: Permission | None = None
+    ) -> Resident:
+        """The resident `model`, loaded if it is not there or needs other weights. `permission` names what was unloaded
+        for it, also when this raises.
+
+        Raises ModelLoadFailed: class OOM and reason no_room if it cannot fit beside the models that have work.
+        """
+        permission = permission or self.permission()
+        resolved = Catalogue.resolve_profile(entry, profile, model)
+        while True:
+            with self._lock:
+                resident = self._residents.get(model)
+                if resident is not None and same_weights(resident.resolved, resolved):
+                    resident.resolved = resolved
+                    resident.last_used_s = self._clock()  # an older permission does not drop what is asked for now
+                    return resident
+                pending = self._loads.get(model)
+                if pending is None:
+                    self._residents.pop(model, None)
+                    pending = self._loads[model] = Future()
+                    break
+            pending.result()
+        try:
+            self._room_for(model, resolved, permission)
+            resident = self._loaded_in_any_room(model, resolved, permission)
+        except BaseException as error:
+            with self._lock:
+                del self._loads[model]
+                self._arriving.pop(model, None)
+            pending.set_exception(error)
+            raise
+        finally:
+            self._ended(resolved)
+        with self._lock:
+            self._residents[model] = resident
+            del self._loads[model], self._arriving[model]
+        pending.set_result(None)
+        return resident
+
+    @contextlib.contextmanager
+    def use(self, model: str, fingerprint: str = "") -> Iterator[Resident]:
+        """The resident `model` for one batch; it is not evicted meanwhile. Raises ModelLoading if it is not loaded, or
+        is another copy than that of `fingerprint`: its entry was changed.
+        """
+        with self._lock:
+            resident = self._residents.get(model)
+            if resident is None or (fingerprint and resident.fingerprint != fingerprint):
+                raise ModelLoading(f"{model} is not loaded", reason="not_resident")
+            resident.running += 1
+            resident.last_used_s = self._clock()
+        try:
+            yield resident
+        finally:
+            with self._lock:
+                resident.running -= 1
+
+    def change(self, model: str, entry: ModelEntry | None) -> None:
+        """Serve `entry` from now on: in place if the loaded weights allow it, else by unloading. None unloads."""
+        with self._lock:
+            resident = self._residents.get(model)
+            if resident is not None and entry is not None:
+                resolved = Catalogue.resolve_profile(entry, resident.resolved.profile, model)
+                if same_weights(resident.resolved, resolved):
+                    resident.resolved = resolved
+                    return
+        self.release(model)
+
+    def release(self, model: str) -> None:
+        """Unload `model`, or nothing. A batch that runs on it finishes first; its memory is free after that."""
+        with self._lock:
+            found = self._residents.pop(model, None) is not None
+        if found:
+            _logger.info("unloaded %s", model)
+            self._collect()
+
+    def relieve(self, permission: Permission) -> None:
+        """Drop models while memory is above the threshold. Looks at most once a second, whoever asks.
+
+        A load under way made its own room, and what it has taken of that is held by now: counted again, it would cost
+        others their place.
+        """
+        with self._lock:
+            now_s = self._clock()
+            if now_s < self._relieve_due_s or not permission.may_drop:
+                return
+            self._relieve_due_s = now_s + 1.0
+        self._drop_above_threshold(0, permission)
+
+    def make_room(self, permission: Permission) -> Remedy | None:
+        """Because an allocation failed: drop what can be made again, else the next model that may go, else wait for a
+        load that takes memory meanwhile to end. None if there is nothing of these.
+        """
+        if self._shed(permission):
+            return "cache_clears"
+        if self._drop_next(permission, "an allocation failed"):
+            return "evictions_triggered"
+        with self._lock:
+            # of those whose bytes are counted: one that still fetches its files holds no memory, and may take minutes
+            pending = next((self._loads[model] for model in self._arriving), None)
+        if pending is not None:
+            pending.exception()  # whether it failed is for those who asked for it
+        return "evictions_triggered" if pending is not None else None
+
+    def describe(self) -> tuple[LoadedModel, ...]:
+        """All resident models, in the order in which they were loaded."""
+        with self._lock:
+            return tuple(resident.describe(self._clock()) for resident in self._residents.values())
+
+    def _room_for(self, model: str, resolved: Resolved, permission: Permission) -> None:
+        needed = self._needed_bytes(resolved)
+        with self._lock:
+            self._arriving[model] = needed
+            arriving = sum(self._arriving.values())
+        self._drop_above_threshold(arriving, permission)
+        with self._lock:
+            beside = [name for name in self._arriving if name != model]
+        if needed and (would := self._memory.held(arriving)).used_bytes > would.total_bytes:
+            raise ModelLoadFailed(
+                f"{model} needs {needed >> 20} MiB, {max(0, would.total_bytes - would.used_bytes + needed) >> 20} are "
+                "free and nothing that is loaded is idle",
+                reason="no_room",
+                extras={"error_class": "OOM", **({"arriving": beside} if beside else {})},
+            )
+
+    def _loaded_in_any_room(self, model: str, resolved: Resolved, permission: Permission) -> Resident:
+        """While it is loaded, a model takes more than it holds afterwards: of a file that is mapped, the copy too. What
+        ran out of memory beside other loads is tried again alone before it costs any model its place. Loads that take
+        places from each other would never end.
+        """
+        with self._loading.shared() as share:
+            found = self._loaded_or_oom(model, resolved)
+        if isinstance(found, Resident):
+            return found
+        self._count(model, "recoveries_attempted")
+        is_changed = not share.was_alone
+        with self._loading.exclusive():
+            while not isinstance(found, Resident):
+                self._collect()
+                self._count(model, "cache_clears")
+                if not is_changed and not self._shed(permission):
+                    if not self._drop_next(permission, f"there was too little memory to load {model}"):
+                        self._count(model, "terminal_failures")
+                        raise found
+                    self._count(model, "evictions_triggered")
+                is_changed = False
+                found = self._loaded_or_oom(model, resolved)
+        self._count(model, "recoveries_succeeded")
+        return found
+
+    def _loaded_or_oom(self, model: str, resolved: Resolved) -> Resident | SIEError:
+        """Raises ModelLoadFailed of any class but OOM."""
+        try:
+            return self._loaded(model, resolved)
+        except ModelLoadFailed as error:
+            if error.extras.get("error_class") != "OOM":
+                raise
+            return SIEError.from_info(error.info())  # the frames of this one hold the tensors that were too many
+
+    def _loaded(self, model: str, resolved: Resolved) -> Resident:
+        started_s = self._clock()
+        weights = self._load(resolved)
+        peak_bytes = self._warm_up(resolved, weights)
+        now_s = self._clock()
+        _logger.info(
+            "loaded %s in %.2f s: %s on %s (%s), attention %s, %.0f MiB and %.0f MiB to warm up",
+            model,
+            now_s - started_s,
+            weights.precision,
+            weights.engine_choice.engine,
+            weights.engine_choice.reason,
+            weights.attention,
+            weights.memory_bytes / 2**20,
+            peak_bytes / 2**20,
+        )
+        return Resident(model, resolved, weights, now_s - started_s, now_s, peak_bytes=peak_bytes)
+
+    def _drop_above_threshold(self, more_bytes: int, permission: Permission) -> None:
+        if not self._memory.is_short(more_bytes):
+            return
+        # neither what can be made again or the allocator only keeps, nor a model that went while a batch ran on it, is
+        # a reason to unload another
+        self._memory.shed()
+        self._collect()
+        why = f"device memory is above {self._memory.threshold_percent:g} %"
+        while self._memory.is_short(more_bytes) and self._drop_next(permission, why):
+            pass
+
+    def _drop_next(self, permission: Permission, why: str) -> bool:
+        """Unload the first model that may go. False if there is none."""
+        with self._lock:
+            victim = next((name for name in permission.may_drop if self._may_go(name, permission)), None)
+            if victim is None:
+                return False
+            del self._residents[victim]
+            permission.record_drop(victim)
+        _logger.warning("unloaded %s: %s", victim, why)
+        self._collect()
+        return True
+
+    def _shed(self, permission: Permission) -> bool:
+        if permission.has_shed or not self._memory.shed():
+            return False
+        permission.has_shed = True
+        self._collect()
+        return True
+
+    def _may_go(self, model: str, permission: Permission) -> bool:
+        """Whether it is loaded, nothing runs on it, and nobody used it since the request began."""
+        resident = self._residents.get(model)
+        return resident is not None and not resident.running and resident.last_used_s <= permission.asked_s
+
+    def _collect(self) -> None:
+        gc.collect()
+        self._memory.give_back()

@@ -1,0 +1,350 @@
+"""Attention over packed sequences, registered with transformers' attention interface.
+
+    model(..., sie_bounds=, sie_layout=) ──► packed_attention, once a layer ──► one opaque op ──► a kernel per group of
+    sequences
+
+The bounds of the sequences travel as tensor keyword arguments of `model(...)`: nothing is shared between threads, and a
+compiled graph sees one op. The mask function registered beside it hands what the model asked for to the attention
+function, which in a trial pass (`sie_trial`) compares it with what it would compute; whatever is not causal,
+bidirectional or a window of these is not run packed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sie_adapter.packed.packing import Int64, Packed
+
+IMPLEMENTATION = "sie_packed"
+FAR = 1 << 30  # a window side without a limit
+# One block of scores stays inside the second-level cache; past it every pass over them waits for memory.
+_BLOCK_SCORES = 1 << 18
+_BLOCK_SCORES_ELSEWHERE = 1 << 25  # a GPU needs all of them at once; 128 MB in float32
+# A row of at least one vector register: shorter ones are summed number by number, which took eight times as long.
+_SOFTMAX_ROW = 16
+
+
+class Kernel(IntEnum):
+    """How a group of sequences is computed; the last column of a layout."""
+
+    SDPA = 0  # torch's fused kernel, sequences of equal length
+    BLOCKS = 2  # matrix products over blocks of queries, sequences of equal length, any window
+    REFERENCE = 3  # one sequence after the other, written out
+    VARLEN = 4  # torch's variable-length kernel, all sequences at once, CUDA
+    FLASH = 5  # flash_attn_varlen_func, all sequences at once, CUDA
+
+
+class AttentionUnsupported(Exception):
+    """The model asks for something that the packed path does not compute: it must run padded."""
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Which keys a query at position i sees: i - left to i + right."""
+
+    left: int = FAR
+    right: int = FAR
+
+
+@dataclass(frozen=True)
+class MaskRequest:
+    """What a model asked of the mask interface; it reaches the attention function in the place of a mask."""
+
+    allows: Callable[..., Any]  # transformers' mask_function: (batch, head, query, key) -> bool
+    local_size: int | None
+
+    def pattern(self) -> Pattern:
+        """Evaluate the mask function and name its pattern. Raises AttentionUnsupported if it has none."""
+        size = min(4 * (self.local_size or 0) + 256, 16384)
+        keys = torch.arange(size)
+        queries = torch.unique(torch.linspace(0, size - 1, 33).long())
+        zero = torch.zeros((), dtype=torch.long)
+        seen = self.allows(zero, zero, queries[:, None], keys[None, :]).expand(len(queries), size)
+        middle = size // 2
+        row = self.allows(zero, zero, torch.tensor([[middle]]), keys[None, :]).expand(1, size)[0].nonzero().flatten()
+        if middle not in row:
+            raise AttentionUnsupported("a mask in which a token does not see itself")
+        left, right = middle - int(row[0]), int(row[-1]) - middle
+        pattern = Pattern(FAR if left == middle else left, FAR if middle + right == size - 1 else right)
+        distance = keys[None, :] - queries[:, None]
+        if not torch.equal(seen, (distance >= -pattern.left) & (distance <= pattern.right)):
+            raise AttentionUnsupported("a mask that is not causal, bidirectional or a window of these")
+        return pattern
+
+
+@dataclass
+class Trial:
+    """What a trial pass saw."""
+
+    calls: int = 0  # of the attention function
+    edges: set[int] = field(default_factory=set)  # of the windowed layers: what `sie_edge` has to be
+
+    def called(self) -> None:
+        self.calls += 1
+
+    def edge(self) -> int:
+        """What `sie_edge` has to be in every pass of this model. Raises AttentionUnsupported if its layers differ."""
+        if len(self.edges) > 1:
+            raise AttentionUnsupported(f"windows whose masks show {sorted(self.edges)} keys more than the layers say")
+        return next(iter(self.edges), 0)
+
+
+def requested_mask(
+    *, mask_function: Callable[..., Any], attention_mask: Tensor | None = None, local_size: int | None = None, **_: Any
+) -> MaskRequest:
+    """The mask function of the interface: passes the request on instead of building a mask."""
+    if attention_mask is not None:
+        raise AttentionUnsupported("a padding mask on the packed path")
+    return MaskRequest(mask_function, local_size)
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: MaskRequest | None,
+    *,
+    sie_bounds: Tensor,
+    sie_layout: Tensor,
+    sie_edge: int = 0,
+    sie_trial: Trial | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    position_ids: Tensor | None = None,
+    use_cache: bool | None = None,
+    deterministic: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The attention function of the interface. `query`: [1, heads, tokens, width], `key`, `value`: [1, key heads,
+    tokens, width].
+
+    Returns [1, tokens, heads, width]. A keyword that is not named here and is not None is refused: it would change the
+    numbers. Window semantics are those of transformers' flash attention path: `sliding_window` counts the token itself,
+    on both sides if not causal. The mask has the last word, as in stock eager and sdpa: `sie_edge` is how many keys
+    more than that it shows on a side.
+    """
+    asked = [name for name, value in others.items() if value is not None]
+    if asked or dropout:
+        raise AttentionUnsupported(f"attention with {', '.join(asked) or 'dropout'}")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    reach = FAR if sliding_window is None else sliding_window - 1 + sie_edge
+    pattern = Pattern(reach, 0 if causal else reach)
+    if sie_trial is not None:
+        if not isinstance(attention_mask, MaskRequest):
+            raise AttentionUnsupported("attention without a mask from the interface")
+        shown = attention_mask.pattern()
+        if sliding_window is not None and shown.left < FAR and shown.right == (0 if causal else shown.left):
+            sie_trial.edges.add(shown.left - reach)
+        elif shown != pattern:
+            raise AttentionUnsupported(f"a layer computes {pattern} and its mask says {shown}")
+        sie_trial.called()
+    output = torch.ops.sie.packed_attention(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        sie_bounds,
+        sie_layout,
+        scaling if scaling is not None else query.shape[-1] ** -0.5,
+        pattern.left,
+        pattern.right,
+    )
+    return output[None], None
+
+
+@torch.library.custom_op("sie::packed_attention", mutates_args=())  # type: ignore[untyped-decorator]  # torch is not followed
+def _packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, layout: Tensor, scale: float, left: int, right: int
+) -> Tensor:
+    """`query`: [tokens, heads, width]; `bounds`: int32 [sequences + 1] on the device; `layout`: int64 [groups, 5] on
+    the host.
+
+    Of each sequence only the first `visible` tokens are attended to. A kernel for all sequences at once is the only
+    group of its layout.
+    """
+    pattern = Pattern(left, right)
+    groups = layout.tolist()
+    if groups[0][4] >= Kernel.VARLEN:
+        _, _, longest, _, code = groups[0]
+        return _VARLEN[code](query, key, value, bounds, longest, scale, pattern)
+    output = torch.empty(query.shape[:2] + value.shape[2:], dtype=query.dtype, device=query.device)
+    for first, sequences, length, visible, code in groups:
+        rows = slice(first, first + sequences * length)
+        split = (sequences, length)
+        queries, keys, values = (tensor[rows].unflatten(0, split).transpose(1, 2) for tensor in (query, key, value))
+        windowed = pattern.left < length - 1 or 0 < pattern.right < length - 1
+        kernel = _attend_in_blocks if windowed and code != Kernel.REFERENCE else _GROUPED[code]
+        into = output[rows].unflatten(0, split).transpose(1, 2)
+        kernel(queries, keys[:, :, :visible], values[:, :, :visible], scale, pattern, into)
+    return output
+
+
+@_packed_attention.register_fake  # type: ignore[untyped-decorator]
+def _(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, layout: Tensor, scale: float, left: int, right: int
+) -> Tensor:
+    return query.new_empty(query.shape[:2] + value.shape[2:])
+
+
+# A grouped kernel fills `output` [sequences, heads, length, width] from q [.., heads, length, ..] and k, v [.., key
+# heads, visible, ..].
+
+
+def _attend_fused(query: Tensor, key: Tensor, value: Tensor, scale: float, pattern: Pattern, output: Tensor) -> None:
+    is_causal = pattern.right == 0 and query.shape[2] > 1
+    output.copy_(
+        F.scaled_dot_product_attention(
+            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+    )
+
+
+def _attend_in_blocks(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, pattern: Pattern, output: Tensor
+) -> None:
+    sequences, heads, length, _ = query.shape
+    if key.shape[1] != heads:
+        key, value = (tensor.repeat_interleave(heads // tensor.shape[1], 1) for tensor in (key, value))
+    query, key, value = (tensor.flatten(0, 1) for tensor in (query, key, value))
+    most = _BLOCK_SCORES if query.device.type == "cpu" else _BLOCK_SCORES_ELSEWHERE
+    block = max(16, min(length, most // max(1, sequences * heads * length)))
+    visible = key.shape[1]
+    empty = query.new_empty(())
+    for start in range(0, length, block):
+        stop = min(length, start + block)
+        low, high = max(0, start - pattern.left), min(visible, stop + pattern.right)
+        if low >= high:  # nothing that is visible lies within the window
+            output[:, :, start:stop] = 0
+            continue
+        scores = torch.baddbmm(empty, query[:, start:stop], key[:, low:high].transpose(1, 2), beta=0, alpha=scale)
+        # in float32 also for speed: the bfloat16 softmax of a CPU takes five times as long unless the row divides by 32
+        scores = scores.float()
+        if high - low < _SOFTMAX_ROW:
+            scores = F.pad(scores, (0, _SOFTMAX_ROW - high + low), value=-math.inf)
+        if (hidden := _hidden(start, stop, low, high, pattern, query.device)) is not None:
+            scores[:, :, : high - low].masked_fill_(hidden, -math.inf)
+        weights = _shares(scores, may_be_blind=visible < length).to(value.dtype)[:, :, : high - low]
+        mixed = torch.bmm(weights, value[:, low:high])
+        output[:, :, start:stop].copy_(mixed.unflatten(0, (sequences, heads)))
+
+
+def _shares(scores: Tensor, *, may_be_blind: bool) -> Tensor:
+    """Softmax; a query that sees nothing gets zeros, as in torch's own kernels."""
+    shares = torch.softmax(scores, -1)
+    return shares.nan_to_num(0.0) if may_be_blind else shares
+
+
+def _hidden(start: int, stop: int, low: int, high: int, pattern: Pattern, device: torch.device) -> Tensor | None:
+    """What the queries from `start` to `stop` do not see of the keys from `low` to `high`; None if they see all."""
+    if stop - 1 - low <= pattern.left and high - 1 - start <= pattern.right:
+        return None
+    distance = torch.arange(low, high, device=device)[None, :] - torch.arange(start, stop, device=device)[:, None]
+    return (distance < -pattern.left) | (distance > pattern.right)
+
+
+def _attend_by_definition(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, pattern: Pattern, output: Tensor
+) -> None:
+    length, shared = query.shape[2], query.shape[1] // key.shape[1]
+    hidden = _hidden(0, length, 0, key.shape[2], pattern, query.device)
+    for sequence in range(query.shape[0]):
+        for head in range(query.shape[1]):
+            scores = query[sequence, head].float() @ key[sequence, head // shared].float().T * scale
+            if hidden is not None:
+                scores = scores.masked_fill(hidden, -math.inf)
+            shares = _shares(scores, may_be_blind=key.shape[2] < length)
+            output[sequence, head] = shares.to(value.dtype) @ value[sequence, head // shared]
+
+
+_GROUPED: dict[int, Callable[[Tensor, Tensor, Tensor, float, Pattern, Tensor], None]] = {
+    Kernel.SDPA: _attend_fused,
+    Kernel.BLOCKS: _attend_in_blocks,
+    Kernel.REFERENCE: _attend_by_definition,
+}
+
+
+def _window(pattern: Pattern) -> tuple[int, int]:
+    """A pattern as the CUDA kernels write it: -1 is no limit."""
+    return -1 if pattern.left == FAR else pattern.left, -1 if pattern.right == FAR else pattern.right
+
+
+def _attend_varlen(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, pattern: Pattern
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    shares = query.shape[1] != key.shape[1]
+    found: Tensor = varlen_attn(
+        query,
+        key,
+        value,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        scale=scale,
+        window_size=_window(pattern),
+        enable_gqa=shares,
+    )
+    return found
+
+
+def _attend_flash(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, pattern: Pattern
+) -> Tensor:
+    from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]  # an optional extra that needs a GPU to build
+
+    causal = pattern.right == 0
+    found: Tensor = flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        softmax_scale=scale,
+        causal=causal,
+        window_size=_window(pattern),
+    )
+    return found
+
+
+_VARLEN: dict[int, Callable[[Tensor, Tensor, Tensor, Tensor, int, float, Pattern], Tensor]] = {
+    Kernel.VARLEN: _attend_varlen,
+    Kernel.FLASH: _attend_flash,
+}
+
+
+def layout_of(kernel: Kernel, packed: Packed) -> Int64:
+    """The layout that the attention op reads, int64 [groups, 5]: first token, sequences, (longest) length, visible
+    tokens, kernel.
+    """
+    if kernel >= Kernel.VARLEN:
+        # the kernels for all sequences at once count windows from the last token, which is wrong where only the first
+        # ones are visible
+        if packed.visible is None:
+            longest = packed.groups[-1, 2]
+            return np.array([[0, len(packed.order), longest, longest, kernel]], np.int64)
+        kernel = Kernel.SDPA
+    return np.column_stack([packed.groups, np.full(len(packed.groups), kernel, np.int64)])
+
+
+def register() -> None:
+    """Make the implementation known to transformers. Registering again changes nothing."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(IMPLEMENTATION, packed_attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, requested_mask)

@@ -1,0 +1,398 @@
+"""The packed engine: one transformers model, from token ids to one hidden state per token.
+
+An architecture runs packed if a trial shows that it goes through the attention interface with a plain mask and that its
+packed states equal its padded ones. Otherwise it runs padded on its stock attention, with a log line.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from sie_adapter.engine.device import Compute, give_memory_back, to_device, usable_cores
+from sie_adapter.engine.engines import Choice, Unserved
+from sie_adapter.engine.graph import Graph, NoGraph
+from sie_adapter.engine.sglang_server import NotStarted
+from sie_adapter.memory.failure import is_device_fatal, is_out_of_memory
+from sie_adapter.packed import attention
+from sie_adapter.packed.attention import AttentionUnsupported, Kernel, Trial
+from sie_adapter.packed.attention_backend import uses_varlen_kernel
+from sie_adapter.packed.linear import block_linears
+from sie_adapter.packed.packing import Features, Int64, Items, Packed, Positions, filled_up, pack, padded
+from sie_contracts import costs
+from sie_contracts.errors import SIEError
+from sie_contracts.load_errors import load_failed
+
+_logger = logging.getLogger("sie.adapter")
+
+_TRIAL_LENGTHS = (3, 17, 40, 40, 140)  # past the local window of ModernBERT
+_LORA_LENGTHS = (8, 24)
+_TRIAL_COSINE = {torch.float32: 0.9999}  # per token; 16 bit: _TRIAL_COSINE_16
+_TRIAL_COSINE_16 = 0.99
+_TRIAL_COSINE_INT8 = 0.95
+_BACKENDS = {Kernel.FLASH: "flash_attention_2", Kernel.REFERENCE: "eager"}
+_PADDED_WASTE = 1.25  # padded tokens for each real one, at most
+
+
+class Runner(Protocol):
+    """An engine other than torch, with the weights of one model. `run` may be called on several threads at once.
+
+    `attention`: as it is told. `memory_bytes`: of the memory that models share.
+    """
+
+    attention: str
+    memory_bytes: int
+
+    def run(self, packed: Packed) -> Tensor:
+        """States of the last layer, [tokens, width], in packed order."""
+
+    def places(self, packed: Packed) -> slice | Int64:
+        """The tokens whose states `run` gives."""
+
+    def close(self) -> None:
+        """Not beside a pass. What is let go of needs no call."""
+
+
+class Backbone:
+    """`model` without its head. `forward` may run on several threads at once, under inference mode.
+
+    `vocabulary`: ids are below it. `width`: of a hidden state. `crossover_tokens`: the length at which attention takes
+    as long as all else, by the model's configuration (`costs`). `positions`: the longest sequence, None without a
+    limit. `attention`: the backend in force, with `padded` where the packed path does not hold.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        compute: Compute,
+        max_tokens: int,
+        more_samples: int = 0,
+        server: Callable[[], Runner] | None = None,
+    ) -> None:
+        """Takes the model over: its attention, and on a CPU its linear layers, are replaced.
+
+        `more_samples` short sequences come to those that the packed path is tried with. `server` starts the engine
+        sglang, and raises NotStarted. Raises Unserved if it does not serve the model, or ModelLoadFailed if the entry
+        demands it.
+        """
+        attention.register()
+        model.config.use_cache = False  # of the part of a larger model, whose configuration says it for itself
+        self._model = model
+        self._compute = compute
+        self._max_tokens = max_tokens
+        self._lengths = (*_TRIAL_LENGTHS, *(12 + number % 13 for number in range(more_samples)))
+        self._pad = model.config.pad_token_id or 0
+        self._stock = model.config._attn_implementation  # not every class has sdpa
+        self._edge = 0
+        _check_rotary(model, max_tokens)
+        self._numbering = _numbering(model)
+        self._runner: Runner | None = None
+        self._is_causal: bool | None = None  # as measured before another engine took over
+        self._trial: tuple[Packed, Tensor] | None = None
+        self._kernel: Kernel | None = None
+        self._has_types = (getattr(model.config, "type_vocab_size", None) or 0) > 1
+        self.vocabulary: int = model.get_input_embeddings().num_embeddings
+        self.width: int = model.config.hidden_size
+        self.crossover_tokens = _crossover_tokens(model.config)
+        limit = getattr(model.config, "max_position_embeddings", None)
+        self.positions: int | None = limit - self._numbering.first if limit else None
+        self.engine = compute.engine
+        self.attention: str = compute.backend
+        with torch.inference_mode():
+            if self.engine.engine == "openvino":
+                self._compile()
+            elif server is not None and self.engine.engine == "sglang":
+                self._hand_over(server)
+            if self._runner is None:
+                self._settle_on_torch()
+
+    def run_padded(self) -> None:
+        """Run on the model's own attention from now on, as one does whose packed states are wrong. Not
+        beside a pass.
+        """
+        self._kernel = None
+        self._model.set_attn_implementation(self._stock)
+        self.attention = f"{self._stock} padded"
+
+    def pack(self, batch: Items, chosen: Int64) -> Packed:
+        """Lay out the chosen items with this architecture's positions."""
+        return pack(batch, chosen, self._numbering)
+
+    def forward(self, packed: Packed) -> Tensor:
+        """Hidden states of the last layer, [tokens, width], in the precision of the weights, packed order."""
+        if self._runner is not None:
+            return self._runner.run(packed)
+        return self.forward_padded(packed) if self._kernel is None else self._forward_packed(packed, self._kernel)
+
+    def _forward_packed(self, packed: Packed, kernel: Kernel, trial: Trial | None = None) -> Tensor:
+        device, real = self._compute.device, len(packed.ids)
+        if device.type == "cpu" and trial is None:
+            packed = filled_up(packed, self._pad, self._numbering)
+        rows = [packed.ids, packed.positions]
+        if packed.types is not None and self._has_types:
+            rows.append(packed.types.astype(np.int64))
+        tokens = to_device(np.stack(rows), device)
+        places = tokens[1:2] if packed.axes is None else to_device(packed.axes, device)[:, None]
+        return self._model(
+            **self._inputs(tokens[:1], packed.ids, packed.features),
+            position_ids=places,
+            sie_bounds=to_device(packed.bounds, device),
+            sie_layout=torch.from_numpy(attention.layout_of(kernel, packed)),
+            sie_edge=self._edge,
+            sie_trial=trial,
+            **({"token_type_ids": tokens[2:]} if len(rows) > 2 else {}),
+        )[0][0][:real]
+
+    def forward_padded(self, packed: Packed) -> Tensor:
+        """The same by the stock path: padded to the right, with a mask. What the packed path is compared with."""
+        return torch.cat(
+            [self._forward_padded_part(packed, start, stop) for start, stop in evenly_long(packed.lengths)]
+        )
+
+    def _forward_padded_part(self, packed: Packed, start: int, stop: int) -> Tensor:
+        device = self._compute.device
+        part = padded(packed, start, stop, int(packed.lengths[stop - 1]), self._pad)
+        more = {}
+        if part.types is not None and self._has_types:
+            more["token_type_ids"] = to_device(part.types, device)
+        if packed.axes is not None:
+            places = np.zeros((len(packed.axes), *part.real.shape), np.int64)
+            places[:, part.real] = packed.axes[:, part.tokens]
+            more["position_ids"] = to_device(places, device)
+        mask = to_device(part.seen, device).long()
+        features = _of_part(packed.features, packed.ids, part.tokens)
+        inputs = self._inputs(to_device(part.ids, device), part.ids, features)
+        hidden = self._model(**inputs, attention_mask=mask, **more)[0]
+        # places, not a mask: counting that would wait for the device
+        return hidden.flatten(0, 1)[to_device(np.flatnonzero(part.real), device)]
+
+    def _inputs(self, ids: Tensor, on_host: Int64, features: Features | None) -> dict[str, Any]:
+        """What the model reads: ids [.., tokens], or their embeddings with features in the places of their token."""
+        if features is None:
+            return {"input_ids": ids}
+        embeddings = self._model.get_input_embeddings()(ids)
+        is_feature = on_host == features.token
+        places = to_device(np.flatnonzero(is_feature), embeddings.device)
+        embeddings.flatten(0, 1)[places] = features.values.to(embeddings.dtype)
+        if not features.deeper:
+            return {"inputs_embeds": embeddings}
+        mask = to_device(is_feature, embeddings.device).view(ids.shape)
+        return {
+            "inputs_embeds": embeddings,
+            "visual_pos_masks": mask,
+            "deepstack_visual_embeds": [each.to(embeddings.dtype) for each in features.deeper],
+        }
+
+    def _compile(self) -> None:
+        """Run as a graph from now on, without the weights of torch, if its states equal those of the stock path. Raises
+        ModelLoadFailed if they do not, and the entry demands it.
+        """
+        sample = self.sample(self._lengths)
+        reference = self.forward_padded(sample)
+        try:
+            graph = Graph(self._model, self._compute, usable_cores(), self._pad, self._max_tokens)
+            for states in graph.trials(sample):
+                self._compare(states, reference, "the states of the graph")
+        except (NoGraph, AttentionUnsupported) as error:
+            if self.engine.demand:
+                raise load_failed("INCOMPATIBLE", f"{self.engine.demand}: {error}") from error
+            self.engine = Choice("torch", f"not {self.engine.engine}: {error}")
+            _logger.warning("%s runs on torch: %s", type(self._model).__name__, error)
+            return
+        self._take_over(graph, sample, reference)
+        self._model.to("meta")
+
+    def _hand_over(self, server: Callable[[], Runner]) -> None:
+        """The same with a server, which is not started before the weights of torch are gone: a GPU may not hold both
+        copies.
+        """
+        sample = self.sample(self._lengths)
+        reference = self.forward_padded(sample)
+        self._is_causal = self.is_causal()
+        self._model.to("meta")
+        give_memory_back(self._compute.device)
+        try:
+            if not self._is_causal:
+                raise AttentionUnsupported("its attention is not causal")
+            runner = server()
+            try:
+                states, places = runner.run(sample), runner.places(sample)
+                self._compare(states[places], reference[places], "the vectors of SGLang")
+            except BaseException:
+                runner.close()
+                raise
+        except (NotStarted, AttentionUnsupported, SIEError) as error:
+            if self.engine.demand:
+                raise load_failed("INCOMPATIBLE", f"{self.engine.demand}: {error}") from error
+            raise Unserved(f"{self.engine.engine}: {error}") from error
+        self._take_over(runner, sample, reference)
+
+    def _take_over(self, runner: Runner, sample: Packed, reference: Tensor) -> None:
+        self._runner, self._trial = runner, (sample, reference)
+        self.attention = runner.attention
+
+    def _settle_on_torch(self) -> None:
+        if self._compute.device.type == "cpu":
+            block_linears(self._model)
+        self._kernel = self._choose_kernel()
+        if self._kernel is None:
+            self.run_padded()
+        else:
+            self.attention = _BACKENDS.get(self._kernel, "sdpa")
+
+    def _choose_kernel(self) -> Kernel | None:
+        sample = self.sample(self._lengths)
+        reference = self.forward_padded(sample)
+        self._trial = sample, reference
+        self._model.set_attn_implementation(attention.IMPLEMENTATION)
+        for kernel in self._candidates():
+            try:
+                self._try(kernel, reference)
+            except (
+                AttentionUnsupported,
+                ArithmeticError,
+                ImportError,
+                LookupError,
+                RuntimeError,
+                TypeError,
+                ValueError,
+                AttributeError,
+            ) as error:
+                if is_out_of_memory(error) or is_device_fatal(error):
+                    raise
+                _logger.info("%s does not run packed with %s: %s", type(self._model).__name__, kernel.name, error)
+            else:
+                return kernel
+        return None
+
+    def _candidates(self) -> list[Kernel]:
+        if self._compute.backend == "eager":
+            return [Kernel.REFERENCE]
+        preferred = [Kernel.FLASH] if self._compute.backend == "flash_attention_2" else []
+        return [*preferred, *([Kernel.VARLEN] if uses_varlen_kernel(self._compute.facts) else []), Kernel.SDPA]
+
+    def _try(self, kernel: Kernel, reference: Tensor) -> None:
+        """Raises AttentionUnsupported unless the packed states equal `reference`."""
+        trial, self._edge = Trial(), 0
+        # one sequence, so that the mask functions are still functions of two positions and not of the packing
+        self._forward_packed(self.sample(_TRIAL_LENGTHS[-1:]), kernel, trial)
+        layers = self._model.config.num_hidden_layers
+        if trial.calls != layers:
+            raise AttentionUnsupported(f"{trial.calls} of {layers} layers use the attention interface")
+        self._edge = trial.edge()
+        self._compare(self._forward_packed(self.sample(self._lengths), kernel), reference, "the packed states")
+
+    def _compare(self, states: Tensor, reference: Tensor, what: str) -> None:
+        """Raises AttentionUnsupported unless they are equal, token by token."""
+        cosine = float(F.cosine_similarity(states.float(), reference.float(), dim=1).min())
+        usual = _TRIAL_COSINE.get(self._compute.dtype, _TRIAL_COSINE_16)
+        if not cosine >= (_TRIAL_COSINE_INT8 if self._compute.int8 else usual):
+            raise AttentionUnsupported(f"{what} and those of the stock path have cosine {cosine:.6f}")
+
+    def take_trial(self) -> tuple[Packed, Tensor]:
+        """The sequences of the trial and their states by the stock path, once: they are not kept."""
+        assert self._trial is not None
+        trial, self._trial = self._trial, None
+        return trial
+
+    def is_causal(self) -> bool | None:
+        """Whether the first token of a text ignores its last, as measured alone and beside a longer text; None where
+        these differ.
+        """
+        if self._is_causal is not None:
+            return self._is_causal
+        found = {self._ignores_last(self.sample(lengths)) for lengths in ((8,), (8, 9))}
+        return found.pop() if len(found) == 1 else None
+
+    def _ignores_last(self, sample: Packed) -> bool:
+        last = int(sample.bounds[1]) - 1
+        near = ((sample.ids[last] + step) % self.vocabulary for step in (1, 2))
+        changed = sample.ids.copy()
+        changed[last] = next(token for token in near if token != self._pad)
+        before, after = (self.forward(each)[0] for each in (sample, replace(sample, ids=changed)))
+        return bool(torch.equal(before, after))
+
+    def sample(self, lengths: tuple[int, ...]) -> Packed:
+        """Random ids, none of them the pad id: stock code takes that for padding."""
+        counts = np.minimum(lengths, self._max_tokens).astype(np.int64)
+        ids = np.random.default_rng(0).integers(0, self.vocabulary, int(counts.sum()), dtype=np.int32)
+        ids[ids == self._pad] = (self._pad + 1) % self.vocabulary
+        return self.pack(Items(counts, ids), np.arange(len(counts)))
+
+    def sampled(self) -> Tensor:
+        """States of two short sequences, the same each time but for the LoRA that acts."""
+        return self.forward(self.sample(_LORA_LENGTHS))
+
+    @property
+    def memory_bytes(self) -> int:
+        """Weights and buffers, each storage once."""
+        if self._runner is not None:
+            return self._runner.memory_bytes
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+        blocked = sum(getattr(module, "nbytes", 0) for module in self._model.modules())
+        return int(sum(storage.nbytes() for storage in storages.values()) + blocked)
+
+
+def _of_part(features: Features | None, ids: Int64, tokens: slice) -> Features | None:
+    """The features of some of the tokens of a pass; None if they have none."""
+    if features is None:
+        return None
+    before, within = (int((ids[part] == features.token).sum()) for part in (slice(tokens.start), tokens))
+    if not within:
+        return None
+    part = slice(before, before + within)
+    return Features(features.token, features.values[part], tuple(each[part] for each in features.deeper))
+
+
+def _check_rotary(model: PreTrainedModel, max_tokens: int) -> None:
+    """Refuse rotary tables that stock code changes with the longest text of a pass: texts would depend on their mates,
+    and threads too.
+    """
+    parameters = getattr(model.config, "rope_parameters", None) or {}
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for layers, kind in kinds.items() if isinstance(kinds, dict) else (("", kinds),):
+            if kind not in ("longrope", "dynamic"):
+                continue
+            short = getattr(module, "original_max_seq_len", None) or model.config.max_position_embeddings
+            if kind == "longrope":
+                short = parameters.get(layers, parameters).get("original_max_position_embeddings") or short
+            if max_tokens > short:
+                cause = f"its rotary embedding changes past {short} tokens ({kind}): max_tokens may be {short} at most"
+                raise load_failed("INCOMPATIBLE", cause)
+
+
+def _crossover_tokens(config: PretrainedConfig) -> int:
+    layers = config.num_hidden_layers
+    usual = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    kinds = getattr(config, "layer_types", None) or [usual] * layers
+    return costs.crossover_tokens(config.hidden_size, layers, kinds.count("full_attention"))
+
+
+def _numbering(model: PreTrainedModel) -> Positions:
+    """RoBERTa kinds count positions from the pad id on; they are known by the method that does it."""
+    for module in model.modules():
+        if hasattr(module, "create_position_ids_from_input_ids"):
+            return Positions(module.padding_idx + 1, module.padding_idx)
+    return Positions()
+
+
+def evenly_long(lengths: Int64) -> Iterator[tuple[int, int]]:
+    """Cut sequences, shortest first, into runs whose padding stays within _PADDED_WASTE."""
+    start, real = 0, 0
+    for stop, length in enumerate(lengths.tolist(), 1):
+        if (stop - start) * length > _PADDED_WASTE * (real + length):
+            yield start, stop - 1
+            start, real = stop - 1, 0
+        real += length
+    if start < len(lengths):
+        yield start, len(lengths)

@@ -1,0 +1,207 @@
+"""From the uint8 pixels of a batch to what a tower reads: passes of a bounded size, normalised on the device.
+
+Shown, of equal sizes ──► Tower: [images, 3, height, width], float ──► run
+Shown, of any sizes ──► GridTower: [patches, values], float, with the grid of each image ──► run
+
+What they give is kept (`tower_outputs`) where an image may be read again with another text. On a CPU such an image is a
+pass of its own, so that its bits do not depend on those beside it when it was read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sie_adapter.engine.device import Compute, to_device
+from sie_adapter.packed.packing import Shown, UInt8, missing
+from sie_adapter.packed.tower_outputs import Output
+from sie_contracts.entries import LoadOptions, ModelEntry
+from sie_contracts.images import Normalisation, Recipe, UnknownProcessor, from_processor
+from sie_contracts.load_errors import load_failed
+from sie_store.folder_files import read_json
+
+PROCESSOR = "preprocessor_config.json"
+# Images or sounds in one pass of a tower. A CPU gains nothing by more; powers of two keep the sizes few.
+_PER_PASS = {"cpu": 8}
+_PER_PASS_ELSEWHERE = 64
+# Blocks of patches in one pass of a tower that takes any size; an image of more has a pass of its own, as on a CPU any.
+_BLOCKS_PER_PASS = 16384
+
+
+def read_processor(folder: Path, part: str) -> dict[str, Any]:
+    """The configuration of the `image_processor` or `feature_extractor` of a folder: its part of processor_config.json,
+    where transformers 5 writes it, else preprocessor_config.json; empty without either. Source: transformers 5.23.
+    """
+    return read_json(folder / "processor_config.json").get(part) or read_json(folder / PROCESSOR)
+
+
+def processor_of(folder: Path, entry: ModelEntry, load: LoadOptions | None = None) -> tuple[Recipe, Normalisation]:
+    """How the files say that images become numbers, within the bounds of `load`, which are the entry's own if it is
+    None. Raises ModelLoadFailed INCOMPATIBLE for what cannot be reproduced.
+    """
+    config = read_processor(folder, "image_processor")
+    if not config:
+        raise load_failed("NOT_FOUND", f"{entry.id}: {folder} has no {PROCESSOR}, which says how images become pixels")
+    options = load or entry.load
+    bounds = {"min_pixels": options.min_pixels, "max_pixels": options.max_pixels}
+    config |= {name: bound for name, bound in bounds.items() if bound is not None}
+    try:
+        return from_processor(config), Normalisation.from_processor(config)
+    except UnknownProcessor as error:
+        raise load_failed("INCOMPATIBLE", f"{entry.id}: {PROCESSOR}: {error}") from error
+
+
+class _Levels:
+    """Normalises on a device."""
+
+    def __init__(self, normalisation: Normalisation, device: torch.device) -> None:
+        self._device = device
+        self._rescale = normalisation.rescale
+        self._mean, self._std = (
+            torch.tensor(values, dtype=torch.float32, device=device)
+            for values in (normalisation.mean, normalisation.std)
+        )
+
+    def normalised(self, pixels: UInt8) -> Tensor:
+        """float32, of levels [.., 3]."""
+        return (to_device(pixels, self._device).float() * self._rescale - self._mean) / self._std
+
+
+class Tower:
+    """Images in passes through `run`, [images, 3, height, width] -> [images, ..], in the precision of `compute`. All
+    images of a model have one size. `keeps`: whether outputs are kept.
+    """
+
+    def __init__(
+        self, run: Callable[[Tensor], Tensor], normalisation: Normalisation, compute: Compute, *, keeps: bool = False
+    ) -> None:
+        self._run = run
+        self._compute = compute
+        self._levels = _Levels(normalisation, compute.device)
+        self._outputs = compute.outputs.of_tower() if keeps else None
+        self._most = 1 if keeps and compute.device.type == "cpu" else per_pass(compute)
+
+    def forward(self, images: Sequence[Shown]) -> Tensor:
+        """What `run` gives of each image, in order."""
+        if self._outputs is None:
+            return self._read(images)
+        found = self._outputs.of(images, lambda some: [(each,) for each in self._read(some)])
+        return torch.stack([own for (own,) in found])
+
+    def _read(self, images: Sequence[Shown]) -> Tensor:
+        return torch.cat(
+            [self._run(self._pixels(images[start:stop])) for start, stop in passes(len(images), self._most)]
+        )
+
+    def _pixels(self, images: Sequence[Shown]) -> Tensor:
+        stacked = np.stack([image.pixels for image in images])
+        return self._levels.normalised(stacked).permute(0, 3, 1, 2).to(self._compute.dtype)
+
+
+def per_pass(compute: Compute) -> int:
+    """How many images or sounds a tower reads at once."""
+    return _PER_PASS.get(compute.device.type, _PER_PASS_ELSEWHERE)
+
+
+def passes(images: int, most: int) -> Iterator[tuple[int, int]]:
+    """Cut so many images, or sounds, into passes of at most `most`, each a power of two: a CPU keeps memory for each
+    size that it has met.
+    """
+    start = 0
+    while start < images:
+        size = min(most, 1 << ((images - start).bit_length() - 1))
+        yield start, start + size
+        start += size
+
+
+class Patches(NamedTuple):
+    """How a tower of any size cuts an image: squares of `edge` pixels, `merged` by `merged` of them make a block, each
+    repeated `frames` times, as of a film.
+    """
+
+    edge: int
+    merged: int
+    frames: int
+
+    @staticmethod
+    def of(config: Any) -> Patches:
+        """That of a vision_config."""
+        return Patches(config.patch_size, config.spatial_merge_size, config.temporal_patch_size)
+
+
+class GridTower:
+    """Images of any size in passes through `run`: patches [patches, values] and the grid of each image, int64 [images,
+    3], in frames and rows and columns of patches, give tensors [blocks, width]. Patches are in the order of the image
+    processors of Qwen2-VL: block by block. Outputs are kept.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Tensor, Tensor], Sequence[Tensor]],
+        patches: Patches,
+        normalisation: Normalisation,
+        compute: Compute,
+    ) -> None:
+        self._run = run
+        self._patches = patches
+        self._compute = compute
+        self._levels = _Levels(normalisation, compute.device)
+        self._outputs = compute.outputs.of_tower()
+
+    def grid(self, image: Shown) -> tuple[int, int]:
+        """Its rows and columns of blocks."""
+        unit = self._patches.edge * self._patches.merged
+        return image.pixels.shape[0] // unit, image.pixels.shape[1] // unit
+
+    def forward(self, images: Sequence[Shown]) -> list[Tensor]:
+        """What `run` gives of all blocks, in order, each tensor in one piece."""
+        found = self._outputs.of(images, self._read)
+        return [torch.cat(each) for each in zip(*found, strict=True)]
+
+    def _read(self, images: Sequence[Shown]) -> list[Output]:
+        """What `run` gives of each image."""
+        found: list[Output] = []
+        for part in self._parts(images):
+            blocks = [math.prod(self.grid(image)) for image in part]
+            found += zip(*(each.split(blocks) for each in self._pass(part)), strict=True)
+        return found
+
+    def _parts(self, images: Sequence[Shown]) -> Iterator[list[Shown]]:
+        part: list[Shown] = []
+        blocks = 0
+        for image in images:
+            own = math.prod(self.grid(image))
+            if part and (self._compute.device.type == "cpu" or blocks + own > _BLOCKS_PER_PASS):
+                yield part
+                part, blocks = [], 0
+            part.append(image)
+            blocks += own
+        if part:
+            yield part
+
+    def _pass(self, images: Sequence[Shown]) -> list[Tensor]:
+        grids = [self.grid(image) for image in images]
+        patches = [self._cut(image, *grid) for image, grid in zip(images, grids, strict=True)]
+        blocks = sum(rows * columns for rows, columns in grids)
+        # a CPU keeps memory for each number of rows that it has met: one more image makes them few
+        more = missing(blocks) if self._compute.device.type == "cpu" else 0
+        if more:
+            grids.append((1, more))
+            patches.append(patches[0].new_zeros(more * self._patches.merged**2, patches[0].shape[1]))
+        sizes = [[1, rows * self._patches.merged, columns * self._patches.merged] for rows, columns in grids]
+        found = self._run(torch.cat(patches), to_device(np.array(sizes, np.int64), self._compute.device))
+        return [each[:blocks] for each in found]
+
+    def _cut(self, image: Shown, rows: int, columns: int) -> Tensor:
+        """[patches, channels x frames x edge x edge]"""
+        edge, merged, frames = self._patches
+        levels = self._levels.normalised(image.pixels.copy()).to(self._compute.dtype)
+        parts = levels.view(rows, merged, edge, columns, merged, edge, 3).permute(0, 3, 1, 4, 6, 2, 5)
+        filmed = parts.unsqueeze(5).expand(-1, -1, -1, -1, -1, frames, -1, -1)
+        return filmed.reshape(rows * columns * merged**2, -1)

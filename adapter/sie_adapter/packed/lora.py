@@ -1,0 +1,251 @@
+"""LoRAs of a loaded model: W x + (alpha / r) B A x on the layers they name (arXiv 2106.09685). The weights of the base
+never change.
+
+    PEFT folder ──► pairs of matrices per layer ──► a trial: does it change the output? ──► kept, least recently used
+    goes first
+
+Which LoRA acts is a matter of the thread that computes, for one pass: loading one, or dropping one, touches no pass
+that runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from sie_adapter.engine.device import Compute
+from sie_contracts.errors import LoraLoading
+from sie_contracts.load_errors import lora_rejected
+from sie_store.folder_files import read_json
+
+Pairs = Mapping[str, tuple[Tensor, Tensor]]  # by the path of a layer: A [r, in], scaled B [out, r]
+_PREFIX = "base_model.model."
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# Fields of adapter_config.json that are followed, or say only how it was trained. Any other that is set changes the
+# numbers in another way than the two matrices do.
+_UNDERSTOOD = frozenset(
+    {
+        "task_type",
+        "peft_type",
+        "auto_mapping",
+        "peft_version",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+        "r",
+        "target_modules",
+        "exclude_modules",
+        "lora_alpha",
+        "lora_dropout",
+        "use_rslora",
+        "layers_to_transform",
+        "layers_pattern",
+        "rank_pattern",
+        "megatron_core",
+        "qalora_group_size",
+        "loftq_config",
+        "eva_config",
+        "ensure_weight_tying",
+    }
+)
+# the initialisations of A and B that leave the weights of the base as they were
+_INITIALISATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
+_ALPHA = 8  # of a PEFT configuration that does not say it
+
+
+class _Active(threading.local):
+    pairs: Pairs | None = None
+
+
+_ACTIVE = _Active()
+
+
+class LoraLinear(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
+    """A linear layer to which the LoRA of the present pass, if it names `path`, adds its part."""
+
+    def __init__(self, base: nn.Module, path: str) -> None:
+        super().__init__()
+        self.base, self.path = base, path
+        self.in_features, self.out_features = base.in_features, base.out_features
+
+    @property
+    def weight(self) -> Tensor:
+        """Of the layer itself, for models that look at it."""
+        return self.base.weight
+
+    def forward(self, states: Tensor) -> Tensor:
+        found = self.base(states)
+        pair = _ACTIVE.pairs.get(self.path) if _ACTIVE.pairs is not None else None
+        return found if pair is None else found + F.linear(F.linear(states, pair[0]), pair[1])
+
+
+class Loras:
+    """The LoRAs of one model. Every method may be called from any thread.
+
+    `adapted` gives the model that they apply to. `run` is a pass of it over a sample, the same each time; a LoRA that
+    does not change what it gives is refused.
+    """
+
+    def __init__(self, adapted: Callable[[], nn.Module], compute: Compute, run: Callable[[], Tensor]) -> None:
+        self._adapted, self._compute, self._run = adapted, compute, run
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, tuple[Pairs, str]] = OrderedDict()  # with the digest of its files
+        self.leases: dict[str, Any] = {}  # on the files of those that are loaded, so that they stay on the disk
+
+    def load(self, name: str, folder: Path, most: int) -> str:
+        """Read and try a LoRA, unless it is there; `most` are kept. Returns the SHA-256 of its files, in hex.
+
+        Raises LoraLoadFailed, which names what does not fit.
+        """
+        with self._lock:
+            if name in self._kept:
+                self._kept.move_to_end(name)
+                return self._kept[name][1]
+        pairs, digest = self._read(name, folder), _digest(folder)
+        self._wrap(pairs)
+        with torch.inference_mode():
+            plain = self._run()
+            with acting(pairs):
+                changed = self._run()
+        if not torch.isfinite(changed).all():
+            raise lora_rejected(name, "its output is not finite")
+        if torch.equal(plain, changed):
+            raise lora_rejected(name, "it does not change the output of the model")
+        with self._lock:
+            self._kept[name] = pairs, digest
+            while len(self._kept) > most:
+                self._kept.popitem(last=False)
+        return digest
+
+    @contextlib.contextmanager
+    def acting(self, name: str) -> Iterator[None]:
+        """The passes of this thread run with the LoRA `name`; with none for an empty name. Raises LoraLoading if it is
+        not loaded.
+        """
+        if not name:
+            yield
+            return
+        with self._lock:
+            if name not in self._kept:
+                shown = name[:200]
+                raise LoraLoading(f"the LoRA {shown} is not loaded", extras={"lora_id": shown, "lora": shown})
+            self._kept.move_to_end(name)
+            pairs, _ = self._kept[name]
+        with acting(pairs):
+            yield
+
+    def names(self) -> tuple[str, ...]:
+        """Those that are loaded, least recently used first."""
+        with self._lock:
+            return tuple(self._kept)
+
+    def _read(self, name: str, folder: Path) -> Pairs:
+        config = read_json(folder / _CONFIG)
+        file = folder / _WEIGHTS
+        if config.get("peft_type") != "LORA" or not file.is_file():
+            raise lora_rejected(
+                name, "its folder holds no adapter_config.json of the type LORA with adapter_model.safetensors"
+            )
+        _check_config(name, config)
+        layers = {path: module for path, module in self._adapted().named_modules() if hasattr(module, "in_features")}
+        halves: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in load_file(file).items():
+            path, _, half = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
+            path = self._resolved(path, layers)
+            if half not in ("lora_A", "lora_B") or not path:
+                raise lora_rejected(name, f"{key} belongs to no linear layer of this model")
+            halves.setdefault(path, {})[half] = tensor
+        if not halves:
+            raise lora_rejected(name, "it holds no matrices")
+        return {path: self._scaled(name, path, layers[path], each, config) for path, each in halves.items()}
+
+    def _resolved(self, path: str, layers: Mapping[str, Any]) -> str:
+        """The path of a layer in this model, which may be the bare one of what the LoRA was trained on; empty if there
+        is none.
+        """
+        prefix = f"{getattr(self._adapted(), 'base_model_prefix', '')}."
+        bare = path.removeprefix("model.")
+        for candidate in (path, path.removeprefix(prefix), bare, bare.removeprefix("language_model.")):
+            if candidate in layers:
+                return candidate
+        return ""
+
+    def _scaled(
+        self, name: str, path: str, layer: Any, halves: Mapping[str, Tensor], config: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        if set(halves) != {"lora_A", "lora_B"}:
+            raise lora_rejected(name, f"{path} has only one of its two matrices")
+        first, second = halves["lora_A"], halves["lora_B"]
+        rank = len(first)
+        if first.shape != (rank, layer.in_features) or second.shape != (layer.out_features, rank):
+            widths = f"{layer.in_features} to {layer.out_features}"
+            raise lora_rejected(
+                name, f"{path} is {widths} wide, its matrices are {tuple(first.shape)} and {tuple(second.shape)}"
+            )
+        ranks = {config.get("r", rank), *(config.get("rank_pattern") or {}).values()}
+        if rank not in ranks:
+            raise lora_rejected(
+                name, f"{path} has the rank {rank}, adapter_config.json says {', '.join(map(str, sorted(ranks)))}"
+            )
+        if not (torch.isfinite(first).all() and torch.isfinite(second).all()):
+            raise lora_rejected(name, f"the matrices of {path} are not finite")
+        scale = float(config.get("lora_alpha", _ALPHA)) / (rank**0.5 if config.get("use_rslora") else rank)
+        device, weight = self._compute.device, getattr(layer, "weight", None)
+        dtype = self._compute.dtype if weight is None else weight.dtype
+        return first.to(device, dtype), (second.float() * scale).to(device, dtype)
+
+    def _wrap(self, pairs: Pairs) -> None:
+        with self._lock:
+            for path in pairs:
+                parent_path, _, child = path.rpartition(".")
+                parent = self._adapted().get_submodule(parent_path)
+                layer = getattr(parent, child)
+                if not isinstance(layer, LoraLinear):
+                    setattr(parent, child, LoraLinear(layer, path))
+
+
+def _digest(folder: Path) -> str:
+    """Of all that the numbers of a LoRA come from, so that they change together."""
+    whole = hashlib.sha256()
+    for name in (_CONFIG, _WEIGHTS):
+        with (folder / name).open("rb") as file:
+            whole.update(hashlib.file_digest(file, "sha256").digest())
+    return whole.hexdigest()
+
+
+def _check_config(name: str, config: Mapping[str, Any]) -> None:
+    """Raises LoraLoadFailed for a configuration by which more than the two matrices of each layer change
+    the numbers.
+    """
+    unsupported = sorted(
+        key for key, value in config.items() if value and key not in {*_UNDERSTOOD, "bias", "init_lora_weights"}
+    )
+    if unsupported:
+        raise lora_rejected(name, f"adapter_config.json sets {', '.join(unsupported)}, which is not supported")
+    if config.get("bias", "none") != "none":
+        raise lora_rejected(name, "it changes biases, which is not supported")
+    if (init := config.get("init_lora_weights")) not in _INITIALISATIONS:
+        cause = (
+            f"init_lora_weights is {init!r}, which changes the weights of the base: PEFT can save it as a plain LoRA"
+        )
+        raise lora_rejected(name, cause)
+
+
+@contextlib.contextmanager
+def acting(pairs: Pairs) -> Iterator[None]:
+    """The passes of this thread run with these matrices."""
+    before, _ACTIVE.pairs = _ACTIVE.pairs, pairs
+    try:
+        yield
+    finally:
+        _ACTIVE.pairs = before

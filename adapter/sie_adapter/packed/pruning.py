@@ -1,0 +1,70 @@
+"""A passage without what a query does not need, from the logits of its tokens.
+
+logits of tokens ──► probabilities ──► runs of tokens on one side of a threshold ──► spans: highlight, kept, pruned
+logit of the pair ──► the score of the summary, which is the kept spans in one text
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from sie_adapter.engine.answers import Answer, Answers, Rows, class_scores
+from sie_contracts.ipc import Group, RunBatch
+
+PRUNE_THRESHOLD, HIGHLIGHT_THRESHOLD = 0.6, 0.9
+
+
+def pruned(message: RunBatch, group: Group, rows: Rows, places: list[int], activation: str) -> Answers:
+    """The entities of each text: `summary`, then each `highlight`, `kept` and `pruned` span in order of place, from the
+    rows `score` (float32 [1]) and `keep` (float32 [tokens]) of the batch's rows `places`.
+
+    A token is kept from `prune_threshold` on, and a kept one highlighted from `highlight_threshold` on. The score of a
+    span is the mean probability of its tokens to be kept, that of the summary the score of the pair. Offsets are code
+    points; the summary has none.
+    """
+    given = group.options.parameters
+    least = float(given.get("prune_threshold", PRUNE_THRESHOLD))
+    most = max(least, float(given.get("highlight_threshold", HIGHLIGHT_THRESHOLD)))
+    ends = np.cumsum(np.frombuffer(message.lengths, "<i4"))
+    offsets = np.frombuffer(message.offsets, "<i4").reshape(-1, 2)
+    found: Answers = []
+    for score, logits, place in zip(
+        class_scores(group.options, rows["score"], activation), rows["keep"], places, strict=True
+    ):
+        if not isinstance(score, Answer):
+            found.append(score)
+            continue
+        spans = offsets[ends[place] - len(logits) : ends[place]]
+        own = spans[:, 0] >= 0
+        keep = torch.sigmoid(logits).double().cpu().numpy()[own]
+        text, spans = message.texts[place], spans[own]
+        # what lies between two tokens, such as the second half of a character that was composed, belongs to the first
+        spans[:-1, 1] = np.maximum(spans[:-1, 1], spans[1:, 0])
+        kept = _spans(text, "kept", spans, keep, keep >= least)
+        summary = {"text": " ".join(span["text"] for span in kept), "label": "summary", "score": score.score}
+        entities = [
+            {**summary, "start": None, "end": None},
+            *_spans(text, "highlight", spans, keep, keep >= most),
+            *kept,
+            *_spans(text, "pruned", spans, keep, keep < least),
+        ]
+        found.append(Answer(data={"entities": entities}))
+    return found
+
+
+def _spans(text: str, label: str, spans: np.ndarray, keep: np.ndarray, chosen: np.ndarray) -> list[dict[str, Any]]:
+    """The runs of `chosen` tokens, without white space around them."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], chosen.astype(np.int8), [0]])))
+    found = []
+    for first, stop in edges.reshape(-1, 2).tolist():
+        start, end = int(spans[first, 0]), int(spans[stop - 1, 1])
+        whole = text[start:end]
+        start += len(whole) - len(whole.lstrip())
+        inner = whole.strip()
+        if inner:
+            mean = float(keep[first:stop].mean())
+            found.append({"text": inner, "label": label, "score": mean, "start": start, "end": start + len(inner)})
+    return found

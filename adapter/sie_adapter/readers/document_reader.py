@@ -1,0 +1,89 @@
+"""Readers of documents: what is on a page, written a token at a time.
+
+a page each, a task ──► prompts ──► the loop of `reading`, rows of all batches together ──► what was written ──► results
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from tokenizers import Tokenizer
+
+from sie_adapter.engine.device import Compute
+from sie_adapter.packed.packing import Shown
+from sie_adapter.readers.donut import Donut
+from sie_adapter.readers.florence2 import Florence2
+from sie_adapter.readers.transcriber import MODEL_TYPES, Transcriber
+from sie_adapter.readers.written import IsGone, PagePrompt, Read, Reader, Reading
+from sie_contracts.entries import LoadOptions, ModelEntry
+from sie_contracts.images import Recipe
+from sie_contracts.ipc import Rows
+from sie_contracts.load_errors import load_failed
+from sie_store.folder_files import read_json
+
+
+class PageReader(Reader[PagePrompt, Shown], Protocol):
+    """One of documents. `max_tokens`: of a prompt and what is written after it. `recipe`: how images become the pixels
+    that it reads.
+    """
+
+    precision: str
+    attention: str
+    memory_bytes: int
+    tokenizer: Tokenizer
+    vocabulary: int
+    max_tokens: int
+    recipe: Recipe
+
+
+_Kind = type[Donut] | type[Florence2] | type[Transcriber]
+_KINDS: Mapping[str, _Kind] = {
+    "vision-encoder-decoder": Donut,
+    "florence2": Florence2,
+    **dict.fromkeys(MODEL_TYPES, Transcriber),
+}
+
+
+class DocumentReader:
+    """A loaded reader. `reading(..).extract` may run on several threads at once.
+
+    A result has entities, objects or both, and `data` with `finish_reason` and `completion_tokens`: `stop` if the model
+    ended by itself, `length` if it was cut at its limit, `repetition` if it wrote the same again and again. An error
+    instead if the input has no image or several, or if the task cannot be done (InvalidInput), or if scores are not
+    finite.
+
+    `max_tokens`: of the prompt and what is written after it.
+    """
+
+    @staticmethod
+    def fault_of_files(folder: Path, entry: ModelEntry) -> str:
+        """What a load would refuse of class, shapes and tokenizer; empty if nothing. Reads no values of weights and
+        runs no code of the folder. Raises ModelLoadFailed for tensors that are not those of the class.
+        """
+        return _kind(folder, entry).fault_of_files(folder, entry)
+
+    def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
+        """Load from `folder`, offline. Raises ModelLoadFailed."""
+        with torch.inference_mode():
+            self._kind: PageReader = _kind(folder, entry)(folder, entry, load, compute)
+        self.rows = {"extract": Rows("raw", images=self._kind.recipe, writes=True)}
+        self.precision, self.attention = self._kind.precision, self._kind.attention
+        self.tokenizer: bytes = self._kind.tokenizer.to_str().encode()
+        self.vocabulary, self.max_tokens = self._kind.vocabulary, self._kind.max_tokens
+        self.memory_bytes = self._kind.memory_bytes
+
+    def reading(self, read: Read[PagePrompt], is_gone: IsGone) -> Reading[PagePrompt, Shown]:
+        """What answers one batch. `read` has the rows written."""
+        return Reading(self._kind, self.rows, read, is_gone, "images")
+
+
+def _kind(folder: Path, entry: ModelEntry) -> _Kind:
+    found = str(read_json(folder / "config.json").get("model_type"))
+    if found not in _KINDS:
+        raise load_failed(
+            "INCOMPATIBLE", f"{entry.id}: model_type is {found}, a document reader is {' or '.join(_KINDS)}"
+        )
+    return _KINDS[found]

@@ -1,0 +1,402 @@
+"""Models that write what they read: one thread makes their steps, and rows come and go between two of them.
+
+    read (any thread) ──► rows wait ──► begin: image and prompt ──► slots ──► step, step, ... ──► Written, per row
+
+A turn of the thread is, for each model that has rows: those leave for which nobody waits, some that wait begin, then
+all of them get one token. So a short answer does not wait for a long one beside it, and a client that went away costs
+one step. What a row becomes does not depend on its mates. A row that has ended may go on with another prompt, such as
+the next window of a sound: it waits then, behind those that have not begun.
+
+The lanes of the device are not involved: passes of other models run between the steps. On a CPU the thread has a lower
+priority than the lanes, so that it takes what they leave, and a share beside them where they leave nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from sie_adapter.engine.device import give_memory_back
+from sie_adapter.memory.failure import cancelled, is_device_fatal, is_out_of_memory
+from sie_adapter.memory.onednn import unspoilt
+from sie_adapter.readers.greedy import Finish, Rules, best, not_finite
+from sie_adapter.readers.slots import Begun, Fits, NoRoom, Slots, unbounded
+from sie_contracts.errors import ShuttingDown, SIEError
+
+_logger = logging.getLogger("sie.adapter")
+
+MAX_ROWS = 16  # of one model at a time
+# Half of the weight of a lane, to the scheduler of Linux. On two cores with both lanes busy that is a third of a core,
+# and a quarter where gateway, sidecar and broker are busy too. A weight of a third, 5, is a quarter and a sixth.
+_NICENESS = 3
+_CLOSED_S = 1.0  # that no row begins after one had no room, unless another leaves before
+
+P_contra = TypeVar("P_contra", bound="Prompt", contravariant=True)
+
+
+class Prompt(Protocol):
+    """What a row begins with; the rest is between the model and itself."""
+
+    @property
+    def rules(self) -> Rules: ...
+
+    def following(self, written: Written) -> Prompt | None:
+        """What the row goes on with once this is written for the prompt; None: it has ended. Must not raise."""
+
+
+class Writer(Protocol[P_contra]):
+    """What the loop needs of a model. Only its thread calls these, under inference mode. `together`: rows that begin in
+    one call at most.
+    """
+
+    together: int
+
+    def begin(self, prompts: Sequence[P_contra]) -> list[Begun]:
+        """Read images and prompts."""
+
+    def step(self, ids: Tensor, slots: Slots) -> Tensor:
+        """Scores of the token after `ids` [rows, 1], float32 [rows, vocabulary]."""
+
+
+class Written(NamedTuple):
+    """The tokens of a row for its last prompt, an end among them, and why it ended."""
+
+    ids: list[int]
+    finish: Finish
+
+
+@dataclass(eq=False)
+class _Call:
+    """The rows of one caller, who waits for all of them."""
+
+    is_gone: Callable[[], bool]
+    left: int
+    error: BaseException | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def ended(self) -> None:
+        """One of its rows has."""
+        self.left -= 1
+        if not self.left:
+            self.done.set()
+
+    def fail(self, error: BaseException) -> None:
+        if not self.done.is_set():
+            self.error = error
+            self.done.set()
+
+
+@dataclass(eq=False)
+class _Row:
+    call: _Call
+    prompt: Prompt
+    ids: list[int] = field(default_factory=list)
+    finish: Finish | None = None
+
+    def add(self, token: int) -> bool:
+        """Whether the row leaves its slot with this token."""
+        if token < 0:
+            self.call.fail(not_finite())
+            return True
+        self.ids.append(token)
+        self.finish = self.prompt.rules.finish(self.ids)
+        if self.finish is None:
+            return False
+        following = self.prompt.following(Written(self.ids, self.finish))
+        if following is None:
+            self.call.ended()
+        else:
+            self.prompt, self.ids, self.finish = following, [], None
+        return True
+
+    @property
+    def waits(self) -> bool:
+        """Of a row that has left its slot: whether it goes on with another prompt."""
+        return self.finish is None and not self.call.done.is_set()
+
+
+class _Loop:
+    """The rows of one model. `rows[i]` is in slot i."""
+
+    def __init__(
+        self,
+        model: Writer[Any],
+        device: torch.device,
+        fits: Fits = unbounded,
+        shed: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.model = model
+        self.waiting: deque[_Row] = deque()
+        self._device = device
+        self._fits = fits
+        self._shed = shed
+        self._rows: list[_Row] = []
+        self._beginning: list[_Row] = []
+        self._slots = Slots(fits)
+        self._most = MAX_ROWS
+        self._ended = 0  # rows since `_most` was changed
+        self._closed_until_s = 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._rows and not self.waiting
+
+    def turn(self) -> None:
+        """One token more for each row. Does not raise: what fails is told to those who wait for it."""
+        error = self._failure()
+        if error is not None:
+            rows = [*self._rows, *self._beginning]
+            self._rows, self._beginning, self._slots = [], [], Slots(self._fits)
+            if is_out_of_memory(error) and len(rows) > 1:
+                self._again(rows)
+            else:
+                for row in rows:
+                    row.call.fail(error)
+        if not self._rows:
+            self._slots = Slots(self._fits)
+
+    def _failure(self) -> Exception | None:
+        """The turn itself. Once it returns, nothing holds the tensors of a failed pass."""
+        try:
+            self._leave()
+            unspoilt(self._begin)
+            unspoilt(self._step)
+        except Exception as error:
+            if not isinstance(error, SIEError) and not is_out_of_memory(error) and not is_device_fatal(error):
+                _logger.exception("a step of %d rows failed", len(self._rows))
+            return error.with_traceback(None)
+        return None
+
+    def fail(self, error: SIEError) -> None:
+        for row in (*self._rows, *self.waiting):
+            row.call.fail(error)
+        self._rows, self._slots = [], Slots(self._fits)
+        self.waiting.clear()
+
+    def _again(self, rows: list[_Row]) -> None:
+        """After memory ended rows begin anew, half of them at a time."""
+        self._most, self._ended = max(1, len(rows) // 2), 0
+        _logger.warning("out of memory with %d rows: at most %d are read at a time now", len(rows), self._most)
+        self._shed()
+        give_memory_back(self._device)
+        self._wait(rows)
+
+    def _leave(self) -> None:
+        for call in {row.call for row in (*self._rows, *self.waiting)}:
+            if not call.done.is_set() and call.is_gone():
+                call.fail(cancelled())
+        self._drop([slot for slot, row in enumerate(self._rows) if row.call.done.is_set()])
+        self.waiting = deque(row for row in self.waiting if not row.call.done.is_set())
+
+    def _drop(self, slots: Sequence[int]) -> None:
+        for slot in reversed(slots):
+            self._slots.remove(slot)
+            self._rows[slot] = self._rows[-1]
+            self._rows.pop()
+        if slots:
+            self._closed_until_s = 0.0
+
+    def _places(self) -> int:
+        """Rows that may begin now."""
+        places = min(self.model.together, self._most - len(self._rows), len(self.waiting))
+        if places < 1 or time.monotonic() < self._closed_until_s:
+            return 0
+        while places and not self._slots.has_room(places, self._longest(places)):
+            places -= 1
+        if not places:
+            self._close()
+        return places
+
+    def _longest(self, rows: int) -> int:
+        """Tokens of the prompts of the first that wait."""
+        return max(len(self.waiting[number].prompt.rules.prompt) for number in range(rows))
+
+    def _close(self) -> None:
+        self._closed_until_s = time.monotonic() + _CLOSED_S
+
+    def _wait(self, rows: Sequence[_Row]) -> None:
+        """They begin anew, before others. They become what they would have been."""
+        for row in rows:
+            row.ids.clear()
+        self.waiting.extendleft(reversed(rows))
+
+    def _begin(self) -> None:
+        places = self._places()
+        if not places:
+            return
+        self._beginning = [self.waiting.popleft() for _ in range(places)]
+        try:
+            begun = self.model.begin([row.prompt for row in self._beginning])
+        except SIEError as error:  # of these, not of those that are read already
+            for row in self._beginning:
+                row.call.fail(error)
+            begun = []
+        for each in begun:
+            row = self._beginning[0]
+            scores = row.prompt.rules.chosen((), each.logits.float())
+            if not row.add(best(scores[None])[0]):
+                try:
+                    self._slots.add(each)
+                except NoRoom:
+                    self._wait(self._beginning)
+                    self._close()
+                    break
+                self._rows.append(row)
+            elif row.waits:
+                self.waiting.append(row)
+            self._beginning.pop(0)
+        self._beginning = []
+
+    def _step(self) -> None:
+        if not self._rows:
+            return
+        self._ready()
+        ids = torch.tensor([[row.ids[-1]] for row in self._rows], device=self._device)
+        scores = self.model.step(ids, self._slots)
+        self._slots.advance()
+        for number, row in enumerate(self._rows):
+            if row.prompt.rules.processors:
+                scores[number] = row.prompt.rules.chosen(row.ids, scores[number])
+        tokens = best(scores)
+        ended = [slot for slot, row in enumerate(self._rows) if row.add(tokens[slot])]
+        self.waiting.extend(row for slot in ended if (row := self._rows[slot]).waits)
+        self._drop(ended)
+        self._widen(len(ended))
+
+    def _ready(self) -> None:
+        """Rows that have become too long to run together go on without the youngest of them, which begins anew."""
+        while True:
+            try:
+                self._slots.ready()
+                return
+            except NoRoom as error:
+                _logger.info("%s: a row begins anew", error)
+                slot = min(range(len(self._rows)), key=lambda slot: len(self._rows[slot].ids))
+                self._wait([self._rows[slot]])
+                self._drop([slot])
+                self._close()
+
+    def _widen(self, ended: int) -> None:
+        """After as many rows as run at a time have ended, one more may."""
+        self._ended += ended
+        if self._ended >= self._most:
+            self._most, self._ended = min(MAX_ROWS, self._most + 1), 0
+
+
+class Readings:
+    """The thread of one device that makes the steps of all models which write. Owns it from the first `read` to
+    `stop`. `shed` drops what can be made again, where memory ends.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        fits: Fits = unbounded,
+        *,
+        torch_threads: int = 1,
+        shed: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`fits`: whether rows that run together may take so many bytes more."""
+        self._device = device
+        self._fits = fits
+        self._shed = shed
+        self._torch_threads = torch_threads
+        self._loops: dict[int, _Loop] = {}  # of the thread alone
+        self._joining: list[tuple[Writer[Any], list[_Row]]] = []
+        self._news = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._stopping = self._stopped = False
+        self._turn_since_s = 0.0
+
+    def read(
+        self, model: Writer[P_contra], prompts: Sequence[P_contra], is_gone: Callable[[], bool] = lambda: False
+    ) -> list[Written]:
+        """What the model writes for each prompt, in order. `is_gone` is asked between two steps whether nobody waits
+        any more; from then on no row of the call runs.
+
+        Raises what failed for any row: what the model raises, running out of memory with a single row, InferenceFailed
+        for scores that are not finite, ShuttingDown.
+        """
+        call = _Call(is_gone, len(prompts))
+        rows = [_Row(call, prompt) for prompt in prompts]
+        if not rows:
+            return []
+        with self._news:
+            if self._stopping:
+                raise ShuttingDown("the adapter is stopping")
+            self._joining.append((model, rows))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="reading", daemon=True)
+                self._thread.start()
+            self._news.notify()
+        call.done.wait()
+        if call.error is not None:
+            raise call.error
+        return [Written(row.ids, row.finish) for row in rows if row.finish is not None]
+
+    def busy_s(self) -> float:
+        """Age of the turn that is made now, 0 when idle. Never waits."""
+        since_s = self._turn_since_s
+        return time.monotonic() - since_s if since_s else 0.0
+
+    def stop(self, timeout_s: float) -> bool:
+        """Finish what is read as far as the time allows, refuse the rest. Returns whether all of it was finished."""
+        with self._news:
+            self._stopping = True
+            self._news.notify()
+            thread = self._thread
+        if thread is None:
+            return True
+        thread.join(timeout_s)
+        if not thread.is_alive():
+            return True
+        with self._news:
+            self._stopped = True
+        return False
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._torch_threads)
+        if self._device.type == "cpu":
+            _step_back()
+        with torch.inference_mode():
+            while True:
+                with self._news:
+                    self._news.wait_for(lambda: self._loops or self._joining or self._stopping)
+                    joining, self._joining = self._joining, []
+                    is_stopped = self._stopped
+                for model, rows in joining:
+                    loop = _Loop(model, self._device, self._fits, self._shed)
+                    self._loops.setdefault(id(model), loop).waiting.extend(rows)
+                if not self._loops:
+                    return
+                self._turn(is_stopped=is_stopped)
+
+    def _turn(self, *, is_stopped: bool) -> None:
+        for loop in self._loops.values():
+            self._turn_since_s = time.monotonic()
+            if is_stopped:
+                loop.fail(ShuttingDown("the adapter is stopping"))
+            loop.turn()
+        self._turn_since_s = 0.0
+        self._loops = {number: loop for number, loop in self._loops.items() if not loop.is_idle}
+
+
+def _step_back() -> None:
+    """Have the kernel prefer other threads to this one. Its priority is that of one thread on Linux alone."""
+    if not sys.platform.startswith("linux"):
+        return
+    thread = threading.get_native_id()
+    try:
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)
+    except OSError as error:
+        _logger.info("reading keeps the priority of the lanes: %s", error)

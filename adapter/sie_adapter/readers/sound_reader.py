@@ -1,0 +1,280 @@
+"""Readers of sounds: what is said in a recording, written a token at a time with the times of its segments. Whisper.
+
+features ──► a window of 30 s ──► encoder ──► states ──┐
+                                                       ├──► decoder, a token a step ──► segments ──► the next window
+language, task, words before it ──► prompt ────────────┘
+
+A window begins where the last whole segment of the one before it ends, as `generate` of transformers does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import WhisperForConditionalGeneration
+from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
+
+from sie_adapter.engine.device import Compute, to_device
+from sie_adapter.families.extraction import ExtractOptions, bytes_of
+from sie_adapter.loading.checkpoint import empty_model, load_model
+from sie_adapter.loading.tokenizer import bare_tokenizer, fault, read_tokenizer
+from sie_adapter.packed.images import PROCESSOR, passes, read_processor
+from sie_adapter.packed.linear import block_linears
+from sie_adapter.packed.packing import Heard
+from sie_adapter.readers.greedy import Finish, Greedy, Rules, ends_of
+from sie_adapter.readers.reading import Written
+from sie_adapter.readers.slots import Begun, Slots, empty, prompted
+from sie_adapter.readers.transcript import FRAMES_PER_STEP, TASKS, Segment, Told, segments
+from sie_adapter.readers.written import IsGone, Read, Reading, attended, check_rules, reserved, text_entity, tokens_left
+from sie_contracts.entries import LoadOptions, ModelEntry
+from sie_contracts.errors import InvalidInput
+from sie_contracts.ipc import Rows
+from sie_contracts.load_errors import load_failed
+from sie_contracts.sounds import SoundRecipe, UnknownExtractor, from_extractor
+from sie_store.folder_files import read_json
+
+MODEL_TYPE = "whisper"
+_BEFORE = "<|startofprev|>"
+_LABELS = {"transcribe": "transcript", "translate": "translation"}
+# options of generation_config.json by which later windows depend on earlier ones, or are left out
+_REFUSED = ("condition_on_prev_tokens", "no_speech_threshold")
+# a CPU gains nothing by more than one window
+_WINDOWS_PER_PASS = {"cpu": 1}
+_WINDOWS_PER_PASS_ELSEWHERE = 8
+
+
+@dataclass(eq=False)
+class Sound:
+    """A sound that is read window by window. `ids`: the prompt of each window, in which `place` is that of a language
+    that is recognised in the first one, -1 for none.
+    """
+
+    features: Heard
+    ids: list[int]
+    place: int
+    rules: Rules
+    told: Told
+    label: str
+    segments: list[Segment] = field(default_factory=list)
+    tokens: int = 0
+    finish: Finish = "stop"
+
+    @property
+    def frames(self) -> int:
+        count: int = self.features.shape[1]
+        return count
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """The frames of a sound from `seek` on, `max_frames` of them."""
+
+    sound: Sound
+    max_frames: int
+    seek: int = 0
+
+    @property
+    def rules(self) -> Rules:
+        return self.sound.rules
+
+    @property
+    def frames(self) -> int:
+        return min(self.max_frames, self.sound.frames - self.seek)
+
+    def following(self, written: Written) -> Window | None:
+        """The next window, after the segments of this one were added to the sound."""
+        sound = self.sound
+        if not self.seek:  # a batch that failed as a whole is read again
+            sound.segments, sound.tokens, sound.finish = [], 0, "stop"
+        ids = written.ids[:-1] if written.ids[-1] in self.rules.ends else written.ids
+        found, used = segments(ids, sound.told.times, self.seek, self.frames)
+        sound.segments += found
+        sound.tokens += len(written.ids)
+        sound.finish = written.finish if sound.finish == "stop" else sound.finish
+        seek = self.seek + used
+        return Window(sound, self.max_frames, seek) if seek < sound.frames else None
+
+
+class SoundReader:
+    """A loaded model. `reading(..).extract` may run on several threads at once.
+
+    A result has an entity for each segment, and `data` with the whole text, the language, `finish_reason` and
+    `completion_tokens`: `length` if a window was cut at its limit. An error instead if the input has no sound, or for a
+    task or a language that the model does not have (InvalidInput), or if scores are not finite.
+
+    `max_tokens`: of the prompt and what is written after it for one window.
+    """
+
+    @staticmethod
+    def fault_of_files(folder: Path, entry: ModelEntry) -> str:
+        """What a load would refuse of class, shapes and tokenizer; empty if nothing. Reads no values of weights and
+        runs no code of the folder. Raises ModelLoadFailed for tensors that are not those of the class.
+        """
+        _check_type(folder, entry)
+        model: Any = empty_model(WhisperForConditionalGeneration, folder, entry.load, decodes=True)
+        _check(folder, entry, model)
+        return fault(bare_tokenizer(read_tokenizer(folder)), model.get_input_embeddings().num_embeddings)
+
+    def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
+        """Load from `folder`, offline. Raises ModelLoadFailed."""
+        _check_type(folder, entry)
+        with torch.inference_mode():
+            model: Any = load_model(WhisperForConditionalGeneration, folder, load, compute, decodes=True)
+            self._told, recipe = _check(folder, entry, model)
+            self.memory_bytes = bytes_of(model)
+            if compute.device.type == "cpu":
+                block_linears(model.model.encoder)
+        self.rows = {"extract": Rows("raw", sounds=recipe, writes=True)}
+        self._frames = recipe.shape.frames
+        self.precision = compute.precision
+        self.attention = f"{model.config._attn_implementation} padded"
+        self.max_tokens, self.vocabulary = entry.max_tokens, model.get_input_embeddings().num_embeddings
+        self.together = _WINDOWS_PER_PASS.get(compute.device.type, _WINDOWS_PER_PASS_ELSEWHERE)
+        self._words = bare_tokenizer(read_tokenizer(folder))
+        self.tokenizer: bytes = self._words.to_str().encode()
+        self._added = self._words.get_added_tokens_decoder()
+        self._before = self._words.token_to_id(_BEFORE)
+        self._codes = {number: code for code, number in self._told.languages.items()}
+        self._model, self._device, self._dtype = model, compute.device, compute.dtype
+        self._is_eager = model.config._attn_implementation == "eager"
+        self._config = model.generation_config
+        self._greedy = Greedy(self._config, compute.device, ends_of(self._config))
+
+    def reading(self, read: Read[Window], is_gone: IsGone) -> Reading[Window, Heard]:
+        """What answers one batch. `read` has the rows written."""
+        return Reading(self, self.rows, read, is_gone, "audio")
+
+    def prompt(self, features: Heard, options: ExtractOptions) -> Window:
+        """The first window. Raises InvalidInput for what cannot be asked."""
+        asked = options.parameters
+        ids, place = self._told.start(asked.get("language") or "", asked.get("task") or "")
+        before = self._words_before(options.instruction.strip())
+        ids = [*before, *ids]
+        place = place + len(before) if place >= 0 else place
+        most = tokens_left(options, len(ids), self.max_tokens)
+        times = WhisperTimeStampLogitsProcessor(self._config, len(ids))
+        rules = self._greedy.rules(ids, most, [times])
+        is_translation = self._told.tasks.get(TASKS[1]) in ids
+        return Window(Sound(features, ids, place, rules, self._told, _LABELS[TASKS[is_translation]]), self._frames)
+
+    def _words_before(self, text: str) -> list[int]:
+        """The ids of what was said before, or might have been: names and words as they are to be written."""
+        if not text:
+            return []
+        ids: list[int] = self._words.encode(f" {text}", add_special_tokens=False).ids
+        if self._before is None:
+            raise InvalidInput("instruction: the model takes none", reason="schema", param="instruction")
+        if not self._added.keys().isdisjoint(ids):
+            raise reserved("instruction")
+        return [self._before, *ids]
+
+    def begin(self, prompts: Sequence[Window]) -> list[Begun]:
+        """Hear windows, and read their prompts."""
+        encoded = [
+            states
+            for start, stop in passes(len(prompts), self.together)
+            for states in self._model.model.encoder(self._features(prompts[start:stop])).last_hidden_state
+        ]
+        return [self._begun(states[None], window.sound) for states, window in zip(encoded, prompts, strict=True)]
+
+    def _features(self, windows: Sequence[Window]) -> Tensor:
+        """[windows, bins, frames]; what is missing at the end is 0."""
+        bins = windows[0].sound.features.shape[2]
+        found = np.zeros((len(windows), self._frames, bins), np.float32)
+        for values, window in zip(found, windows, strict=True):
+            values[: window.frames] = window.sound.features[0, window.seek : window.seek + window.frames]
+        return to_device(found, self._device).transpose(1, 2).to(self._dtype)
+
+    def _begun(self, encoded: Tensor, sound: Sound) -> Begun:
+        if sound.place >= 0 and sound.ids[sound.place] < 0:
+            sound.ids[sound.place] = self._language(encoded)
+        cache = empty(has_encoder=True)
+        ids = torch.tensor([sound.ids], device=self._device)
+        scores = self._scores(ids, encoder_hidden_states=encoded, past_key_values=cache)
+        own, seen = prompted(cache)
+        return Begun(own, scores[0], seen)
+
+    def _language(self, encoded: Tensor) -> int:
+        """The id of the likeliest one."""
+        first = torch.tensor([[self._told.first]], device=self._device)
+        scores = self._scores(first, encoder_hidden_states=encoded, past_key_values=empty(has_encoder=True))[0]
+        known = torch.tensor(sorted(self._told.languages.values()), device=self._device)
+        return int(known[scores[known].argmax()])
+
+    def _scores(self, ids: Tensor, **named: Any) -> Tensor:
+        """Of the token after the last of each row, [rows, vocabulary]."""
+        states = self._model.model.decoder(input_ids=ids, use_cache=True, **named).last_hidden_state
+        found: Tensor = self._model.proj_out(states[:, -1])
+        return found
+
+    def step(self, ids: Tensor, slots: Slots) -> Tensor:
+        """Scores of the token after `ids`. All windows have equally many states, so none of them is masked."""
+        return self._scores(
+            ids,
+            attention_mask=attended(slots.mask, self._dtype, is_eager=self._is_eager),
+            # the keys and values of the encoder are in the cache: its states only say that there is one
+            encoder_hidden_states=torch.zeros(
+                len(ids), 1, self._model.config.d_model, dtype=self._dtype, device=self._device
+            ),
+            past_key_values=slots.cache(),
+            position_ids=slots.positions,
+        ).float()
+
+    def result(self, prompt: Window, written: Written) -> dict[str, Any]:
+        """What the client gets once all windows are read."""
+        sound = prompt.sound
+        entities = [
+            {**text_entity(text, sound.label), "seconds": [round(each.start_s, 2), round(each.end_s, 2)]}
+            for each in sound.segments
+            if (text := self._text(each.ids))
+        ]
+        data: dict[str, Any] = {
+            "text": self._text(number for each in sound.segments for number in each.ids),
+            "finish_reason": sound.finish,
+            "completion_tokens": sound.tokens,
+        }
+        spoken = [self._codes[number] for number in sound.ids if number in self._codes]
+        return {"entities": entities, "data": {**data, **({"language": spoken[0]} if spoken else {})}}
+
+    def _text(self, ids: Iterable[int]) -> str:
+        """Without tokens that stand for no words."""
+        words = [number for number in ids if number < self._told.times and number not in self._added]
+        return str(self._words.decode(words)).strip()
+
+
+def _check_type(folder: Path, entry: ModelEntry) -> None:
+    if (found := read_json(folder / "config.json").get("model_type")) != MODEL_TYPE:
+        raise load_failed("INCOMPATIBLE", f"{entry.id}: model_type is {found}, a sound-reader is {MODEL_TYPE}")
+
+
+def _check(folder: Path, entry: ModelEntry, model: Any) -> tuple[Told, SoundRecipe]:
+    """What its prompts are, and how sounds become what it reads. Raises ModelLoadFailed: INCOMPATIBLE for rules that
+    cannot be kept, for features that it does not read, and for an entry that says more than the model.
+    """
+    config, rules = model.config, model.generation_config
+    extractor = read_processor(folder, "feature_extractor")
+    if not extractor:
+        raise load_failed(
+            "NOT_FOUND", f"{entry.id}: {folder} has no {PROCESSOR}, which says how sounds become features"
+        )
+    try:
+        recipe = from_extractor(extractor, positions=config.max_source_positions)
+    except UnknownExtractor as error:
+        raise load_failed("INCOMPATIBLE", f"{entry.id}: {PROCESSOR}: {error}") from error
+    check_rules(entry, model, config.max_target_positions, _REFUSED)
+    made, read = recipe.shape, (1, FRAMES_PER_STEP * config.max_source_positions, config.num_mel_bins)
+    if made != read:
+        cause = f"{PROCESSOR} makes {made.frames} frames of {made.bins} bins, the model reads {read[1]} of {read[2]}"
+    elif not recipe.whole:
+        cause = f"{PROCESSOR} is not that of Whisper"
+    elif getattr(rules, "no_timestamps_token_id", None) is None:
+        cause = "generation_config.json has no no_timestamps_token_id, without which no time stamps are written"
+    else:
+        return Told.of(rules, config), recipe
+    raise load_failed("INCOMPATIBLE", f"{entry.id}: {cause}")
