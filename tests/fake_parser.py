@@ -1,4 +1,4 @@
-"""A process that parses documents as sie_adapter.documents.parser_worker does, for tests: what it does with one is said in it."""
+"""Parses documents as sie_adapter.documents.parser_worker does; the text of a document says what to do with it."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@ same report.
     request ─► chunks ─► queue of (model, priority) ─► a worker with credit ─► gathered ─► tokenised ─► batches ─►
     device ─► answered
 
-Chunks, credit, quantum and batches are the code that runs in the cluster (sie_gateway.inference.chunk, sie_sidecar.batching.batch,
-sie_sidecar.batching.sizing); the device, the tokenizer and the wire are formulas of `Machine`. Not modelled: HTTP, loads of
-models, failures.
+Chunks, credit, quantum and batches are the code that runs in the cluster (`chunk` of the gateway, `batch` and `sizing`
+of the sidecar); the device, the tokenizer and the wire are formulas of `Machine`. Not modelled: HTTP, loads of models,
+failures.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sie_broker import Write
-from sie_contracts.aliases import Alias, changes_vectors, check, is_alias, model_of
+from sie_contracts.alias_checks import changes_vectors, check
+from sie_contracts.aliases import Alias, is_alias, model_of
 from sie_contracts.catalogue import Catalogue
 from sie_contracts.entries import ModelEntry, parse_document
 from sie_contracts.errors import ContentConflict, ValidationFailed

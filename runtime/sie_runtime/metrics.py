@@ -16,8 +16,8 @@ from typing import Any, Generic, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from sie_runtime.current_trace import current_trace_id
 from sie_runtime.metrics_table import FOLDED, OTHER, TABLE, Kind, Metric, Process
-from sie_runtime.tracing import current_trace_id
 
 Labels = TypeVar("Labels", bound=tuple[str, ...])
 Child = TypeVar("Child", Counter, Gauge, Histogram)

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from sie_runtime.tracing import current_trace_id
+from sie_runtime.current_trace import current_trace_id
 
 EXIT_BAD_SETTING = 2
 GC_THRESHOLDS = (20_000, 20, 20)

@@ -28,8 +28,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from sie_contracts import __version__
 from sie_contracts.settings import Tracing, public_url
 from sie_contracts.trace_context import NONE, Context
+from sie_runtime.current_trace import STAGE
 from sie_runtime.process import Trouble
-from sie_runtime.tracing import STAGE
 
 GIVE_UP_S = 0.5  # for an exporter that was asked to end
 FLUSH_S = 1.0  # for the last spans at the end: `sie serve` gives a worker 3 s in all

@@ -14,32 +14,22 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import time
 from collections.abc import Mapping
-from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from sie_contracts.settings import SettingError, Tracing
 from sie_contracts.trace_context import NONE, Context
+from sie_runtime.current_trace import context_from_headers, set_current
 
 if TYPE_CHECKING:
     from sie_runtime.spans import Span, Tracer
 
-MAX_STATE_CHARS = 512  # of a tracestate: the minimum that the specification demands
-# attribute of a span of a stage of the reply's timing: queue, preprocess, batch_wait, inference, postprocess
-STAGE = "sie.stage"
 
-_CONTEXT = re.compile(
-    r"(?!ff)(?P<version>[0-9a-f]{2})-(?P<ids>(?!0{32})(?P<trace>[0-9a-f]{32})-(?!0{16})[0-9a-f]{16})-(?P<flags>[0-9a-f]{2})(?P<more>-.*)?"
-)
-_VERSION = "00"  # of the specification
 _INSTALL = "pip install 'sie-cluster[tracing]', or leave it off"
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _FAULT = 500  # from this status on, the span of a server counts as failed
-_SAMPLED = 1  # bit in the flags of a trace context
 _logger = logging.getLogger("sie.tracing")
-_current: ContextVar[str | None] = ContextVar("sie_trace_id", default=None)
 
 
 def start(settings: Tracing, component: str, instance: str = "") -> Tracer | None:
@@ -86,7 +76,7 @@ def begin_request(
     """
     context, span = NONE, None
     if "traceparent" in headers and (tracer is None or tracer.propagates):
-        context = of_headers(headers["traceparent"], headers.get("tracestate", ""))
+        context = context_from_headers(headers["traceparent"], headers.get("tracestate", ""))
     if tracer is not None:
         shown_method = method if method in _METHODS else "_OTHER"
         own = {"http.request.method": shown_method, "sie.request_id": request_id}
@@ -108,38 +98,3 @@ def end_request(span: Span, what: str, status: int, code: str = "") -> None:
     elif code:
         span.set({"error.type": code})
     span.end()
-
-
-def of_headers(traceparent: str, tracestate: str) -> Context:
-    """The context that a client sends. An invalid one is dropped, as the specification asks. A later version is read as
-    ours.
-    """
-    match = _CONTEXT.fullmatch(traceparent)
-    if match is None:
-        return NONE
-    if match["version"] != _VERSION:
-        traceparent = f"{_VERSION}-{match['ids']}-{_flags(match) & _SAMPLED:02x}"
-    elif match["more"]:
-        return NONE
-    is_state = len(tracestate) <= MAX_STATE_CHARS and tracestate.isascii() and tracestate.isprintable()
-    return Context(traceparent, tracestate if is_state else "")
-
-
-def trace_id_of(traceparent: str) -> str | None:
-    """The trace of a context, 32 hex digits, if it is sampled; else None, because no collector has it."""
-    match = _CONTEXT.fullmatch(traceparent)
-    return match["trace"] if match is not None and _flags(match) & _SAMPLED else None
-
-
-def _flags(match: re.Match[str]) -> int:
-    return int(match["flags"], 16)
-
-
-def set_current(context: Context) -> None:
-    """From now on this task, and the tasks that it starts, work for the request of this context."""
-    _current.set(trace_id_of(context.traceparent))
-
-
-def current_trace_id() -> str | None:
-    """The sampled trace that this task works for, 32 hex digits; else None."""
-    return _current.get()

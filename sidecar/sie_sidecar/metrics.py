@@ -7,23 +7,17 @@ from __future__ import annotations
 
 from collections import Counter as Sum
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
-import sie_contracts
 from sie_contracts.errors import SIEError
 from sie_contracts.ipc import BatchDone, Description
 from sie_contracts.messages import BatchNote, Failed, WorkResult
-from sie_runtime.metrics import Maker, Scrape, epoch_number, exemplar
-from sie_runtime.metrics_table import OOM, OTHER
+from sie_runtime.metrics import Maker, exemplar
+from sie_runtime.metrics_table import OOM
 from sie_runtime.refusals import REFUSED
 from sie_sidecar.prepare.media_pool import RESULTS
-
-if TYPE_CHECKING:
-    from sie_sidecar.health import Health
 
 _OUTCOMES = ("taken", "duplicate", "unknown", "unconfirmed", "fenced", "cancelled", "late", "changed", "handed_back")
 
@@ -166,57 +160,6 @@ class Towers:
 
     def counts(self) -> dict[tuple[str, ...], int]:
         return {(result,): self._counts[result,] for result in ("hit", "miss")}
-
-
-class Live(Collector):
-    """What the worker's parts know anyway."""
-
-    def __init__(self, health: Health) -> None:
-        self._health = health
-        self._scrape = Scrape("worker")
-
-    def collect(self) -> Iterator[Metric]:
-        health, gauge, counter = self._health, self._scrape.gauge, self._scrape.counter
-        yield gauge("sie_build_info", {(sie_contracts.__version__,): 1})
-        yield gauge("sie_ready", health.not_ready() is None)
-        yield gauge("sie_config_epoch", epoch_number(health.feed.catalogue.epoch))
-        yield gauge("sie_config_behind", health.feed.is_behind)
-        yield counter("sie_config_deltas", health.feed.deltas)
-        yield from self._device(health.description)
-        worker = health.worker
-        all_hosted = worker.hosting.all() if worker else []
-        depths: Sum[tuple[str, ...]] = Sum(
-            {(OTHER,): worker.depth - sum(hosted.held for hosted in all_hosted)} if worker else {}
-        )
-        loaded: Sum[tuple[str, ...]] = Sum()
-        memory: Sum[tuple[str, ...]] = Sum()
-        engines: Sum[tuple[str, ...]] = Sum()
-        for hosted in all_hosted:
-            depths[hosted.name,] += hosted.held
-            loaded[hosted.name, health.device] += hosted.state == "loaded"
-            memory[hosted.name,] += hosted.ready.loaded.memory_bytes if hosted.ready else 0
-            if hosted.ready:
-                engines[hosted.name, hosted.ready.loaded.engine] += 1
-        yield gauge("sie_queue_depth", {key: max(0, depth) for key, depth in depths.items()})
-        yield gauge("sie_model_loaded", loaded)
-        yield gauge("sie_model_memory_bytes", memory)
-        yield gauge("sie_model_engine", engines)
-        yield counter("sie_model_swaps", worker.hosting.swaps if worker else 0)
-        yield counter("sie_idle_evictions", worker.hosting.idle_evictions if worker else 0)
-        yield counter("sie_tower_outputs", health.towers.counts())
-        known = sorted({hosted.name for hosted in all_hosted} | health.remedies.models())
-        for remedy in OOM:
-            yield counter(f"sie_oom_{remedy}", {(model,): health.remedies.count(model, remedy) for model in known})
-
-    def _device(self, description: Description | None) -> Iterator[Metric]:
-        """As the adapter told last. What is not known is absent, never zero."""
-        gauge = self._scrape.gauge
-        yield gauge("sie_device_lanes", description.lanes if description else 0)
-        busy = description.utilization_percent if description else None
-        yield gauge("sie_device_utilization_ratio", {} if busy is None else busy / 100)
-        yield gauge("sie_device_memory_used_bytes", description.memory_used_bytes if description else {})
-        yield gauge("sie_device_memory_total_bytes", description.memory_total_bytes if description else {})
-        yield gauge("sie_tower_output_bytes", description.towers.held_bytes if description else {})
 
 
 def of_models(registry: CollectorRegistry) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, Any]]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from sie_broker import Broker, BrokerError, Queue
 from sie_contracts import topology
-from sie_contracts.aliases import resolve_all
+from sie_contracts.alias_checks import resolve_all
 from sie_contracts.catalogue import Catalogue, Resolved
 from sie_contracts.errors import BundleConflict, ModelNotFound, SIEError
 from sie_contracts.settings import Mode, SettingError, Settings, default_worker_id
@@ -25,10 +25,11 @@ from sie_runtime.http import HttpServer
 from sie_runtime.process import Stop, Tasks, Trouble, retry
 from sie_runtime.websocket import WebSocketProtocol
 from sie_sidecar.batching.batch import Limits
+from sie_sidecar.collector import WorkerCollector
 from sie_sidecar.device.link import AdapterGone, AdapterLink
 from sie_sidecar.health import Health
 from sie_sidecar.intake.pool_membership import Admission
-from sie_sidecar.metrics import Live, Metrics
+from sie_sidecar.metrics import Metrics
 from sie_sidecar.models.models import MAX_ATTEMPTS
 from sie_sidecar.status import Status, worker_app
 from sie_sidecar.worker import Identity, Worker
@@ -88,7 +89,7 @@ async def serve(
     size = functools.partial(connections_of, settings)
     link = AdapterLink(settings.ipc_socket_path, size=size, ping_s=ping_s, stale_s=stale_s, clock=time.monotonic)
     health = Health(settings, broker, lane, worker_id, link, feed)
-    metrics.registry.register(Live(health))
+    metrics.registry.register(WorkerCollector(health))
     feed.on_change(health.changed)
     status = Status(settings, health, metrics, lane, worker_id, limits_of(settings, mode))
     http = HttpServer(

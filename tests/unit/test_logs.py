@@ -25,8 +25,8 @@ from sie_gateway.inference import telemetry
 from sie_gateway.inference.call import Call
 from sie_gateway.inference.results import STAGES
 from sie_gateway.inference.telemetry import RequestLog, log_request
+from sie_runtime.current_trace import set_current
 from sie_runtime.process import configure_logging
-from sie_runtime.tracing import set_current
 
 Lines = Callable[[], list[dict[str, Any]]]
 TOKEN = "token-7d31"

@@ -221,7 +221,7 @@ READS_ENVIRON = {
     "cli/sie_cli/doctor/gpu.py": "CUDA_VISIBLE_DEVICES, which hides a GPU from torch",
     "adapter/sie_adapter/process.py": "TMPDIR, where a folder is named that cannot be written to",
     "adapter/sie_adapter/loading/precision.py": "ONEDNN_MAX_CPU_ISA, which excludes instructions that torch would use",
-    "adapter/sie_adapter/engine/sglang_server.py": "hands the paths of its environment on to a server, and nothing else",
+    "adapter/sie_adapter/engine/sglang_server.py": "hands the paths of its environment to a server",
     "runtime/sie_runtime/tracing.py": "OTEL_*, which OpenTelemetry's SDK reads by itself",
     "cli/sie_cli/data_dir.py": "XDG_DATA_HOME, the user's folder for data of all programs",
     "cli/sie_cli/top.py": "COLUMNS, which says how wide a picture in a pipe is",

@@ -26,7 +26,7 @@ from sie_contracts.settings import SettingError, load
 from sie_contracts.trace_context import NONE
 from sie_gateway.inference.call import Call
 from sie_gateway.inference.results import Finished
-from sie_runtime import tracing
+from sie_runtime import current_trace, tracing
 
 CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 TRACE = CLIENT.split("-")[1]
@@ -44,7 +44,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
 def nothing_stays_current() -> Iterator[None]:
     """A request has a context of its own; a test that begins one has that of all tests of its process."""
     yield
-    tracing.set_current(NONE)
+    current_trace.set_current(NONE)
 
 
 def settings_of(**environ: str) -> tracing.Tracing:
@@ -173,8 +173,8 @@ async def test_the_sampler_decides_and_every_process_decides_alike(
         context, span = tracing.begin_request(tracer, headers, "GET", "r", 0.0)
         assert span is not None
         assert (span.is_recording, span.trace_id is not None) == (is_sampled, is_sampled)
-        assert tracing.trace_id_of(context.traceparent) == (span.trace_id if is_sampled else None)
-        assert tracing.current_trace_id() == span.trace_id
+        assert current_trace.trace_id_of(context.traceparent) == (span.trace_id if is_sampled else None)
+        assert current_trace.current_trace_id() == span.trace_id
     async with InProcess(made(tmp_path / "off")) as cluster:
         gateway = await traced(
             cluster, OTEL_EXPORTER_OTLP_ENDPOINT=collector.url, OTEL_TRACES_SAMPLER="parentbased_always_off"
@@ -242,7 +242,7 @@ def test_without_the_propagator_a_client_s_context_is_left_alone() -> None:
         tracer = tracing.start(settings_of(**own, OTEL_PROPAGATORS=propagators), "gateway")
         context, span = tracing.begin_request(tracer, {"traceparent": CLIENT}, "GET", "r", 0.0)
         assert span is not None
-        assert (tracing.trace_id_of(context.traceparent) == TRACE) == is_taken_up
+        assert (current_trace.trace_id_of(context.traceparent) == TRACE) == is_taken_up
 
 
 def test_the_service_name_is_also_taken_from_the_resource_attributes() -> None:
@@ -371,17 +371,17 @@ def test_a_collector_that_never_answers_holds_up_neither_spans_nor_the_end(
 )
 def test_what_is_no_context_is_dropped(traceparent: str, tracestate: str, expected: tuple[str, str]) -> None:
     """As W3C has it: version ff and ids of zeros alone are none, and one of a later version is read as this version."""
-    context = tracing.of_headers(traceparent, tracestate)
+    context = current_trace.context_from_headers(traceparent, tracestate)
     assert context == expected
-    assert tracing.trace_id_of(context.traceparent) == (TRACE if context.traceparent == CLIENT else None)
+    assert current_trace.trace_id_of(context.traceparent) == (TRACE if context.traceparent == CLIENT else None)
 
 
 def test_a_request_that_was_pipelined_is_not_told_of_as_the_one_before() -> None:
     """The server begins it in the task of the other, whose context it has."""
     tracing.begin_request(None, {"traceparent": CLIENT}, "GET", "r", 0.0)
-    assert tracing.current_trace_id() == TRACE
+    assert current_trace.current_trace_id() == TRACE
     tracing.begin_request(None, {}, "GET", "r", 0.0)
-    assert tracing.current_trace_id() is None
+    assert current_trace.current_trace_id() is None
 
 
 async def test_a_state_in_several_lines_is_one_state(tmp_path: Path) -> None:
@@ -487,7 +487,7 @@ def test_a_wall_clock_that_is_set_changes_the_length_of_no_span(
     tracing.end_request(span, "encode", 200)
     took_ms = (time.perf_counter() - received_s) * 1000
     tracer.close()
-    told = {seen.name: seen for seen in collector.spans if seen.trace == tracing.trace_id_of(context.traceparent)}
+    told = {seen.name: seen for seen in collector.spans if seen.trace == current_trace.trace_id_of(context.traceparent)}
     root, part = told["POST encode"], told["reply"]
     assert 250 <= root.ms <= took_ms
     assert root.start_ns < part.start_ns < part.end_ns < root.end_ns

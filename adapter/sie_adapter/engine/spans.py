@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from sie_contracts.ipc import BatchDone, Refused, Reply
 from sie_contracts.trace_context import Context
-from sie_runtime.tracing import STAGE
+from sie_runtime.current_trace import STAGE
 
 if TYPE_CHECKING:
     from sie_adapter.engine.device_threads import Job

@@ -1,1 +1,1 @@
-"""."""
+"""Families that write text from images and sounds, by greedy decoding in slots."""

@@ -20,9 +20,10 @@ from sie_cli.evals.load import NOBODY
 from sie_cli.evals.mteb_tasks import Mteb
 from sie_cli.evals.opened import Opened
 from sie_cli.evals.perf import Plan, Point
-from sie_cli.evals.quality import Found, Step, Work
+from sie_cli.evals.quality import Found
 from sie_cli.evals.report import Kind, Report
 from sie_cli.evals.sources import Sie, Source
+from sie_cli.evals.steps import Step, Work
 from sie_cli.evals.targets import Targets
 from sie_cli.evals.tasks import Retrieval, Similarity, Task, Texts
 from sie_cli.evals.utilisation import WorkerWatch

@@ -15,7 +15,7 @@ import numpy as np
 from sie_cli.refusal import Refused
 
 if TYPE_CHECKING:
-    from sie_cli.evals.quality import Step, Work
+    from sie_cli.evals.steps import Step, Work
 
 PREFIX = "mteb/"
 CONNECT_S = 5.0  # to the hub

@@ -5,9 +5,8 @@ task, Step ──► rankings or similarities ──► metrics ──► Found 
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,11 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie_cli.evals import mteb_tasks
-from sie_cli.evals.inputs import key
-from sie_cli.evals.kept import Kept
 from sie_cli.evals.mteb_tasks import Mteb
-from sie_cli.evals.outputs import DENSE, Output
+from sie_cli.evals.outputs import Output
 from sie_cli.evals.sources import Source
+from sie_cli.evals.steps import Step, Work
 from sie_cli.evals.tasks import Judged, Retrieval, Similarity
 
 DEPTH = 100  # documents of a ranking, at most
@@ -33,7 +31,6 @@ METRICS: Mapping[str, str] = {
     "recall@10": "recall_10",
     "recall@100": "recall_100",
 }
-PART = 1024  # texts that are asked for, and kept, at once
 AT_ONCE = 256  # queries whose similarities to all documents are in memory
 Run = dict[str, dict[str, float]]  # score of each document, by query
 
@@ -67,47 +64,6 @@ class Difference:
     value: float
     low: float
     high: float
-
-
-@dataclass(frozen=True)
-class Step:
-    """What is measured: a source with one of its outputs, whose nearest documents `reranker` orders again if there is
-    one.
-    """
-
-    source: Source
-    output: Output
-    reranker: Source | None = None
-
-    @property
-    def name(self) -> str:
-        """As a row of a report."""
-        output = () if self.output == DENSE else (self.output.name,)
-        reranker = (self.reranker.name,) if self.reranker else ()
-        return ", ".join([self.source.name, *output, *reranker])
-
-
-class Work:
-    """How far a measurement is. `kept`: what an interrupted one had computed; `told` hears of texts that are done."""
-
-    def __init__(self, kept: Kept, told: Callable[[int], None]) -> None:
-        self._kept, self._told = kept, told
-
-    def vectors(self, step: Step, texts: Sequence[str], *, is_query: bool) -> list[Any]:
-        source, output = step.source, step.output
-        found: list[Any] = []
-        for part in batched(texts, PART):
-            asked = [*source.identity, output.name, str(is_query)] if source.identity else []
-            compute = functools.partial(source.vectors, part, output, is_query=is_query)
-            found += self._kept.part(asked, [key(text) for text in part], compute)
-            self._told(len(part))
-        return found
-
-    def scores(self, source: Source, query: str, documents: Sequence[str]) -> Sequence[float]:
-        asked = [*source.identity, "score", key(query)] if source.identity else []
-        found = self._kept.part(asked, [key(text) for text in documents], lambda: source.scores(query, documents))
-        self._told(len(documents))
-        return found
 
 
 def count(task: Judged, step: Step) -> int | None:
@@ -223,10 +179,6 @@ def _reranked(task: Retrieval, source: Source, run: Run, work: Work) -> Run:
 
 def _mean_size(output: Output, rows: Sequence[Any]) -> float:
     return sum(map(output.size, rows)) / len(rows)
-
-
-def batched(texts: Sequence[str], size: int) -> Iterator[Sequence[str]]:
-    return (texts[start : start + size] for start in range(0, len(texts), size))
 
 
 def _spearman(one: NDArray[np.float64], two: NDArray[np.float64]) -> float:

@@ -106,9 +106,9 @@ def measure(client: SIEClient, url: str, names: tuple[str, str], sample: Sequenc
 
 def _ndcg(client: SIEClient, url: str, model: str, task: Retrieval) -> float:
     from sie_cli.evals.kept import Kept
-    from sie_cli.evals.quality import Step, Work
     from sie_cli.evals.quality import measure as measured
     from sie_cli.evals.sources import Sie
+    from sie_cli.evals.steps import Step, Work
 
     source = Sie(model, client, model, url, None, client.get_model(model))
     with tempfile.TemporaryDirectory(prefix="sie-migrate-") as folder:

@@ -14,7 +14,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from starlette.datastructures import QueryParams
 
-from sie_contracts.aliases import resolve_all
+from sie_contracts.alias_checks import resolve_all
 from sie_contracts.api.residency import LaneResidency, ModelResidency, ResidencyState, WorkerResidency
 from sie_contracts.catalogue import Resolved
 from sie_contracts.errors import InvalidInput, NotFound

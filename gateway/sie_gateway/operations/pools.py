@@ -12,7 +12,7 @@ from msgspec import UNSET
 
 from sie_broker import BrokerError
 from sie_contracts import messages, plain, topology
-from sie_contracts.aliases import resolve_all
+from sie_contracts.alias_checks import resolve_all
 from sie_contracts.api.operations import (
     MAX_GPUS,
     MAX_MINIMUM_WORKERS,

@@ -1,1 +1,3 @@
-"""."""
+"""JetStream: streams and consumers of lanes, publishing of work items with their payloads, and the backlog of
+consumers.
+"""

@@ -31,7 +31,7 @@ _HEADER = struct.Struct("<8sd")  # magic, broker time of the last renewal of eve
 _SLOT = struct.Struct("<IHd")  # checksum of the rest, bytes of the reply, broker time of the delivery
 _EMPTY = bytes(_SLOT.size)
 _SIZE = (1 + SLOTS) * SLOT_BYTES
-_logger = logging.getLogger("sie.sidecar.ledger")
+_logger = logging.getLogger("sie.sidecar.leases")
 
 
 class Ledger:
@@ -134,7 +134,6 @@ def open_ledger(path: Path, now_s: Callable[[], float]) -> Ledger | None:
 
 
 FENCE = 0.8  # share of ack_wait after which an unrenewed lease counts as lost
-_logger = logging.getLogger("sie.sidecar.lease")
 
 
 class Lease:

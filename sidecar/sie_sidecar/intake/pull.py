@@ -38,7 +38,7 @@ OLD_S = 15.0
 AHEAD_AGAIN_S = 60.0  # a model that went after it was loaded ahead had to make room: not at once again
 Role = Literal["pull", "probe", "ahead", "none"]
 _ORDER: dict[Role, int] = {"none": 0, "ahead": 1, "probe": 2, "pull": 3}
-_logger = logging.getLogger("sie.sidecar.assignment")
+_logger = logging.getLogger("sie.sidecar.pull")
 
 
 def role(hosts: tuple[str, ...], worker: str, *, loaded: bool, held: bool, waits: bool) -> Role:
@@ -225,7 +225,6 @@ class Assignment:
 
 
 ACTIVE_S = 1.0  # a consumer that delivered this recently is active
-_logger = logging.getLogger("sie.sidecar.pulling")
 
 
 class _Consumer:

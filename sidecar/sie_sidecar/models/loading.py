@@ -37,7 +37,6 @@ HOLD_S = 5.0
 COOL_DOWN_S = 30.0
 MAX_REMEMBERED = 1000  # clients choose the names
 _Key = tuple[str, str]
-_logger = logging.getLogger("sie.sidecar.loras")
 
 
 class Loras:
@@ -253,7 +252,6 @@ class Loading:
         return functools.partial(self.hosting.unpark, flight.hosted, count)
 
 
-_logger = logging.getLogger("sie.sidecar.residency")
 
 
 class Residency:

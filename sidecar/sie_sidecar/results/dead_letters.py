@@ -19,7 +19,7 @@ from sie_sidecar.metrics import Metrics
 ATTEMPTS = 3
 PUBLISH_TIMEOUT_S = 2.0
 PAUSE_S = 0.5
-_logger = logging.getLogger("sie.sidecar.deadletter")
+_logger = logging.getLogger("sie.sidecar.dead_letters")
 
 
 class DeadLetters:

@@ -23,9 +23,9 @@ from sie_contracts import ipc, messages
 from sie_contracts.errors import GatewayTimeout, InternalFailure, SIEError
 from sie_contracts.messages import BatchNote, Failed, Fragment, Outcome, WorkItem, WorkResult
 from sie_contracts.trace_context import Context
+from sie_runtime.current_trace import set_current
 from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Tasks
-from sie_runtime.tracing import set_current
 from sie_sidecar.device.in_flight import InFlight, changed, stages_of
 from sie_sidecar.device.poison import refusal
 from sie_sidecar.intake.leases import Lease, Leases
@@ -40,7 +40,6 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 # of one message: 32 MiB at a broker of 8 MiB took 0.83 s, in parts of 1 MiB 0.20 s (nats-py 2.16, 2 busy cores)
 MAX_BYTES = 1 << 20
 MAX_ROUNDS = 3  # of sending all parts of one result
-_logger = logging.getLogger("sie.sidecar.settlement")
 
 
 class Settlement:
