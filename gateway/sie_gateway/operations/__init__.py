@@ -1,1 +1,1 @@
-"""Routes of operators: status and health, models, pools, configurations, dead letters, history and the doctor's checks."""
+"""Routes of operators: status and health, models, pools, configurations, dead letters, history and doctor checks."""

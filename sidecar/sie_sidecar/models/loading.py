@@ -252,8 +252,6 @@ class Loading:
         return functools.partial(self.hosting.unpark, flight.hosted, count)
 
 
-
-
 class Residency:
     """Obeys `messages.Residency`. `work` keeps the unloads that wait. `on_unloaded` gets the id of an entry."""
 
