@@ -27,8 +27,8 @@ from nats_server import NatsServer
 
 from sie_broker import CoreMessage, Delivery
 from sie_broker.nats import connect
-from sie_contracts import topology
-from sie_contracts.topology import Lane
+from sie_contracts.wire import topology
+from sie_contracts.wire.topology import Lane
 
 LANE = Lane("_default", "cpu", "default")
 BODY = bytes(300)

@@ -42,9 +42,9 @@ from transformers import AutoModel, BertConfig, PreTrainedConfig, PreTrainedToke
 
 from sie_adapter.engine.device_threads import Job
 from sie_adapter.engine.engine import Engine, prepare_process
-from sie_contracts.entries import ModelEntry, Weights
-from sie_contracts.ipc import BatchDone, Group, Reply, RunBatch
+from sie_contracts.models.entries import ModelEntry, Weights
 from sie_contracts.settings import Settings
+from sie_contracts.wire.ipc import BatchDone, Group, Reply, RunBatch
 
 WORDS = 120
 LONGEST = 512

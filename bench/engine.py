@@ -115,10 +115,10 @@ def engine(precision: str, attention: str = "auto", name: str | None = None) -> 
 
     from sie_adapter.engine.device_threads import Job
     from sie_adapter.engine.engine import Engine, prepare_process
-    from sie_contracts.catalogue import packaged_folder
-    from sie_contracts.entries import parse_entry
-    from sie_contracts.ipc import BatchDone, Group, Refused, Reply, RunBatch
+    from sie_contracts.models.catalogue import packaged_folder
+    from sie_contracts.models.entries import parse_entry
     from sie_contracts.settings import Settings
+    from sie_contracts.wire.ipc import BatchDone, Group, Refused, Reply, RunBatch
 
     prepare_process()
     made = Engine(Settings(device="cpu", default_compute_precision=precision, attention_backend=attention))

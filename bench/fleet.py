@@ -35,8 +35,8 @@ from report import Report, add_options, machine
 from stack import Device, Plan, Stack
 
 from sie_broker.nats import connect
-from sie_contracts import messages, topology
-from sie_contracts.heartbeats import Heartbeat, ModelStatus
+from sie_contracts.wire import messages, topology
+from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
 
 BEAT_S = 5.0
 SETTLE_S = 12.0  # two rounds of heartbeats

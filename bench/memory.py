@@ -29,9 +29,9 @@ from report import Report, machine
 from sie_adapter.engine.device_threads import Job
 from sie_adapter.engine.engine import Engine, prepare_process
 from sie_adapter.engine.graph import GROUP_TOKENS, filled_length
-from sie_contracts.entries import LoadOptions, ModelEntry, RunDefaults, Weights
-from sie_contracts.ipc import BatchDone, Group, Reply, RunBatch
+from sie_contracts.models.entries import LoadOptions, ModelEntry, RunDefaults, Weights
 from sie_contracts.settings import Settings
+from sie_contracts.wire.ipc import BatchDone, Group, Reply, RunBatch
 
 STEP_S = 5.0
 MAX_TOKENS = 256

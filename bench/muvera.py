@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import muvera_naive
 
 from sie_adapter.epilogues import muvera
-from sie_contracts.muvera import Muvera
+from sie_contracts.models.muvera import Muvera
 
 ITEMS, TOKENS, DIM = 32, 128, 128
 CASES = {

@@ -41,9 +41,9 @@ from words import WORDS
 
 from sie_adapter.engine.device_threads import Job
 from sie_adapter.engine.engine import Engine, prepare_process
-from sie_cli.ports import free_port
-from sie_contracts import ipc
+from sie_cli.serve.ports import free_port
 from sie_contracts.settings import load
+from sie_contracts.wire import ipc
 from sie_runtime.feed import packaged_catalogue
 from sie_sidecar.prepare.tokens import ModelTokenizer
 

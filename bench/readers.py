@@ -52,7 +52,7 @@ from words import WORDS
 from sie_adapter.engine.engine import Engine, prepare_process
 from sie_adapter.families.extraction import ExtractOptions
 from sie_adapter.packed.packing import Shown
-from sie_contracts.entries import parse_entry
+from sie_contracts.models.entries import parse_entry
 from sie_contracts.settings import Settings
 from sie_sidecar.prepare import images
 

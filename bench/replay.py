@@ -27,10 +27,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import stack
 
-from sie_cli import trace as traces
-from sie_cli.bench import HOST, HOST_DEFAULT, PLAN
-from sie_cli.curve import percentile
-from sie_cli.replay import Machine, plan_of, replay
+from sie_cli.replay import trace as traces
+from sie_cli.replay.bench import HOST, HOST_DEFAULT, PLAN
+from sie_cli.replay.curve import percentile
+from sie_cli.replay.replay import Machine, plan_of, replay
 from sie_contracts.settings import load
 
 SPECIAL = 2  # tokens that the toy tokenizer adds to those of the bytes

@@ -58,8 +58,8 @@ def transforms(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     import torch
 
     from sie_adapter.engine import answers
-    from sie_contracts.messages import RunOptions
-    from sie_contracts.muvera import Muvera
+    from sie_contracts.models.muvera import Muvera
+    from sie_contracts.wire.messages import RunOptions
 
     torch.set_num_threads(1)
     passed = forward()
@@ -139,8 +139,8 @@ def engine_of(models: list[str], lanes: int) -> tuple[Any, Any]:
     import yaml
 
     from sie_adapter.engine.engine import Engine, prepare_process
-    from sie_contracts.catalogue import packaged_folder
-    from sie_contracts.entries import parse_entry
+    from sie_contracts.models.catalogue import packaged_folder
+    from sie_contracts.models.entries import parse_entry
     from sie_contracts.settings import Settings
 
     prepare_process()
@@ -154,7 +154,7 @@ def engine_of(models: list[str], lanes: int) -> tuple[Any, Any]:
 def serve(models: list[str], pipe: Any) -> None:
     """Run as many batches of each model as asked for, in turn; say how much memory is this process's own."""
     from sie_adapter.engine.device_threads import Job
-    from sie_contracts.ipc import Group, RunBatch
+    from sie_contracts.wire.ipc import Group, RunBatch
 
     made, _ = engine_of(models, CORES)
     ids = np.random.default_rng(0).integers(1000, 20_000, BATCH * LENGTH).astype("<i4").tobytes()
@@ -268,7 +268,7 @@ def lengths(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     from sie_adapter.engine import device
     from sie_adapter.packed import attention_backend
     from sie_adapter.packed.backbone import Backbone
-    from sie_contracts.costs import text_cost
+    from sie_contracts.models.costs import text_cost
 
     torch.set_num_threads(1)
     sizes = [16, 64, 128, 256, 512, 1024, 2048, 4096]

@@ -29,7 +29,7 @@ from client import closed_loop, request
 from overhead import MODEL, Cluster, percentile, texts_of
 from report import Report, machine
 
-from sie_cli.ports import free_port
+from sie_cli.serve.ports import free_port
 
 CLIENTS = (1, 8, 64)
 

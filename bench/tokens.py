@@ -29,8 +29,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from sie_contracts.ipc import Rows
-from sie_contracts.messages import Input, RunOptions, Truncate
+from sie_contracts.wire.ipc import Rows
+from sie_contracts.wire.messages import Input, RunOptions, Truncate
 from sie_sidecar.prepare import layouts
 from sie_sidecar.prepare.rows import Work
 from sie_sidecar.prepare.tokens import ModelTokenizer, TokenizerPool

@@ -30,7 +30,7 @@ from PIL import Image
 from report import Report, machine
 
 from sie_adapter.engine.engine import Engine, prepare_process
-from sie_contracts.entries import parse_entry
+from sie_contracts.models.entries import parse_entry
 from sie_contracts.settings import Settings
 from sie_sidecar.prepare.tokens import ModelTokenizer
 

@@ -22,10 +22,10 @@ from cgroups import MemoryGroup
 from cluster import SIE
 from zygote import Forked, end_with_parent, reads_at_start
 
-from sie_contracts import ipc
-from sie_contracts.catalogue import packaged_folder
 from sie_contracts.errors import ErrorInfo
-from sie_contracts.messages import Operation
+from sie_contracts.models.catalogue import packaged_folder
+from sie_contracts.wire import ipc
+from sie_contracts.wire.messages import Operation
 
 END_S = 30.0
 MODEL = "mini"

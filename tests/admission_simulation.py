@@ -24,12 +24,12 @@ from unittest.mock import Mock
 
 from inprocess import settings_of
 
-from sie_contracts import heartbeats, messages
-from sie_contracts.batch_times import BatchTimes
 from sie_contracts.errors import QueueFull
-from sie_contracts.heartbeats import Heartbeat, ModelStatus
-from sie_contracts.messages import BatchNote, Ok, Stages, WorkResult
-from sie_contracts.topology import Lane
+from sie_contracts.wire import heartbeats, messages
+from sie_contracts.wire.batch_times import BatchTimes
+from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
+from sie_contracts.wire.messages import BatchNote, Ok, Stages, WorkResult
+from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.admission import Admission
 from sie_gateway.admission.model_queue import Place
 from sie_gateway.fleet.lanes import Fleet

@@ -30,9 +30,9 @@ from tokenizers import Tokenizer
 
 from sie_broker import Broker
 from sie_broker.nats import connect
-from sie_contracts import ipc, topology
 from sie_contracts.errors import SIEError
-from sie_contracts.topology import Lane
+from sie_contracts.wire import ipc, topology
+from sie_contracts.wire.topology import Lane
 from sie_runtime.failpoints import CRASHED
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from nats_server import NatsServer
 from sie_broker import Broker, BrokerUnavailable, CoreMessage, Delivery, Pulls
 from sie_broker.memory import MemoryServer
 from sie_broker.nats import PULL_EXPIRES_S, NatsBroker, connect
-from sie_contracts.topology import ConsumerSpec, Lane, work_consumer, work_stream, work_subject
+from sie_contracts.wire.topology import ConsumerSpec, Lane, work_consumer, work_stream, work_subject
 
 T = TypeVar("T")
 LANE = Lane("_default", "cpu", "default")

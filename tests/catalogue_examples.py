@@ -6,13 +6,10 @@ from typing import Any
 
 import pytest
 
-from sie_contracts.catalogue import Catalogue
-from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import InvalidInput
-from sie_contracts.options import (
-    RequestOptions,
-    run_options,
-)
+from sie_contracts.models.catalogue import Catalogue
+from sie_contracts.models.entries import ModelEntry, parse_entry
+from sie_contracts.models.options import RequestOptions, run_options
 
 
 def entry(model: str = "org/Model", **changes: Any) -> ModelEntry:

@@ -22,7 +22,7 @@ from zygote import Forked, end_with_parent
 
 from sie_cli import access
 from sie_cli.access import Access, as_operator
-from sie_cli.ports import free_port
+from sie_cli.serve.ports import free_port
 
 SIE = str(Path(sys.executable).with_name("sie"))
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"

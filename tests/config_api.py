@@ -14,10 +14,10 @@ from sie_broker.memory import MemoryServer
 from sie_config_service.app import create_app
 from sie_config_service.state import ConfigService
 from sie_config_service.store import CatalogueStore, open_store
-from sie_contracts import configs
-from sie_contracts.bundles import Bundle
-from sie_contracts.configs import ConfigDelta
-from sie_contracts.trust import Allowed, Trust
+from sie_contracts.models.bundles import Bundle
+from sie_contracts.models.trust import Allowed, Trust
+from sie_contracts.wire import configs
+from sie_contracts.wire.configs import ConfigDelta
 
 ADMIN = "admin-token-of-a-test"
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from inprocess import settings_of
 
 from sie_broker import Broker, BrokerError, Delivery
-from sie_contracts import messages, topology
-from sie_contracts.messages import Input, RunOptions, WorkItem
-from sie_contracts.topology import Lane
+from sie_contracts.wire import messages, topology
+from sie_contracts.wire.messages import Input, RunOptions, WorkItem
+from sie_contracts.wire.topology import Lane
 from sie_gateway.metrics import Metrics
 from sie_gateway.streams.consumers import Consumers
 from sie_gateway.streams.publish import WorkQueue

@@ -18,9 +18,9 @@ from inprocess import WAIT_S, InProcess, until
 from numpy.typing import NDArray
 
 from sie_broker import Broker, CoreMessage
-from sie_contracts import ipc, messages, topology
-from sie_contracts.messages import Confirmation, Failed, Input, Ok, Operation, RunOptions, WorkItem, WorkResult
-from sie_contracts.topology import Lane
+from sie_contracts.wire import ipc, messages, topology
+from sie_contracts.wire.messages import Confirmation, Failed, Input, Ok, Operation, RunOptions, WorkItem, WorkResult
+from sie_contracts.wire.topology import Lane
 from sie_sidecar.intake import pull
 
 ENTRY = toy_entry()

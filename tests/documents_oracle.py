@@ -17,11 +17,11 @@ import torch
 from sie_adapter.engine.raw import run_raw
 from sie_adapter.loading import certificate
 from sie_adapter.loading.loading import Loader
-from sie_contracts.catalogue import Catalogue, packaged_folder
-from sie_contracts.documents import Document
-from sie_contracts.ipc import Group, RunBatch
-from sie_contracts.messages import Ok, RunOptions
+from sie_contracts.media.documents import Document
+from sie_contracts.models.catalogue import Catalogue, packaged_folder
 from sie_contracts.settings import Settings
+from sie_contracts.wire.ipc import Group, RunBatch
+from sie_contracts.wire.messages import Ok, RunOptions
 from sie_runtime.feed import read_folder
 from sie_store.sources import WeightSources
 

@@ -50,9 +50,9 @@ FOR = {
 # what one process never does, or only for those who installed another extra
 _HUB = ("sie_store.hub", "sie_store.found", "sie_cli.airgap", "sie_cli.models.inspect")
 # commands that bring components into their own process
-_COMPONENTS = ("sie_cli.bench", "sie_cli.replay", "sie_cli.standalone", "sie_cli.processes")
+_COMPONENTS = ("sie_cli.replay.bench", "sie_cli.replay.replay", "sie_cli.serve.standalone", "sie_cli.serve.processes")
 APART: dict[str, tuple[str, ...]] = {
-    "sdk": ("sie_client.watching", "sie_contracts.configs"),  # the client reads no configuration
+    "sdk": ("sie_client.watching", "sie_contracts.wire.configs"),  # the client reads no configuration
     "gateway": ("sie_store.datasets", "sie_store.sinks.pgvector"),
     "adapter": (
         "sie_adapter.families.gliner",

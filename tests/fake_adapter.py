@@ -1,5 +1,5 @@
-"""The adapter's side of `sie_contracts.ipc` in this event loop: real frames on a real Unix socket, toy models behind
-them.
+"""The adapter's side of `sie_contracts.wire.ipc` in this event loop: real frames on a real Unix socket, toy models
+behind them.
 
 A model's tokenizer makes one token of each UTF-8 byte and adds two special ones. A vector is a function of its token
 ids alone (`vector_of`), so tests know every answer; output options are not applied. What an adapter may do wrong is a
@@ -20,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from sie_contracts import device_reports, ipc
-from sie_contracts.catalogue import Catalogue, fingerprint
-from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ErrorInfo, InternalFailure, LoraLoading, ModelLoading, SIEError
-from sie_contracts.images import Recipe
-from sie_contracts.messages import ArraySlice, Failed, Ok, Outcome
+from sie_contracts.media.images import Recipe
+from sie_contracts.models.catalogue import Catalogue, fingerprint
+from sie_contracts.models.entries import ModelEntry, parse_entry
+from sie_contracts.wire import device_reports, ipc
+from sie_contracts.wire.messages import ArraySlice, Failed, Ok, Outcome
 
 WIDTH = 8
 SPECIAL = 2

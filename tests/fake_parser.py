@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sie_adapter.documents import parser_worker
 from sie_adapter.documents.parser_frames import Parsed, ParseJob
-from sie_contracts.media import fault
+from sie_contracts.media.media import fault
 
 
 class FakeParser:

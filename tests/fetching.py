@@ -16,7 +16,7 @@ from typing import Any
 
 from hub_stub import COMMIT, HubStub
 
-from sie_contracts.heartbeats import Fetched
+from sie_contracts.wire.heartbeats import Fetched
 
 REPOSITORY = "org/model"
 END_S = 60.0  # far above what is expected

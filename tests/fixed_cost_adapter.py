@@ -30,11 +30,11 @@ import uvloop
 from fake_adapter import TOKENIZER, WIDTH, ids_of
 
 import sie_contracts
-from sie_contracts import ipc
-from sie_contracts.catalogue import Catalogue, fingerprint
-from sie_contracts.entries import parse_entry
 from sie_contracts.errors import ModelLoadFailed, ModelLoading
-from sie_contracts.messages import ArraySlice, Ok
+from sie_contracts.models.catalogue import Catalogue, fingerprint
+from sie_contracts.models.entries import parse_entry
+from sie_contracts.wire import ipc
+from sie_contracts.wire.messages import ArraySlice, Ok
 from sie_sidecar.models.models import MEMORY_USED
 
 BESIDE_BYTES = 64 << 20  # held by the device beside models

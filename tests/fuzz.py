@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from sie_contracts import arrays
-from sie_contracts.options import FIELDS
+from sie_contracts.models.options import FIELDS
 
 MODEL = "toy/one"
 _ARRAY = arrays.pack(np.zeros((2, 8), np.float32))

@@ -25,12 +25,12 @@ from websockets.exceptions import ConnectionClosed
 
 from sie_broker import CoreMessage, Entry
 from sie_broker.memory import MemoryBroker, MemoryServer
-from sie_cli.ports import free_port
-from sie_contracts import heartbeats, topology
-from sie_contracts.configs import ConfigEpoch, ConfigExport, ConfigModel
-from sie_contracts.entries import ModelEntry
-from sie_contracts.heartbeats import Heartbeat
+from sie_cli.serve.ports import free_port
+from sie_contracts.models.entries import ModelEntry
 from sie_contracts.settings import Mode, Settings, load
+from sie_contracts.wire import heartbeats, topology
+from sie_contracts.wire.configs import ConfigEpoch, ConfigExport, ConfigModel
+from sie_contracts.wire.heartbeats import Heartbeat
 from sie_gateway.inference.image_urls import NETWORK, Network
 from sie_gateway.process import serve as serve_gateway
 from sie_runtime.process import Stop

@@ -12,11 +12,11 @@ import yaml
 from sie_adapter.engine.device_threads import Job
 from sie_adapter.engine.engine import Engine
 from sie_adapter.loading.inspection import Inspection, inspect
-from sie_contracts.catalogue import Catalogue
-from sie_contracts.entries import ModelEntry, parse_entry
-from sie_contracts.ipc import BatchDone
-from sie_contracts.messages import Input, Ok, Operation
-from sie_contracts.options import run_options
+from sie_contracts.models.catalogue import Catalogue
+from sie_contracts.models.entries import ModelEntry, parse_entry
+from sie_contracts.models.options import run_options
+from sie_contracts.wire.ipc import BatchDone
+from sie_contracts.wire.messages import Input, Ok, Operation
 from sie_sidecar.prepare import layouts
 from sie_sidecar.prepare import rows as rowing
 from sie_sidecar.prepare.tokens import ModelTokenizer

@@ -15,12 +15,12 @@ import pytest
 from sie_broker.nats import connect
 from sie_config_service.mirror import Held
 from sie_config_service.store import SEED_BATCH, Change, normalised, open_store
-from sie_contracts import configs, messages
-from sie_contracts.catalogue import Catalogue
-from sie_contracts.configs import ConfigDelta, ConfigExport, ConfigModel
-from sie_contracts.entries import ModelEntry, parse_document
 from sie_contracts.errors import ModelNotFound
+from sie_contracts.models.catalogue import Catalogue
+from sie_contracts.models.entries import ModelEntry, parse_document
 from sie_contracts.settings import load
+from sie_contracts.wire import configs, messages
+from sie_contracts.wire.configs import ConfigDelta, ConfigExport, ConfigModel
 from sie_runtime.feed import packaged_catalogue
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from sie_contracts.hosts import Holdings
-from sie_contracts.layout import Layout
+from sie_contracts.models.layout import Layout
 
 Table = dict[str, tuple[str, ...]]
 

@@ -14,11 +14,14 @@ from typing import Any
 
 import msgspec
 
-from sie_contracts import device_reports, ipc, messages
-from sie_contracts.configs import ConfigDelta, ConfigExport, ConfigModel
-from sie_contracts.documents import Document, DocumentLimits
 from sie_contracts.errors import ErrorInfo
-from sie_contracts.heartbeats import (
+from sie_contracts.media.documents import Document, DocumentLimits
+from sie_contracts.media.images import ImageTokens, Recipe
+from sie_contracts.media.sounds import SoundRecipe
+from sie_contracts.models.muvera import Muvera
+from sie_contracts.wire import device_reports, ipc, messages
+from sie_contracts.wire.configs import ConfigDelta, ConfigExport, ConfigModel
+from sie_contracts.wire.heartbeats import (
     Fetched,
     GatewayBeat,
     Heartbeat,
@@ -29,9 +32,8 @@ from sie_contracts.heartbeats import (
     ServedPrecision,
     Turn,
 )
-from sie_contracts.images import ImageTokens, Recipe
-from sie_contracts.ipc import Group, LoadedModel, Rows, Side
-from sie_contracts.messages import (
+from sie_contracts.wire.ipc import Group, LoadedModel, Rows, Side
+from sie_contracts.wire.messages import (
     ArraySlice,
     BatchNote,
     Cancel,
@@ -50,8 +52,7 @@ from sie_contracts.messages import (
     WorkItem,
     WorkResult,
 )
-from sie_contracts.muvera import Muvera
-from sie_contracts.records import (
+from sie_contracts.wire.records import (
     Assigned,
     Demand,
     Placement,
@@ -61,7 +62,6 @@ from sie_contracts.records import (
     Reservations,
     StreamRequest,
 )
-from sie_contracts.sounds import SoundRecipe
 
 FIXTURES = Path(__file__).parent / "contract" / "fixtures"
 

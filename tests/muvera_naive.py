@@ -8,7 +8,7 @@ from functools import cache
 
 import numpy as np
 
-from sie_contracts.muvera import Muvera
+from sie_contracts.models.muvera import Muvera
 
 
 @cache

@@ -13,7 +13,7 @@ from types import TracebackType
 
 from zygote import end_with_parent
 
-from sie_cli.ports import free_port
+from sie_cli.serve.ports import free_port
 
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 10.0

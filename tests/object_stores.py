@@ -30,7 +30,7 @@ import httpx
 import pytest
 from zygote import end_with_parent
 
-from sie_cli.ports import free_port
+from sie_cli.serve.ports import free_port
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore

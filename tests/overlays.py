@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from sie_config_service.overlay import Overlay
-from sie_contracts.aliases import Alias
-from sie_contracts.entries import ModelEntry
+from sie_contracts.models.aliases import Alias
+from sie_contracts.models.entries import ModelEntry
 from sie_contracts.settings import Settings
 
 

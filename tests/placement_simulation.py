@@ -22,8 +22,8 @@ from itertools import count
 
 import numpy as np
 
-from sie_contracts.heartbeats import Heartbeat, ModelStatus
-from sie_contracts.records import Placement
+from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
+from sie_contracts.wire.records import Placement
 from sie_gateway.fleet.placement import EVERY_S
 from sie_gateway.fleet.planner import Planner, Waiting
 from sie_sidecar.intake.pull import AHEAD_AGAIN_S, role

@@ -19,7 +19,7 @@ from typing import IO, Any
 import asyncpg
 from zygote import end_with_parent
 
-from sie_cli.ports import free_port
+from sie_cli.serve.ports import free_port
 
 NOBODY = 65534
 START_TIMEOUT_S = 60.0

@@ -14,7 +14,7 @@ from monitoring import NAMESPACE, relabelings, spec
 from stack import Stack
 from zygote import end_with_parent
 
-from sie_cli.ports import free_port
+from sie_cli.serve.ports import free_port
 
 SCRAPE_S = 1
 

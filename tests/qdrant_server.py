@@ -26,7 +26,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import httpx
 from zygote import end_with_parent
 
-from sie_cli.ports import free_port
+from sie_cli.serve.ports import free_port
 
 MAX_BODY_BYTES = 32 << 20
 START_TIMEOUT_S = 60.0

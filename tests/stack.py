@@ -32,7 +32,7 @@ from fake_adapter import WIDTH
 from nats_server import binary
 from zygote import Forked, Kind, end_with_parent, reads_at_start
 
-from sie_cli.ports import free_port
+from sie_cli.serve.ports import free_port
 
 Role = Literal["broker", "config", "gateway", "sidecar", "adapter"]
 START_S = 30.0

@@ -40,7 +40,7 @@ import httpx
 import psutil
 from setproctitle import getproctitle, setproctitle
 
-from sie_cli import supervisor
+from sie_cli.serve import supervisor
 
 Kind = Literal["sie", "engine", "fixed_cost_adapter", "tests"]
 ENTRIES: dict[Kind, str] = {
@@ -58,7 +58,7 @@ _PROCESSES = (
 _ENGINE = ("sie_adapter.process", "transformers", "sie_adapter.families.text_encoder", "sie_adapter.server")
 IMPORTS: dict[Kind, tuple[str, ...]] = {  # what the entry imports at its first use
     "sie": _PROCESSES,
-    "engine": (*_ENGINE, *_PROCESSES, "sie_cli.serve", "sie_cli.standalone"),
+    "engine": (*_ENGINE, *_PROCESSES, "sie_cli.serve.command", "sie_cli.serve.standalone"),
     "fixed_cost_adapter": (),
     "tests": (),
 }

@@ -23,8 +23,8 @@ from types import FrameType
 from sie_adapter import forkserver
 from sie_adapter.engine import spans
 from sie_adapter.loading import dependencies
+from sie_contracts.models.trust import Allowed
 from sie_contracts.settings import Settings
-from sie_contracts.trust import Allowed
 from sie_runtime import tracing
 from sie_runtime.process import end_signals
 from sie_store.models_folder import examined, worker_trust

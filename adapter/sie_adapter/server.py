@@ -23,12 +23,12 @@ from typing import Any
 from sie_adapter.engine.device_threads import Job, timed
 from sie_adapter.engine.engine import Engine
 from sie_adapter.memory.residency import Permission
-from sie_contracts import ipc
-from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import InternalFailure, ModelLoadFailed, SIEError
-from sie_contracts.ipc import FrameError, Refused, Reply, Request
+from sie_contracts.models.entries import ModelEntry, parse_entry
+from sie_contracts.models.trust import Trust
 from sie_contracts.places import public
-from sie_contracts.trust import Trust
+from sie_contracts.wire import ipc
+from sie_contracts.wire.ipc import FrameError, Refused, Reply, Request
 from sie_runtime.failpoints import failpoint
 
 _logger = logging.getLogger("sie.adapter")

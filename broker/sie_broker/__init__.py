@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from sie_contracts.topology import ConsumerSpec, StreamSpec
+from sie_contracts.wire.topology import ConsumerSpec, StreamSpec
 
 _KEY = re.compile(r"[-/_=a-zA-Z0-9]+(\.[-/_=a-zA-Z0-9]+)*")
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import msgspec
 
 from sie_broker import Queue, Stored, StreamState
-from sie_contracts import messages, topology
-from sie_contracts.messages import DeadLetter, WorkItem
+from sie_contracts.wire import messages, topology
+from sie_contracts.wire.messages import DeadLetter, WorkItem
 
 SPAN = 16  # sequences that are read together on the way to older ones, and letters that are in memory then
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sie_broker import BrokerError
-from sie_contracts.topology import StreamSpec
+from sie_contracts.wire.topology import StreamSpec
 
 API_TIMEOUT_S = 5.0
 STOP_TIMEOUT_S = 5.0

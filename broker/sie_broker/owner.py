@@ -12,9 +12,9 @@ from __future__ import annotations
 import logging
 
 from sie_broker import Broker, BrokerError, CoreMessage, Subscription
-from sie_contracts import records, topology
-from sie_contracts.records import StreamRequest
-from sie_contracts.topology import StreamSpec
+from sie_contracts.wire import records, topology
+from sie_contracts.wire.records import StreamRequest
+from sie_contracts.wire.topology import StreamSpec
 
 _logger = logging.getLogger("sie.broker")
 # buckets in which nothing expires, whoever asks for them first; those of keys are on disk

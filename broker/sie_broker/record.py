@@ -30,8 +30,8 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from sie_broker import BrokerError, Entry, KeyValue, PayloadTooBig, Store, Subscription, Write, WrongRevision
-from sie_contracts import messages
-from sie_contracts.topology import LEASES_BUCKET
+from sie_contracts.wire import messages
+from sie_contracts.wire.topology import LEASES_BUCKET
 
 MAX_ATTEMPTS = 16  # of one change, while other writers are first
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.002, 0.1  # upper bounds of the random pause before the next attempt

@@ -18,8 +18,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from sie_broker import Entry, KeyValue, PayloadTooBig, Write
-from sie_contracts import messages, records, topology
-from sie_contracts.records import Placement, PlacementPart
+from sie_contracts.wire import messages, records, topology
+from sie_contracts.wire.records import Placement, PlacementPart
 
 WHOLE_BYTES = (
     64 << 10

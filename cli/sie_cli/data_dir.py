@@ -11,8 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import TextIO
 
-from sie_contracts.ownership import distrusted
 from sie_contracts.settings import SettingError
+from sie_contracts.wire.ownership import distrusted
 
 MAX_SOCKET_BYTES = 100  # of the path of a socket, which the kernel bounds (unix(7))
 _LONGEST = "worker-999.sock"

@@ -17,8 +17,8 @@ from sie_cli import display
 from sie_cli.cluster import BROKER_URL, Cluster, cluster_options
 from sie_cli.options import AnyPosition
 from sie_cli.refusal import Refused
-from sie_contracts.messages import Failed, WorkResult
 from sie_contracts.settings import Settings
+from sie_contracts.wire.messages import Failed, WorkResult
 
 if TYPE_CHECKING:
     from sie_broker.nats import NatsBroker

@@ -18,8 +18,8 @@ from sie_cli.moments import future, moment
 from sie_cli.options import AnyPosition
 from sie_cli.refusal import Refused
 from sie_runtime import keys as records
+from sie_runtime.http.routes import SCOPES
 from sie_runtime.keys import Key, KeyBuckets, Limits
-from sie_runtime.routes import SCOPES
 
 F = TypeVar("F", bound=Callable[..., Any])
 DEFAULT_SCOPES = "infer,read,pools"

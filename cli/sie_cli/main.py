@@ -78,7 +78,7 @@ class _Program(AnyPosition):
 # extras of commands that need more than `serve`, or less
 EXTRAS = {"gateway": "gateway", "config": "config", "sidecar": "sidecar", "adapter": "adapter", "eval": "evals"}
 ELSEWHERE = {
-    "serve": "sie_cli.serve:serve",
+    "serve": "sie_cli.serve.command:serve",
     "airgap": "sie_cli.airgap:airgap",
     "backup": "sie_cli.recovery:backup",
     "dlq": "sie_cli.dlq:dlq",
@@ -88,10 +88,10 @@ ELSEWHERE = {
     "keys": "sie_cli.keys:keys",
     "migrate": "sie_cli.migrating:migrate",
     "models": "sie_cli.models:models",
-    "bench": "sie_cli.bench:bench",
+    "bench": "sie_cli.replay.bench:bench",
     "repair": "sie_cli.recovery:repair",
     "restore": "sie_cli.recovery:restore",
-    "top": "sie_cli.top:top",
+    "top": "sie_cli.top.command:top",
     "try": "sie_cli.trying:try_model",
     "topology": "sie_cli.topology:topology",
     "weights": "sie_cli.models.weights:weights",
@@ -265,6 +265,6 @@ def settings_command(standalone: bool, as_json: bool, **values: Any) -> None:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def standalone(arguments: tuple[str, ...]) -> None:
     """The in-process part of `sie serve --standalone`; imported only when it is asked for."""
-    from sie_cli.standalone import standalone as command
+    from sie_cli.serve.standalone import standalone as command
 
     command.main(list(arguments), prog_name="sie standalone")

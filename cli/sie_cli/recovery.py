@@ -25,7 +25,7 @@ from sie_cli.moments import moment
 from sie_cli.refusal import Refused, refusing
 from sie_config_service.mirror import Stored
 from sie_config_service.store import open_store
-from sie_contracts import topology
+from sie_contracts.wire import topology
 from sie_runtime import keys as key_records
 from sie_runtime.keys import Key, KeyBuckets
 

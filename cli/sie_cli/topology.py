@@ -14,8 +14,8 @@ import msgspec
 
 from sie_cli.cluster import BROKER_URL, Cluster, cluster_options
 from sie_cli.options import AnyPosition
-from sie_contracts import topology as names
 from sie_contracts.settings import Settings
+from sie_contracts.wire import topology as names
 
 if TYPE_CHECKING:
     from sie_broker.nats import NatsBroker

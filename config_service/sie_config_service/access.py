@@ -15,8 +15,8 @@ from starlette.exceptions import HTTPException
 
 from sie_contracts.errors import NotFound, NotReady, PermissionDenied, Unauthenticated
 from sie_contracts.settings import Settings
+from sie_runtime.http.routes import Match, bearer
 from sie_runtime.keys import Key, Keys
-from sie_runtime.routes import Match, bearer
 
 
 class Gate:

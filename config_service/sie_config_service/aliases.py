@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sie_broker import Write
-from sie_contracts.alias_checks import changes_vectors, check
-from sie_contracts.aliases import Alias, is_alias, model_of
-from sie_contracts.catalogue import Catalogue
-from sie_contracts.entries import ModelEntry, parse_document
 from sie_contracts.errors import ContentConflict, ValidationFailed
+from sie_contracts.models.alias_checks import changes_vectors, check
+from sie_contracts.models.aliases import Alias, is_alias, model_of
+from sie_contracts.models.catalogue import Catalogue
+from sie_contracts.models.entries import ModelEntry, parse_document
 
 if TYPE_CHECKING:
     from sie_config_service.mirror import Held, Snapshot

@@ -19,7 +19,6 @@ from sie_broker import BrokerError
 from sie_config_service.handlers import json_response
 from sie_config_service.routes import TABLE, openapi_document
 from sie_config_service.state import ConfigService
-from sie_contracts import configs
 from sie_contracts.errors import (
     InternalFailure,
     InvalidInput,
@@ -28,8 +27,9 @@ from sie_contracts.errors import (
     QueueUnavailable,
     SIEError,
 )
-from sie_runtime.asgi import documented
-from sie_runtime.http import App, Receive, Scope, Send, common_headers, headers_of, probes, uuid7
+from sie_contracts.wire import configs
+from sie_runtime.http.asgi import documented
+from sie_runtime.http.server import App, Receive, Scope, Send, common_headers, headers_of, probes, uuid7
 from sie_runtime.metrics_table import OTHER
 from sie_runtime.tracing import begin_request, end_request
 

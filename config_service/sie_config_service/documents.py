@@ -15,10 +15,10 @@ import yaml
 
 from sie_config_service.fields import said
 from sie_contracts import plain
-from sie_contracts.aliases import Alias, is_alias
-from sie_contracts.bundles import Bundle, parse_bundle
-from sie_contracts.entries import ModelEntry, parse_document
 from sie_contracts.errors import ValidationFailed
+from sie_contracts.models.aliases import Alias, is_alias
+from sie_contracts.models.bundles import Bundle, parse_bundle
+from sie_contracts.models.entries import ModelEntry, parse_document
 
 T = TypeVar("T")
 MAX_DEPTH = 64

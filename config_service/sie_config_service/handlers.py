@@ -18,10 +18,10 @@ from sie_config_service.documents import Document, difference, read
 from sie_config_service.mirror import Held, bundles_of
 from sie_config_service.store import digest_of
 from sie_config_service.writes import Asked, Edit, profiles_of
-from sie_contracts import configs
-from sie_contracts.aliases import is_alias
 from sie_contracts.errors import GatewayTimeout, InvalidInput, PayloadTooLarge
+from sie_contracts.models.aliases import is_alias
 from sie_contracts.names import did_you_mean
+from sie_contracts.wire import configs
 
 if TYPE_CHECKING:
     from sie_config_service.state import ConfigService

@@ -9,9 +9,9 @@ from prometheus_client.registry import Collector
 
 import sie_contracts
 from sie_config_service.mirror import Snapshot
+from sie_runtime.http.refusals import REFUSED
 from sie_runtime.metrics import Maker, Scrape, epoch_number
 from sie_runtime.metrics_table import OTHER
-from sie_runtime.refusals import REFUSED
 
 _METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE"})
 

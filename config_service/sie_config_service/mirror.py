@@ -28,11 +28,11 @@ import msgspec
 
 from sie_broker import BrokerError, BrokerUnavailable, Entry, Write
 from sie_broker.record import Bucket
-from sie_contracts import configs, topology
-from sie_contracts.aliases import is_alias
-from sie_contracts.bundles import DEFAULT, Bundle, serving
-from sie_contracts.configs import ConfigEpoch
 from sie_contracts.errors import NotReady
+from sie_contracts.models.aliases import is_alias
+from sie_contracts.models.bundles import DEFAULT, Bundle, serving
+from sie_contracts.wire import configs, topology
+from sie_contracts.wire.configs import ConfigEpoch
 
 REPLIES = "replies"  # first part of the keys that are not of the catalogue
 BEHIND_S = 2.0  # for which a replica of the broker may not have seen what its leader has

@@ -7,8 +7,8 @@ import logging
 from typing import Any
 
 from sie_config_service.documents import invalid
-from sie_contracts.entries import ModelEntry, parse_document
 from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.models.entries import ModelEntry, parse_document
 from sie_contracts.settings import Settings
 from sie_store.entry_faults import Fault, fault
 from sie_store.sources import WeightSources

@@ -23,15 +23,15 @@ import msgspec
 
 from sie_config_service.aliases import seeded
 from sie_config_service.documents import checked, checked_bundle, invalid, read
-from sie_contracts.aliases import Alias
-from sie_contracts.bundles import DEFAULT, Bundle, lacking, serving
-from sie_contracts.catalogue import packaged_folder
-from sie_contracts.configs import YAML
-from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import ValidationFailed
+from sie_contracts.models.aliases import Alias
+from sie_contracts.models.bundles import DEFAULT, Bundle, lacking, serving
+from sie_contracts.models.catalogue import packaged_folder
+from sie_contracts.models.entries import ModelEntry
+from sie_contracts.models.trust import USUAL, Allowed, Trust
 from sie_contracts.names import Names
 from sie_contracts.settings import SettingError, Settings
-from sie_contracts.trust import USUAL, Allowed, Trust
+from sie_contracts.wire.configs import YAML
 from sie_runtime.feed import read_bundles, read_folder
 from sie_store.models_bucket import BucketFolder
 from sie_store.models_folder import MAX_FILE_BYTES, SUFFIXES, examined, in_use

@@ -18,12 +18,12 @@ from sie_config_service.reload import Reload, tell_broken, warn_of_others
 from sie_config_service.restore import Restore
 from sie_config_service.state import ConfigService
 from sie_config_service.store import CatalogueStore, open_store
-from sie_contracts import topology
 from sie_contracts.errors import NotReady, ValidationFailed
 from sie_contracts.settings import SettingError, Settings
+from sie_contracts.wire import topology
 from sie_runtime import tracing
 from sie_runtime.connection import connected
-from sie_runtime.http import HttpServer
+from sie_runtime.http.server import HttpServer
 from sie_runtime.keys import Keys
 from sie_runtime.process import Stop, Tasks, retry
 

@@ -23,9 +23,9 @@ from sie_config_service.mirror import Held, Snapshot
 from sie_config_service.overlay import Folders, Overlay, Signature
 from sie_config_service.store import CatalogueStore, Change, normalised
 from sie_config_service.workers import Workers
-from sie_contracts import configs
 from sie_contracts.errors import SIEError, ValidationFailed
 from sie_contracts.settings import SettingError
+from sie_contracts.wire import configs
 from sie_runtime.process import Stop, Trouble
 
 LOOK_S = 0.5

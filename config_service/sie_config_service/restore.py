@@ -20,7 +20,7 @@ from sie_config_service.store import CatalogueStore
 from sie_config_service.workers import Workers
 from sie_config_service.writes import Asked, Writer
 from sie_contracts.errors import ContentConflict, SIEError
-from sie_contracts.heartbeats import ModelStatus
+from sie_contracts.wire.heartbeats import ModelStatus
 from sie_runtime.process import Stop, Trouble
 
 OPERATION = "restore"

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from sie_config_service.handlers import HANDLERS
-from sie_contracts.configs import config_shape
-from sie_runtime import config_routes, openapi
-from sie_runtime.routes import HTML, JSON, Content, Route, Table
+from sie_contracts.wire.configs import config_shape
+from sie_runtime.http import config_routes, openapi
+from sie_runtime.http.routes import HTML, JSON, Content, Route, Table
 
 
 def _page(path: str, summary: str, media: str) -> Route:

@@ -12,8 +12,8 @@ from sie_config_service.store import CatalogueStore
 from sie_config_service.workers import Workers
 from sie_config_service.writes import Edits, Writer
 from sie_contracts.errors import QueueUnavailable
+from sie_contracts.models.trust import Trust
 from sie_contracts.settings import Settings
-from sie_contracts.trust import Trust
 from sie_runtime.connection import because
 
 if TYPE_CHECKING:

@@ -36,15 +36,15 @@ from sie_broker import Broker, BrokerError, Bus, Entry, Write
 from sie_broker.record import Bucket, retry_conflicts
 from sie_config_service.aliases import INDEX_KEY, Index, index_in, index_of
 from sie_config_service.mirror import Held, Mirror, Snapshot, Stored, bundle_key, bundles_of, concerns, decoded
-from sie_contracts import configs, messages, topology
-from sie_contracts.aliases import Alias, is_alias
-from sie_contracts.bundles import Bundle
-from sie_contracts.catalogue import Catalogue
-from sie_contracts.configs import ConfigDelta, ConfigEpoch, ConfigExport, ConfigModel
-from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import ModelNotFound, NotReady
+from sie_contracts.models.aliases import Alias, is_alias
+from sie_contracts.models.bundles import Bundle
+from sie_contracts.models.catalogue import Catalogue
+from sie_contracts.models.entries import ModelEntry
 from sie_contracts.names import Names
 from sie_contracts.settings import Settings
+from sie_contracts.wire import configs, messages, topology
+from sie_contracts.wire.configs import ConfigDelta, ConfigEpoch, ConfigExport, ConfigModel
 from sie_runtime.failpoints import failpoint
 from sie_runtime.feed import snapshot
 from sie_runtime.process import Stop, retry

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import msgspec
 
 from sie_broker import BrokerError, Bus, CoreMessage
-from sie_contracts import heartbeats, topology
-from sie_contracts.heartbeats import GatewayBeat, Heartbeat, ModelStatus
+from sie_contracts.wire import heartbeats, topology
+from sie_contracts.wire.heartbeats import GatewayBeat, Heartbeat, ModelStatus
 from sie_runtime.process import Stop, retry
 
 _logger = logging.getLogger("sie.config")

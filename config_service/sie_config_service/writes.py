@@ -25,9 +25,6 @@ from sie_config_service.aliases import Guarded, guard
 from sie_config_service.documents import Document, checked, difference, invalid, merged
 from sie_config_service.mirror import Held, bundles_of
 from sie_config_service.store import CatalogueStore, Change, digest_of, normalised, reply_of
-from sie_contracts.aliases import Alias, is_alias
-from sie_contracts.bundles import Bundle, lacking, serving
-from sie_contracts.entries import ModelEntry, is_id
 from sie_contracts.errors import (
     ContentConflict,
     IdempotencyMismatch,
@@ -37,8 +34,11 @@ from sie_contracts.errors import (
     QueueUnavailable,
     ValidationFailed,
 )
-from sie_contracts.public_models import is_public, translated
-from sie_contracts.trust import Trust
+from sie_contracts.models.aliases import Alias, is_alias
+from sie_contracts.models.bundles import Bundle, lacking, serving
+from sie_contracts.models.entries import ModelEntry, is_id
+from sie_contracts.models.public_models import is_public, translated
+from sie_contracts.models.trust import Trust
 
 MAX_IDS = 50_000  # models and aliases, removed ones included, whose revisions are kept
 MAX_ENTRY_BYTES = 256 << 10  # of one in the bucket, where up to 100 revisions of it are

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Histogram
 
+from sie_runtime.http.refusals import REFUSED
 from sie_runtime.metrics import Maker, exemplar
-from sie_runtime.refusals import REFUSED
 
 if TYPE_CHECKING:
     from sie_gateway.inference.results import Finished

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sie_broker import Broker, BrokerError, TopologyMismatch
-from sie_contracts import topology
 from sie_contracts.errors import QueueUnavailable, ShuttingDown
 from sie_contracts.settings import SettingError, Settings
+from sie_contracts.wire import topology
 from sie_gateway.admission.admission import Admission
 from sie_gateway.admission.grant import Quotas
 from sie_gateway.collector import Live
@@ -50,10 +50,10 @@ from sie_runtime import tracing
 from sie_runtime.clock import BrokerClock
 from sie_runtime.connection import connected
 from sie_runtime.feed import CatalogueFeed, ConfigSource, config_source, packaged_catalogue
-from sie_runtime.http import STOP_S, HttpServer
+from sie_runtime.http.server import STOP_S, HttpServer
+from sie_runtime.http.websocket import WebSocketProtocol
 from sie_runtime.keys import Keys
 from sie_runtime.process import Stop, Tasks, retry
-from sie_runtime.websocket import WebSocketProtocol
 from sie_store.payloads import open_store
 
 EPOCH_POLL_S = 5.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from contextvars import ContextVar
 
-from sie_contracts.trace_context import NONE, Context
+from sie_contracts.wire.trace_context import NONE, Context
 
 MAX_STATE_CHARS = 512  # of a tracestate: the minimum that the specification demands
 # attribute of a span of a stage of the reply's timing: queue, preprocess, batch_wait, inference, postprocess

@@ -23,14 +23,14 @@ import httpx
 import msgspec
 
 from sie_broker import BrokerError, Bus, CoreMessage, Subscription
-from sie_contracts import configs, topology
-from sie_contracts.aliases import Alias
-from sie_contracts.bundles import Bundle, parse_bundle
-from sie_contracts.catalogue import Catalogue, packaged_folder
-from sie_contracts.configs import ConfigDelta, ConfigEpoch, ConfigExport, ConfigModel, has_seen
-from sie_contracts.entries import ModelEntry, parse_document, parse_entry
 from sie_contracts.errors import SIEError, ValidationFailed
+from sie_contracts.models.aliases import Alias
+from sie_contracts.models.bundles import Bundle, parse_bundle
+from sie_contracts.models.catalogue import Catalogue, packaged_folder
+from sie_contracts.models.entries import ModelEntry, parse_document, parse_entry
 from sie_contracts.settings import Secret
+from sie_contracts.wire import configs, topology
+from sie_contracts.wire.configs import ConfigDelta, ConfigEpoch, ConfigExport, ConfigModel, has_seen
 from sie_runtime.process import Stop, Trouble, retry
 
 READ_S = 30.0  # for one answer of the config service, of any size

@@ -26,7 +26,7 @@ import msgspec
 
 from sie_broker import BrokerError, Entry, KeyValue, Store, Write
 from sie_broker.record import Bucket, Record
-from sie_contracts import topology
+from sie_contracts.wire import topology
 from sie_runtime.process import Stop, Trouble
 
 TOKEN_BYTES = 32

@@ -27,7 +27,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from sie_contracts import __version__
 from sie_contracts.settings import Tracing, public_url
-from sie_contracts.trace_context import NONE, Context
+from sie_contracts.wire.trace_context import NONE, Context
 from sie_runtime.current_trace import STAGE
 from sie_runtime.process import Trouble
 

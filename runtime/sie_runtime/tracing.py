@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from sie_contracts.settings import SettingError, Tracing
-from sie_contracts.trace_context import NONE, Context
+from sie_contracts.wire.trace_context import NONE, Context
 from sie_runtime.current_trace import context_from_headers, set_current
 
 if TYPE_CHECKING:

@@ -177,7 +177,7 @@ def _check_names(verb: str, params: Mapping[str, Any]) -> None:
     known = _PARAMS[verb]
     if params.keys() <= known:
         return
-    from sie_contracts.options import FIELDS  # what the server knows beside: parameters of single families
+    from sie_contracts.models.options import FIELDS  # what the server knows beside: parameters of single families
 
     for name in params:
         if name not in known and name not in FIELDS:

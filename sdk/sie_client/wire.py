@@ -16,7 +16,7 @@ from sie_client.errors import InvalidInputError
 from sie_client.media import media, sound
 from sie_client.types import Item, ItemUsage, Usage
 from sie_contracts import arrays
-from sie_contracts.costs import IMAGE_TOKENS
+from sie_contracts.models.costs import IMAGE_TOKENS
 
 FILES = ("document", "audio", "video")
 _OUTPUTS = ("dense", "sparse", "multivector")

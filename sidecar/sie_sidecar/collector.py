@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 import sie_contracts
-from sie_contracts.ipc import Description
+from sie_contracts.wire.ipc import Description
 from sie_runtime.metrics import Scrape, epoch_number
 from sie_runtime.metrics_table import OOM, OTHER
 from sie_sidecar.health import Health

@@ -12,11 +12,11 @@ import msgspec
 
 import sie_contracts
 from sie_broker import BrokerError, Bus, CoreMessage
-from sie_contracts import ipc, messages, topology
 from sie_contracts.errors import SIEError
-from sie_contracts.heartbeats import Heartbeat
 from sie_contracts.settings import Settings
-from sie_contracts.topology import Lane
+from sie_contracts.wire import ipc, messages, topology
+from sie_contracts.wire.heartbeats import Heartbeat
+from sie_contracts.wire.topology import Lane
 from sie_runtime.connection import because
 from sie_runtime.feed import CatalogueFeed
 from sie_sidecar.device.link import AdapterGone, AdapterLink

@@ -12,11 +12,11 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from sie_contracts.errors import SIEError
-from sie_contracts.ipc import BatchDone, Description
-from sie_contracts.messages import BatchNote, Failed, WorkResult
+from sie_contracts.wire.ipc import BatchDone, Description
+from sie_contracts.wire.messages import BatchNote, Failed, WorkResult
+from sie_runtime.http.refusals import REFUSED
 from sie_runtime.metrics import Maker, exemplar
 from sie_runtime.metrics_table import OOM
-from sie_runtime.refusals import REFUSED
 from sie_sidecar.prepare.media_pool import RESULTS
 
 _OUTCOMES = ("taken", "duplicate", "unknown", "unconfirmed", "fenced", "cancelled", "late", "changed", "handed_back")

@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from sie_broker import Broker, BrokerError, Queue
-from sie_contracts import topology
-from sie_contracts.alias_checks import resolve_all
-from sie_contracts.catalogue import Catalogue, Resolved
 from sie_contracts.errors import BundleConflict, ModelNotFound, SIEError
+from sie_contracts.models.alias_checks import resolve_all
+from sie_contracts.models.catalogue import Catalogue, Resolved
 from sie_contracts.settings import Mode, SettingError, Settings, default_worker_id
-from sie_contracts.topology import Lane
+from sie_contracts.wire import topology
+from sie_contracts.wire.topology import Lane
 from sie_runtime import tracing
 from sie_runtime.connection import connected
 from sie_runtime.feed import CatalogueFeed, ConfigSource, config_source, packaged_catalogue
-from sie_runtime.http import HttpServer
+from sie_runtime.http.server import HttpServer
+from sie_runtime.http.websocket import WebSocketProtocol
 from sie_runtime.process import Stop, Tasks, Trouble, retry
-from sie_runtime.websocket import WebSocketProtocol
 from sie_sidecar.batching.batch import Limits
 from sie_sidecar.collector import WorkerCollector
 from sie_sidecar.device.link import AdapterGone, AdapterLink

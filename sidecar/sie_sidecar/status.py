@@ -17,13 +17,13 @@ from typing import Any
 import msgspec
 
 import sie_contracts
-from sie_contracts.entries import ModelEntry, RunDefaults, listed_outputs, widths
 from sie_contracts.errors import NotFound, SIEError, Unauthenticated
+from sie_contracts.models.entries import ModelEntry, RunDefaults, listed_outputs, widths
 from sie_contracts.settings import Settings
-from sie_contracts.topology import Lane
-from sie_runtime.asgi import App, Receive, Scope, Send, headers_of, refuse_upgrade
-from sie_runtime.http import probes
-from sie_runtime.websocket import Frames, Seats
+from sie_contracts.wire.topology import Lane
+from sie_runtime.http.asgi import App, Receive, Scope, Send, headers_of, refuse_upgrade
+from sie_runtime.http.server import probes
+from sie_runtime.http.websocket import Frames, Seats
 from sie_sidecar.batching.batch import Limits
 from sie_sidecar.health import Health
 from sie_sidecar.metrics import Metrics, of_models

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sie_broker import Broker, BrokerError, Subscription
-from sie_contracts import topology
 from sie_contracts.settings import Settings
-from sie_contracts.topology import Lane
+from sie_contracts.wire import topology
+from sie_contracts.wire.topology import Lane
 from sie_runtime.clock import BrokerClock
 from sie_runtime.failpoints import failpoint
 from sie_runtime.feed import CatalogueFeed

@@ -27,7 +27,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from sie_contracts.heartbeats import Fetched
+from sie_contracts.wire.heartbeats import Fetched
 from sie_store import durable, found
 from sie_store.locks import Lock, taken
 from sie_store.manifest import MANIFEST, FetchFailed, Manifest, ManifestError, check_names, decode, encode, verify

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sie_contracts import families
-from sie_contracts.entries import LoadOptions, ModelEntry
-from sie_contracts.families import FAMILIES, TEXT_ENCODER
+from sie_contracts.models import families
+from sie_contracts.models.entries import LoadOptions, ModelEntry
+from sie_contracts.models.families import FAMILIES, TEXT_ENCODER
 from sie_store.folder_files import read_json, read_value
 
 MODEL_FILE = "config_sentence_transformers.json"

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from sie_contracts.errors import ModelLoadFailed
-from sie_contracts.load_errors import load_failed
+from sie_contracts.models.load_errors import load_failed
 
 MAX_TEXT = 300  # characters of what a library says
 MAX_COUNT = 1_000  # layers, experts and the like, each of which is made

@@ -8,12 +8,12 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from sie_contracts.catalogue import packaged_folder
-from sie_contracts.entries import ModelEntry, parse_document
 from sie_contracts.errors import SIEError
-from sie_contracts.ownership import distrusted, is_open
+from sie_contracts.models.catalogue import packaged_folder
+from sie_contracts.models.entries import ModelEntry, parse_document
+from sie_contracts.models.trust import Allowed, Trust, is_bucket
 from sie_contracts.settings import SettingError
-from sie_contracts.trust import Allowed, Trust, is_bucket
+from sie_contracts.wire.ownership import distrusted, is_open
 from sie_runtime.feed import read_bundles, read_folder
 from sie_store.models_bucket import BucketFolder
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from sie_contracts.heartbeats import Fetched
+from sie_contracts.wire.heartbeats import Fetched
 
 _logger = logging.getLogger("sie.store")
 

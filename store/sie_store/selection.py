@@ -6,8 +6,8 @@ import fnmatch
 from collections.abc import Callable
 from pathlib import Path
 
-from sie_contracts.entries import ModelEntry
-from sie_contracts.families import FAMILIES
+from sie_contracts.models.entries import ModelEntry
+from sie_contracts.models.families import FAMILIES
 from sie_store.manifest import MANIFEST
 
 FILES = (

@@ -25,10 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sie_contracts import families
-from sie_contracts.entries import ModelEntry, Weights
-from sie_contracts.heartbeats import Fetched
-from sie_contracts.load_errors import load_failed, lora_failed, lora_not_found, lora_rejected
+from sie_contracts.models import families
+from sie_contracts.models.entries import ModelEntry, Weights
+from sie_contracts.models.load_errors import load_failed, lora_failed, lora_not_found, lora_rejected
+from sie_contracts.wire.heartbeats import Fetched
 from sie_store.cache import LocalCache
 from sie_store.hub import commit_of, hub_fetch
 from sie_store.locks import Lock

@@ -48,7 +48,7 @@ PROCESSES = {
     "config": "sie_config_service.process",
     "sidecar": "sie_sidecar.process",
     "adapter": "sie_adapter.process",
-    "serve": "sie_cli.standalone",
+    "serve": "sie_cli.serve.standalone",
 }
 BUILD = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
 OWN = (*BUILD["dev-mode-dirs"], "catalog")

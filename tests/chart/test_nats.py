@@ -26,14 +26,14 @@ from nats_server import NatsServer, binary
 from sie_broker import Broker, BrokerError, CoreMessage, Write
 from sie_broker.nats import connect, connection, transport
 from sie_broker.owner import own
-from sie_cli.embedded import MAX_PAYLOAD_BYTES, SYNC_INTERVAL
-from sie_cli.ports import free_port
+from sie_cli.serve.embedded import MAX_PAYLOAD_BYTES, SYNC_INTERVAL
+from sie_cli.serve.ports import free_port
 from sie_config_service.process import run as run_config
-from sie_contracts import messages, topology
-from sie_contracts.contents import content_keys
 from sie_contracts.errors import ErrorInfo
-from sie_contracts.messages import DeadLetter, Input, RunOptions, WorkItem
+from sie_contracts.media.contents import content_keys
 from sie_contracts.settings import Secret
+from sie_contracts.wire import messages, topology
+from sie_contracts.wire.messages import DeadLetter, Input, RunOptions, WorkItem
 from sie_gateway.process import serve as serve_gateway
 from sie_runtime import keys as records
 from sie_runtime.feed import config_source

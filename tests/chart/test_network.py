@@ -112,7 +112,7 @@ def test_idle_connections_outlive_those_of_the_load_balancers() -> None:
     """E10: a load balancer gives up an idle connection before a gateway does, and a slow request after it has ended."""
     from helm import container, variables
 
-    from sie_runtime.http import KEEP_ALIVE_S
+    from sie_runtime.http.server import KEEP_ALIVE_S
 
     annotations = of_kind("Ingress", rendered("values-eks.yaml"))["sie-gateway"]["metadata"]["annotations"]
     idle_s = int(annotations["alb.ingress.kubernetes.io/load-balancer-attributes"].rpartition("=")[2])

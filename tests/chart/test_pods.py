@@ -26,7 +26,7 @@ from helm import (
 
 from sie_adapter.process import DRAIN_S as ADAPTER_DRAIN_S
 from sie_cli import main as cli
-from sie_cli.environment import HUB
+from sie_cli.serve.environment import HUB
 from sie_contracts.gpu_type import gpu_type
 from sie_contracts.settings import BY_NAME, Secret, load
 from sie_gateway.process import longest_drain_s

@@ -17,7 +17,7 @@ from fake_adapter import toy_entry
 from helm import CHOSEN, container, containers, objects, of_kind, rendered, template, variables, workloads
 from inprocess import InProcess, until
 
-from sie_contracts import topology
+from sie_contracts.wire import topology
 
 CLOUDS = ("values-gke.yaml", "values-eks.yaml", "values-aks.yaml")
 # Fields of keda.sh/v1alpha1 ScaledObject that are used, as far as KEDA's own schema goes; anything else is a mistake.

@@ -31,9 +31,9 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from unit.adapter import toys
 
 from sie_adapter.loading.precision import bfloat16_lacks
-from sie_contracts import ipc
 from sie_contracts.errors import ErrorInfo
-from sie_contracts.messages import Failed, Ok, RunOptions
+from sie_contracts.wire import ipc
+from sie_contracts.wire.messages import Failed, Ok, RunOptions
 
 MAX_TOKENS = 256
 

@@ -16,7 +16,7 @@ import pytest
 from inprocess import settings_of
 from nats_server import NatsServer
 
-from sie_cli.ports import free_port
+from sie_cli.serve.ports import free_port
 from sie_config_service.process import run
 from sie_runtime.process import Stop
 

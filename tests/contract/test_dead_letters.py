@@ -13,9 +13,9 @@ from sie_broker import Broker
 from sie_broker.dead_letters import SPAN, Letters
 from sie_broker.memory import MemoryServer
 from sie_broker.nats import connect
-from sie_contracts import messages, topology
 from sie_contracts.errors import ErrorInfo
-from sie_contracts.messages import DeadLetter, Input, RunOptions, WorkItem
+from sie_contracts.wire import messages, topology
+from sie_contracts.wire.messages import DeadLetter, Input, RunOptions, WorkItem
 
 ITEM = WorkItem("r", 0, "toy/one", "", "encode", (Input("x"),), RunOptions(), "inbox", 1000)
 

@@ -20,9 +20,9 @@ from fixed_cost_adapter import POISONED, Device
 from stack import Device as Options
 from stack import Part, listens
 
-from sie_contracts import ipc
 from sie_contracts.errors import ModelLoading
-from sie_contracts.messages import Ok
+from sie_contracts.wire import ipc
+from sie_contracts.wire.messages import Ok
 from sie_runtime.process import Stop
 from sie_sidecar.device.link import AdapterGone, AdapterLink
 

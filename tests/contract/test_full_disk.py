@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from adapter_process import batch, start, stop
 
-from sie_contracts.messages import Ok
+from sie_contracts.wire.messages import Ok
 
 FULL = """
 import tempfile

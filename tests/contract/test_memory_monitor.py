@@ -19,8 +19,8 @@ import pytest
 from adapter_process import Adapter, Client, batch, running, toy
 from unit.adapter import toys
 
-from sie_contracts import ipc
-from sie_contracts.messages import Ok
+from sie_contracts.wire import ipc
+from sie_contracts.wire.messages import Ok
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prlimit and /proc are Linux's")
 MODELS = ("idle", "other", "busy")

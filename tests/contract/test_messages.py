@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from message_examples import EXAMPLES, FIXTURES, newer_bytes, path_of
 
-from sie_contracts import configs, heartbeats, ipc, messages, records
-from sie_contracts.configs import ConfigExport
+from sie_contracts.wire import configs, heartbeats, ipc, messages, records
+from sie_contracts.wire.configs import ConfigExport
 
 Message = (
     messages.WorkItem

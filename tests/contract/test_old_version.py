@@ -17,7 +17,7 @@ from contract.old_reader import Read
 from message_examples import EXAMPLES, FIXTURES, encoded, newer_bytes, path_of
 from upgrade import released
 
-from sie_contracts import ipc
+from sie_contracts.wire import ipc
 
 READER = Path(__file__).with_name("old_reader.py")
 # between sidecar and adapter of one pod, which change together

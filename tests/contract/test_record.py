@@ -16,7 +16,7 @@ from sie_broker import Broker, BrokerError, Entry, KeyValue, Write, WrongRevisio
 from sie_broker.memory import MemoryServer
 from sie_broker.nats import connect
 from sie_broker.record import Bucket, LeaderLease, Record, UnreadableRecord, retry_conflicts
-from sie_contracts import messages
+from sie_contracts.wire import messages
 
 WAIT_S = 30.0
 NAME = "things"

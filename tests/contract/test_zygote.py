@@ -13,7 +13,7 @@ from cluster import SIE
 from stack import Device, Part, listens
 from zygote import Forked
 
-from sie_cli.ports import free_port
+from sie_cli.serve.ports import free_port
 
 WAIT_S = 30.0
 

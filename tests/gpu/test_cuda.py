@@ -25,7 +25,7 @@ from sie_adapter.engine.device import Compute
 from sie_adapter.engine.engine import Engine
 from sie_adapter.families.text_encoder import TextEncoder
 from sie_adapter.packed.attention_backend import attention_facts, resolve_attention
-from sie_contracts.entries import LoadOptions, Precision
+from sie_contracts.models.entries import LoadOptions, Precision
 from sie_contracts.settings import Settings
 
 CUDA = torch.device("cuda")

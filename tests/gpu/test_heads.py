@@ -38,7 +38,7 @@ from sie_adapter.heads.pooling import POOLINGS, DenseHead
 from sie_adapter.heads.sparse import MaskedLanguageHead, TokenWeightHead
 from sie_adapter.heads.transformers_head import TransformersHead
 from sie_adapter.packed.packing import Items, Positions, pack
-from sie_contracts.muvera import Muvera
+from sie_contracts.models.muvera import Muvera
 from sie_contracts.settings import Settings
 
 CUDA = torch.device("cuda")

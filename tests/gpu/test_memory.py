@@ -17,10 +17,10 @@ from unit.adapter.allocation_failures import adversarial
 
 from sie_adapter.engine.engine import Engine
 from sie_adapter.memory.batch_limits import Frontier
-from sie_contracts.entries import LoadOptions, ModelEntry
-from sie_contracts.ipc import BatchDone, Group, RunBatch
-from sie_contracts.messages import Ok
+from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.settings import Settings
+from sie_contracts.wire.ipc import BatchDone, Group, RunBatch
+from sie_contracts.wire.messages import Ok
 
 CUDA = torch.device("cuda:0")
 WIDTH, LONGEST, WIDEST = 64, 512, 8192

@@ -19,7 +19,7 @@ from parity.table import ParityTable
 
 from sie_adapter.engine.engine import Engine
 from sie_adapter.loading import loading
-from sie_contracts.entries import Precision
+from sie_contracts.models.entries import Precision
 from sie_contracts.settings import Settings
 from sie_runtime.feed import packaged_catalogue
 

@@ -17,11 +17,11 @@ from sie_adapter.engine.device_threads import Job, Lanes
 from sie_adapter.engine.engine import Engine
 from sie_adapter.families.text_encoder import TextEncoder
 from sie_adapter.memory.residency import Resident
-from sie_contracts.entries import Engine as EngineName
-from sie_contracts.entries import Precision, parse_entry
-from sie_contracts.ipc import BatchDone, Group, Reply, RunBatch
-from sie_contracts.messages import Ok, RunOptions
+from sie_contracts.models.entries import Engine as EngineName
+from sie_contracts.models.entries import Precision, parse_entry
 from sie_contracts.settings import Settings
+from sie_contracts.wire.ipc import BatchDone, Group, Reply, RunBatch
+from sie_contracts.wire.messages import Ok, RunOptions
 from sie_sidecar.prepare.tokens import ModelTokenizer
 
 Vectors = NDArray[np.float32]

@@ -25,7 +25,7 @@ from transformers import DebertaV2Config, DebertaV2Model, PreTrainedTokenizerFas
 
 from sie_adapter.engine.device import Compute
 from sie_adapter.packed.attention_backend import AttentionFacts
-from sie_contracts.entries import ModelEntry, parse_entry
+from sie_contracts.models.entries import ModelEntry, parse_entry
 
 GlinerKind = Literal["span", "token", "bi", "bi-token"]
 

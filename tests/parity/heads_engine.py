@@ -20,10 +20,10 @@ from parity.table import Agreement, ParityTable, path_of
 
 from sie_adapter.engine.engine import Engine
 from sie_adapter.families.text_encoder import TextEncoder
-from sie_contracts.entries import parse_entry
-from sie_contracts.ipc import BatchDone, Group, RunBatch
-from sie_contracts.messages import Input, Ok, Operation, RunOptions
+from sie_contracts.models.entries import parse_entry
 from sie_contracts.settings import Settings
+from sie_contracts.wire.ipc import BatchDone, Group, RunBatch
+from sie_contracts.wire.messages import Input, Ok, Operation, RunOptions
 from sie_sidecar.prepare import layouts
 from sie_sidecar.prepare.rows import Work
 from sie_sidecar.prepare.tokens import ModelTokenizer

@@ -20,12 +20,12 @@ from parity.toys import png, seen
 from PIL import Image
 
 from sie_adapter.engine.engine import Engine
-from sie_contracts.catalogue import Catalogue
-from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import InvalidInput
-from sie_contracts.ipc import BatchDone, Rows, RunBatch
-from sie_contracts.messages import Failed, Input, Ok, Operation, RunOptions
-from sie_contracts.options import run_options
+from sie_contracts.models.catalogue import Catalogue
+from sie_contracts.models.entries import ModelEntry
+from sie_contracts.models.options import run_options
+from sie_contracts.wire.ipc import BatchDone, Rows, RunBatch
+from sie_contracts.wire.messages import Failed, Input, Ok, Operation, RunOptions
 from sie_sidecar.prepare import layouts
 from sie_sidecar.prepare import rows as rowing
 from sie_sidecar.prepare.media_frames import Heard

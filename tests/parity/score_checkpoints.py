@@ -30,12 +30,12 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from sie_adapter.engine.engine import Engine
 from sie_adapter.memory.residency import Resident
-from sie_contracts.catalogue import Catalogue
-from sie_contracts.entries import ModelEntry, parse_entry
-from sie_contracts.ipc import BatchDone, Rows
-from sie_contracts.messages import Failed, Input, Ok, Operation, Outcome
-from sie_contracts.options import run_options
+from sie_contracts.models.catalogue import Catalogue
+from sie_contracts.models.entries import ModelEntry, parse_entry
+from sie_contracts.models.options import run_options
 from sie_contracts.settings import Settings
+from sie_contracts.wire.ipc import BatchDone, Rows
+from sie_contracts.wire.messages import Failed, Input, Ok, Operation, Outcome
 from sie_sidecar.prepare import layouts
 from sie_sidecar.prepare import rows as rowing
 from sie_sidecar.prepare.rows import Row, Work

@@ -22,8 +22,8 @@ from transformers import AutoTokenizer
 from sie_adapter.loading.inspection import inspect
 from sie_adapter.packed.backbone import Backbone
 from sie_contracts.errors import ModelLoadFailed
-from sie_contracts.messages import RunOptions
-from sie_contracts.options import SCORE_MODES
+from sie_contracts.models.options import SCORE_MODES
+from sie_contracts.wire.messages import RunOptions
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "bge_m3.json").read_text())
 TEXTS = [row["text"] for row in GOLDEN["texts"]]

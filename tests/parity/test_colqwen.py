@@ -23,9 +23,9 @@ from selection import long_but
 from sie_adapter.engine.engine import Engine
 from sie_adapter.families.qwen_vl import axes_of
 from sie_adapter.packed.packing import Packed
-from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import InternalFailure, ModelLoadFailed
-from sie_contracts.messages import Input
+from sie_contracts.models.entries import ModelEntry, parse_entry
+from sie_contracts.wire.messages import Input
 
 MAX_DIFFERENCE = {"float32": 5e-6, "bfloat16": 8e-2}
 MAX_TOKENS = 200

@@ -34,9 +34,9 @@ from sie_adapter.families import owlv2
 from sie_adapter.families.detector import Detector
 from sie_adapter.packed.packing import Shown
 from sie_client import draw
-from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ErrorInfo, ModelLoadFailed
-from sie_contracts.messages import RunOptions
+from sie_contracts.models.entries import ModelEntry, parse_entry
+from sie_contracts.wire.messages import RunOptions
 
 FOLDERS: dict[str, Callable[[Path], Path]] = {
     "grounding-dino": detector_checkpoints.grounding_dino,

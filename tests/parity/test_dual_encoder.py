@@ -23,10 +23,10 @@ from selection import long_but
 from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
 from sie_adapter.engine.engine import Engine
-from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed
-from sie_contracts.ipc import BatchDone
-from sie_contracts.messages import Input, RunOptions
+from sie_contracts.models.entries import ModelEntry, parse_entry
+from sie_contracts.wire.ipc import BatchDone
+from sie_contracts.wire.messages import Input, RunOptions
 from sie_sidecar.prepare import layouts
 from sie_sidecar.prepare.rows import Part, Work
 

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from sie_adapter.families.extraction import ExtractOptions
 from sie_adapter.families.gliclass import GliclassModel
 from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed, SIEError
-from sie_contracts.ipc import Rows
+from sie_contracts.wire.ipc import Rows
 
 LABELS = ("person", "river mountain", "Engine", "vector")
 MAX_TOKENS = 128

@@ -26,7 +26,7 @@ from sie_adapter.families import gliner as family
 from sie_adapter.families.extraction import ExtractOptions
 from sie_adapter.families.gliner import GlinerModel
 from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed, SIEError
-from sie_contracts.ipc import Rows
+from sie_contracts.wire.ipc import Rows
 
 KINDS: tuple[GlinerKind, ...] = ("span", "token", "bi", "bi-token")
 LABELS = ("person", "river mountain", "Engine")

@@ -25,7 +25,7 @@ from sie_adapter.families import gliner2 as family
 from sie_adapter.families.extraction import ExtractOptions
 from sie_adapter.families.gliner2 import Gliner2Model
 from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed, SIEError
-from sie_contracts.ipc import Rows
+from sie_contracts.wire.ipc import Rows
 
 LABELS = ("person", "river mountain", "Engine")
 THRESHOLD = 0.5

@@ -17,8 +17,8 @@ from parity.table import ParityTable, Scores, path_of
 
 from sie_adapter.families.extraction import ExtractOptions
 from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed, SIEError
-from sie_contracts.ipc import Rows
-from sie_contracts.messages import Mention
+from sie_contracts.wire.ipc import Rows
+from sie_contracts.wire.messages import Mention
 
 glirel = pytest.importorskip("glirel", reason="the extra glirel is for non-commercial use alone")
 

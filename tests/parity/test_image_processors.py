@@ -14,7 +14,7 @@ import transformers
 from image_files import encoded, picture
 
 from sie_contracts.errors import InvalidInput
-from sie_contracts.images import Normalisation, Recipe, Size, UnknownProcessor, check, from_processor
+from sie_contracts.media.images import Normalisation, Recipe, Size, UnknownProcessor, check, from_processor
 from sie_sidecar.prepare.images import prepare
 
 CLOSE = 1e-6  # of float32 throughout: 1/255 is not exact there. Seen: 7.2e-7, where the deviation is 0.225

@@ -23,14 +23,14 @@ from transformers import AutoModel, AutoTokenizer
 
 from sie_adapter.engine.engine import Engine
 from sie_adapter.families.text_encoder import TextEncoder
-from sie_contracts.catalogue import Catalogue
-from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import InvalidInput
-from sie_contracts.ipc import BatchDone
-from sie_contracts.messages import Failed, Input, Ok, Operation, RunOptions, Vectors
-from sie_contracts.muvera import Muvera
-from sie_contracts.options import TOKEN_STATES, run_options, unpooled
+from sie_contracts.models.catalogue import Catalogue
+from sie_contracts.models.entries import ModelEntry, parse_entry
+from sie_contracts.models.muvera import Muvera
+from sie_contracts.models.options import TOKEN_STATES, run_options, unpooled
 from sie_contracts.settings import Settings
+from sie_contracts.wire.ipc import BatchDone
+from sie_contracts.wire.messages import Failed, Input, Ok, Operation, RunOptions, Vectors
 from sie_sidecar.prepare import layouts
 from sie_sidecar.prepare import rows as rowing
 from sie_sidecar.prepare.rows import Part, Work

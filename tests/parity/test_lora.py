@@ -31,11 +31,11 @@ from transformers import AutoModel, AutoModelForSequenceClassification, PreTrain
 from sie_adapter.engine.device_threads import Job, Lanes
 from sie_adapter.engine.engine import Engine
 from sie_adapter.packed.linear import BlockedLinear
-from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ErrorInfo, LoraLoadFailed
-from sie_contracts.ipc import BatchDone, Refused, Reply, RunBatch
-from sie_contracts.messages import Input, Ok, RunOptions
+from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_contracts.settings import Settings
+from sie_contracts.wire.ipc import BatchDone, Refused, Reply, RunBatch
+from sie_contracts.wire.messages import Input, Ok, RunOptions
 from sie_sidecar.prepare import layouts, rows
 from sie_sidecar.prepare.rows import Work
 from sie_sidecar.prepare.tokens import ModelTokenizer

@@ -27,7 +27,7 @@ from sie_adapter.heads import States
 from sie_adapter.heads.multivector import MultivectorHead
 from sie_adapter.packed.packing import Items, Positions, pack
 from sie_contracts.errors import ModelLoadFailed
-from sie_contracts.messages import RunOptions
+from sie_contracts.wire.messages import RunOptions
 
 OUT = 24
 MIN_TAU = 0.98  # Kendall's, of the ranking of 50 documents

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from sie_contracts.errors import InvalidInput, ModelLoadFailed
-from sie_contracts.messages import Ok
+from sie_contracts.wire.messages import Ok
 
 FAMILY = "pruner"
 QUERY = "how does the search engine rank a paper"

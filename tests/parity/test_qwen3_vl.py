@@ -20,9 +20,9 @@ from PIL import Image
 from selection import long_but
 
 from sie_adapter.engine.engine import Engine
-from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed
-from sie_contracts.messages import Input
+from sie_contracts.models.entries import ModelEntry, parse_entry
+from sie_contracts.wire.messages import Input
 
 MAX_DIFFERENCE = {"float32": 2e-6, "bfloat16": 5e-2}
 MAX_TOKENS = 160

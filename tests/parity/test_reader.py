@@ -30,9 +30,9 @@ from sie_adapter.packed.packing import Shown
 from sie_adapter.readers import florence2
 from sie_adapter.readers.document_reader import DocumentReader
 from sie_adapter.readers.reading import Written, _Call, _Loop, _Row
-from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import InvalidInput, ModelLoadFailed
-from sie_contracts.messages import RunOptions
+from sie_contracts.models.entries import ModelEntry, parse_entry
+from sie_contracts.wire.messages import RunOptions
 
 PAGES = [
     image(width, height, seed)

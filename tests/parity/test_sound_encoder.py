@@ -17,8 +17,8 @@ from parity.table import Agreement, ParityTable
 from sound_files import encoded, tone
 
 from sie_adapter.engine.engine import Engine
-from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.models.entries import ModelEntry, parse_entry
 
 WIDTH, TOKENS, RATE = 24, 120, 16_000  # of sound_checkpoints, which imports the classes of transformers
 MAX_DIFFERENCE = {"float32": 5e-6, "bfloat16": 6e-2}

@@ -25,8 +25,8 @@ from sound_files import encoded, tone
 from sie_adapter.engine.engine import Engine
 from sie_adapter.families.extraction import ExtractOptions
 from sie_adapter.readers.reading import _Call, _Loop, _Row
-from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import InvalidInput, ModelLoadFailed
+from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_sidecar.prepare import sounds
 
 RATE, SECONDS, TOKENS = 16_000, 2, 64  # of sound_checkpoints.whisper, which imports the classes of transformers

@@ -30,7 +30,7 @@ from sie_adapter.heads.transformers_head import TransformersHead
 from sie_adapter.loading.precision import bfloat16_lacks
 from sie_adapter.packed.packing import Items, Packed, Positions, pack
 from sie_contracts.errors import ModelLoadFailed
-from sie_contracts.messages import RunOptions
+from sie_contracts.wire.messages import RunOptions
 
 ARCHITECTURES = ("bert", "distilbert", "roberta", "modernbert", "xlm-roberta", "electra", "gte", "mpnet", "deberta-v2")
 LIMIT_BYTES = 64_000_000

@@ -15,7 +15,7 @@ from selection import long_but
 from transformers import AutoModelForSequenceClassification, pipeline
 
 from sie_contracts.errors import InvalidInput
-from sie_contracts.messages import Failed, Input, Ok
+from sie_contracts.wire.messages import Failed, Input, Ok
 
 FAMILY = "text-classifier"
 NAMES = ("anger", "joy", "fear", "calm")

@@ -27,7 +27,7 @@ from selection import long_but
 from transformers import AutoModelForTokenClassification, AutoTokenizer, pipeline
 
 from sie_contracts.errors import ModelLoadFailed
-from sie_contracts.messages import Ok
+from sie_contracts.wire.messages import Ok
 
 FAMILY = "token-classifier"
 BIO = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")

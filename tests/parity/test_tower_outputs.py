@@ -21,7 +21,7 @@ from selection import long_but
 
 from sie_adapter.engine.engine import Engine
 from sie_adapter.packed.packing import Shown
-from sie_contracts.entries import parse_entry
+from sie_contracts.models.entries import parse_entry
 from sie_contracts.settings import Settings
 from sie_sidecar.prepare.tokens import ModelTokenizer
 

@@ -18,11 +18,11 @@ from parity.toys import image, png, seen
 from transformers import AutoProcessor, ColPaliForRetrieval
 
 from sie_adapter.engine.engine import Engine
-from sie_contracts.catalogue import Catalogue
-from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed
-from sie_contracts.messages import Input
-from sie_contracts.options import run_options
+from sie_contracts.models.catalogue import Catalogue
+from sie_contracts.models.entries import ModelEntry, parse_entry
+from sie_contracts.models.options import run_options
+from sie_contracts.wire.messages import Input
 from sie_sidecar.prepare import layouts
 from sie_sidecar.prepare.rows import Work
 

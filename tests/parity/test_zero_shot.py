@@ -20,7 +20,7 @@ from selection import long_but
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from sie_contracts.errors import InvalidInput, ModelLoadFailed
-from sie_contracts.messages import Ok
+from sie_contracts.wire.messages import Ok
 
 FAMILY = "zero-shot-classifier"
 TEMPLATE = "This text is about {}."

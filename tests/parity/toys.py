@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from sie_contracts.images import Recipe
-from sie_contracts.ipc import Rows
-from sie_contracts.messages import Input
+from sie_contracts.media.images import Recipe
+from sie_contracts.wire.ipc import Rows
+from sie_contracts.wire.messages import Input
 from sie_sidecar.prepare import images
 from sie_sidecar.prepare.media_frames import Prepared
 

@@ -1,5 +1,5 @@
-"""The adapter of a simulation: the frames of `sie_contracts.ipc`, time by a cost model, memory for so many models, and
-every way to fail.
+"""The adapter of a simulation: the frames of `sie_contracts.wire.ipc`, time by a cost model, memory for so many models,
+and every way to fail.
 
 A vector is a function of its token ids and its LoRA (`fake_adapter.vector_of`), so the right answer of every input is
 known.
@@ -18,11 +18,11 @@ import numpy as np
 from fake_adapter import TOKENIZER, WIDTH, vector_of
 from simulation.virtual import SCOPE, Listening, Scope, VirtualLoop
 
-from sie_contracts import ipc
-from sie_contracts.catalogue import Catalogue, fingerprint
-from sie_contracts.entries import parse_entry
 from sie_contracts.errors import LoraLoading, ModelLoadFailed, ModelLoading, SIEError
-from sie_contracts.messages import ArraySlice, Ok
+from sie_contracts.models.catalogue import Catalogue, fingerprint
+from sie_contracts.models.entries import parse_entry
+from sie_contracts.wire import ipc
+from sie_contracts.wire.messages import ArraySlice, Ok
 
 LORAS_KEPT = 2
 RESTART_S = 0.1  # of a spare

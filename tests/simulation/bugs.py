@@ -25,7 +25,7 @@ import sie_sidecar.models.inventory
 import sie_sidecar.process
 import sie_sidecar.results.settle
 from sie_broker import BrokerError
-from sie_contracts import messages
+from sie_contracts.wire import messages
 
 
 class Bug(NamedTuple):

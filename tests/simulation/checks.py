@@ -15,7 +15,7 @@ from simulation.adapter import Adapter, rows_of
 from simulation.virtual import SCOPE
 
 import sie_sidecar.batching.batch
-from sie_contracts import ipc
+from sie_contracts.wire import ipc
 from sie_sidecar.batching.batch import Batch
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from simulation.virtual import Scope, VirtualLoop
 from sie_broker import BrokerError, BrokerUnavailable, CoreMessage, Delivery, Published, Pulls, Subscription
 from sie_broker.memory import MemoryBroker, MemoryServer
 from sie_broker.memory.queue import MemoryDelivery, MemoryPulls
-from sie_contracts import messages
-from sie_contracts.messages import Failed, WorkItem, WorkResult
+from sie_contracts.wire import messages
+from sie_contracts.wire.messages import Failed, WorkItem, WorkResult
 
 LATE_S = 0.6  # at most; less than a fence leaves of the ack wait
 _SURE: contextvars.ContextVar[bool] = contextvars.ContextVar("sure", default=False)

@@ -40,7 +40,7 @@ import sie_sidecar.process
 from sie_broker.memory import MemoryServer
 from sie_broker.memory.broker import Watch
 from sie_contracts.settings import Settings
-from sie_runtime import http
+from sie_runtime.http import server as http
 from sie_runtime.process import Stop
 
 MODELS = ("toy/a", "toy/b", "toy/c")

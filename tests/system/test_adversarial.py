@@ -27,7 +27,7 @@ from oracle import ragged_texts
 from selection import long_but
 
 from sie_contracts import arrays
-from sie_contracts.options import MAX_LABELS
+from sie_contracts.models.options import MAX_LABELS
 
 VERBS = {
     "mini": "encode",

@@ -26,8 +26,8 @@ from tcp_proxy import TcpProxy
 
 from sie_broker import Broker, BrokerError, BrokerUnavailable, Delivery, Entry, Write
 from sie_broker.nats import connect
-from sie_contracts import topology
 from sie_contracts.errors import QueueUnavailable
+from sie_contracts.wire import topology
 from sie_gateway.streams import publish as gateway_queue
 from sie_gateway.streams.publish import WorkQueue
 from sie_runtime.process import Stop, retry

@@ -28,9 +28,9 @@ from stack import Device, Part, Plan, Stack
 
 from sie_broker import CoreMessage
 from sie_broker.nats import connect
-from sie_contracts import messages, records, topology
-from sie_contracts.messages import Confirmation, Failed, Input, Ok, RunOptions, WorkItem, WorkResult
-from sie_contracts.topology import Lane
+from sie_contracts.wire import messages, records, topology
+from sie_contracts.wire.messages import Confirmation, Failed, Input, Ok, RunOptions, WorkItem, WorkResult
+from sie_contracts.wire.topology import Lane
 
 pytestmark = pytest.mark.serial
 

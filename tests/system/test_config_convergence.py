@@ -17,8 +17,8 @@ from cluster import MODEL, scraped, until
 from stack import Device, Part, Plan, Stack
 
 from sie_broker.nats import connect
-from sie_contracts import messages, topology
-from sie_contracts.configs import ConfigDelta
+from sie_contracts.wire import messages, topology
+from sie_contracts.wire.configs import ConfigDelta
 
 ADMIN = "admin-token-of-a-test"
 HEADERS = {"Authorization": f"Bearer {ADMIN}"}

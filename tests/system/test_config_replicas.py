@@ -23,11 +23,11 @@ from stack import Part
 
 from sie_broker import Write
 from sie_broker.nats import connect
-from sie_cli.ports import free_port
+from sie_cli.serve.ports import free_port
 from sie_config_service.mirror import Snapshot
 from sie_config_service.store import model_key, open_store
-from sie_contracts import topology
 from sie_contracts.settings import Secret, load
+from sie_contracts.wire import topology
 from sie_runtime.feed import CatalogueFeed, HttpConfigSource
 from sie_runtime.process import Stop
 

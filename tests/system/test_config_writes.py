@@ -18,7 +18,7 @@ from cluster import MODEL, SIE, until
 from nats_server import NatsServer
 from stack import Part, Plan, Stack
 
-from sie_cli.ports import free_port
+from sie_cli.serve.ports import free_port
 from sie_runtime.failpoints import CRASHED
 
 ADMIN = "admin-token-of-a-test"

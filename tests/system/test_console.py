@@ -21,9 +21,9 @@ from browser import HOST, Page, click, tab, typed
 from cluster import Cluster, running, until
 
 from sie_broker.nats import connect
-from sie_contracts import messages, topology
 from sie_contracts.errors import ErrorInfo
-from sie_contracts.messages import DeadLetter, Input, RunOptions, WorkItem
+from sie_contracts.wire import messages, topology
+from sie_contracts.wire.messages import DeadLetter, Input, RunOptions, WorkItem
 
 pytestmark = pytest.mark.debian
 

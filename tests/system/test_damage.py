@@ -18,7 +18,7 @@ from diagnosis import ADMIN, BEATS, READ, Examined, commands, ran
 from job_client import JobClient
 from stack import Device, Plan, Stack
 
-from sie_cli.readiness import unread_stream
+from sie_cli.serve.readiness import unread_stream
 
 BOUND_S, SELF_S = 60.0, 12.0
 MODEL, API_MODEL, ALIAS = "toy/one", "toy/of-the-api", "toy-alias"

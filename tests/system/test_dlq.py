@@ -19,9 +19,9 @@ from sie_broker import Broker, CoreMessage
 from sie_broker.dead_letters import Letters
 from sie_broker.nats import connect
 from sie_cli.dlq import replayed
-from sie_contracts import messages, topology
-from sie_contracts.messages import Confirmation, Input, RunOptions, WorkItem, WorkResult
-from sie_contracts.topology import Lane
+from sie_contracts.wire import messages, topology
+from sie_contracts.wire.messages import Confirmation, Input, RunOptions, WorkItem, WorkResult
+from sie_contracts.wire.topology import Lane
 from sie_runtime.process import Stop
 from sie_sidecar.process import serve
 

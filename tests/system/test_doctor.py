@@ -29,9 +29,9 @@ from stack import Part, Plan, Stack
 from sie_broker.nats import NatsBroker
 from sie_broker.nats.api import StreamInfo, stream_config
 from sie_cli.main import main
-from sie_cli.ports import free_port
-from sie_contracts import topology
-from sie_contracts.topology import Lane
+from sie_cli.serve.ports import free_port
+from sie_contracts.wire import topology
+from sie_contracts.wire.topology import Lane
 from sie_gateway.streams.publish import work_spec
 
 PLAN = Plan(environ={"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKEN": TOKEN, "SIE_ADMIN_TOKEN": ADMIN, **BEATS})

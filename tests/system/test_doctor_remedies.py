@@ -27,7 +27,8 @@ from stack import Part, Plan, Stack
 
 from sie_broker.nats import NatsBroker
 from sie_broker.nats.api import StreamInfo
-from sie_cli import access, readiness
+from sie_cli import access
+from sie_cli.serve import readiness
 from sie_contracts.settings import Secret
 
 PLAN = Plan(

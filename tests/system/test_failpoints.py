@@ -36,7 +36,7 @@ from armed import (
 from cluster import MODEL, until
 
 from sie_broker import Broker, Write
-from sie_contracts import topology
+from sie_contracts.wire import topology
 from sie_runtime.failpoints import CRASHED
 
 CHORE = Path(__file__).parents[1] / "chore.py"

@@ -25,7 +25,7 @@ from openai_client import client_of
 
 from sie_broker.nats import connect
 from sie_broker.record import Bucket, LeaderLease
-from sie_contracts import topology
+from sie_contracts.wire import topology
 from sie_gateway.jobs.files import ABANDONED_S, MAX_FILE_BYTES, UPLOADS_OF_A_KEY, FileStore
 from sie_gateway.jobs.records import Bound, JobsBucket, Usage, Use
 from sie_store.files import open_files

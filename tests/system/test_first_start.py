@@ -17,7 +17,7 @@ import httpx
 import pytest
 from cluster import SIE, Cluster, free_ports
 
-from sie_cli.preflight import Needs, faults
+from sie_cli.serve.preflight import Needs, faults
 from sie_contracts.settings import Settings, load
 
 BOUND_S = 60.0
@@ -128,7 +128,7 @@ def test_few_open_files_are_told_and_a_lower_soft_limit_is_raised(tmp_path: Path
     (line,) = refused(tmp_path / "data", *port, under=["prlimit", "--nofile=356"])
     assert line.endswith("--max-concurrent-requests 100")
     code = (
-        "import sys, resource; from pathlib import Path; from sie_cli.preflight import Needs, faults\n"
+        "import sys, resource; from pathlib import Path; from sie_cli.serve.preflight import Needs, faults\n"
         "from sie_contracts.settings import load\n"
         "found = faults(Needs((), Path(sys.argv[1]), True, 1, 1, load(environ={}).settings))\n"
         "print(found, resource.getrlimit(resource.RLIMIT_NOFILE))"

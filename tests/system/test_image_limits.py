@@ -14,7 +14,7 @@ from cluster import Cluster
 from image_files import bomb, encoded, picture, png
 from PIL import Image
 
-from sie_contracts.images import MAX_DECODED_PIXELS
+from sie_contracts.media.images import MAX_DECODED_PIXELS
 
 CLIP = "test/clip"
 GOOD = encoded(picture())

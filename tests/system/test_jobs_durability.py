@@ -33,7 +33,7 @@ from stack import Device, Part, Plan, Stack
 
 from sie_broker.nats import connect
 from sie_broker.record import Bucket
-from sie_contracts import topology
+from sie_contracts.wire import topology
 
 MODEL = "toy/one"
 ROWS_OF_GROUP = 10_000

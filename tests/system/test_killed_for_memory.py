@@ -15,8 +15,8 @@ import pytest
 from adapter_process import Adapter, batch, running
 from cgroups import MemoryGroup
 
-from sie_contracts import ipc
-from sie_contracts.messages import Ok
+from sie_contracts.wire import ipc
+from sie_contracts.wire.messages import Ok
 
 pytestmark = [
     pytest.mark.long,

@@ -31,7 +31,7 @@ from schemathesis.specs.openapi.definitions import OPENAPI_31_VALIDATOR
 from stack import Stack
 
 from sie_gateway.http.routes import ROUTES
-from sie_runtime.routes import OPEN
+from sie_runtime.http.routes import OPEN
 
 MODEL = "toy/one"
 Document = dict[str, Any]

@@ -28,13 +28,13 @@ from unit.adapter import toys
 
 from sie_broker import Broker, CoreMessage, Write
 from sie_broker.nats import connect
-from sie_contracts import messages, topology
-from sie_contracts.entries import parse_entry
-from sie_contracts.heartbeats import Heartbeat
-from sie_contracts.messages import Confirmation, Input, RunOptions, WorkItem
-from sie_contracts.records import Placement
+from sie_contracts.models.entries import parse_entry
 from sie_contracts.settings import load
-from sie_contracts.topology import Lane
+from sie_contracts.wire import messages, topology
+from sie_contracts.wire.heartbeats import Heartbeat
+from sie_contracts.wire.messages import Confirmation, Input, RunOptions, WorkItem
+from sie_contracts.wire.records import Placement
+from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.fleet.placement import Ages, Placer
 from sie_gateway.streams.backlog import Backlog

@@ -35,7 +35,7 @@ _logger = logging.getLogger("tests.poison")
 FAMILY = '''
 import hashlib, os
 import numpy as np
-from sie_contracts.ipc import Rows
+from sie_contracts.wire.ipc import Rows
 
 class Mortal:
     """The digest of a text as its vector; one text ends the process."""

@@ -30,8 +30,8 @@ from parity.heads_checkpoints import M3_WIDTH
 from sie_adapter.loading.precision import bfloat16_lacks
 from sie_client import SIEAsyncClient, SIEClient
 from sie_contracts import arrays
-from sie_contracts.muvera import Muvera
-from sie_contracts.options import DTYPES
+from sie_contracts.models.muvera import Muvera
+from sie_contracts.models.options import DTYPES
 
 TEXTS = ["river search queue", "the winter garden (of music)", "Zürich, 東京 and 😀", "kernel"]
 PAIRED = "planet history of the harbour"

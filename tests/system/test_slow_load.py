@@ -18,8 +18,8 @@ from cluster import scraped, until
 from fake_adapter import ids_of, vector_of
 from stack import Device, Plan, Stack
 
-from sie_contracts import topology
-from sie_contracts.topology import Lane
+from sie_contracts.wire import topology
+from sie_contracts.wire.topology import Lane
 
 STEADY = ("toy/left", "toy/right")
 SLOW = "toy/slow"

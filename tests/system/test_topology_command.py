@@ -19,8 +19,8 @@ from nats_server import NatsServer
 from sie_broker.nats import NatsBroker
 from sie_broker.nats.api import ConsumerInfo, StreamInfo, consumer_config, stream_config
 from sie_cli.main import main
-from sie_contracts import topology
-from sie_contracts.topology import ConsumerSpec, StreamSpec
+from sie_contracts.wire import topology
+from sie_contracts.wire.topology import ConsumerSpec, StreamSpec
 from sie_gateway.streams.publish import work_spec
 
 T = TypeVar("T")

@@ -14,8 +14,8 @@ from stack import Plan, Stack
 
 from sie_broker import Write
 from sie_broker.nats import connect
-from sie_cli.output import _matters
-from sie_contracts.topology import JOBS_BUCKET, KEYS_BUCKET
+from sie_cli.serve.output import _matters
+from sie_contracts.wire.topology import JOBS_BUCKET, KEYS_BUCKET
 
 # below what one record needs, as 64 MiB is below a bucket that is read without a bound
 LIMITS = "max_payload: 1048576\nmax_pending: 1048576"

@@ -20,13 +20,13 @@ from msgspec.structs import replace
 
 from sie_broker import BrokerError
 from sie_broker.memory import MemoryServer
-from sie_contracts import heartbeats, ipc, messages, topology
-from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import QueueFull
-from sie_contracts.heartbeats import Heartbeat, ModelStatus
-from sie_contracts.messages import BatchNote, WorkResult
+from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.settings import Settings
-from sie_contracts.topology import Lane
+from sie_contracts.wire import heartbeats, ipc, messages, topology
+from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
+from sie_contracts.wire.messages import BatchNote, WorkResult
+from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.admission import Admission
 from sie_gateway.admission.grant import Grant
 from sie_gateway.admission.peers import Peers, mean_cost

@@ -23,8 +23,8 @@ from safetensors.numpy import save
 from sie_cli.airgap import placing
 from sie_cli.airgap.command import airgap
 from sie_config_service.overlay import Overlay
-from sie_contracts.catalogue import fingerprint, profile_fingerprint
-from sie_contracts.entries import ModelEntry
+from sie_contracts.models.catalogue import fingerprint, profile_fingerprint
+from sie_contracts.models.entries import ModelEntry
 from sie_contracts.settings import Settings, load
 from sie_store.configured import weight_sources
 from sie_store.manifest import MANIFEST, FileFact, Manifest, digest, encode

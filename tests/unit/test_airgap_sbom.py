@@ -12,7 +12,7 @@ import pytest
 from packageurl import PackageURL
 
 from sie_cli.airgap import sbom
-from sie_contracts.entries import parse_entry
+from sie_contracts.models.entries import parse_entry
 from sie_store.manifest import FileFact
 
 ENTRIES = [

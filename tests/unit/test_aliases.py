@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sie_contracts.alias_checks import changes_vectors, check, resolve_all
-from sie_contracts.aliases import MAX_TARGETS, Alias, Shadow, Target, choose, model_of
-from sie_contracts.catalogue import Catalogue
-from sie_contracts.entries import ModelEntry, parse_document, parse_entry
 from sie_contracts.errors import BundleConflict, ModelNotFound, SIEError, ValidationFailed
-from sie_contracts.options import run_options
+from sie_contracts.models.alias_checks import changes_vectors, check, resolve_all
+from sie_contracts.models.aliases import MAX_TARGETS, Alias, Shadow, Target, choose, model_of
+from sie_contracts.models.catalogue import Catalogue
+from sie_contracts.models.entries import ModelEntry, parse_document, parse_entry
+from sie_contracts.models.options import run_options
 
 COMMIT = "a" * 40
 

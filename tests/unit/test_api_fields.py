@@ -10,9 +10,9 @@ import pytest
 from fake_adapter import WIDTH, toy_entry
 from inprocess import GatewayProcess, InProcess
 
-from sie_contracts import options
 from sie_contracts.api import dialects, inference
-from sie_contracts.families import FAMILIES
+from sie_contracts.models import options
+from sie_contracts.models.families import FAMILIES
 from sie_gateway.dialects import cohere, vocabulary
 from sie_gateway.http.routes import DIALECTS, TEI
 from sie_gateway.inference import body as bodies

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from sie_contracts import arrays
-from sie_contracts.messages import Vectors
+from sie_contracts.wire.messages import Vectors
 
 ZEROS = bytes.fromhex("85c4026e64c3c40474797065a33c6634c4046b696e64c400c4057368617065920203c40464617461c418") + bytes(
     24

@@ -21,9 +21,9 @@ from nats_server import NatsServer
 from sie_broker import CoreMessage
 from sie_broker.memory import MemoryServer
 from sie_broker.nats import connect
-from sie_contracts import messages, topology
 from sie_contracts.errors import GatewayTimeout, ModelNotFound, ShuttingDown
-from sie_contracts.messages import Cancel, Input, RunOptions, WorkItem
+from sie_contracts.wire import messages, topology
+from sie_contracts.wire.messages import Cancel, Input, RunOptions, WorkItem
 from sie_gateway.http.app import Edge
 from sie_gateway.inference import reattach, reply
 from sie_gateway.inference.call import Call

@@ -18,16 +18,16 @@ from starlette.exceptions import HTTPException
 
 from sie_broker import Write
 from sie_broker.memory import MemoryServer
-from sie_cli.standalone import standalone
+from sie_cli.serve.standalone import standalone
 from sie_contracts.errors import NotFound, NotReady, PermissionDenied, SIEError, Unauthenticated
 from sie_contracts.settings import SettingError
 from sie_gateway.admission.grant import Grant
 from sie_gateway.http.auth import USER_SCOPES, Gate
 from sie_gateway.http.routes import ROUTES
 from sie_runtime import keys as records
+from sie_runtime.http.routes import ANY, OPEN, SCOPES, Route, Table
 from sie_runtime.keys import Keys, Limits
 from sie_runtime.process import Stop
-from sie_runtime.routes import ANY, OPEN, SCOPES, Route, Table
 
 ADMIN, READER, USER = "admin-token-of-a-test", "reader-token-of-a-test", "user-token-of-a-test"
 TOKENS = {"SIE_ADMIN_TOKEN": ADMIN, "SIE_CONFIG_READ_TOKEN": READER, "SIE_AUTH_TOKEN": USER}

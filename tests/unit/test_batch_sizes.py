@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from inprocess import InProcess
 
-from sie_contracts.batch_times import BatchTimes
+from sie_contracts.wire.batch_times import BatchTimes
 from sie_sidecar.batching.batch import Batch, BatchKey, Device, Job, Limits, Wait, Waiting, next_batch
 from sie_sidecar.batching.sizing import LEAD_S, MAX_LOSS, SHARE, UNKNOWN_S, Ahead, Ask, binds, fitting
 

@@ -12,10 +12,10 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sie_cli.curve import percentile, svg
 from sie_cli.main import main
-from sie_cli.replay import Machine, Plan, Report, replay
-from sie_cli.trace import MAX_TOKENS, Ran, Request, Trace, TraceError, fit, generate, read, write
+from sie_cli.replay.curve import percentile, svg
+from sie_cli.replay.replay import Machine, Plan, Report, replay
+from sie_cli.replay.trace import MAX_TOKENS, Ran, Request, Trace, TraceError, fit, generate, read, write
 
 MACHINE = Machine(base_s=0.010, token_s=0.0001)
 PLAN = Plan()

@@ -18,7 +18,7 @@ from parity.checkpoints import ARCHITECTURES, add_modules, build, modules_of
 from selection import long_but
 
 from sie_cli.main import main
-from sie_contracts.entries import parse_entry
+from sie_contracts.models.entries import parse_entry
 
 VALUES: tuple[Any, ...] = (None, -1, 0, 10**12, 1e308, "x", [], {}, True, float("nan"), ["a", 1], {"a": None})
 USUAL_VALUES: tuple[Any, ...] = (-1, "x", {"a": None})

@@ -11,13 +11,13 @@ from fake_adapter import toy_entry
 from inprocess import settings_of
 
 from sie_broker.memory import MemoryServer
-from sie_contracts.bundles import Bundle, lacking, parse_bundle, serving
-from sie_contracts.catalogue import Catalogue, packaged_folder
-from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import BundleConflict, ValidationFailed
-from sie_contracts.families import FAMILIES
-from sie_contracts.options import run_options
-from sie_contracts.records import PoolSpec
+from sie_contracts.models.bundles import Bundle, lacking, parse_bundle, serving
+from sie_contracts.models.catalogue import Catalogue, packaged_folder
+from sie_contracts.models.entries import ModelEntry
+from sie_contracts.models.families import FAMILIES
+from sie_contracts.models.options import run_options
+from sie_contracts.wire.records import PoolSpec
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.operations.models import model_info
 from sie_runtime.feed import read_bundles

@@ -19,11 +19,11 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from sie_adapter.loading.loading import Loader, family_of
-from sie_contracts.catalogue import Catalogue, packaged_folder
-from sie_contracts.entries import ModelEntry, parse_entry, widths
 from sie_contracts.errors import InvalidInput, ModelLoadFailed, ValidationFailed
-from sie_contracts.families import FAMILIES
-from sie_contracts.options import run_options
+from sie_contracts.models.catalogue import Catalogue, packaged_folder
+from sie_contracts.models.entries import ModelEntry, parse_entry, widths
+from sie_contracts.models.families import FAMILIES
+from sie_contracts.models.options import run_options
 from sie_contracts.settings import Settings
 from sie_runtime.feed import packaged_catalogue
 from sie_store.sources import WeightSources

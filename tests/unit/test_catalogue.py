@@ -18,12 +18,10 @@ from catalogue_examples import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sie_contracts.catalogue import Catalogue, Resolved, fingerprint, packaged_folder
-from sie_contracts.entries import LoadOptions, ModelEntry, classifies, needs_labels, parse_entry
 from sie_contracts.errors import BundleConflict, ModelNotFound, ValidationFailed
-from sie_contracts.options import (
-    run_options,
-)
+from sie_contracts.models.catalogue import Catalogue, Resolved, fingerprint, packaged_folder
+from sie_contracts.models.entries import LoadOptions, ModelEntry, classifies, needs_labels, parse_entry
+from sie_contracts.models.options import run_options
 from sie_runtime.feed import packaged_catalogue, read_folder
 
 # names

@@ -14,7 +14,7 @@ import large_catalogue
 import msgspec
 import pytest
 
-from sie_contracts.catalogue import Catalogue
+from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.names import ALL_COMPARED, Names
 from sie_runtime import feed
 from sie_runtime.feed import packaged_catalogue, snapshot

@@ -16,9 +16,9 @@ from inprocess import until
 from sie_broker.memory import MemoryServer
 from sie_config_service.aliases import ALIAS_BROKEN, VECTORS_CHANGED
 from sie_config_service.store import Change
-from sie_contracts import topology
-from sie_contracts.bundles import Bundle
-from sie_contracts.entries import parse_document
+from sie_contracts.models.bundles import Bundle
+from sie_contracts.models.entries import parse_document
+from sie_contracts.wire import topology
 from sie_runtime.feed import snapshot
 
 MODELS = "/v1/configs/models"

@@ -18,8 +18,8 @@ from sie_config_service.documents import (
     merged,
     read,
 )
-from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import ValidationFailed
+from sie_contracts.models.entries import ModelEntry
 
 ENTRY = """\
 id: org/name

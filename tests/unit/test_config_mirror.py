@@ -14,11 +14,11 @@ from sie_broker.memory import MemoryServer
 from sie_config_service.mirror import Held, bundle_key
 from sie_config_service.state import ConfigService
 from sie_config_service.store import Change, model_key, open_store, reply_of
-from sie_contracts import configs, topology
-from sie_contracts.bundles import Bundle
-from sie_contracts.configs import ConfigDelta
 from sie_contracts.errors import NotReady
-from sie_contracts.heartbeats import GatewayBeat, Heartbeat
+from sie_contracts.models.bundles import Bundle
+from sie_contracts.wire import configs, topology
+from sie_contracts.wire.configs import ConfigDelta
+from sie_contracts.wire.heartbeats import GatewayBeat, Heartbeat
 
 GOLDEN, GOLDEN_OF_ALL = "6c8092142aed7873", "028e4de7345bb2f4"
 BUNDLES = {name: Bundle(name) for name in ("default", "vision")}

@@ -28,14 +28,14 @@ from sie_config_service.store import (
     Slot,
     normalised,
 )
-from sie_contracts import topology
-from sie_contracts.bundles import Bundle
-from sie_contracts.entries import parse_entry
-from sie_contracts.heartbeats import Heartbeat
+from sie_contracts.models.bundles import Bundle
+from sie_contracts.models.entries import parse_entry
+from sie_contracts.wire import topology
+from sie_contracts.wire.heartbeats import Heartbeat
 from sie_runtime import keys as records
-from sie_runtime.config_routes import CONFIG_ROUTES
 from sie_runtime.failpoints import arm
 from sie_runtime.feed import snapshot
+from sie_runtime.http.config_routes import CONFIG_ROUTES
 from sie_runtime.process import Stop
 
 READER = "reader-token-of-a-test"

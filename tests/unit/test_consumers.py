@@ -16,10 +16,10 @@ from inprocess import settings_of, until
 
 from sie_broker import Broker, BrokerError, ConsumerState, Delivery
 from sie_broker.memory import MemoryBroker, MemoryServer
-from sie_contracts import topology
 from sie_contracts.errors import QueueFull
 from sie_contracts.settings import SettingError
-from sie_contracts.topology import StreamSpec
+from sie_contracts.wire import topology
+from sie_contracts.wire.topology import StreamSpec
 from sie_gateway.streams import consumers as life
 from sie_gateway.streams.consumers import Consumers, Rest, given_up, rests
 from sie_runtime import failpoints

@@ -7,11 +7,11 @@ import math
 import pytest
 
 from sie_broker.memory import MemoryServer
-from sie_contracts.costs import CROSSOVER_WIDTHS, crossover_tokens, text_cost
-from sie_contracts.heartbeats import Heartbeat, ModelStatus
-from sie_contracts.messages import BatchNote, Ok, Stages, WorkResult
+from sie_contracts.models.costs import CROSSOVER_WIDTHS, crossover_tokens, text_cost
 from sie_contracts.settings import load
-from sie_contracts.topology import Lane
+from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
+from sie_contracts.wire.messages import BatchNote, Ok, Stages, WorkResult
+from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.admission import Admission
 from sie_gateway.admission.model_queue import Entered, Place
 from sie_gateway.admission.window import Bound, Shares, Ticket, Window

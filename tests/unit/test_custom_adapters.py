@@ -22,9 +22,9 @@ from unit.test_inspection import SETTINGS, run
 
 from sie_adapter.engine.engine import Engine
 from sie_adapter.loading.loading import Loader
-from sie_contracts.catalogue import Catalogue
-from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.models.catalogue import Catalogue
+from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_store.sources import WeightSources
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "custom-adapters.md"

@@ -13,10 +13,10 @@ from fake_adapter import toy_entry
 from inprocess import GatewayProcess, InProcess, until, until_told
 
 from sie_broker import Broker
-from sie_contracts import messages, topology
 from sie_contracts.errors import ErrorInfo
-from sie_contracts.messages import DeadLetter, Input, RunOptions, WorkItem
-from sie_contracts.topology import Lane
+from sie_contracts.wire import messages, topology
+from sie_contracts.wire.messages import DeadLetter, Input, RunOptions, WorkItem
+from sie_contracts.wire.topology import Lane
 from sie_gateway.operations import dead_letters
 
 ADMIN, USER = "admin-token-of-a-test", "user-token-of-a-test"

@@ -16,9 +16,9 @@ from inprocess import until
 
 from sie_broker import BrokerError, Delivery
 from sie_broker.memory import MemoryServer
-from sie_contracts import messages, topology
-from sie_contracts.messages import Cancel
-from sie_contracts.topology import work_stream
+from sie_contracts.wire import messages, topology
+from sie_contracts.wire.messages import Cancel
+from sie_contracts.wire.topology import work_stream
 from sie_runtime.clock import SAMPLES, BrokerClock, Sample, estimate
 from sie_sidecar.intake.intake import LATE_S
 

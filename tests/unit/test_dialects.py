@@ -23,10 +23,11 @@ from fake_adapter import WIDTH, ids_of, toy_entry, vector_of
 from inprocess import GatewayProcess, InProcess, Source, until
 
 from sie_adapter.epilogues import dtypes
-from sie_contracts import __version__, messages
-from sie_contracts.configs import ConfigExport
+from sie_contracts import __version__
 from sie_contracts.errors import InvalidInput
-from sie_contracts.messages import ArraySlice, Ok, RunOptions, WorkResult
+from sie_contracts.wire import messages
+from sie_contracts.wire.configs import ConfigExport
+from sie_contracts.wire.messages import ArraySlice, Ok, RunOptions, WorkResult
 from sie_gateway.dialects import embedding_types, fields, openai, vocabulary
 from sie_gateway.http.app import ClientVersions
 from sie_gateway.inference import reply

@@ -25,8 +25,8 @@ from sie_cli.doctor.loads import loads
 from sie_cli.doctor.look import Absent, Blind, Look, ask_socket, looking
 from sie_cli.doctor.ports import ports
 from sie_cli.doctor.settings import faults_of
-from sie_contracts.configs import ConfigEpoch
 from sie_contracts.settings import load
+from sie_contracts.wire.configs import ConfigEpoch
 
 EPOCH = ConfigEpoch("made:9", {"default": "made:5", "other": "made:9"})
 DRIVER = Driver("570.1", (12, 8))

@@ -12,12 +12,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from sie_adapter.engine.raw import run_raw
 from sie_adapter.families.extraction import ExtractOptions
-from sie_contracts import documents
-from sie_contracts.documents import Document, DocumentLimits
-from sie_contracts.entries import ModelEntry, Weights
 from sie_contracts.errors import InternalFailure, InvalidInput
-from sie_contracts.ipc import Group, Rows, RunBatch
-from sie_contracts.messages import Input, Ok, RunOptions
+from sie_contracts.media import documents
+from sie_contracts.media.documents import Document, DocumentLimits
+from sie_contracts.models.entries import ModelEntry, Weights
+from sie_contracts.wire.ipc import Group, Rows, RunBatch
+from sie_contracts.wire.messages import Input, Ok, RunOptions
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import images
 from sie_gateway.inference.chunk import Limits, plan

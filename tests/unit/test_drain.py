@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sie_contracts.heartbeats import Turn
+from sie_contracts.wire.heartbeats import Turn
 from sie_gateway.admission.retry_slots import MAX_RETRY_S, MAX_TURNS, Pace, Turns
 from sie_gateway.admission.throughput import EXPIRY_S, MAX_EVIDENCE, UNKNOWN_STALL_S, Drain, Wait
 

@@ -18,9 +18,9 @@ from sie_broker.memory import MemoryServer
 from sie_config_service import reload
 from sie_config_service.model_files import ModelFiles
 from sie_config_service.process import prepare
-from sie_contracts import topology
-from sie_contracts.bundles import Bundle
-from sie_contracts.entries import ModelEntry, parse_entry
+from sie_contracts.models.bundles import Bundle
+from sie_contracts.models.entries import ModelEntry, parse_entry
+from sie_contracts.wire import topology
 from sie_runtime.process import Stop
 from sie_store.entry_faults import fault
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sie_cli.environment import HUB, of_broker, of_components
+from sie_cli.serve.environment import HUB, of_broker, of_components
 from sie_contracts.settings import ROWS, Settings
 
 CLOUD = {

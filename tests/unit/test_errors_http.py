@@ -29,15 +29,15 @@ from sie_broker import Write
 from sie_client import SIEAsyncClient
 from sie_client import errors as client_errors
 from sie_client.core import Received, failure_of
-from sie_contracts.configs import ConfigExport
 from sie_contracts.errors import ErrorInfo, LoraLoadFailed, ModelLoadFailed, catalogue
+from sie_contracts.wire.configs import ConfigExport
 from sie_gateway.http import app
 from sie_gateway.http.routes import ROUTES
 from sie_gateway.operations import handlers
 from sie_gateway.streams import publish
 from sie_runtime import keys
+from sie_runtime.http.routes import OPEN
 from sie_runtime.keys import Limits
-from sie_runtime.routes import OPEN
 from sie_sidecar.models import loading
 
 ONE = "toy/one"

@@ -10,10 +10,10 @@ import pytest
 from inprocess import until
 
 from sie_broker.memory import MemoryServer
-from sie_contracts import messages, topology
-from sie_contracts.catalogue import Catalogue
-from sie_contracts.configs import ConfigDelta, ConfigEpoch, ConfigExport, ConfigModel
 from sie_contracts.errors import ValidationFailed
+from sie_contracts.models.catalogue import Catalogue
+from sie_contracts.wire import messages, topology
+from sie_contracts.wire.configs import ConfigDelta, ConfigEpoch, ConfigExport, ConfigModel
 from sie_runtime.feed import CatalogueFeed, ConfigUnavailable, snapshot
 from sie_runtime.process import Stop
 

@@ -21,9 +21,9 @@ from object_stores import Place
 
 from sie_broker.memory import MemoryServer
 from sie_broker.record import Bucket, LeaderLease
-from sie_contracts import topology
 from sie_contracts.errors import NotFound, PayloadTooLarge, QueueUnavailable, RateLimited, ResourceExhausted
 from sie_contracts.jobs import FileRecord
+from sie_contracts.wire import topology
 from sie_gateway.jobs.files import ABANDONED_S, UPLOADS_AT_ONCE, UPLOADS_OF_A_KEY, About, FileStore, new_id
 from sie_gateway.jobs.records import Bound, JobsBucket, Usage, Use
 from sie_store.files import open_files

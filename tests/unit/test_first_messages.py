@@ -16,13 +16,13 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from sie_cli import processes
 from sie_cli.main import main
-from sie_cli.ports import free_port
-from sie_cli.supervisor import Child, Supervisor
+from sie_cli.serve import processes
+from sie_cli.serve.ports import free_port
+from sie_cli.serve.supervisor import Child, Supervisor
 from sie_client import SIEAsyncClient, SIEClient
-from sie_contracts.entries import ModelEntry, Weights
 from sie_contracts.errors import NotFound, SIEError
+from sie_contracts.models.entries import ModelEntry, Weights
 from sie_contracts.settings import load
 from sie_gateway.http.auth import Gate
 from sie_runtime.process import QUIET_S, START_S, Trouble

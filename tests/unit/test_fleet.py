@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sie_broker.memory import MemoryServer
-from sie_contracts.catalogue import Resolved
 from sie_contracts.errors import InvalidInput
-from sie_contracts.heartbeats import Heartbeat, ModelStatus
-from sie_contracts.records import PoolSpec
+from sie_contracts.models.catalogue import Resolved
 from sie_contracts.settings import load
-from sie_contracts.topology import Lane
+from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
+from sie_contracts.wire.records import PoolSpec
+from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.lanes import Fleet
 
 TIMEOUT_S = 15.0

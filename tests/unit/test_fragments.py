@@ -24,9 +24,10 @@ from nats_server import NatsServer
 from sie_broker import Broker, CoreMessage
 from sie_broker.memory import MemoryServer
 from sie_broker.nats import connect
-from sie_contracts import arrays, ipc, messages
+from sie_contracts import arrays
 from sie_contracts.errors import InferenceFailed, ResourceExhausted
-from sie_contracts.messages import ArraySlice, Fragment, Input, Ok, RunOptions, WorkItem, WorkResult
+from sie_contracts.wire import ipc, messages
+from sie_contracts.wire.messages import ArraySlice, Fragment, Input, Ok, RunOptions, WorkItem, WorkResult
 from sie_gateway.inference.inbox import Fragments, Inbox, NoRoom
 from sie_gateway.metrics import Metrics as GatewayMetrics
 from sie_runtime import failpoints

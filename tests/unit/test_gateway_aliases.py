@@ -13,16 +13,16 @@ import pytest
 from fake_adapter import FakeAdapter, toy_entry
 from inprocess import GatewayProcess, InProcess, Source, until
 
-from sie_contracts import messages, topology
-from sie_contracts.aliases import Alias, choose
-from sie_contracts.catalogue import Catalogue
-from sie_contracts.configs import ConfigDelta, ConfigExport, ConfigModel
-from sie_contracts.entries import parse_document
 from sie_contracts.errors import ErrorInfo, InvalidInput, ModelLoadFailed, ModelLoading, SIEError
-from sie_contracts.heartbeats import Heartbeat, ModelStatus
-from sie_contracts.messages import PRIORITIES, Failed, Ok, Priority, RunOptions, WorkResult
-from sie_contracts.options import RequestOptions
-from sie_contracts.topology import Lane
+from sie_contracts.models.aliases import Alias, choose
+from sie_contracts.models.catalogue import Catalogue
+from sie_contracts.models.entries import parse_document
+from sie_contracts.models.options import RequestOptions
+from sie_contracts.wire import messages, topology
+from sie_contracts.wire.configs import ConfigDelta, ConfigExport, ConfigModel
+from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
+from sie_contracts.wire.messages import PRIORITIES, Failed, Ok, Priority, RunOptions, WorkResult
+from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.grant import Grant
 from sie_gateway.inference import chunk, shadow
 from sie_gateway.inference.body import Item

@@ -14,10 +14,10 @@ import pyarrow.ipc
 import pytest
 
 from sie_contracts import arrays
-from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ErrorInfo, InvalidInput
-from sie_contracts.messages import ArraySlice, Failed, Ok, Outcome, RunOptions, Stages, WorkResult
-from sie_contracts.muvera import Muvera
+from sie_contracts.models.entries import ModelEntry, parse_entry
+from sie_contracts.models.muvera import Muvera
+from sie_contracts.wire.messages import ArraySlice, Failed, Ok, Outcome, RunOptions, Stages, WorkResult
 from sie_gateway.inference import arrow, body, chunk, reply
 from sie_gateway.inference.body import Item
 from sie_gateway.inference.call import Call

@@ -7,10 +7,10 @@ from fake_adapter import toy_entry
 from inprocess import settings_of
 
 from sie_broker.memory import MemoryServer
-from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import NotFound, Provisioning
 from sie_contracts.gpu_type import gpu_type
-from sie_contracts.heartbeats import Heartbeat, ModelStatus
+from sie_contracts.models.catalogue import Catalogue
+from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
 from sie_gateway.fleet.lanes import Fleet
 
 ENTRY = toy_entry()

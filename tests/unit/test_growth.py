@@ -17,8 +17,8 @@ from sie_cli.keys import MAX_KEYS
 from sie_config_service import writes
 from sie_config_service.handlers import MAX_BODY_BYTES
 from sie_config_service.store import REVISIONS_KEPT
-from sie_contracts import topology
-from sie_contracts.bundles import Bundle
+from sie_contracts.models.bundles import Bundle
+from sie_contracts.wire import topology
 from sie_gateway.fleet.pool_rules import MAX_RESERVATIONS, MAX_RESERVATIONS_OF_A_KEY
 from sie_gateway.operations.log_tail import MAX_LINES
 from sie_gateway.operations.pools import MAX_SPEC_BYTES

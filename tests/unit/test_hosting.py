@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from fake_adapter import TOKENIZER, toy_entry
 
-from sie_contracts import ipc
-from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import ModelLoadFailed, SIEError
+from sie_contracts.models.catalogue import Catalogue
+from sie_contracts.wire import ipc
 from sie_sidecar.device.link import AdapterGone, AdapterLink
 from sie_sidecar.models.hosting import Hosting
 from sie_sidecar.models.models import Hosted

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import uvloop
 
-from sie_runtime import protocol
-from sie_runtime.asgi import Receive, Scope, Send, headers_of, reply
-from sie_runtime.http import HttpServer
-from sie_runtime.protocol import MAX_HEAD_BYTES, MAX_PIPELINED, SLICE_BYTES
+from sie_runtime.http import protocol
+from sie_runtime.http.asgi import Receive, Scope, Send, headers_of, reply
+from sie_runtime.http.protocol import MAX_HEAD_BYTES, MAX_PIPELINED, SLICE_BYTES
+from sie_runtime.http.server import HttpServer
 
 END_S = 30.0
 Run = Callable[[Coroutine[Any, Any, None]], None]

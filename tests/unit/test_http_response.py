@@ -14,9 +14,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from sie_runtime import protocol
-from sie_runtime.asgi import SECURITY_HEADERS
-from sie_runtime.http import MAX_HEAD_BYTES, App, HttpServer, Receive, Scope, Send, reply
+from sie_runtime.http import protocol
+from sie_runtime.http.asgi import SECURITY_HEADERS
+from sie_runtime.http.server import MAX_HEAD_BYTES, App, HttpServer, Receive, Scope, Send, reply
 
 STREAMED = b"x" * 40_000
 SECURED = b"".join(b"%b: %b\r\n" % pair for pair in SECURITY_HEADERS)

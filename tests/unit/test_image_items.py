@@ -27,10 +27,11 @@ from inprocess import GatewayProcess, InProcess
 from PIL import Image
 
 from sie_client import SIEAsyncClient, SIEClient
-from sie_contracts import arrays, messages
-from sie_contracts.costs import IMAGE_TOKENS
+from sie_contracts import arrays
 from sie_contracts.errors import ErrorInfo, InvalidInput
-from sie_contracts.messages import ArraySlice, Input, Ok, WorkItem, WorkResult
+from sie_contracts.models.costs import IMAGE_TOKENS
+from sie_contracts.wire import messages
+from sie_contracts.wire.messages import ArraySlice, Input, Ok, WorkItem, WorkResult
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import images
 from sie_gateway.inference import images as image_headers

@@ -10,9 +10,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from sie_adapter.packed.packing import MalformedBatch, images, items
 from sie_contracts.errors import InvalidInput
-from sie_contracts.images import ImageTokens, Recipe, Size
-from sie_contracts.ipc import Rows
-from sie_contracts.messages import Input, RunOptions
+from sie_contracts.media.images import ImageTokens, Recipe, Size
+from sie_contracts.wire.ipc import Rows
+from sie_contracts.wire.messages import Input, RunOptions
 from sie_sidecar.prepare import layouts
 from sie_sidecar.prepare.media_frames import Prepared
 from sie_sidecar.prepare.rows import Part, Work, to_batch

@@ -16,8 +16,8 @@ from fake_adapter import IMAGES, toy_entry
 from image_files import encoded, picture, several
 from inprocess import GatewayProcess, InProcess, SidecarProcess, until
 
-from sie_contracts.costs import IMAGE_TOKENS
-from sie_contracts.heartbeats import ModelStatus
+from sie_contracts.models.costs import IMAGE_TOKENS
+from sie_contracts.wire.heartbeats import ModelStatus
 
 MODEL = "toy/seen"
 GOOD = encoded(picture())

@@ -16,7 +16,7 @@ from image_files import HEIGHT, WIDTH, bomb, encoded, mutated, picture, png, see
 from PIL import Image
 
 from sie_contracts.errors import InvalidInput
-from sie_contracts.images import (
+from sie_contracts.media.images import (
     MAX_ASPECT,
     MAX_DECODED_PIXELS,
     MAX_RESIZED_PIXELS,
@@ -29,7 +29,7 @@ from sie_contracts.images import (
     pixels_of,
     resizes,
 )
-from sie_contracts.media import cause_of
+from sie_contracts.media.media import cause_of
 from sie_sidecar.prepare.images import FORMATS, Pixels, prepare
 
 ASIS = Recipe("squash", height=HEIGHT, width=WIDTH)

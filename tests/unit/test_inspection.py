@@ -41,8 +41,8 @@ from sie_adapter.engine.engine import Engine
 from sie_adapter.loading.inspection import inspect
 from sie_cli.main import main
 from sie_cli.models.inspect import answers
-from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_contracts.settings import Settings
 
 TEXTS = ["The river runs north.", "", "Zürich, 東京 and 😀: (a) 3.14...", "one " * (2 * MAX_TOKENS)]

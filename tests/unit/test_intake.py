@@ -14,7 +14,7 @@ from sie_contracts.errors import GatewayTimeout, PayloadTooLarge, QueueFull
 from sie_gateway.inference import intake as bodies_in_memory
 from sie_gateway.inference.intake import COPIES, FREE_BYTES, MAX_HELD_BYTES, Intake, body_memory, bounded, check_length
 from sie_gateway.inference.reattach import ClientGone
-from sie_runtime.http import Receive
+from sie_runtime.http.server import Receive
 
 MIB = 1 << 20
 

@@ -22,9 +22,9 @@ from msgspec.structs import replace
 from sie_broker import Write
 from sie_broker.record import LeaderLease, leases_of
 from sie_contracts import jobs as records
-from sie_contracts import topology
 from sie_contracts.errors import ErrorInfo, ModelLoadFailed
-from sie_contracts.topology import Lane
+from sie_contracts.wire import topology
+from sie_contracts.wire.topology import Lane
 from sie_gateway.jobs import client as asking
 from sie_gateway.jobs import pace, run, scheduler, service, values
 from sie_sidecar.models import models

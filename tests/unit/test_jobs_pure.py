@@ -17,14 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sie_contracts.api.jobs import JobInput, JobRequest
-from sie_contracts.catalogue import Resolved
-from sie_contracts.entries import LoadOptions, RunDefaults
 from sie_contracts.errors import InvalidInput, ResourceExhausted, SIEError
 from sie_contracts.jobs import JobRecord
-from sie_contracts.messages import RunOptions
-from sie_contracts.muvera import Muvera
-from sie_contracts.options import RequestOptions
-from sie_contracts.topology import Lane
+from sie_contracts.models.catalogue import Resolved
+from sie_contracts.models.entries import LoadOptions, RunDefaults
+from sie_contracts.models.muvera import Muvera
+from sie_contracts.models.options import RequestOptions
+from sie_contracts.wire.messages import RunOptions
+from sie_contracts.wire.topology import Lane
 from sie_gateway.inference.body import Item
 from sie_gateway.inference.handler import Inference
 from sie_gateway.inference.results import FailedRequest, Understood

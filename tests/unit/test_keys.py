@@ -21,7 +21,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from sie_broker import Entry, KeyValue, Subscription, Write
 from sie_broker.memory import MemoryServer
-from sie_contracts import topology
+from sie_contracts.wire import topology
 from sie_runtime import keys as records
 from sie_runtime.keys import Key, KeyBuckets, Keys, Limits
 from sie_runtime.process import Stop

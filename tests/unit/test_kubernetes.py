@@ -16,7 +16,7 @@ from inprocess import InProcess, settings_of, until
 from sie_contracts.settings import SettingError
 from sie_gateway.fleet import workers
 from sie_gateway.fleet.workers import Endpoints, Workers, WorkerStatus
-from sie_runtime.http import HttpServer, Receive, Scope, Send
+from sie_runtime.http.server import HttpServer, Receive, Scope, Send
 from sie_runtime.process import Stop
 
 

@@ -10,8 +10,8 @@ from inprocess import InProcess, until
 from sie_broker import BrokerUnavailable, Subscription
 from sie_broker.memory import MemoryBroker, MemoryServer
 from sie_config_service.workers import Workers
-from sie_contracts import messages, topology
-from sie_contracts.heartbeats import Heartbeat
+from sie_contracts.wire import messages, topology
+from sie_contracts.wire.heartbeats import Heartbeat
 from sie_runtime.process import Stop
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from layouts import Table, place
 
 from sie_contracts.hosts import Holdings
-from sie_contracts.layout import Layout
+from sie_contracts.models.layout import Layout
 
 models, workers = st.integers(0, 11).map("m{}".format), st.integers(0, 5).map("w{}".format)
 some = st.sets(models, max_size=4).map(frozenset)

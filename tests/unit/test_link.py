@@ -16,8 +16,8 @@ from fake_adapter import FakeAdapter, toy_entry, vector_of
 from inprocess import until
 
 import sie_sidecar.device.link as links
-from sie_contracts import ipc
 from sie_contracts.errors import ModelLoadFailed, PayloadTooLarge
+from sie_contracts.wire import ipc
 from sie_runtime.process import Stop
 from sie_sidecar.device.link import AdapterGone, AdapterLink
 

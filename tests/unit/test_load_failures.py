@@ -29,9 +29,9 @@ from unit.adapter import toys
 
 from sie_adapter.engine.engine import Engine
 from sie_adapter.server import Server
-from sie_contracts.entries import ModelEntry, parse_entry
+from sie_contracts.models.entries import ModelEntry, parse_entry
+from sie_contracts.models.trust import Allowed
 from sie_contracts.settings import Settings
-from sie_contracts.trust import Allowed
 from sie_store.models_folder import worker_trust
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -20,7 +20,7 @@ from fake_adapter import toy_entry
 from inprocess import InProcess, until
 
 from sie_contracts.errors import InvalidInput
-from sie_contracts.trace_context import Context
+from sie_contracts.wire.trace_context import Context
 from sie_gateway.inference import telemetry
 from sie_gateway.inference.call import Call
 from sie_gateway.inference.results import STAGES

@@ -24,8 +24,8 @@ from image_files import bomb, encoded, mutated, picture, png, seeds
 from inprocess import settings_of, until
 
 from sie_contracts.errors import InvalidInput, QueueFull, ResourceExhausted, ShuttingDown, SIEError
-from sie_contracts.images import Recipe, Size
-from sie_contracts.sounds import SoundRecipe
+from sie_contracts.media.images import Recipe, Size
+from sie_contracts.media.sounds import SoundRecipe
 from sie_sidecar.prepare import images, media_frames, media_pool, sounds
 from sie_sidecar.prepare.media_frames import Heard, Prepared
 from sie_sidecar.prepare.media_pool import MediaPool
@@ -294,7 +294,7 @@ def test_what_a_worker_says_is_data() -> None:
 OF_A_SIDECAR = """
 import asyncio, sys
 from image_files import encoded, picture
-from sie_contracts.images import Recipe
+from sie_contracts.media.images import Recipe
 from sie_sidecar.prepare.media_pool import MediaPool
 
 async def main():

@@ -9,8 +9,8 @@ import pytest
 
 from sie_adapter.engine.raw import extract_options
 from sie_contracts.errors import InvalidInput
-from sie_contracts.ipc import Group, RunBatch
-from sie_contracts.messages import Input, Mention, RunOptions
+from sie_contracts.wire.ipc import Group, RunBatch
+from sie_contracts.wire.messages import Input, Mention, RunOptions
 from sie_gateway.inference.body import Item
 from sie_gateway.inference.entities import MAX_LABEL, MAX_MENTIONS, mentions
 from sie_sidecar.prepare.rows import Part, Row, Work, to_batch

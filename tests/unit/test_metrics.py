@@ -20,12 +20,12 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 import sie_contracts
-from sie_contracts import messages, topology
-from sie_contracts.configs import ConfigDelta
-from sie_contracts.device_reports import Shortages, TowerUse
 from sie_contracts.errors import InternalFailure, QueueFull
-from sie_contracts.ipc import BatchDone, Description
-from sie_contracts.messages import BatchNote, Failed, Ok, WorkResult
+from sie_contracts.wire import messages, topology
+from sie_contracts.wire.configs import ConfigDelta
+from sie_contracts.wire.device_reports import Shortages, TowerUse
+from sie_contracts.wire.ipc import BatchDone, Description
+from sie_contracts.wire.messages import BatchNote, Failed, Ok, WorkResult
 from sie_gateway.http.routes import ROUTES
 from sie_gateway.metrics import Metrics as GatewayMetrics
 from sie_runtime import metrics as runtime_metrics

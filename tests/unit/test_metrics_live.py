@@ -21,12 +21,12 @@ from sie_broker import BrokerError
 from sie_broker.memory import MemoryServer
 from sie_config_service import routes as config_routes
 from sie_config_service.app import create_app
-from sie_contracts import topology
-from sie_contracts.bundles import Bundle
 from sie_contracts.errors import ModelLoadFailed
-from sie_contracts.ipc import BatchDone
-from sie_contracts.messages import BatchNote, Ok, Stages, WorkResult
-from sie_contracts.topology import Lane
+from sie_contracts.models.bundles import Bundle
+from sie_contracts.wire import topology
+from sie_contracts.wire.ipc import BatchDone
+from sie_contracts.wire.messages import BatchNote, Ok, Stages, WorkResult
+from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.admission import key_of
 from sie_gateway.fleet import lag
 from sie_gateway.http.auth import Gate

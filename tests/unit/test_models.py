@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from fake_adapter import TOKENIZER, toy_entry
 
-from sie_contracts import ipc
-from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.models.catalogue import Catalogue
+from sie_contracts.wire import ipc
 from sie_sidecar.models.models import MAX_TURN_S, Hosted, Models
 
 NAMES = ("toy/a", "toy/b", "toy/c", "toy/d")

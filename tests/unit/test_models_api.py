@@ -9,8 +9,8 @@ from fake_adapter import toy_entry
 from inprocess import settings_of
 
 from sie_broker.memory import MemoryServer
-from sie_contracts.catalogue import Catalogue
-from sie_contracts.heartbeats import Heartbeat, ModelStatus, ServedPrecision
+from sie_contracts.models.catalogue import Catalogue
+from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus, ServedPrecision
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.operations.models import model_info
 

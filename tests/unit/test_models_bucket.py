@@ -16,8 +16,8 @@ from sie_broker.memory import MemoryServer
 from sie_config_service import reload
 from sie_config_service.overlay import Overlay
 from sie_config_service.process import prepare
-from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import ValidationFailed
+from sie_contracts.models.entries import ModelEntry
 from sie_contracts.settings import SettingError
 from sie_runtime.process import Stop
 from sie_store.models_bucket import BucketFolder

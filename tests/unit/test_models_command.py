@@ -28,16 +28,16 @@ from sie_cli.main import main
 from sie_cli.models import service as models_service
 from sie_cli.models.catalogue import patch_of
 from sie_cli.models.service import Service, Write
-from sie_cli.ports import free_port
+from sie_cli.serve.ports import free_port
 from sie_config_service.app import create_app
 from sie_config_service.state import ConfigService
 from sie_config_service.store import open_store
-from sie_contracts.bundles import Bundle
-from sie_contracts.catalogue import Catalogue, packaged_folder
-from sie_contracts.entries import parse_entry
+from sie_contracts.models.bundles import Bundle
+from sie_contracts.models.catalogue import Catalogue, packaged_folder
+from sie_contracts.models.entries import parse_entry
 from sie_contracts.settings import SettingError, load
 from sie_runtime.feed import read_bundles
-from sie_runtime.http import HttpServer
+from sie_runtime.http.server import HttpServer
 from sie_sidecar.process import _known
 
 ADMIN, READER = "admin-token-of-a-test", "reader-token-of-a-test"

@@ -21,11 +21,11 @@ from sie_config_service.process import Prepared, prepare
 from sie_config_service.reload import Reload
 from sie_config_service.store import CatalogueStore, normalised
 from sie_config_service.workers import Workers
-from sie_contracts.aliases import Alias, Target
-from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import SIEError, ValidationFailed
-from sie_contracts.heartbeats import Heartbeat
+from sie_contracts.models.aliases import Alias, Target
+from sie_contracts.models.entries import ModelEntry
 from sie_contracts.settings import SettingError
+from sie_contracts.wire.heartbeats import Heartbeat
 from sie_runtime.feed import packaged_catalogue
 from sie_runtime.process import Stop
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sie_contracts.errors import InvalidInput
-from sie_contracts.muvera import MAX_CELLS, MAX_WIDTH, Muvera, parse
+from sie_contracts.models.muvera import MAX_CELLS, MAX_WIDTH, Muvera, parse
 
 LIMITS = {
     "num_repetitions": (1, 128),

@@ -16,8 +16,8 @@ from inprocess import InProcess, Source, until
 from sie_adapter.engine.device import Memory
 from sie_adapter.engine.engines import TORCH
 from sie_adapter.memory.residency import DeviceMemory, Residency
-from sie_contracts.entries import RunDefaults
 from sie_contracts.errors import ModelLoading
+from sie_contracts.models.entries import RunDefaults
 from sie_gateway.inference import handler
 from sie_sidecar.prepare import prepare
 

@@ -16,12 +16,11 @@ from catalogue_examples import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import InvalidInput
-from sie_contracts.messages import Operation, RunOptions
-from sie_contracts.muvera import Muvera
-from sie_contracts.option_values import describe
-from sie_contracts.options import (
+from sie_contracts.models.catalogue import Catalogue
+from sie_contracts.models.muvera import Muvera
+from sie_contracts.models.option_values import describe
+from sie_contracts.models.options import (
     DTYPES,
     FIELDS,
     MAX_LABELS,
@@ -32,6 +31,7 @@ from sie_contracts.options import (
     run_options,
     tokenizing,
 )
+from sie_contracts.wire.messages import Operation, RunOptions
 
 # precedence
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from fake_adapter import toy_entry
 
-from sie_contracts.catalogue import Catalogue
-from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import InvalidInput
-from sie_contracts.messages import RunOptions
-from sie_contracts.option_values import MAX_HYPOTHESIS, MAX_OWN_BYTES
-from sie_contracts.options import MAX_LORA, run_options
+from sie_contracts.models.catalogue import Catalogue
+from sie_contracts.models.entries import ModelEntry
+from sie_contracts.models.option_values import MAX_HYPOTHESIS, MAX_OWN_BYTES
+from sie_contracts.models.options import MAX_LORA, run_options
+from sie_contracts.wire.messages import RunOptions
 
 CLASSES = toy_entry("toy/classes", family="zero-shot-classifier", outputs={"classifications": {}})
 ENCODER = toy_entry("toy/encoder", family="text-encoder")

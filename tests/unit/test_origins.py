@@ -16,9 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 import sie_config_service.process
 from sie_contracts.errors import PermissionDenied
 from sie_contracts.settings import SettingError
-from sie_runtime.origins import Names
+from sie_runtime.http.origins import Names
+from sie_runtime.http.refusals import REFUSED
 from sie_runtime.process import Stop
-from sie_runtime.refusals import REFUSED
 
 LOOPBACK, CLUSTER = "127.0.0.1", "0.0.0.0"
 LISTED = ("sie.example.com", "*.example.org", "port.example.com:8443")

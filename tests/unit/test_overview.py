@@ -19,7 +19,7 @@ from inprocess import GatewayProcess, InProcess, Source, free_port, settings_of,
 
 from sie_broker.memory import MemoryServer
 from sie_contracts.errors import NotFound, NotReady
-from sie_contracts.heartbeats import Heartbeat, ModelStatus
+from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
 from sie_gateway.admission.grant import ANYBODY
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.inference.call import Call

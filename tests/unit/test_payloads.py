@@ -21,10 +21,10 @@ from fake_adapter import ids_of, toy_entry, vector_of
 from inprocess import GatewayProcess, InProcess, settings_of, until
 from object_stores import S3, Place
 
-from sie_contracts import messages
 from sie_contracts.errors import InternalFailure, QueueUnavailable
-from sie_contracts.messages import Input, Payload, RunOptions, WorkItem
 from sie_contracts.settings import SettingError, StoreUrl, store_url
+from sie_contracts.wire import messages
+from sie_contracts.wire.messages import Input, Payload, RunOptions, WorkItem
 from sie_gateway.inference.results import STAGES
 from sie_gateway.metrics import Metrics
 from sie_gateway.streams.publish import Offload, life_s

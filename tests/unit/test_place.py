@@ -9,9 +9,9 @@ import pytest
 from inprocess import settings_of
 
 from sie_contracts.errors import QueueFull
-from sie_contracts.heartbeats import Heartbeat, ModelStatus
-from sie_contracts.messages import BatchNote, Ok, Stages, WorkResult
-from sie_contracts.topology import Lane
+from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
+from sie_contracts.wire.messages import BatchNote, Ok, Stages, WorkResult
+from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.admission import Admission
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.metrics import Metrics

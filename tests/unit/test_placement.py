@@ -16,16 +16,16 @@ from selection import long_but
 
 from sie_broker import BrokerError, Write
 from sie_broker.memory import MemoryBroker, MemoryServer
-from sie_contracts import topology
 from sie_contracts.errors import ErrorInfo
-from sie_contracts.heartbeats import Heartbeat, ModelStatus
 from sie_contracts.hosts import Holdings
-from sie_contracts.layout import HOT
-from sie_contracts.messages import Input, RunOptions, WorkItem
-from sie_contracts.placement import LOWER_AFTER_S, USED, Replicas, replicas
-from sie_contracts.records import Placement, decode_placement
+from sie_contracts.models.layout import HOT
 from sie_contracts.settings import load
-from sie_contracts.topology import Lane
+from sie_contracts.wire import topology
+from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
+from sie_contracts.wire.messages import Input, RunOptions, WorkItem
+from sie_contracts.wire.placement import LOWER_AFTER_S, USED, Replicas, replicas
+from sie_contracts.wire.records import Placement, decode_placement
+from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.fleet.placement import Placer
 from sie_gateway.fleet.planner import FORGET_S, REFRESH_S, Planner, Waiting

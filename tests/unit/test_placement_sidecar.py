@@ -18,12 +18,12 @@ from inprocess import InProcess, free_port, placing, until
 
 from sie_broker import CoreMessage, Write
 from sie_broker.memory import MemoryServer
-from sie_contracts import messages, records, topology
-from sie_contracts.entries import ModelEntry, RunDefaults
 from sie_contracts.errors import ModelLoadFailed, PoolNotFound
-from sie_contracts.heartbeats import Heartbeat
-from sie_contracts.records import Placement
-from sie_contracts.topology import Lane
+from sie_contracts.models.entries import ModelEntry, RunDefaults
+from sie_contracts.wire import messages, records, topology
+from sie_contracts.wire.heartbeats import Heartbeat
+from sie_contracts.wire.records import Placement
+from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.assignments import assigned
 from sie_sidecar import process
 from sie_sidecar.intake import pull

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from sie_broker.memory import MemoryServer
-from sie_contracts import topology
-from sie_contracts.heartbeats import Heartbeat, ModelStatus
-from sie_contracts.messages import Input, RunOptions, WorkItem
-from sie_contracts.records import Placement
 from sie_contracts.settings import load
-from sie_contracts.topology import Lane
+from sie_contracts.wire import topology
+from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
+from sie_contracts.wire.messages import Input, RunOptions, WorkItem
+from sie_contracts.wire.records import Placement
+from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.fleet.placement import Placer
 from sie_gateway.fleet.planner import Planner, Waiting

@@ -14,10 +14,10 @@ from inprocess import until
 
 from sie_broker import Delivery, Write
 from sie_broker.memory import MemoryServer
-from sie_contracts import messages, topology
-from sie_contracts.contents import content_keys
-from sie_contracts.messages import Input, RunOptions, WorkItem
-from sie_contracts.topology import POISON_BUCKET, POISON_LIFETIME_S
+from sie_contracts.media.contents import content_keys
+from sie_contracts.wire import messages, topology
+from sie_contracts.wire.messages import Input, RunOptions, WorkItem
+from sie_contracts.wire.topology import POISON_BUCKET, POISON_LIFETIME_S
 from sie_sidecar.device.poison import MAX_MARKS, Mark, Marks, after_death
 
 POISON = "INFERENCE_ERROR poison"

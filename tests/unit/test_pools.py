@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from inprocess import GatewayProcess, InProcess, SidecarProcess, Source, until
 
 from sie_broker import Write
-from sie_contracts import topology
-from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import InvalidInput, ModelNotFound, PoolOperationForbidden, SIEError
-from sie_contracts.records import PoolSpec, Reservation
+from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.settings import Settings
+from sie_contracts.wire import topology
+from sie_contracts.wire.records import PoolSpec, Reservation
 from sie_gateway.fleet.assignments import Candidate, asked, assign, is_held_back, is_met, lacking
 from sie_gateway.fleet.placement import Placer
 from sie_gateway.fleet.pool_rules import HELD_BACK, MAX_RESERVATIONS, TOO_FEW

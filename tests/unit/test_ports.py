@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sie_cli import ports
+from sie_cli.serve import ports
 from sie_contracts.settings import SettingError
 
 FEW = range(31_000, 31_000 + ports._TRIED)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sie_cli import preflight
+from sie_cli.serve import preflight
 from sie_contracts.settings import load
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from sie_contracts.catalogue import packaged_folder
-from sie_contracts.entries import parse_entry
 from sie_contracts.errors import ValidationFailed
-from sie_contracts.public_models import Translation, is_public, translated
+from sie_contracts.models.catalogue import packaged_folder
+from sie_contracts.models.entries import parse_entry
+from sie_contracts.models.public_models import Translation, is_public, translated
 from sie_runtime.feed import read_folder
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

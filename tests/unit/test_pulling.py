@@ -16,8 +16,8 @@ from inprocess import until
 
 from sie_broker import Delivery
 from sie_broker.memory import MemoryBroker, MemoryServer
-from sie_contracts import messages, topology
-from sie_contracts.topology import Lane
+from sie_contracts.wire import messages, topology
+from sie_contracts.wire.topology import Lane
 from sie_sidecar.batching.batch import Limits, Load
 from sie_sidecar.intake.pull import Pulling
 

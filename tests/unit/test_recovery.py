@@ -10,7 +10,7 @@ from diagnosis import Examined, commands
 from sie_cli import access
 from sie_cli.access import Access
 from sie_cli.main import main
-from sie_cli.readiness import unread_stream
+from sie_cli.serve.readiness import unread_stream
 
 STARTS = "[1] [INF]   Starting restore for stream '$G > {}'"
 ENDS = "[1] [INF]   Restored 2 messages for stream '$G > {}' in 0s"

@@ -25,9 +25,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 from sie_adapter.loading.inspection import inspect
 from sie_adapter.loading.loading import Loader
 from sie_cli.main import main
-from sie_contracts.catalogue import Catalogue
-from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.models.catalogue import Catalogue
+from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_contracts.settings import Settings
 from sie_store.sources import WeightSources
 

@@ -17,7 +17,7 @@ from sie_config_service.app import create_app as create_config_app
 from sie_config_service.routes import ROUTES as CONFIG_ROUTES
 from sie_config_service.state import ConfigService
 from sie_gateway.http.routes import ROUTES
-from sie_runtime.http import HttpServer
+from sie_runtime.http.server import HttpServer
 
 _PLACEHOLDER = re.compile(r"\{[^}]*\}")
 CONFIG_PATHS = ("/healthz", "/readyz", "/metrics", "/v1/configs/models", "/v1/none", "/docs", "/openapi.json")

@@ -14,10 +14,10 @@ from fake_adapter import FakeAdapter, toy_entry
 from inprocess import GatewayProcess, InProcess, placing, until, until_told
 
 from sie_broker import CoreMessage
-from sie_contracts import messages, records, topology
 from sie_contracts.errors import ModelLoadFailed
-from sie_contracts.heartbeats import Heartbeat, ModelStatus
-from sie_contracts.topology import Lane
+from sie_contracts.wire import messages, records, topology
+from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
+from sie_contracts.wire.topology import Lane
 
 ADMIN, USER = "admin-token-of-a-test", "user-token-of-a-test"
 TOKENS = {"SIE_ADMIN_TOKEN": ADMIN, "SIE_AUTH_MODE": "static", "SIE_AUTH_TOKEN": USER}

@@ -18,7 +18,7 @@ from sie_config_service.store import CatalogueStore, Change
 from sie_config_service.workers import Workers
 from sie_config_service.writes import Writer
 from sie_contracts.errors import ErrorInfo
-from sie_contracts.heartbeats import Heartbeat, ModelStatus
+from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
 from sie_runtime.process import Stop
 
 MODEL = "org/a"

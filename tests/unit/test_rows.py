@@ -17,8 +17,8 @@ from parity import tokenizer_recipes as recipes
 from selection import long_but
 from transformers import PreTrainedTokenizerFast
 
-from sie_contracts.ipc import Layout, Rows, Side
-from sie_contracts.messages import Input, RunOptions, Truncate
+from sie_contracts.wire.ipc import Layout, Rows, Side
+from sie_contracts.wire.messages import Input, RunOptions, Truncate
 from sie_sidecar.prepare.layouts import NOWHERE, QUERY_SHARE, make
 from sie_sidecar.prepare.long_text import HARD_TEXT
 from sie_sidecar.prepare.rows import Row, Work, offsets_of, texts_of, types_of

@@ -32,10 +32,10 @@ from test_rows import (
     rows_of,
 )
 
-from sie_contracts.ipc import Layout, RunBatch, Side
-from sie_contracts.ipc import Rows as Described
-from sie_contracts.messages import Input, RunOptions, Truncate, Vectors
-from sie_contracts.muvera import Muvera
+from sie_contracts.models.muvera import Muvera
+from sie_contracts.wire.ipc import Layout, RunBatch, Side
+from sie_contracts.wire.ipc import Rows as Described
+from sie_contracts.wire.messages import Input, RunOptions, Truncate, Vectors
 from sie_sidecar.batching.cost import VECTOR_BYTES
 from sie_sidecar.prepare import rows
 from sie_sidecar.prepare.layouts import make

@@ -14,8 +14,8 @@ from fake_adapter import FakeAdapter, ids_of, texts_of, vector_of
 from inprocess import InProcess, until
 from parity import tokenizer_recipes as recipes
 
-from sie_contracts.ipc import MAX_REQUEST_BYTES, Layout, Rows
-from sie_contracts.messages import Input, RunOptions
+from sie_contracts.wire.ipc import MAX_REQUEST_BYTES, Layout, Rows
+from sie_contracts.wire.messages import Input, RunOptions
 from sie_sidecar.prepare import layouts, rows
 from sie_sidecar.prepare.layouts import make
 from sie_sidecar.prepare.rows import Made, Work, effort_of, offsets_of, reached

@@ -17,9 +17,9 @@ from inprocess import InProcess, until
 
 from sie_broker import Delivery, Pulls
 from sie_broker.memory import MemoryBroker, MemoryServer
-from sie_cli.replay import Machine, plan_of, replay
-from sie_cli.trace import read
-from sie_contracts.heartbeats import Heartbeat
+from sie_cli.replay.replay import Machine, plan_of, replay
+from sie_cli.replay.trace import read
+from sie_contracts.wire.heartbeats import Heartbeat
 from sie_sidecar.device import recording
 
 TURNS = 20  # of the loop between two deliveries: all that follows from one is done before the next

@@ -17,12 +17,12 @@ import pytest
 from click.testing import CliRunner
 from documented_examples import DEVELOPMENT, PRODUCTION, exported
 
-from sie_cli import processes
 from sie_cli.main import main
 from sie_cli.options import loaded
-from sie_cli.ports import free_port
-from sie_cli.standalone import standalone
-from sie_cli.supervisor import Child
+from sie_cli.serve import processes
+from sie_cli.serve.ports import free_port
+from sie_cli.serve.standalone import standalone
+from sie_cli.serve.supervisor import Child
 from sie_contracts.settings import Mode, Settings
 from sie_sidecar.batching.batch import Limits
 from sie_sidecar.process import limits_of

@@ -36,13 +36,13 @@ from sie_adapter.loading.precision import bfloat16_lacks, resolve_precision
 from sie_adapter.memory.residency import DeviceMemory, Permission, Residency
 from sie_adapter.packed.attention_backend import AttentionFacts, resolve_attention
 from sie_adapter.server import Server
-from sie_contracts import ipc
-from sie_contracts.device_reports import RanBatch
-from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed, ModelLoading
-from sie_contracts.ipc import BatchDone, Group, Refused, Reply, RunBatch, frame
-from sie_contracts.messages import Failed
+from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_contracts.settings import SettingError
+from sie_contracts.wire import ipc
+from sie_contracts.wire.device_reports import RanBatch
+from sie_contracts.wire.ipc import BatchDone, Group, Refused, Reply, RunBatch, frame
+from sie_contracts.wire.messages import Failed
 from sie_store.cluster import ClusterCache
 from sie_store.manifest import MANIFEST, describe, encode
 from sie_store.progress import Progress

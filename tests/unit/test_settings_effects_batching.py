@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from inprocess import settings_of
 
-from sie_contracts.messages import Truncate
 from sie_contracts.settings import Mode, load
+from sie_contracts.wire.messages import Truncate
 from sie_sidecar.batching.batch import Batch, BatchKey, Device, Job, Limits, Wait, Waiting, next_batch
 from sie_sidecar.batching.sizing import WINDOW, WINDOW_S, Quantum, quantum_of
 from sie_sidecar.prepare.tokens import INLINE_CHARACTERS, TokenizerPool, Tokens

@@ -25,7 +25,7 @@ import sie_gateway.process
 import sie_sidecar.process
 from sie_broker.nats import transport
 from sie_cli.main import main
-from sie_contracts.catalogue import packaged_folder
+from sie_contracts.models.catalogue import packaged_folder
 from sie_contracts.settings import Secret, SettingError
 from sie_runtime.feed import read_folder
 from sie_runtime.process import Stop

@@ -17,17 +17,17 @@ from starlette.exceptions import HTTPException
 
 from sie_broker import Delivery
 from sie_broker.memory import MemoryServer
-from sie_contracts import messages, topology
-from sie_contracts.catalogue import Catalogue
-from sie_contracts.configs import ConfigDelta
 from sie_contracts.errors import InvalidInput, NotFound, PermissionDenied, SIEError, Unauthenticated
-from sie_contracts.heartbeats import Heartbeat, ModelStatus
+from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.settings import SettingError
-from sie_contracts.topology import Lane
+from sie_contracts.wire import messages, topology
+from sie_contracts.wire.configs import ConfigDelta
+from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
+from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.http.auth import Gate
 from sie_gateway.http.routes import TABLE
-from sie_runtime import protocol
+from sie_runtime.http import protocol
 from sie_sidecar.intake.leases import Leases
 
 STREAM = "WORK__default"

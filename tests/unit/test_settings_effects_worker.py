@@ -17,11 +17,11 @@ from fake_adapter import TOKENIZER, FakeAdapter, toy_entry
 from inprocess import InProcess, SidecarProcess, Source, free_port, settings_of, until
 from websockets.asyncio.client import connect
 
-from sie_contracts import ipc, messages, topology
-from sie_contracts.catalogue import Catalogue
-from sie_contracts.configs import ConfigDelta
 from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.settings import SettingError
+from sie_contracts.wire import ipc, messages, topology
+from sie_contracts.wire.configs import ConfigDelta
 from sie_sidecar.models.hosting import Hosting
 
 ONE, TWO = toy_entry(), toy_entry("toy/two")

@@ -214,7 +214,7 @@ READS_ENVIRON = {
     "gateway/sie_gateway/operations/doctor.py": "the environment of `sie doctor`, which it starts",
     "contracts/sie_contracts/settings/__init__.py": "the one reader",
     "cli/sie_cli/entry.py": "HTTP_PROXY and the like, to which it adds addresses that need no proxy",
-    "cli/sie_cli/serve.py": "hands its whole environment on to the processes that it starts",
+    "cli/sie_cli/serve/command.py": "hands its whole environment on to the processes that it starts",
     "cli/sie_cli/doctor/command.py": (
         "hands it to the settings piece by piece, so that one wrong setting hides no other"
     ),
@@ -224,7 +224,7 @@ READS_ENVIRON = {
     "adapter/sie_adapter/engine/sglang_server.py": "hands the paths of its environment to a server",
     "runtime/sie_runtime/tracing.py": "OTEL_*, which OpenTelemetry's SDK reads by itself",
     "cli/sie_cli/data_dir.py": "XDG_DATA_HOME, the user's folder for data of all programs",
-    "cli/sie_cli/top.py": "COLUMNS, which says how wide a picture in a pipe is",
+    "cli/sie_cli/top/command.py": "COLUMNS, which says how wide a picture in a pipe is",
 }
 ENVIRON_CHANGES = {"update", "setdefault", "pop", "popitem", "clear", "__setitem__", "__delitem__"}
 WRITES_ENVIRON = {
@@ -243,7 +243,7 @@ READS_HOME = {
     "adapter/sie_adapter/loading/dependencies.py": "~ in SIE_MODELS_DIR",
     "config_service/sie_config_service/overlay.py": "~ in SIE_MODELS_DIR",
     "store/sie_store/models_folder.py": "~ in SIE_MODELS_DIR and SIE_MODEL_PATHS",
-    "contracts/sie_contracts/trust.py": "~ in SIE_MODELS_DIR, in SIE_MODEL_PATHS and in the paths of a catalogue entry",
+    "contracts/sie_contracts/models/trust.py": "~ in SIE_MODELS_DIR, SIE_MODEL_PATHS and the paths of an entry",
     "cli/sie_cli/data_dir.py": "the default data directory",
     "cli/sie_cli/jobs/submitting.py": "~ in a folder that is named on the command line",
     "cli/sie_cli/migrating/corpus.py": "~ in a file that is named on the command line",

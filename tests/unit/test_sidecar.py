@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import pytest
 
 from sie_broker import BrokerUnavailable
-from sie_contracts import ipc
-from sie_contracts.catalogue import Catalogue
-from sie_contracts.entries import ModelEntry, Weights
 from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.models.catalogue import Catalogue
+from sie_contracts.models.entries import ModelEntry, Weights
+from sie_contracts.wire import ipc
 from sie_sidecar.batching.batch import BatchKey, Job, Waiting
 from sie_sidecar.intake.leases import Leases
 from sie_sidecar.models.hosting import Hosting

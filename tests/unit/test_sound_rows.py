@@ -14,9 +14,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from sie_adapter.packed.packing import MalformedBatch, items, sounds
 from sie_contracts.errors import InvalidInput
-from sie_contracts.ipc import Rows
-from sie_contracts.messages import Input, RunOptions
-from sie_contracts.sounds import Shape, SoundRecipe
+from sie_contracts.media.sounds import Shape, SoundRecipe
+from sie_contracts.wire.ipc import Rows
+from sie_contracts.wire.messages import Input, RunOptions
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import images
 from sie_sidecar.prepare import layouts

@@ -11,9 +11,9 @@ import soxr
 from numpy.typing import NDArray
 from sound_files import RATE, claiming, encoded, replaced, tone
 
-from sie_contracts import sounds as recipes
 from sie_contracts.errors import InvalidInput
-from sie_contracts.sounds import SoundRecipe, UnknownExtractor, from_extractor
+from sie_contracts.media import sounds as recipes
+from sie_contracts.media.sounds import SoundRecipe, UnknownExtractor, from_extractor
 from sie_sidecar.prepare import sounds
 
 CLAP: dict[str, Any] = {"feature_extractor_type": "ClapFeatureExtractor", "max_length_s": 1}

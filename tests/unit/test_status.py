@@ -20,16 +20,16 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus
 
 import sie_contracts
-from sie_contracts import heartbeats, messages, topology
-from sie_contracts.device_reports import RanBatch
 from sie_contracts.errors import ErrorInfo, ModelLoadFailed, ResourceExhausted
-from sie_contracts.heartbeats import GatewayBeat, Heartbeat, ModelStatus
+from sie_contracts.wire import heartbeats, messages, topology
+from sie_contracts.wire.device_reports import RanBatch
+from sie_contracts.wire.heartbeats import GatewayBeat, Heartbeat, ModelStatus
 from sie_gateway.admission.peers import Peers
 from sie_gateway.fleet import workers
 from sie_gateway.operations import status as statuses
 from sie_gateway.operations.overview import CONSOLE, CONSOLE_FILES
 from sie_gateway.operations.status import Seen, failures, of_heartbeat, of_socket, summaries
-from sie_runtime.websocket import Seats
+from sie_runtime.http.websocket import Seats
 
 ONE, TWO = toy_entry(), toy_entry("toy/two")
 TOKEN = "read-token"

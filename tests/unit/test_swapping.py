@@ -12,9 +12,9 @@ from inprocess import settings_of
 from simulation.virtual import VirtualLoop
 
 import sie_sidecar.models.hosting
-from sie_contracts import ipc
-from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.models.catalogue import Catalogue
+from sie_contracts.wire import ipc
 from sie_sidecar.device.link import AdapterLink
 from sie_sidecar.models.hosting import Hosting
 from sie_sidecar.models.models import MAX_TURN_S, Hosted

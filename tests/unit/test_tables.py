@@ -16,11 +16,11 @@ from sie_broker import Broker, Entry, PayloadTooBig
 from sie_broker.memory import MemoryServer
 from sie_broker.nats import connect
 from sie_broker.tables import PART_BYTES, WHOLE_BYTES, StoredTable
-from sie_contracts import messages, topology
-from sie_contracts.heartbeats import Heartbeat
-from sie_contracts.records import Placement
 from sie_contracts.settings import load
-from sie_contracts.topology import Lane
+from sie_contracts.wire import messages, topology
+from sie_contracts.wire.heartbeats import Heartbeat
+from sie_contracts.wire.records import Placement
+from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.fleet.placement import Placer
 from sie_gateway.fleet.planner import Waiting

@@ -16,12 +16,12 @@ import pytest
 from inprocess import GatewayProcess, InProcess, until_told
 from websockets.asyncio.client import connect
 
-from sie_contracts import messages, topology
-from sie_contracts.heartbeats import Heartbeat
+from sie_contracts.wire import messages, topology
+from sie_contracts.wire.heartbeats import Heartbeat
 from sie_gateway.fleet.pool_rules import HIDDEN, MAX_RESERVATIONS_OF_A_KEY
 from sie_gateway.http.routes import ROUTES
 from sie_runtime import keys
-from sie_runtime.routes import ANY, OPEN
+from sie_runtime.http.routes import ANY, OPEN
 
 MARK = "of-tenant-a-9f3c"  # in every name that A gives
 MODEL, POOL, FILE, NAME = f"model-{MARK}", f"pool-{MARK}", f"file-{MARK}.jsonl", f"job-{MARK}"

@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from test_rows import EACH, EXAMPLES, SHORT, TEXTS, library, ours, plain
 
 from sie_contracts.errors import InvalidInput
-from sie_contracts.ipc import Rows
-from sie_contracts.messages import Failed, Input, Ok, RunOptions
-from sie_contracts.options import counting, decoding, tokenizing
+from sie_contracts.models.options import counting, decoding, tokenizing
+from sie_contracts.wire.ipc import Rows
+from sie_contracts.wire.messages import Failed, Input, Ok, RunOptions
 from sie_sidecar.prepare import tokenizer_requests
 from sie_sidecar.prepare.layouts import make
 from sie_sidecar.prepare.long_text import HARD_TEXT

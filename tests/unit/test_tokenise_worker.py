@@ -14,11 +14,11 @@ import pytest
 from direct import ENTRY, Direct, is_right, reasons, vector
 from fake_adapter import TOKENIZER, WIDTH, ids_of, texts_of, toy_entry, vector_of
 
-from sie_contracts import messages, topology
-from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import ModelLoadFailed
-from sie_contracts.messages import Cancel, Input, Ok, RunOptions, Vectors, WorkResult
-from sie_contracts.options import counting, decoding, tokenizing
+from sie_contracts.models.catalogue import Catalogue
+from sie_contracts.models.options import counting, decoding, tokenizing
+from sie_contracts.wire import messages, topology
+from sie_contracts.wire.messages import Cancel, Input, Ok, RunOptions, Vectors, WorkResult
 from sie_sidecar.models.hosting import Hosting
 from sie_sidecar.prepare import layouts
 from sie_sidecar.prepare.tokens import ModelTokenizer

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from selection import long_but
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
-from sie_contracts.messages import Truncate
+from sie_contracts.wire.messages import Truncate
 from sie_sidecar.prepare.long_text import HARD_TEXT, LongTexts
 from sie_sidecar.prepare.tokens import INLINE_CHARACTERS, THREAD_CHARACTERS, ModelTokenizer, TokenizerPool
 

@@ -10,8 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sie_broker.memory import matches, overlap
-from sie_contracts import topology
-from sie_contracts.topology import Lane, config_subject, health_subject, pool_name, token, work_consumer, work_stream
+from sie_contracts.wire import topology
+from sie_contracts.wire.topology import (
+    Lane,
+    config_subject,
+    health_subject,
+    pool_name,
+    token,
+    work_consumer,
+    work_stream,
+)
 
 # any Unicode that UTF-8 can hold, and what is likely to collide
 NAMES = st.one_of(

@@ -21,9 +21,9 @@ import pytest
 from inprocess import GatewayProcess, InProcess
 from otlp import Collector, HttpCollector, Seen
 
-from sie_cli.ports import free_port
+from sie_cli.serve.ports import free_port
 from sie_contracts.settings import SettingError, load
-from sie_contracts.trace_context import NONE
+from sie_contracts.wire.trace_context import NONE
 from sie_gateway.inference.call import Call
 from sie_gateway.inference.results import Finished
 from sie_runtime import current_trace, tracing

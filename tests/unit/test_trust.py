@@ -28,12 +28,12 @@ from sie_adapter.server import Server
 from sie_broker import Write
 from sie_broker.memory import MemoryServer
 from sie_config_service.overlay import Overlay
-from sie_contracts import ipc
-from sie_contracts.bundles import Bundle
-from sie_contracts.entries import ModelEntry, Profile, parse_entry
+from sie_contracts.models.bundles import Bundle
+from sie_contracts.models.entries import ModelEntry, Profile, parse_entry
+from sie_contracts.models.trust import Allowed, Trust, claims
 from sie_contracts.places import without_paths
 from sie_contracts.settings import SettingError, Settings
-from sie_contracts.trust import Allowed, Trust, claims
+from sie_contracts.wire import ipc
 from sie_gateway.http.routes import ROUTES
 from sie_runtime import keys
 from sie_runtime.feed import packaged_catalogue

@@ -13,8 +13,8 @@ from inprocess import closing_code, until
 from uvicorn import Config
 from websockets.asyncio.client import connect
 
-from sie_runtime.http import HttpServer, Receive, Scope, Send
-from sie_runtime.websocket import Frames, WebSocketProtocol
+from sie_runtime.http.server import HttpServer, Receive, Scope, Send
+from sie_runtime.http.websocket import Frames, WebSocketProtocol
 
 
 @contextlib.asynccontextmanager

@@ -23,8 +23,8 @@ from hub_stub import COMMIT, HubStub
 from unit.adapter import toys
 
 from sie_adapter.engine.engine import Engine
-from sie_contracts.entries import ModelEntry, RunDefaults, Weights
 from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.models.entries import ModelEntry, RunDefaults, Weights
 from sie_contracts.settings import Settings, load
 from sie_store.cache import LocalCache
 from sie_store.configured import weight_sources

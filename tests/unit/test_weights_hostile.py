@@ -18,8 +18,8 @@ from fetching import REPOSITORY
 from hub_stub import COMMIT, blob
 from object_stores import aws_environ
 
-from sie_contracts.entries import ModelEntry, Weights
 from sie_contracts.errors import LoraLoadFailed, ModelLoadFailed
+from sie_contracts.models.entries import ModelEntry, Weights
 from sie_store import hub
 from sie_store.cluster import ClusterCache
 from sie_store.download import Limits

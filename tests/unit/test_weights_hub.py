@@ -18,8 +18,8 @@ from fetching import END_S, REPOSITORY, obtain
 from hub_stub import COMMIT, HubStub
 from object_stores import Place
 
-from sie_contracts.entries import LoadOptions, ModelEntry, Profile, RunDefaults, Weights
 from sie_contracts.errors import LoraLoadFailed, ModelLoadFailed
+from sie_contracts.models.entries import LoadOptions, ModelEntry, Profile, RunDefaults, Weights
 from sie_runtime.process import configure_logging
 from sie_store.cache import LocalCache
 from sie_store.cluster import ClusterCache

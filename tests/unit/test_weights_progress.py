@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from sie_contracts.heartbeats import Fetched
+from sie_contracts.wire.heartbeats import Fetched
 from sie_store.manifest import FetchFailed
 from sie_store.progress import Progress
 

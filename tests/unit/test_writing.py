@@ -11,8 +11,8 @@ from direct import Direct
 from fake_adapter import FakeAdapter, toy_entry
 from inprocess import InProcess
 
-from sie_contracts import messages, topology
-from sie_contracts.messages import Cancel, Failed, Ok
+from sie_contracts.wire import messages, topology
+from sie_contracts.wire.messages import Cancel, Failed, Ok
 from sie_sidecar.device.device import WRITTEN_AT_ONCE, WRITTEN_READY
 
 WRITER, OTHER = "toy/one", "toy/two"

@@ -15,7 +15,7 @@ from types import TracebackType
 
 import httpx
 
-from sie_runtime.http import HttpServer, Receive, Scope, Send, reply
+from sie_runtime.http.server import HttpServer, Receive, Scope, Send, reply
 
 PROBE_S = 0.5
 FAILURES = 3  # probes in a row, as in the chart

@@ -44,9 +44,9 @@ from upgrade.released import NEW, ROOT, Version
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
-from sie_cli.ports import free_port
+from sie_cli.serve.ports import free_port
 from sie_client import SIEAsyncClient, SIEError
-from sie_runtime.websocket import GOING_AWAY
+from sie_runtime.http.websocket import GOING_AWAY
 
 pytestmark = [pytest.mark.long, pytest.mark.serial, pytest.mark.timeout(3600)]
 

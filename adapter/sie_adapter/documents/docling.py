@@ -22,11 +22,11 @@ from sie_adapter.documents.parsers import NotStarted, Parsers
 from sie_adapter.engine.device import Compute, usable_cores
 from sie_adapter.families.extraction import ExtractOptions, Result
 from sie_adapter.readers.written import IsGone
-from sie_contracts.documents import Document, DocumentLimits
-from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.errors import InternalFailure, InvalidInput, SIEError
-from sie_contracts.ipc import Rows
-from sie_contracts.load_errors import load_failed
+from sie_contracts.media.documents import Document, DocumentLimits
+from sie_contracts.models.entries import LoadOptions, ModelEntry
+from sie_contracts.models.load_errors import load_failed
+from sie_contracts.wire.ipc import Rows
 
 
 class DoclingModel:

@@ -18,7 +18,7 @@ from docling.document_converter import DocumentConverter, NativePdfFormatOption
 from sie_adapter.documents.document_formats import format_of
 from sie_adapter.documents.parser_frames import Parsed, ParseJob
 from sie_contracts.errors import InvalidInput
-from sie_contracts.media import fault
+from sie_contracts.media.media import fault
 
 MAX_PAGES = 1000
 _INPUTS = {

@@ -8,8 +8,8 @@ import io
 import re
 import zipfile
 
-from sie_contracts.documents import Document
-from sie_contracts.media import fault
+from sie_contracts.media.documents import Document
+from sie_contracts.media.media import fault
 
 FORMATS = ("pdf", "docx", "pptx", "xlsx", "odt", "ods", "odp", "html", "md", "csv")
 MAX_UNPACKED_BYTES = 512 << 20  # of an archive, as its directory says

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from sie_contracts.child_frames import Frames, Hello, Unusable
-from sie_contracts.documents import MAX_BYTES, Document
+from sie_contracts.media.documents import MAX_BYTES, Document
+from sie_contracts.wire.child_frames import Frames, Hello, Unusable
 
 MAX_JOB_BYTES = MAX_BYTES + 4096
 MAX_ANSWER_BYTES = 64 << 20

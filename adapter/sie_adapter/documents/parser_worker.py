@@ -16,10 +16,10 @@ from typing import Protocol
 
 from sie_adapter.documents import parser_frames
 from sie_adapter.documents.parser_frames import MAX_ANSWER_BYTES, Parsed, ParseJob
-from sie_contracts.child_frames import Hello, Unusable
 from sie_contracts.errors import InvalidInput
-from sie_contracts.ipc import FrameError, receive_frame
-from sie_contracts.media import cause_of
+from sie_contracts.media.media import cause_of
+from sie_contracts.wire.child_frames import Hello, Unusable
+from sie_contracts.wire.ipc import FrameError, receive_frame
 from sie_runtime import confined
 
 

@@ -28,11 +28,11 @@ import msgspec
 from sie_adapter.documents import parser_frames
 from sie_adapter.documents.parser_frames import Parsed, ParseJob
 from sie_adapter.memory.failure import cancelled
-from sie_contracts.child_frames import Hello, Unusable
-from sie_contracts.documents import Document
 from sie_contracts.errors import InternalFailure, ResourceExhausted, SIEError
-from sie_contracts.ipc import FrameError, receive_frame
-from sie_contracts.media import fault
+from sie_contracts.media.documents import Document
+from sie_contracts.media.media import fault
+from sie_contracts.wire.child_frames import Hello, Unusable
+from sie_contracts.wire.ipc import FrameError, receive_frame
 
 DEADLINE_S = 60.0  # of one document, from the moment that a process is given it
 MEMORY_BYTES = 4 << 30  # address space of a process

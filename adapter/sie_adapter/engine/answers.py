@@ -23,11 +23,11 @@ from torch import Tensor
 from sie_adapter.engine.device import to_device
 from sie_adapter.epilogues import dtypes, muvera
 from sie_adapter.heads import Row
-from sie_contracts.entries import Engine
 from sie_contracts.errors import InferenceFailed, InvalidInput, SIEError
-from sie_contracts.ipc import BatchDone
-from sie_contracts.messages import ArraySlice, Failed, Ok, Outcome, RunOptions
-from sie_contracts.options import TOKEN_STATES
+from sie_contracts.models.entries import Engine
+from sie_contracts.models.options import TOKEN_STATES
+from sie_contracts.wire.ipc import BatchDone
+from sie_contracts.wire.messages import ArraySlice, Failed, Ok, Outcome, RunOptions
 
 _EPSILON = 1e-12
 Rows = Mapping[str, Sequence[Row]]

@@ -28,8 +28,8 @@ from sie_adapter.memory.oom import Remedy, Shortage, exhausted
 from sie_adapter.packed.lora import Loras
 from sie_adapter.packed.packing import Int64, Items, MalformedBatch, Packed, images, items, sounds
 from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, SIEError
-from sie_contracts.ipc import BatchDone, Group, Layout, Rows, RunBatch
-from sie_contracts.messages import Operation, RunOptions
+from sie_contracts.wire.ipc import BatchDone, Group, Layout, Rows, RunBatch
+from sie_contracts.wire.messages import Operation, RunOptions
 
 _logger = logging.getLogger("sie.adapter")
 

@@ -19,7 +19,7 @@ import torch
 
 from sie_adapter.memory.onednn import is_spoilt
 from sie_contracts.errors import InternalFailure, ShuttingDown
-from sie_contracts.ipc import BatchStarted, Refused, Reply, RunBatch
+from sie_contracts.wire.ipc import BatchStarted, Refused, Reply, RunBatch
 from sie_runtime.failpoints import failpoint
 
 _logger = logging.getLogger("sie.adapter")

@@ -34,12 +34,12 @@ from sie_adapter.memory.residency import DeviceMemory, Permission, Residency
 from sie_adapter.packed.packing import Items
 from sie_adapter.packed.tower_outputs import SHARE, TowerOutputs
 from sie_adapter.readers.reading import Readings
-from sie_contracts import ipc
-from sie_contracts.catalogue import Resolved
 from sie_contracts.errors import InternalFailure, LoraLoadFailed, SIEError
-from sie_contracts.ipc import BatchDone, Refused, Reply, RunBatch
-from sie_contracts.load_errors import lora_failed, lora_of_entry, lora_rejected
+from sie_contracts.models.catalogue import Resolved
+from sie_contracts.models.load_errors import lora_failed, lora_of_entry, lora_rejected
 from sie_contracts.settings import Settings
+from sie_contracts.wire import ipc
+from sie_contracts.wire.ipc import BatchDone, Refused, Reply, RunBatch
 from sie_store.configured import weight_sources
 from sie_store.sources import named_loras
 

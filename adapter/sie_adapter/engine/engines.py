@@ -20,10 +20,10 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from sie_contracts.entries import Engine, ModelEntry
-from sie_contracts.families import FAMILIES, TEXT_ENCODER
-from sie_contracts.ipc import RunBatch
-from sie_contracts.load_errors import load_failed
+from sie_contracts.models.entries import Engine, ModelEntry
+from sie_contracts.models.families import FAMILIES, TEXT_ENCODER
+from sie_contracts.models.load_errors import load_failed
+from sie_contracts.wire.ipc import RunBatch
 
 
 @dataclass(frozen=True)

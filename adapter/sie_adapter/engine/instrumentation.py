@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 
 from sie_adapter.engine.device_threads import Job
-from sie_contracts.device_reports import RanBatch
-from sie_contracts.ipc import BatchDone, Reply
-from sie_contracts.messages import Failed
+from sie_contracts.wire.device_reports import RanBatch
+from sie_contracts.wire.ipc import BatchDone, Reply
+from sie_contracts.wire.messages import Failed
 
 MAX_BATCHES = 100
 

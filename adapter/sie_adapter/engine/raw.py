@@ -22,8 +22,8 @@ from sie_adapter.families.extraction import ExtractOptions, Preparation
 from sie_adapter.memory.oom import Remedy, Shortage, exhausted
 from sie_adapter.packed.packing import Files, Int64, MalformedBatch, images, sounds
 from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, SIEError
-from sie_contracts.ipc import BatchDone, Group, RunBatch
-from sie_contracts.messages import RunOptions
+from sie_contracts.wire.ipc import BatchDone, Group, RunBatch
+from sie_contracts.wire.messages import RunOptions
 
 _CPU = torch.device("cpu")
 

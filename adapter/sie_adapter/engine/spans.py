@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sie_contracts.ipc import BatchDone, Refused, Reply
-from sie_contracts.trace_context import Context
+from sie_contracts.wire.ipc import BatchDone, Refused, Reply
+from sie_contracts.wire.trace_context import Context
 from sie_runtime.current_trace import STAGE
 
 if TYPE_CHECKING:

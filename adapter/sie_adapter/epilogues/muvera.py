@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sie_contracts.muvera import Muvera
+from sie_contracts.models.muvera import Muvera
 
 BLOCK_BYTES = 32 << 20  # of one intermediate; twice that in float64
 # which a cache holds: 16 MiB took 1.4 times as long on an AMD EPYC, bench/muvera.py --block-mib

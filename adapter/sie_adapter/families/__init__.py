@@ -1,1 +1,1 @@
-"""Kinds of model code, one file each. `sie_contracts.families` has a row for each, which names its class."""
+"""Kinds of model code, one file each. `sie_contracts.models.families` has a row for each, which names its class."""

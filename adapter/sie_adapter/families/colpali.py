@@ -16,9 +16,9 @@ from sie_adapter.heads.multivector import MultivectorHead
 from sie_adapter.loading.checkpoint import empty_model, load_model
 from sie_adapter.packed.images import Tower
 from sie_adapter.packed.packing import Features, Packed, Shown
-from sie_contracts.entries import LoadOptions, ModelEntry
-from sie_contracts.images import ImageTokens, Normalisation, Recipe
-from sie_contracts.ipc import Rows
+from sie_contracts.media.images import ImageTokens, Normalisation, Recipe
+from sie_contracts.models.entries import LoadOptions, ModelEntry
+from sie_contracts.wire.ipc import Rows
 
 _PAGE_PROMPT = "<bos>Describe the image.\n"  # behind the image. Source: transformers, ColPaliProcessor
 _PATCHES_PER_TOKEN = 4  # of the tower, which take about the time of one token of the language model

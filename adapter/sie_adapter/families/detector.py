@@ -18,11 +18,11 @@ from sie_adapter.families.extraction import ExtractOptions, Result, by_options
 from sie_adapter.families.grounding_dino import GroundingDino
 from sie_adapter.families.owlv2 import Owlv2
 from sie_adapter.packed.packing import Shown
-from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.errors import InferenceFailed, InvalidInput
-from sie_contracts.images import Recipe
-from sie_contracts.ipc import Rows
-from sie_contracts.load_errors import load_failed
+from sie_contracts.media.images import Recipe
+from sie_contracts.models.entries import LoadOptions, ModelEntry
+from sie_contracts.models.load_errors import load_failed
+from sie_contracts.wire.ipc import Rows
 from sie_store.folder_files import read_json
 
 # A CPU gains nothing by more than one image (bench/images.py).

@@ -36,11 +36,11 @@ from sie_adapter.packed.backbone import Backbone
 from sie_adapter.packed.images import Tower, processor_of
 from sie_adapter.packed.linear import block_linears
 from sie_adapter.packed.packing import Files, Int64, Items, Packed, Shown, expanded
-from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.errors import InvalidInput
-from sie_contracts.images import Normalisation, Recipe
-from sie_contracts.ipc import Rows, Side
-from sie_contracts.load_errors import load_failed
+from sie_contracts.media.images import Normalisation, Recipe
+from sie_contracts.models.entries import LoadOptions, ModelEntry
+from sie_contracts.models.load_errors import load_failed
+from sie_contracts.wire.ipc import Rows, Side
 from sie_store.folder_files import read_json
 
 _METASPACE = "▁"  # sentencepiece writes a space so

@@ -10,7 +10,7 @@ import torch
 
 from sie_adapter.engine.answers import Answer, Answers
 from sie_adapter.heads import Row
-from sie_contracts.ipc import Group, RunBatch
+from sie_contracts.wire.ipc import Group, RunBatch
 
 _OUTSIDE = "O"
 # what the prefix of a tag says of its token: does it begin an entity, whatever stands before it? BIO, BIOES and BILOU

@@ -36,10 +36,10 @@ from sie_adapter.families.extraction import (
 )
 from sie_adapter.loading.checkpoint import _cast, construction
 from sie_adapter.loading.tokenizer import bare_tokenizer, read_tokenizer
-from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.errors import InferenceFailed, InvalidInput
-from sie_contracts.ipc import Rows
-from sie_contracts.load_errors import load_failed
+from sie_contracts.models.entries import LoadOptions, ModelEntry
+from sie_contracts.models.load_errors import load_failed
+from sie_contracts.wire.ipc import Rows
 
 _TOKENS_PER_PASS = {"cpu": 4096}
 _TOKENS_PER_PASS_ELSEWHERE = 16384

@@ -38,10 +38,10 @@ from sie_adapter.families.extraction import (
 )
 from sie_adapter.families.gliner_folder import empty_gliner, load_gliner
 from sie_adapter.loading.tokenizer import bare_tokenizer, fault
-from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.errors import InferenceFailed, SIEError
-from sie_contracts.ipc import Rows
-from sie_contracts.load_errors import load_failed
+from sie_contracts.models.entries import LoadOptions, ModelEntry
+from sie_contracts.models.load_errors import load_failed
+from sie_contracts.wire.ipc import Rows
 
 # padded, labels included: the states of all spans of a pass take some 0.2 MB a word at 512 wide
 _TOKENS_PER_PASS = {"cpu": 2048}

@@ -41,10 +41,10 @@ from sie_adapter.families.extraction import (
 )
 from sie_adapter.loading.checkpoint import _cast, construction
 from sie_adapter.loading.tokenizer import bare_tokenizer, read_tokenizer
-from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.errors import InferenceFailed, InvalidInput, SIEError
-from sie_contracts.ipc import Rows
-from sie_contracts.load_errors import load_failed
+from sie_contracts.models.entries import LoadOptions, ModelEntry
+from sie_contracts.models.load_errors import load_failed
+from sie_contracts.wire.ipc import Rows
 from sie_store.folder_files import read_json
 
 # padded, labels included: the states of all spans of a pass take some 0.1 MB a word at 768 wide

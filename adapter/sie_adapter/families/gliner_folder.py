@@ -26,8 +26,8 @@ from sie_adapter.families.extraction import (
 )
 from sie_adapter.loading.checkpoint import _cast, construction
 from sie_adapter.loading.tokenizer import read_tokenizer
-from sie_contracts.entries import LoadOptions, ModelEntry
-from sie_contracts.load_errors import load_failed
+from sie_contracts.models.entries import LoadOptions, ModelEntry
+from sie_contracts.models.load_errors import load_failed
 
 
 def load_gliner(folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> Any:

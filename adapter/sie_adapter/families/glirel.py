@@ -40,11 +40,11 @@ from sie_adapter.families.extraction import (
 )
 from sie_adapter.loading.checkpoint import construction
 from sie_adapter.loading.tokenizer import bare_tokenizer, read_tokenizer
-from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.errors import InferenceFailed, InvalidInput
-from sie_contracts.ipc import Rows
-from sie_contracts.load_errors import load_failed
-from sie_contracts.messages import Mention
+from sie_contracts.models.entries import LoadOptions, ModelEntry
+from sie_contracts.models.load_errors import load_failed
+from sie_contracts.wire.ipc import Rows
+from sie_contracts.wire.messages import Mention
 
 _WORDS = re.compile(r"\w+(?:[-_]\w+)*|\S")  # as the package splits a text
 _MIN_ROOM = 8  # labels leave at least this part of the model's tokens to the text

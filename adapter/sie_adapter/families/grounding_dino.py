@@ -34,9 +34,9 @@ from sie_adapter.loading.tokenizer import fault, fitted, load_tokenizer
 from sie_adapter.packed.images import processor_of
 from sie_adapter.packed.packing import Shown
 from sie_adapter.packed.tower_outputs import Output
-from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.errors import InvalidInput
-from sie_contracts.load_errors import load_failed
+from sie_contracts.models.entries import LoadOptions, ModelEntry
+from sie_contracts.models.load_errors import load_failed
 
 # By these ids the model itself tells the labels of a prompt apart (transformers, SPECIAL_TOKENS).
 _DELIMITERS = {"[CLS]": 101, "[SEP]": 102, ".": 1012, "?": 1029}

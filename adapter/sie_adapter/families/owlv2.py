@@ -30,10 +30,10 @@ from sie_adapter.packed.images import PROCESSOR, read_processor
 from sie_adapter.packed.linear import block_linears
 from sie_adapter.packed.packing import Shown
 from sie_adapter.packed.tower_outputs import Output
-from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.errors import InvalidInput
-from sie_contracts.images import Recipe
-from sie_contracts.load_errors import load_failed
+from sie_contracts.media.images import Recipe
+from sie_contracts.models.entries import LoadOptions, ModelEntry
+from sie_contracts.models.load_errors import load_failed
 
 _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 # Longer edges than so many times the model's are scaled down before they travel, which changes its pixels slightly

@@ -21,11 +21,11 @@ from sie_adapter.loading.tokenizer import Needs, fault, fitted
 from sie_adapter.packed.backbone import Backbone
 from sie_adapter.packed.lora import Loras
 from sie_adapter.packed.packing import Int64, Items, Packed
-from sie_contracts import families
-from sie_contracts.entries import ModelEntry
-from sie_contracts.ipc import Group, Rows, RunBatch
-from sie_contracts.load_errors import load_failed
-from sie_contracts.messages import Operation, RunOptions
+from sie_contracts.models import families
+from sie_contracts.models.entries import ModelEntry
+from sie_contracts.models.load_errors import load_failed
+from sie_contracts.wire.ipc import Group, Rows, RunBatch
+from sie_contracts.wire.messages import Operation, RunOptions
 
 # Short sequences with which the packed path of a model that ranks is tried beside the usual ones: its scores are
 # compared by rank as well, which needs many of them.

@@ -20,10 +20,10 @@ from sie_adapter.heads.classification import LastTokenHead
 from sie_adapter.heads.pooling import DenseHead
 from sie_adapter.loading import checkpoint
 from sie_adapter.loading.tokenizer import load_tokenizer
-from sie_contracts.entries import LoadOptions, ModelEntry
-from sie_contracts.images import ImageTokens, Normalisation, Recipe
-from sie_contracts.ipc import Rows
-from sie_contracts.load_errors import load_failed
+from sie_contracts.media.images import ImageTokens, Normalisation, Recipe
+from sie_contracts.models.entries import LoadOptions, ModelEntry
+from sie_contracts.models.load_errors import load_failed
+from sie_contracts.wire.ipc import Rows
 
 _IMAGE = ("<|vision_start|>", "<|vision_end|>")
 _TURN = "<|im_end|>\n<|im_start|>assistant\n"  # behind every text of an encoder; no text is so long that it is cut off

@@ -24,11 +24,11 @@ from sie_adapter.loading import checkpoint
 from sie_adapter.loading.checkpoint import empty_model, load_model
 from sie_adapter.packed.images import GridTower, Patches
 from sie_adapter.packed.packing import Features, Int64, Packed, Shown
-from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.errors import InternalFailure
-from sie_contracts.images import ImageTokens, Normalisation, Recipe
-from sie_contracts.ipc import Rows
-from sie_contracts.load_errors import load_failed
+from sie_contracts.media.images import ImageTokens, Normalisation, Recipe
+from sie_contracts.models.entries import LoadOptions, ModelEntry
+from sie_contracts.models.load_errors import load_failed
+from sie_contracts.wire.ipc import Rows
 
 # Around the image of a page. Source: colpali-engine, ColQwen2_5_Processor.
 _BEFORE_PAGE, _AFTER_PAGE = (

@@ -29,10 +29,10 @@ from sie_adapter.packed.backbone import Backbone
 from sie_adapter.packed.images import PROCESSOR, passes, per_pass, read_processor
 from sie_adapter.packed.linear import block_linears
 from sie_adapter.packed.packing import Files, Heard, Items, Packed
-from sie_contracts.entries import LoadOptions, ModelEntry
-from sie_contracts.ipc import Rows
-from sie_contracts.load_errors import load_failed
-from sie_contracts.sounds import SoundRecipe, UnknownExtractor, from_extractor
+from sie_contracts.media.sounds import SoundRecipe, UnknownExtractor, from_extractor
+from sie_contracts.models.entries import LoadOptions, ModelEntry
+from sie_contracts.models.load_errors import load_failed
+from sie_contracts.wire.ipc import Rows
 from sie_store.folder_files import read_json
 
 MODEL_TYPE = "clap"

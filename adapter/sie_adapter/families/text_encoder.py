@@ -34,12 +34,12 @@ from sie_adapter.loading.tokenizer import Needs, fault, fitted, load_tokenizer
 from sie_adapter.packed.backbone import Backbone
 from sie_adapter.packed.lora import Loras
 from sie_adapter.packed.packing import Int64, Items, Packed
-from sie_contracts import families
-from sie_contracts.entries import LoadOptions, ModelEntry
-from sie_contracts.ipc import Group, RunBatch
-from sie_contracts.load_errors import load_failed
-from sie_contracts.messages import Operation, RunOptions
-from sie_contracts.options import TOKEN_STATES
+from sie_contracts.models import families
+from sie_contracts.models.entries import LoadOptions, ModelEntry
+from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.options import TOKEN_STATES
+from sie_contracts.wire.ipc import Group, RunBatch
+from sie_contracts.wire.messages import Operation, RunOptions
 
 _OF_SGLANG = ", ".join(ARCHITECTURES)
 

@@ -43,12 +43,12 @@ from sie_adapter.loading.late_interaction import Filling, late_interaction
 from sie_adapter.loading.modules import Modules, output_width
 from sie_adapter.loading.tokenizer import fitted, special_ids
 from sie_adapter.packed.pruning import pruned
-from sie_contracts import families
-from sie_contracts.entries import LoadOptions, ModelEntry
-from sie_contracts.ipc import Group, Rows, RunBatch, Side
-from sie_contracts.load_errors import load_failed
-from sie_contracts.messages import Operation
-from sie_contracts.options import TOKEN_STATES
+from sie_contracts.models import families
+from sie_contracts.models.entries import LoadOptions, ModelEntry
+from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.options import TOKEN_STATES
+from sie_contracts.wire.ipc import Group, Rows, RunBatch, Side
+from sie_contracts.wire.messages import Operation
 from sie_store.entry_faults import MODEL_FILE
 from sie_store.folder_files import read_json
 

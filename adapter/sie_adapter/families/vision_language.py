@@ -35,10 +35,10 @@ from sie_adapter.packed.backbone import Backbone
 from sie_adapter.packed.images import processor_of
 from sie_adapter.packed.linear import block_linears
 from sie_adapter.packed.packing import Int64, Items, Packed, Shown
-from sie_contracts.entries import LoadOptions, ModelEntry
-from sie_contracts.images import ImageTokens, Normalisation, Recipe, max_blocks
-from sie_contracts.ipc import Group, Rows, RunBatch
-from sie_contracts.load_errors import load_failed
+from sie_contracts.media.images import ImageTokens, Normalisation, Recipe, max_blocks
+from sie_contracts.models.entries import LoadOptions, ModelEntry
+from sie_contracts.models.load_errors import load_failed
+from sie_contracts.wire.ipc import Group, Rows, RunBatch
 from sie_store.folder_files import read_json
 
 Seen = Sequence[Sequence[Shown]]  # the images of each sequence of a pass, in packed order

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sie_adapter.heads import Reduced, States, all_finite
 from sie_adapter.loading.checkpoint import linear
 from sie_adapter.packed.packing import Int64
-from sie_contracts.load_errors import load_failed
+from sie_contracts.models.load_errors import load_failed
 
 
 class KeepHead:

@@ -31,10 +31,10 @@ from sie_adapter.engine.device import Compute
 from sie_adapter.heads import Row, States
 from sie_adapter.loading.tokenizer import Needs, fault
 from sie_adapter.packed.packing import Items
-from sie_contracts.catalogue import Resolved, packaged_folder
-from sie_contracts.entries import LoadOptions, ModelEntry
-from sie_contracts.load_errors import load_failed
-from sie_contracts.options import TOKEN_STATES
+from sie_contracts.models.catalogue import Resolved, packaged_folder
+from sie_contracts.models.entries import LoadOptions, ModelEntry
+from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.options import TOKEN_STATES
 from sie_store import entry_faults
 from sie_store.folder_files import read_json
 

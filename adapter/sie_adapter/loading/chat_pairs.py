@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sie_contracts.load_errors import load_failed
+from sie_contracts.models.load_errors import load_failed
 
 _FIELDS = ("{query}", "{document}")
 _ROLES = ("query", "document")

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from sie_adapter.engine.device import Compute
-from sie_contracts.entries import LoadOptions
-from sie_contracts.load_errors import load_failed
+from sie_contracts.models.entries import LoadOptions
+from sie_contracts.models.load_errors import load_failed
 
 # While transformers constructs a model it changes torch for the whole process: its default precision, which would
 # change what the lanes compute, unless it is float32 already, and functions of torch, which two loads would restore in

@@ -17,9 +17,9 @@ import transformers
 
 from sie_adapter.loading.loading import family_of
 from sie_adapter.loading.weight_files import check_weights
-from sie_contracts.entries import ModelEntry
-from sie_contracts.families import FAMILIES
-from sie_contracts.load_errors import load_failed
+from sie_contracts.models.entries import ModelEntry
+from sie_contracts.models.families import FAMILIES
+from sie_contracts.models.load_errors import load_failed
 
 
 def compare_files(folder: Path, entry: ModelEntry) -> list[str]:

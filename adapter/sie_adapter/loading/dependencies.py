@@ -9,9 +9,9 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 from yaml import YAMLError
 
-from sie_contracts.bundles import Bundle
-from sie_contracts.catalogue import packaged_folder
 from sie_contracts.errors import ValidationFailed
+from sie_contracts.models.bundles import Bundle
+from sie_contracts.models.catalogue import packaged_folder
 from sie_contracts.settings import SettingError, Settings
 from sie_runtime.feed import read_bundles
 

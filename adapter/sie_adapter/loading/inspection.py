@@ -31,8 +31,8 @@ from sie_adapter.loading.image_folders import described_by_image_model
 from sie_adapter.loading.late_interaction import late_interaction
 from sie_adapter.loading.modules import Modules, conversion, read_modules
 from sie_adapter.loading.tokenizer import read_tokenizer
-from sie_contracts.entries import HeadOptions, ModelEntry, parse_entry
-from sie_contracts.load_errors import load_failed
+from sie_contracts.models.entries import HeadOptions, ModelEntry, parse_entry
+from sie_contracts.models.load_errors import load_failed
 from sie_store.entry_faults import MODEL_FILE, positions
 from sie_store.folder_files import line_of, read_json, read_value, reading
 from sie_store.selection import FILES, PICKLED

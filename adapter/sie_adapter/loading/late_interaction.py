@@ -18,8 +18,8 @@ import numpy as np
 
 from sie_adapter.loading.modules import Modules
 from sie_adapter.packed.packing import Items, expanded
-from sie_contracts.entries import HeadOptions
-from sie_contracts.load_errors import load_failed
+from sie_contracts.models.entries import HeadOptions
+from sie_contracts.models.load_errors import load_failed
 from sie_store.folder_files import read_json
 
 _EXPANDED = 32  # tokens of an expanded query where no file says it

@@ -34,11 +34,11 @@ from sie_adapter.memory.failure import is_device_fatal, is_out_of_memory
 from sie_adapter.memory.footprint import weight_bytes
 from sie_adapter.packed import attention_backend
 from sie_adapter.packed.tower_outputs import TowerOutputs
-from sie_contracts.catalogue import Resolved, fingerprint
-from sie_contracts.entries import ModelEntry, Precision
 from sie_contracts.errors import ModelLoadFailed, SIEError
-from sie_contracts.families import FAMILIES
-from sie_contracts.load_errors import load_failed
+from sie_contracts.models.catalogue import Resolved, fingerprint
+from sie_contracts.models.entries import ModelEntry, Precision
+from sie_contracts.models.families import FAMILIES
+from sie_contracts.models.load_errors import load_failed
 from sie_contracts.settings import Settings
 from sie_store.locks import Lock
 from sie_store.sources import Located, WeightSources

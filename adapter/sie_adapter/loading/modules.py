@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sie_adapter.loading.checkpoint import linear, tensor
-from sie_contracts.load_errors import load_failed
+from sie_contracts.models.load_errors import load_failed
 from sie_store.entry_faults import MODEL_FILE, POOLING_NAMES, pooling_name
 from sie_store.folder_files import TRANSFORMER_FILES, read_json, read_value, reading
 

@@ -22,9 +22,9 @@ from transformers import PreTrainedModel, SiglipConfig, SiglipModel
 
 from sie_adapter.engine.device import Compute
 from sie_adapter.loading.checkpoint import filled, placed
-from sie_contracts.entries import ModelEntry
-from sie_contracts.images import Filter, Normalisation, Recipe
-from sie_contracts.load_errors import load_failed
+from sie_contracts.media.images import Filter, Normalisation, Recipe
+from sie_contracts.models.entries import ModelEntry
+from sie_contracts.models.load_errors import load_failed
 from sie_store.folder_files import read_json
 
 CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 import torch
 
-from sie_contracts.entries import Precision
+from sie_contracts.models.entries import Precision
 
 # of passes: with weights in 8 bits these are computed as with weights in 16
 _DTYPES: dict[Precision, torch.dtype] = {

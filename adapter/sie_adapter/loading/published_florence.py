@@ -22,8 +22,8 @@ from transformers import Florence2Config, Florence2ForConditionalGeneration, Gen
 
 from sie_adapter.engine.device import Compute
 from sie_adapter.loading.checkpoint import filled, placed
-from sie_contracts.entries import ModelEntry
-from sie_contracts.load_errors import load_failed
+from sie_contracts.models.entries import ModelEntry
+from sie_contracts.models.load_errors import load_failed
 from sie_store.folder_files import read_json
 
 _TEXT_TYPE = "florence2_language"  # of transformers it is BART

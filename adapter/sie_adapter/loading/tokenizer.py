@@ -18,9 +18,9 @@ from tokenizers import Encoding, Tokenizer, models, normalizers, processors
 from transformers import AutoTokenizer
 
 from sie_adapter.loading.modules import TransformerSettings
-from sie_contracts import families
-from sie_contracts.entries import LoadOptions
-from sie_contracts.load_errors import load_failed
+from sie_contracts.models import families
+from sie_contracts.models.entries import LoadOptions
+from sie_contracts.models.load_errors import load_failed
 
 # each is a vocabulary, as published folders have them
 _FILES = (

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from sie_contracts.load_errors import load_failed
+from sie_contracts.models.load_errors import load_failed
 from sie_store.folder_files import read_json
 
 _OTHER_FORMATS = ("onnx", "openvino")  # folders of published models that no family reads

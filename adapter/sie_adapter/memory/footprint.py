@@ -6,7 +6,7 @@ import json
 import math
 from pathlib import Path
 
-from sie_contracts.load_errors import load_failed
+from sie_contracts.models.load_errors import load_failed
 
 
 def weight_bytes(folder: Path, itemsize: int) -> int:

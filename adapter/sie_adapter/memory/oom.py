@@ -16,8 +16,8 @@ from sie_adapter.engine.device import give_memory_back
 from sie_adapter.memory.failure import is_out_of_memory
 from sie_adapter.memory.onednn import unspoilt
 from sie_adapter.packed.packing import Int64
-from sie_contracts.device_reports import Shortages
 from sie_contracts.errors import ResourceExhausted
+from sie_contracts.wire.device_reports import Shortages
 
 Remedy = Literal[
     "recoveries_attempted",

@@ -31,10 +31,10 @@ from sie_adapter.engine.device import Memory
 from sie_adapter.engine.engines import Choice
 from sie_adapter.memory.oom import Remedy
 from sie_adapter.memory.shared_lock import SharedLock
-from sie_contracts.catalogue import Catalogue, Resolved, fingerprint
-from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import ModelLoadFailed, ModelLoading, SIEError
-from sie_contracts.ipc import LoadedModel, Rows
+from sie_contracts.models.catalogue import Catalogue, Resolved, fingerprint
+from sie_contracts.models.entries import ModelEntry
+from sie_contracts.wire.ipc import LoadedModel, Rows
 
 _logger = logging.getLogger("sie.adapter")
 

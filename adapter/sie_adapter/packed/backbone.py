@@ -27,9 +27,9 @@ from sie_adapter.packed.attention import AttentionUnsupported, Kernel, Trial
 from sie_adapter.packed.attention_backend import uses_varlen_kernel
 from sie_adapter.packed.linear import block_linears
 from sie_adapter.packed.packing import Features, Int64, Items, Packed, Positions, filled_up, pack, padded
-from sie_contracts import costs
 from sie_contracts.errors import SIEError
-from sie_contracts.load_errors import load_failed
+from sie_contracts.models import costs
+from sie_contracts.models.load_errors import load_failed
 
 _logger = logging.getLogger("sie.adapter")
 

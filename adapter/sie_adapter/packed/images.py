@@ -21,9 +21,9 @@ from torch import Tensor
 from sie_adapter.engine.device import Compute, to_device
 from sie_adapter.packed.packing import Shown, UInt8, missing
 from sie_adapter.packed.tower_outputs import Output
-from sie_contracts.entries import LoadOptions, ModelEntry
-from sie_contracts.images import Normalisation, Recipe, UnknownProcessor, from_processor
-from sie_contracts.load_errors import load_failed
+from sie_contracts.media.images import Normalisation, Recipe, UnknownProcessor, from_processor
+from sie_contracts.models.entries import LoadOptions, ModelEntry
+from sie_contracts.models.load_errors import load_failed
 from sie_store.folder_files import read_json
 
 PROCESSOR = "preprocessor_config.json"

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from sie_adapter.engine.device import Compute
 from sie_contracts.errors import LoraLoading
-from sie_contracts.load_errors import lora_rejected
+from sie_contracts.models.load_errors import lora_rejected
 from sie_store.folder_files import read_json
 
 Pairs = Mapping[str, tuple[Tensor, Tensor]]  # by the path of a layer: A [r, in], scaled B [out, r]

@@ -19,10 +19,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from sie_contracts.entries import Engine
-from sie_contracts.images import Recipe, Size, cost
-from sie_contracts.ipc import IMAGE_KEY_BYTES
-from sie_contracts.sounds import Shape, SoundRecipe
+from sie_contracts.media.images import Recipe, Size, cost
+from sie_contracts.media.sounds import Shape, SoundRecipe
+from sie_contracts.models.entries import Engine
+from sie_contracts.wire.ipc import IMAGE_KEY_BYTES
 
 Steps = Sequence[tuple[int, int]]  # up to so many, numbers are multiples of this; the last goes for all beyond it too
 # A few tokens are left as they are: a second sequence took 1 ms of the 4.5 of a short text.

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from sie_adapter.engine.answers import Answer, Answers, Rows, class_scores
-from sie_contracts.ipc import Group, RunBatch
+from sie_contracts.wire.ipc import Group, RunBatch
 
 PRUNE_THRESHOLD, HIGHLIGHT_THRESHOLD = 0.6, 0.9
 

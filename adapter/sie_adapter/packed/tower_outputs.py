@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from sie_adapter.packed.packing import Shown
-from sie_contracts.device_reports import TowerUse
+from sie_contracts.wire.device_reports import TowerUse
 
 # Of the device's memory: a sixty-fourth of 80 GB holds twenty pages of Qwen3-VL 8B, each of 60 MB.
 SHARE = 64

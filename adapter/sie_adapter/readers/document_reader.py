@@ -18,10 +18,10 @@ from sie_adapter.readers.donut import Donut
 from sie_adapter.readers.florence2 import Florence2
 from sie_adapter.readers.transcriber import MODEL_TYPES, Transcriber
 from sie_adapter.readers.written import IsGone, PagePrompt, Read, Reader, Reading
-from sie_contracts.entries import LoadOptions, ModelEntry
-from sie_contracts.images import Recipe
-from sie_contracts.ipc import Rows
-from sie_contracts.load_errors import load_failed
+from sie_contracts.media.images import Recipe
+from sie_contracts.models.entries import LoadOptions, ModelEntry
+from sie_contracts.models.load_errors import load_failed
+from sie_contracts.wire.ipc import Rows
 from sie_store.folder_files import read_json
 
 

@@ -37,10 +37,10 @@ from sie_adapter.readers.written import (
     text_entity,
     tokens_left,
 )
-from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.errors import InvalidInput
-from sie_contracts.images import Normalisation, Recipe
-from sie_contracts.load_errors import load_failed
+from sie_contracts.media.images import Normalisation, Recipe
+from sie_contracts.models.entries import LoadOptions, ModelEntry
+from sie_contracts.models.load_errors import load_failed
 
 _QUESTION, _CLASSES = "<s_docvqa>", "<s_rvlcdip>"
 _CLASS_TOKENS = 8  # a class takes three or four

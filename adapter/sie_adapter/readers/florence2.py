@@ -40,9 +40,9 @@ from sie_adapter.readers.written import (
     text_entity,
     tokens_left,
 )
-from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.errors import InvalidInput
-from sie_contracts.images import Recipe
+from sie_contracts.media.images import Recipe
+from sie_contracts.models.entries import LoadOptions, ModelEntry
 
 _PHRASE, _REGION = "{}", "{region}"
 _BINS = 1000

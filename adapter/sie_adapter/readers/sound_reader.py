@@ -32,11 +32,11 @@ from sie_adapter.readers.reading import Written
 from sie_adapter.readers.slots import Begun, Slots, empty, prompted
 from sie_adapter.readers.transcript import FRAMES_PER_STEP, TASKS, Segment, Told, segments
 from sie_adapter.readers.written import IsGone, Read, Reading, attended, check_rules, reserved, text_entity, tokens_left
-from sie_contracts.entries import LoadOptions, ModelEntry
 from sie_contracts.errors import InvalidInput
-from sie_contracts.ipc import Rows
-from sie_contracts.load_errors import load_failed
-from sie_contracts.sounds import SoundRecipe, UnknownExtractor, from_extractor
+from sie_contracts.media.sounds import SoundRecipe, UnknownExtractor, from_extractor
+from sie_contracts.models.entries import LoadOptions, ModelEntry
+from sie_contracts.models.load_errors import load_failed
+from sie_contracts.wire.ipc import Rows
 from sie_store.folder_files import read_json
 
 MODEL_TYPE = "whisper"

@@ -21,11 +21,11 @@ from sie_adapter.packed.packing import Shown
 from sie_adapter.readers.greedy import Rules, unknown_rule
 from sie_adapter.readers.reading import Prompt, Writer, Written
 from sie_adapter.readers.slots import Begun, Slots, empty, prompted
-from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import InvalidInput, SIEError
-from sie_contracts.images import Normalisation, Recipe
-from sie_contracts.ipc import Rows
-from sie_contracts.load_errors import load_failed
+from sie_contracts.media.images import Normalisation, Recipe
+from sie_contracts.models.entries import ModelEntry
+from sie_contracts.models.load_errors import load_failed
+from sie_contracts.wire.ipc import Rows
 
 P = TypeVar("P", bound=Prompt)
 F_contra = TypeVar("F_contra", contravariant=True)  # a file as the model reads it

@@ -21,7 +21,7 @@ from sie_broker import (
 from sie_broker.limits import API_TIMEOUT_S, check_room
 from sie_broker.memory.connection import ADVISORY, Exchange, MemoryBus, MemoryConnection
 from sie_broker.memory.streams import Consumer, Credit, Message, matches, normal
-from sie_contracts.topology import ConsumerSpec, StreamSpec
+from sie_contracts.wire.topology import ConsumerSpec, StreamSpec
 
 log = logging.getLogger("sie.broker")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from sie_broker import BrokerError, BrokerUnavailable, ConsumerState, Published, StreamFull, StreamState
-from sie_contracts.topology import ConsumerSpec, StreamSpec
+from sie_contracts.wire.topology import ConsumerSpec, StreamSpec
 
 _MESSAGE_OVERHEAD_BYTES = 48
 _DELIVERIES_A_TURN = 64

@@ -18,7 +18,7 @@ from sie_broker import (
     TopologyMismatch,
     WrongRevision,
 )
-from sie_contracts.topology import ConsumerSpec, StreamSpec
+from sie_contracts.wire.topology import ConsumerSpec, StreamSpec
 
 # Top-ups are pulls of their own: a few dozen per busy worker and consumer. The broker's default of 512 refuses the rest
 # of a large pool.

@@ -23,9 +23,9 @@ from sie_broker.nats.api import (
 )
 from sie_broker.nats.bus import NatsBus
 from sie_broker.nats.pulls import PULL_EXPIRES_S, NatsDelivery, NatsPulls
-from sie_contracts import messages
-from sie_contracts.records import StreamRequest
-from sie_contracts.topology import streams_subject
+from sie_contracts.wire import messages
+from sie_contracts.wire.records import StreamRequest
+from sie_contracts.wire.topology import streams_subject
 
 # Of buckets, each with the bytes of a pull on the way: together far from what a server holds for one connection.
 _READS_AT_ONCE = 2

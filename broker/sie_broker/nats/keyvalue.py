@@ -25,8 +25,8 @@ from sie_broker.nats.jetstream import JetStream
 from sie_broker.nats.pulls import NatsDelivery
 from sie_broker.nats.transport import FIRST_RETRY_S, MAX_RETRY_S
 from sie_broker.tasks import guarded
-from sie_contracts.records import StreamRequest
-from sie_contracts.topology import DUPLICATE_WINDOW_S
+from sie_contracts.wire.records import StreamRequest
+from sie_contracts.wire.topology import DUPLICATE_WINDOW_S
 
 log = logging.getLogger("sie.broker")
 

@@ -27,7 +27,7 @@ from sie_broker.nats.api import (
 )
 from sie_broker.nats.keyvalue import NatsKeyValue
 from sie_broker.nats.queue import NatsAdministration
-from sie_contracts.topology import TOPOLOGY_VERSION, ConsumerSpec, StreamSpec, consumer_of
+from sie_contracts.wire.topology import TOPOLOGY_VERSION, ConsumerSpec, StreamSpec, consumer_of
 
 if TYPE_CHECKING:
     from sie_broker.nats import NatsBroker

@@ -44,8 +44,8 @@ from sie_broker.nats.api import (
 )
 from sie_broker.nats.jetstream import JetStream
 from sie_broker.nats.pulls import WORK_EXPIRES_S, parse_reply
-from sie_contracts.records import StreamRequest
-from sie_contracts.topology import ConsumerSpec, StreamSpec
+from sie_contracts.wire.records import StreamRequest
+from sie_contracts.wire.topology import ConsumerSpec, StreamSpec
 
 _ENSURE_ATTEMPTS = 10  # at a consumer that others delete meanwhile
 

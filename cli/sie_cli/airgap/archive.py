@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Literal
 import msgspec
 
 from sie_cli.refusal import Refused
-from sie_contracts.bundles import BUNDLE_ID, Bundle
+from sie_contracts.models.bundles import BUNDLE_ID, Bundle
 from sie_store.manifest import FileFact, is_safe
 
 INDEX, SUMS, BILL = "airgap.json", "SHA256SUMS", "sbom.cdx.json"

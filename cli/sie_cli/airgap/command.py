@@ -20,7 +20,7 @@ from sie_cli.airgap import placing
 from sie_cli.airgap.archive import INDEX, Reader, Told, digest, write
 from sie_cli.options import loaded, named_options
 from sie_cli.refusal import Refused, refusing
-from sie_contracts.entries import ModelEntry
+from sie_contracts.models.entries import ModelEntry
 from sie_contracts.settings import BY_NAME, SettingError, Settings
 
 FOLDER = "airgap"
@@ -215,8 +215,8 @@ def serve_command(folder: Path, arguments: tuple[str, ...]) -> None:
 
     Every option of `sie serve` may follow, and wins over what serve.env says. Variables do not.
     """
-    from sie_cli.processes import flag
-    from sie_cli.serve import serve
+    from sie_cli.serve.command import serve
+    from sie_cli.serve.processes import flag
 
     folder = folder.absolute()
     with _refusing():

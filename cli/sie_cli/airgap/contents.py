@@ -26,12 +26,12 @@ from sie_cli.airgap import sbom
 from sie_cli.airgap.archive import BILL, Index, Told, digest
 from sie_cli.refusal import Refused
 from sie_config_service.overlay import PLUG_INS, Folders
-from sie_contracts import families
-from sie_contracts.aliases import Alias
-from sie_contracts.bundles import Bundle, serving
-from sie_contracts.catalogue import Catalogue, packaged_folder
-from sie_contracts.entries import ModelEntry
-from sie_contracts.topology import token
+from sie_contracts.models import families
+from sie_contracts.models.aliases import Alias
+from sie_contracts.models.bundles import Bundle, serving
+from sie_contracts.models.catalogue import Catalogue, packaged_folder
+from sie_contracts.models.entries import ModelEntry
+from sie_contracts.wire.topology import token
 from sie_runtime.feed import read_bundles
 from sie_store.locks import Lock
 from sie_store.manifest import MANIFEST, FileFact, Manifest, ManifestError, decode, encode

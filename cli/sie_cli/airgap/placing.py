@@ -22,10 +22,10 @@ import msgspec
 from sie_cli import display
 from sie_cli.airgap.archive import INDEX, SUMS, Index, Reader, Told, decode, sums
 from sie_cli.refusal import Refused
-from sie_contracts.aliases import Alias
-from sie_contracts.entries import ModelEntry, parse_document, parse_entry
 from sie_contracts.errors import SIEError
-from sie_contracts.topology import token
+from sie_contracts.models.aliases import Alias
+from sie_contracts.models.entries import ModelEntry, parse_document, parse_entry
+from sie_contracts.wire.topology import token
 from sie_store import durable
 from sie_store.manifest import Manifest, verify
 

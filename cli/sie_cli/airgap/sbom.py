@@ -22,7 +22,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from sie_contracts.entries import ModelEntry
+from sie_contracts.models.entries import ModelEntry
 from sie_store.manifest import FileFact
 
 OURS = "sie-cluster"

@@ -16,10 +16,10 @@ from sie_cli.display import counted
 from sie_cli.doctor.finding import Finding, Found
 from sie_cli.doctor.gateway import FORBIDDEN
 from sie_cli.doctor.look import Absent, Look
-from sie_contracts.configs import ConfigEpoch, has_seen
 from sie_contracts.errors import SIEError
+from sie_contracts.models.trust import is_bucket
 from sie_contracts.settings import SettingError, public_url
-from sie_contracts.trust import is_bucket
+from sie_contracts.wire.configs import ConfigEpoch, has_seen
 
 DRIFT_S = 5.0  # that a write of the catalogue takes at most to everybody, on a busy machine
 

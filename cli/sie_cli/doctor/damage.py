@@ -9,7 +9,7 @@ from sie_cli.display import counted
 from sie_cli.doctor.finding import Finding, Found
 from sie_cli.doctor.gateway import broker_options
 from sie_cli.doctor.look import Blind, Look
-from sie_contracts import topology
+from sie_contracts.wire import topology
 
 if TYPE_CHECKING:
     from sie_broker.nats import NatsBroker

@@ -25,10 +25,10 @@ import msgspec
 
 from sie_cli.cluster import CONFIG_URL, SOURCE, Cluster
 from sie_cli.data_dir import sockets_folder
-from sie_contracts import heartbeats, ipc, topology
-from sie_contracts.configs import ConfigEpoch
-from sie_contracts.heartbeats import GatewayBeat, Heartbeat
 from sie_contracts.settings import Secret, public_url
+from sie_contracts.wire import heartbeats, ipc, topology
+from sie_contracts.wire.configs import ConfigEpoch
+from sie_contracts.wire.heartbeats import GatewayBeat, Heartbeat
 
 if TYPE_CHECKING:
     from sie_broker import CoreMessage

@@ -10,7 +10,7 @@ from pathlib import Path
 from sie_cli.display import counted, size
 from sie_cli.doctor.finding import Finding, Found
 from sie_cli.doctor.look import Blind, Look
-from sie_cli.preflight import held_bytes
+from sie_cli.serve.preflight import held_bytes
 from sie_contracts.settings import store_url
 
 MIN_FREE_BYTES = 256 << 20

@@ -99,7 +99,7 @@ class Opened:
         if self.sources:
             return self.sources[0].scores_pairs
         from sie_config_service.overlay import Overlay
-        from sie_contracts.entries import ModelEntry
+        from sie_contracts.models.entries import ModelEntry
         from sie_contracts.settings import Settings
 
         known: Any = Overlay(Settings()).folders().models.get(self._model.partition(":")[0], (None, ""))[0]

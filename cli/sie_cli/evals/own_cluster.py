@@ -14,8 +14,8 @@ import click
 
 from sie_cli import access
 from sie_cli.access import Access
-from sie_cli.ports import free_port
 from sie_cli.refusal import Refused
+from sie_cli.serve.ports import free_port
 
 START_S = 120.0
 END_S = 60.0  # `sie serve` drains for less by itself

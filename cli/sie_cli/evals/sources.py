@@ -193,7 +193,7 @@ def _weights_of(model: str) -> str:
     id of the hub.
     """
     from sie_config_service.overlay import Overlay
-    from sie_contracts.entries import ModelEntry
+    from sie_contracts.models.entries import ModelEntry
     from sie_contracts.settings import Settings
     from sie_store.sources import package_folder
 

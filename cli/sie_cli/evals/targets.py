@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from sie_cli.refusal import Refused
-from sie_contracts.catalogue import packaged_folder
+from sie_contracts.models.catalogue import packaged_folder
 
 FILE = "targets.yaml"
 DEFAULT_TOLERANCE = 0.005

@@ -11,12 +11,12 @@ from sie_cli.models.catalogue import document, tell
 from sie_cli.models.inspect import described, source_arguments
 from sie_cli.models.service import YAML, Write, write_options
 from sie_cli.refusal import Refused
-from sie_contracts.aliases import Alias
-from sie_contracts.catalogue import packaged_folder
-from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import ModelLoadFailed, SIEError
+from sie_contracts.models.aliases import Alias
+from sie_contracts.models.catalogue import packaged_folder
+from sie_contracts.models.entries import ModelEntry
+from sie_contracts.models.trust import USUAL
 from sie_contracts.settings import Settings
-from sie_contracts.trust import USUAL
 from sie_runtime.feed import read_folder
 
 

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
-from sie_cli.curve import BOTTOM, COLOURS, HEIGHT, LEFT, RIGHT, TOP, WIDTH
 from sie_cli.refusal import Refused
+from sie_cli.replay.curve import BOTTOM, COLOURS, HEIGHT, LEFT, RIGHT, TOP, WIDTH
 from sie_contracts.settings import public_url
 from sie_runtime.ranks import spearman
 

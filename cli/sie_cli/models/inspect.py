@@ -15,9 +15,9 @@ import click
 
 from sie_cli.options import loaded
 from sie_cli.refusal import Refused
-from sie_contracts.catalogue import Catalogue, packaged_folder
-from sie_contracts.entries import ModelEntry, is_id, parse_entry
 from sie_contracts.errors import SIEError
+from sie_contracts.models.catalogue import Catalogue, packaged_folder
+from sie_contracts.models.entries import ModelEntry, is_id, parse_entry
 from sie_contracts.settings import Settings
 from sie_runtime.feed import read_folder
 
@@ -204,9 +204,9 @@ def answers(entry: ModelEntry, settings: Settings) -> list[str]:
 
 def _sample(engine: Any, entry: ModelEntry, task: Any, tokenizer: Any) -> list[str]:
     from sie_adapter.engine.device_threads import Job
-    from sie_contracts.ipc import BatchDone
-    from sie_contracts.messages import Input, Ok
-    from sie_contracts.options import run_options
+    from sie_contracts.models.options import run_options
+    from sie_contracts.wire.ipc import BatchDone
+    from sie_contracts.wire.messages import Input, Ok
     from sie_sidecar.prepare import layouts
     from sie_sidecar.prepare import rows as rowing
 

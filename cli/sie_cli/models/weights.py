@@ -16,7 +16,7 @@ import msgspec
 from sie_cli import display
 from sie_cli.options import loaded, named_options, refuse
 from sie_cli.refusal import Refused, refusing
-from sie_contracts.entries import ModelEntry
+from sie_contracts.models.entries import ModelEntry
 from sie_contracts.settings import SettingError, Settings
 from sie_store.manifest import FetchFailed, Manifest, ManifestError, check_names, describe, encode, verify
 
@@ -293,7 +293,7 @@ def _entry(settings: Settings, model: str, commit: str) -> ModelEntry:
     Refused.
     """
     from sie_config_service.overlay import Overlay
-    from sie_contracts.entries import parse_entry
+    from sie_contracts.models.entries import parse_entry
 
     known = Overlay(settings).folders().models.get(model, (None, ""))[0]
     if known is None or not isinstance(known, ModelEntry):

@@ -10,7 +10,7 @@ from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
 from sie_cli.display import document, printable
 from sie_cli.gateway_client import gateway_client
 from sie_cli.refusal import Refused
-from sie_cli.top import quiet_client
+from sie_cli.top.command import quiet_client
 from sie_cli.trying.asking import Answer, Question, ask, reply
 from sie_cli.trying.inputs import read
 from sie_cli.trying.shown import shown

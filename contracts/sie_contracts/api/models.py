@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from sie_contracts.api.shapes import MINI, Text, Texts, Whole
-from sie_contracts.load_errors import LoadErrorClass
+from sie_contracts.models.load_errors import LoadErrorClass
 
 ModelState = Literal["available", "loading", "loaded", "unloading", "failed"]
 

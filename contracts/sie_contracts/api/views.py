@@ -9,8 +9,8 @@ from msgspec import UNSET, Struct, UnsetType
 from sie_contracts import __version__
 from sie_contracts.api.operations import ClusterInfo, ModelSummary, WorkerInfo
 from sie_contracts.api.shapes import MINI, Text, Whole
-from sie_contracts.messages import BatchNote, Stages
 from sie_contracts.status import QueueInfo
+from sie_contracts.wire.messages import BatchNote, Stages
 
 
 class ClusterCounts(Struct, kw_only=True):

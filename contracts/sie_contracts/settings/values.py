@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
-from sie_contracts.topology import pool_name
+from sie_contracts.wire.topology import pool_name
 
 Parse = Callable[[str], Any]
 Kind = tuple[str, Parse]  # what completes "expected ...", and the parser, which raises ValueError

@@ -20,12 +20,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from sie_broker import Bus
-from sie_contracts.costs import ImageCost
 from sie_contracts.errors import QueueFull
-from sie_contracts.heartbeats import GatewayBeat, Heartbeat, QueuedWork
-from sie_contracts.messages import PRIORITIES, Priority, WorkResult
+from sie_contracts.models.costs import ImageCost
 from sie_contracts.settings import Settings
-from sie_contracts.topology import Lane
+from sie_contracts.wire.heartbeats import GatewayBeat, Heartbeat, QueuedWork
+from sie_contracts.wire.messages import PRIORITIES, Priority, WorkResult
+from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.model_queue import Entered, Place, Refusal
 from sie_gateway.admission.peers import Peers, mean_cost
 from sie_gateway.admission.window import Host, Shares, Ticket, Window, bound

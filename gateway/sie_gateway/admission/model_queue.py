@@ -20,11 +20,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from sie_contracts.batch_times import BatchTimes
-from sie_contracts.costs import text_cost
-from sie_contracts.heartbeats import Heartbeat, QueuedWork
-from sie_contracts.messages import Ok, Priority, WorkResult
-from sie_contracts.topology import Lane
+from sie_contracts.models.costs import text_cost
+from sie_contracts.wire.batch_times import BatchTimes
+from sie_contracts.wire.heartbeats import Heartbeat, QueuedWork
+from sie_contracts.wire.messages import Ok, Priority, WorkResult
+from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.retry_slots import Turns
 from sie_gateway.admission.throughput import EXPIRY_S, MIN_SAMPLES, Drain, Known, Wait
 from sie_gateway.admission.window import Bound, Ticket, Window

@@ -19,11 +19,11 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from sie_broker import BrokerError, Bus, CoreMessage
-from sie_contracts import heartbeats, messages, topology
-from sie_contracts.heartbeats import GatewayBeat, LaneTraffic, QueuedWork
-from sie_contracts.messages import Priority
 from sie_contracts.settings import default_worker_id
-from sie_contracts.topology import Lane
+from sie_contracts.wire import heartbeats, messages, topology
+from sie_contracts.wire.heartbeats import GatewayBeat, LaneTraffic, QueuedWork
+from sie_contracts.wire.messages import Priority
+from sie_contracts.wire.topology import Lane
 from sie_runtime.process import Stop
 
 EVERY_S = 1.0

@@ -18,7 +18,7 @@ import random
 from collections import deque
 from collections.abc import Sequence
 
-from sie_contracts.heartbeats import Turn
+from sie_contracts.wire.heartbeats import Turn
 
 MAX_RETRY_S = 120  # the longest Retry-After; clients of OpenAI give up at more
 MAX_TURNS = 16_384

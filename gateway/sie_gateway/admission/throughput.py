@@ -16,7 +16,7 @@ import math
 from collections import deque
 from typing import NamedTuple
 
-from sie_contracts.batch_times import AHEAD_SHARE
+from sie_contracts.wire.batch_times import AHEAD_SHARE
 
 MIN_SAMPLES, MIN_SPAN_S = 4, 1.0  # the time of a batch is the mean of as many of the last samples as reach both
 MAX_SAMPLES = 64

@@ -123,8 +123,8 @@ class Shares:
 class Ticket:
     """The chunks of one request. Those before `next` were granted, those in `held` are in the queue.
 
-    `costs` is the time of each, in tokens of short texts (`sie_contracts.costs`): keys take turns by it, and waits come
-    of it. `tokens` is what workers and the windows of keys count, and the same unless it is given.
+    `costs` is the time of each, in tokens of short texts (`models.costs` of the contracts): keys take turns by it, and
+    waits come of it. `tokens` is what workers and the windows of keys count, and the same unless it is given.
     """
 
     key: str

@@ -22,7 +22,7 @@ from sie_gateway.inference.body import Item
 from sie_gateway.inference.call import Answer, Asked, Call
 from sie_gateway.inference.images import header
 from sie_gateway.inference.results import Finished
-from sie_runtime.http import Body
+from sie_runtime.http.server import Body
 
 if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference

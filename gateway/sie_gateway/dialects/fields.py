@@ -10,10 +10,10 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import InvalidInput
-from sie_contracts.messages import Priority
-from sie_contracts.option_values import describe
+from sie_contracts.models.entries import ModelEntry
+from sie_contracts.models.option_values import describe
+from sie_contracts.wire.messages import Priority
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference.body import Item
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sie_contracts.errors import InvalidInput
-from sie_contracts.messages import Operation, RunOptions
+from sie_contracts.wire.messages import Operation, RunOptions
 from sie_gateway.inference import arrow, decoding, reply
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference.call import Answer, Asked, Call

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from sie_contracts import options
-from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import InvalidInput
-from sie_contracts.messages import RunOptions
+from sie_contracts.models import options
+from sie_contracts.models.entries import ModelEntry
+from sie_contracts.wire.messages import RunOptions
 from sie_gateway.admission.grant import Charge
 from sie_gateway.dialects import embedding_types, fields, multimodal, native, vocabulary, voyage
 from sie_gateway.dialects.selection import able

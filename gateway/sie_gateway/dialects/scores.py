@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sie_contracts.options import altered
+from sie_contracts.models.options import altered
 from sie_gateway.inference.call import Asked, Call
 from sie_gateway.inference.results import Finished
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from sie_contracts.catalogue import Resolved
-from sie_contracts.entries import classifies
 from sie_contracts.errors import InvalidInput
-from sie_contracts.option_values import describe
+from sie_contracts.models.catalogue import Resolved
+from sie_contracts.models.entries import classifies
+from sie_contracts.models.option_values import describe
 from sie_gateway.fleet.capabilities import CAN
 from sie_gateway.inference.call import Call
 

@@ -13,11 +13,11 @@ import numpy as np
 import orjson
 
 import sie_contracts
-from sie_contracts import options
 from sie_contracts.arrays import Array
-from sie_contracts.catalogue import Resolved
-from sie_contracts.entries import ModelEntry, classifies, widths
 from sie_contracts.errors import InvalidInput, SIEError, envelope, tei_type
+from sie_contracts.models import options
+from sie_contracts.models.catalogue import Resolved
+from sie_contracts.models.entries import ModelEntry, classifies, widths
 from sie_gateway.dialects import fields
 from sie_gateway.dialects.scores import scored
 from sie_gateway.dialects.selection import Capability, able, model_for, unable

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sie_contracts.errors import InvalidInput, PoolNotFound
-from sie_contracts.heartbeats import Heartbeat
-from sie_contracts.records import PoolSpec, Reservation
+from sie_contracts.wire.heartbeats import Heartbeat
+from sie_contracts.wire.records import PoolSpec, Reservation
 
 PATH = "/v1/pools/assignments"
 DEFAULT_BUNDLE = "default"  # of the workers that are asked for where a reservation names no bundle

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from sie_contracts import families
-from sie_contracts.entries import ModelEntry, classifies
+from sie_contracts.models import families
+from sie_contracts.models.entries import ModelEntry, classifies
 
 Able = Callable[[ModelEntry], bool]
 

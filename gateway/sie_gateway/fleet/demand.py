@@ -23,10 +23,10 @@ import msgspec
 
 from sie_broker import BrokerError, Store, Write
 from sie_broker.record import Bucket
-from sie_contracts import messages, records, topology
 from sie_contracts.errors import ModelLoading, Provisioning
-from sie_contracts.records import Demand
-from sie_contracts.topology import Lane
+from sie_contracts.wire import messages, records, topology
+from sie_contracts.wire.records import Demand
+from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.metrics import Metrics
 from sie_runtime.failpoints import failpoint

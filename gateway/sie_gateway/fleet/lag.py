@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Mapping
 import msgspec
 
 from sie_broker import BrokerError, BrokerUnavailable, Queue, Stored
-from sie_contracts import messages, topology
-from sie_contracts.messages import PRIORITIES
-from sie_contracts.topology import Lane
+from sie_contracts.wire import messages, topology
+from sie_contracts.wire.messages import PRIORITIES
+from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.planner import Waiting
 from sie_gateway.streams.backlog import Backlog
 from sie_runtime.process import Stop, Trouble

@@ -13,16 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie_broker import Bus, CoreMessage
-from sie_contracts import bundles as bundling
-from sie_contracts import heartbeats, topology
-from sie_contracts.catalogue import Resolved
-from sie_contracts.costs import ImageCost
 from sie_contracts.errors import BundleConflict, InvalidInput, NotFound, PoolNotFound, Provisioning
 from sie_contracts.gpu_type import gpu_type
-from sie_contracts.heartbeats import Fetched, Heartbeat, ModelStatus
-from sie_contracts.records import PoolSpec
+from sie_contracts.models import bundles as bundling
+from sie_contracts.models.catalogue import Resolved
+from sie_contracts.models.costs import ImageCost
 from sie_contracts.settings import Settings
-from sie_contracts.topology import Lane
+from sie_contracts.wire import heartbeats, topology
+from sie_contracts.wire.heartbeats import Fetched, Heartbeat, ModelStatus
+from sie_contracts.wire.records import PoolSpec
+from sie_contracts.wire.topology import Lane
 
 STATES = ("loading", "unloading", "loaded", "failed", "available")  # the first that any worker reports is shown
 USUAL_LOAD_S = 10.0  # of a model that no worker has loaded yet

@@ -19,11 +19,11 @@ from sie_broker import tables as stored_tables
 from sie_broker.independent import independently
 from sie_broker.record import Bucket, Record
 from sie_broker.tables import Change, Stored, StoredTable
-from sie_contracts import topology
-from sie_contracts.heartbeats import Heartbeat, ModelStatus
-from sie_contracts.messages import WorkItem
-from sie_contracts.records import Placement
-from sie_contracts.topology import Lane
+from sie_contracts.wire import topology
+from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
+from sie_contracts.wire.messages import WorkItem
+from sie_contracts.wire.records import Placement
+from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.fleet.planner import Planner, Slices, Waiting
 from sie_gateway.streams.backlog import Backlog

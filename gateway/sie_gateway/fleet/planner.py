@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie_contracts.errors import ErrorInfo
-from sie_contracts.heartbeats import Heartbeat, ModelStatus
 from sie_contracts.hosts import Holdings
-from sie_contracts.layout import Layout
-from sie_contracts.placement import USED, Replicas, replicas
-from sie_contracts.records import Placement
+from sie_contracts.models.layout import Layout
+from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
+from sie_contracts.wire.placement import USED, Replicas, replicas
+from sie_contracts.wire.records import Placement
 from sie_gateway.fleet.lanes import mean_rate
 
 # a lane with work gets a fresh `at_s` this often: sidecars take an old table with work for a gateway that is gone

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from sie_broker import Broker, BrokerError, Write
 from sie_broker.independent import independently
 from sie_broker.record import Bucket, LeaderLease, leases_of
-from sie_contracts import topology
 from sie_contracts.settings import Settings
+from sie_contracts.wire import topology
 from sie_gateway.fleet import assignments, pool_rules
 from sie_gateway.fleet.assignments import Candidate
 from sie_gateway.fleet.lanes import Fleet

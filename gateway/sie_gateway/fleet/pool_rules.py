@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from sie_contracts import topology
 from sie_contracts.api import operations as api
 from sie_contracts.errors import PoolConflict, PoolNotFound, PoolOperationForbidden, QueueUnavailable
-from sie_contracts.heartbeats import Heartbeat
-from sie_contracts.records import PoolSpec, Reservation, Reservations
+from sie_contracts.wire import topology
+from sie_contracts.wire.heartbeats import Heartbeat
+from sie_contracts.wire.records import PoolSpec, Reservation, Reservations
 from sie_gateway.admission.grant import Grant
 
 MAX_RESERVATIONS = 64

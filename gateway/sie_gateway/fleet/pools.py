@@ -17,12 +17,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from sie_broker import BrokerError, Entry, Store, TopologyMismatch, Write, WrongRevision
 from sie_broker.record import Bucket, Record
-from sie_contracts import messages, records, topology
 from sie_contracts.api import operations as api
 from sie_contracts.errors import NotReady, PoolConflict, PoolOperationForbidden, QueueUnavailable
-from sie_contracts.heartbeats import Heartbeat
-from sie_contracts.records import Assigned, PoolSpec, Reservation, Reservations
 from sie_contracts.settings import Settings
+from sie_contracts.wire import messages, records, topology
+from sie_contracts.wire.heartbeats import Heartbeat
+from sie_contracts.wire.records import Assigned, PoolSpec, Reservation, Reservations
 from sie_gateway.admission.grant import Grant
 from sie_gateway.fleet import assignments, pool_rules
 from sie_gateway.fleet.assignments import Candidate

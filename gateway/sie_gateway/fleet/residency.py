@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from sie_broker import BrokerError, Bus
-from sie_contracts import messages, topology
 from sie_contracts.api.residency import ResidencyState
-from sie_contracts.catalogue import Resolved
 from sie_contracts.errors import QueueUnavailable
-from sie_contracts.heartbeats import Heartbeat, ModelStatus
-from sie_contracts.topology import Lane
+from sie_contracts.models.catalogue import Resolved
+from sie_contracts.wire import messages, topology
+from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
+from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.demand import ColdStarts
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.fleet.placement import Placer

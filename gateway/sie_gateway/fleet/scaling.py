@@ -8,12 +8,12 @@ import math
 from collections.abc import Callable
 
 from sie_broker import BrokerError
-from sie_contracts import topology
 from sie_contracts.api.operations import LaneFigures
 from sie_contracts.errors import NotFound, QueueUnavailable
-from sie_contracts.messages import PRIORITIES
 from sie_contracts.settings import Settings
-from sie_contracts.topology import Lane
+from sie_contracts.wire import topology
+from sie_contracts.wire.messages import PRIORITIES
+from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.grant import Grant
 from sie_gateway.admission.peers import Peers, mean_cost
 from sie_gateway.fleet.demand import DemandRecords

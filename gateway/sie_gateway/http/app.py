@@ -21,7 +21,6 @@ from starlette.requests import ClientDisconnect
 
 import sie_contracts
 from sie_contracts import sdk_versions
-from sie_contracts.configs import config_shape
 from sie_contracts.errors import (
     GatewayTimeout,
     InternalFailure,
@@ -31,6 +30,7 @@ from sie_contracts.errors import (
     ShuttingDown,
     SIEError,
 )
+from sie_contracts.wire.configs import config_shape
 from sie_gateway.http.auth import Gate
 from sie_gateway.http.route_kinds import GatewayRoute
 from sie_gateway.http.routes import PROBES, TABLE, openapi_document
@@ -42,9 +42,9 @@ from sie_gateway.inference.reattach import ClientGone
 from sie_gateway.inference.results import FailedRequest
 from sie_gateway.operations import handlers
 from sie_gateway.state import Gateway, Readiness
-from sie_runtime import config_routes
-from sie_runtime.asgi import FIRST_BYTE, documented
-from sie_runtime.http import App, Receive, Scope, Send, common_headers, headers_of, probes, reply, uuid7
+from sie_runtime.http import config_routes
+from sie_runtime.http.asgi import FIRST_BYTE, documented
+from sie_runtime.http.server import App, Receive, Scope, Send, common_headers, headers_of, probes, reply, uuid7
 
 if TYPE_CHECKING:
     from sie_runtime.spans import Tracer

@@ -22,9 +22,9 @@ from sie_contracts.settings import Secret, SettingError, Settings
 from sie_gateway.admission.admission import key_of
 from sie_gateway.admission.grant import ANYBODY, WORKERS_NAME, Grant
 from sie_gateway.http.routes import TABLE
-from sie_runtime.http import Send
+from sie_runtime.http.routes import ANY, OPEN, SCOPES, bearer
+from sie_runtime.http.server import Send
 from sie_runtime.keys import Key, Keys
-from sie_runtime.routes import ANY, OPEN, SCOPES, bearer
 
 USER_SCOPES = frozenset({"infer", "read", "pools"})
 POLICY_VIOLATION = 1008  # RFC 6455

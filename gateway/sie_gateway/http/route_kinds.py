@@ -10,8 +10,8 @@ from msgspec import Meta
 from sie_contracts.api.shapes import MINI
 from sie_gateway.inference.call import ErrorShape, native_shape
 from sie_gateway.inference.intake import CONTROL_BYTES, CONTROL_S
-from sie_runtime import config_routes
-from sie_runtime.routes import Content, Parameter, Route
+from sie_runtime.http import config_routes
+from sie_runtime.http.routes import Content, Parameter, Route
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from sie_contracts.api import models as models_api
 from sie_contracts.api import operations as operations_api
 from sie_contracts.api import tei as tei_api
 from sie_contracts.api.faults import Provisioning
-from sie_contracts.configs import config_shape
+from sie_contracts.wire.configs import config_shape
 from sie_gateway.dialects import cohere, infinity, native, openai, rerank, tei
 from sie_gateway.fleet import assignments
 from sie_gateway.http.route_kinds import HEADERS, PLACEHOLDERS, GatewayRoute, control
@@ -28,8 +28,8 @@ from sie_gateway.jobs import file_routes, job_routes
 from sie_gateway.operations import configs, dead_letter_routes, handlers, overview, pools, whoami
 from sie_gateway.operations import configs as config_forward
 from sie_gateway.operations.status import CLUSTER_PATH, WORKER_PATH
-from sie_runtime import config_routes, openapi
-from sie_runtime.routes import ARROW, HTML, JSON, MSGPACK, OPEN, RAW, TEXT, Content, Parameter, Route, Table
+from sie_runtime.http import config_routes, openapi
+from sie_runtime.http.routes import ARROW, HTML, JSON, MSGPACK, OPEN, RAW, TEXT, Content, Parameter, Route, Table
 
 # encode, score, extract
 

@@ -19,7 +19,7 @@ from nanoarrow.ipc import StreamWriter
 
 from sie_contracts import arrays
 from sie_contracts.errors import SIEError
-from sie_contracts.messages import Failed, Ok, RunOptions
+from sie_contracts.wire.messages import Failed, Ok, RunOptions
 from sie_gateway.inference import reply
 from sie_gateway.inference.body import Item
 from sie_gateway.inference.reply import Placed, array_of

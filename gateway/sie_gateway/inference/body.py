@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from sie_contracts import arrays, plain
-from sie_contracts.documents import Document
 from sie_contracts.errors import ErrorInfo, InvalidInput, PayloadTooLarge
-from sie_contracts.messages import MENTION_BYTES, Mention
+from sie_contracts.media.documents import Document
+from sie_contracts.models.option_values import describe
+from sie_contracts.models.options import FIELDS
 from sie_contracts.names import did_you_mean
-from sie_contracts.option_values import describe
-from sie_contracts.options import FIELDS
+from sie_contracts.wire.messages import MENTION_BYTES, Mention
 from sie_gateway.inference.images import File, Images, Link, Parsable, read_document, read_sound
 from sie_gateway.inference.images import read as read_images
 

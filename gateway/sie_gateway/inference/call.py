@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from sie_contracts.catalogue import Resolved
-from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import InvalidInput, SIEError, envelope
-from sie_contracts.messages import Operation, Priority, RunOptions
-from sie_contracts.options import Side
+from sie_contracts.models.catalogue import Resolved
+from sie_contracts.models.entries import ModelEntry
+from sie_contracts.models.options import Side
 from sie_contracts.sdk_versions import NATIVE, Dialect
-from sie_contracts.trace_context import NONE, Context
+from sie_contracts.wire.messages import Operation, Priority, RunOptions
+from sie_contracts.wire.trace_context import NONE, Context
 from sie_gateway.admission.grant import ANYBODY, Charge, Grant
-from sie_runtime.http import Body, Receive
+from sie_runtime.http.server import Body, Receive
 
 if TYPE_CHECKING:
     from sie_gateway.inference.body import Item

@@ -12,13 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from sie_contracts import documents, families, messages
-from sie_contracts.costs import ImageCost
-from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import PayloadTooLarge
-from sie_contracts.images import MAX_DECODED_PIXELS
-from sie_contracts.messages import Operation, RunOptions
-from sie_contracts.options import TOKEN_STATES
+from sie_contracts.media import documents
+from sie_contracts.media.images import MAX_DECODED_PIXELS
+from sie_contracts.models import families
+from sie_contracts.models.costs import ImageCost
+from sie_contracts.models.entries import ModelEntry
+from sie_contracts.models.options import TOKEN_STATES
+from sie_contracts.wire import messages
+from sie_contracts.wire.messages import Operation, RunOptions
 from sie_gateway.inference.body import MAX_BODY_BYTES, Item, sizes
 from sie_gateway.inference.images import pixels
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from sie_contracts.errors import InvalidInput
-from sie_contracts.messages import Mention
-from sie_contracts.option_values import bad
+from sie_contracts.models.option_values import bad
+from sie_contracts.wire.messages import Mention
 from sie_gateway.inference.body import Item
 
 MAX_MENTIONS = 100  # each is paired with each, and each pair scored for each label

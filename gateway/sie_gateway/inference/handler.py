@@ -13,9 +13,6 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
-from sie_contracts import families, topology
-from sie_contracts.catalogue import Catalogue, Resolved
-from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import (
     CONFIG_CHANGED,
     GatewayTimeout,
@@ -24,11 +21,15 @@ from sie_contracts.errors import (
     NotReady,
     QueueFull,
 )
-from sie_contracts.heartbeats import Heartbeat
-from sie_contracts.messages import Operation, Priority
-from sie_contracts.options import RequestOptions, Side, run_options
+from sie_contracts.models import families
+from sie_contracts.models.catalogue import Catalogue, Resolved
+from sie_contracts.models.entries import ModelEntry
+from sie_contracts.models.options import RequestOptions, Side, run_options
 from sie_contracts.settings import Settings
-from sie_contracts.topology import Lane
+from sie_contracts.wire import topology
+from sie_contracts.wire.heartbeats import Heartbeat
+from sie_contracts.wire.messages import Operation, Priority
+from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.admission import Admission
 from sie_gateway.admission.retry_slots import Pace
 from sie_gateway.fleet.capabilities import CAN, Able, anything

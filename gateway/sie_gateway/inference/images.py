@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from sie_contracts.documents import Document
 from sie_contracts.errors import ErrorInfo, InvalidInput
-from sie_contracts.option_values import bad
+from sie_contracts.media.documents import Document
+from sie_contracts.models.option_values import bad
 
 _PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by colour type
 _NO_FRAME = frozenset({0xC4, 0xC8, 0xCC})  # among the markers of a JPEG that begin frames

@@ -22,9 +22,9 @@ from typing import Literal
 import msgspec
 
 from sie_broker import BrokerError, Bus, CoreMessage, Subscription
-from sie_contracts import messages
 from sie_contracts.errors import InternalFailure, ResourceExhausted, SIEError
-from sie_contracts.messages import Confirmation, Fragment, WorkResult
+from sie_contracts.wire import messages
+from sie_contracts.wire.messages import Confirmation, Fragment, WorkResult
 from sie_gateway.metrics import Metrics
 from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Tasks

@@ -17,7 +17,7 @@ from sie_contracts.errors import GatewayTimeout, PayloadTooLarge, QueueFull
 from sie_contracts.settings import Settings
 from sie_gateway.inference.reattach import ClientGone
 from sie_runtime import control_group
-from sie_runtime.http import Receive
+from sie_runtime.http.server import Receive
 
 MAX_HELD_BYTES = 1 << 30
 COPIES = 3  # of a byte of a body while its request runs: as it came, decoded, and in a message of the queue

@@ -20,7 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from sie_contracts.errors import GatewayTimeout, ShuttingDown
 from sie_runtime.failpoints import failpoint
-from sie_runtime.http import Receive
+from sie_runtime.http.server import Receive
 from sie_runtime.process import Tasks
 
 REATTACH_WINDOW_S = 10.0  # contract 2.7

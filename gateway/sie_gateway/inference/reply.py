@@ -15,10 +15,10 @@ import numpy as np
 import orjson
 
 from sie_contracts import arrays
-from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import ErrorInfo, SIEError
-from sie_contracts.messages import Failed, Ok, Outcome, RunOptions, WorkResult
-from sie_runtime.http import Body
+from sie_contracts.models.entries import ModelEntry
+from sie_contracts.wire.messages import Failed, Ok, Outcome, RunOptions, WorkResult
+from sie_runtime.http.server import Body
 
 if TYPE_CHECKING:
     from sie_gateway.inference.body import Item

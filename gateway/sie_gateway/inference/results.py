@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sie_contracts import arrays
-from sie_contracts.catalogue import Resolved
 from sie_contracts.errors import AllItemsFailed, InvalidInput, SIEError
-from sie_contracts.messages import Failed, Ok, Operation, Priority, RunOptions, WorkResult
-from sie_contracts.options import RequestOptions
-from sie_contracts.topology import Lane
+from sie_contracts.models.catalogue import Resolved
+from sie_contracts.models.options import RequestOptions
+from sie_contracts.wire.messages import Failed, Ok, Operation, Priority, RunOptions, WorkResult
+from sie_contracts.wire.topology import Lane
 from sie_gateway.inference.body import Item
 from sie_gateway.inference.reply import Placed, array_of, slot_error
 

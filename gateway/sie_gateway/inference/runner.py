@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from sie_contracts import families
-from sie_contracts.costs import ImageCost
-from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import CONFIG_CHANGED, ErrorInfo, GatewayTimeout, InternalFailure, InvalidInput, SIEError
-from sie_contracts.messages import Failed, Input, Operation, Vectors, WorkItem, WorkResult
-from sie_contracts.option_values import describe
+from sie_contracts.models import families
+from sie_contracts.models.costs import ImageCost
+from sie_contracts.models.entries import ModelEntry
+from sie_contracts.models.option_values import describe
+from sie_contracts.wire.messages import Failed, Input, Operation, Vectors, WorkItem, WorkResult
 from sie_gateway.admission.admission import Admission, Permits
 from sie_gateway.fleet.demand import ColdStarts
 from sie_gateway.inference import chunk, telemetry

@@ -22,12 +22,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from sie_contracts.aliases import Alias
-from sie_contracts.catalogue import Catalogue, Resolved
 from sie_contracts.errors import InvalidInput, ModelLoading, PayloadTooLarge, SIEError
-from sie_contracts.heartbeats import Heartbeat
-from sie_contracts.messages import PRIORITIES, Failed, Ok
-from sie_contracts.topology import Lane
+from sie_contracts.models.aliases import Alias
+from sie_contracts.models.catalogue import Catalogue, Resolved
+from sie_contracts.wire.heartbeats import Heartbeat
+from sie_contracts.wire.messages import PRIORITIES, Failed, Ok
+from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.admission import Admission
 from sie_gateway.admission.grant import Grant
 from sie_gateway.fleet.lanes import Fleet
@@ -35,7 +35,7 @@ from sie_gateway.inference.call import Asked, Call
 from sie_gateway.inference.reply import array_of
 from sie_gateway.inference.results import Finished
 from sie_gateway.metrics import Metrics
-from sie_runtime.http import uuid7
+from sie_runtime.http.server import uuid7
 from sie_runtime.ranks import spearman
 
 MAX_IN_FLIGHT = 4  # of a gateway

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from sie_contracts.messages import WorkResult
+from sie_contracts.wire.messages import WorkResult
 from sie_gateway.inference.call import Call
 from sie_gateway.inference.results import STAGES
 from sie_runtime import tracing

@@ -9,7 +9,7 @@ from sie_broker import Broker
 from sie_broker.record import LeaderLease, leases_of
 from sie_contracts.jobs import JobRecord
 from sie_contracts.settings import Settings
-from sie_contracts.topology import Lane
+from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.grant import Charge, Grant, Quotas
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.inference.handler import Inference, InferenceRoute
@@ -21,7 +21,7 @@ from sie_gateway.jobs.records import Bound, JobsBucket, Usage, Use
 from sie_gateway.jobs.results import Results
 from sie_gateway.jobs.scheduler import Keeper
 from sie_gateway.jobs.service import Jobs, Sweeper
-from sie_runtime.http import uuid7
+from sie_runtime.http.server import uuid7
 from sie_runtime.process import Stop, Tasks
 from sie_store import object_stores
 from sie_store.files import open_files

@@ -27,14 +27,14 @@ from sie_contracts.errors import (
     ResourceExhausted,
     SIEError,
 )
-from sie_contracts.messages import Failed, Ok, Operation, WorkResult
+from sie_contracts.wire.messages import Failed, Ok, Operation, WorkResult
 from sie_gateway.admission.grant import Charge, Grant
 from sie_gateway.inference.body import Item
 from sie_gateway.inference.call import Asked, Call, EntryChanged
 from sie_gateway.inference.handler import Inference
 from sie_gateway.inference.reply import Placed
 from sie_gateway.inference.results import FailedRequest, Understood
-from sie_runtime.http import uuid7
+from sie_runtime.http.server import uuid7
 
 ATTEMPTS = 3  # of an input that fails for a moment, such as by a lack of memory
 MAX_PAUSE_S = 30.0

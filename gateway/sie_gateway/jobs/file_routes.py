@@ -22,7 +22,7 @@ from sie_gateway.http.route_kinds import GatewayRoute, control
 from sie_gateway.inference.call import Call, family
 from sie_gateway.jobs.files import MAX_FILE_BYTES, About, sees_all
 from sie_gateway.operations.handlers import json_response, number
-from sie_runtime.routes import FORM, RAW, Content, Parameter
+from sie_runtime.http.routes import FORM, RAW, Content, Parameter
 
 if TYPE_CHECKING:
     from sie_gateway.state import Gateway

@@ -25,7 +25,7 @@ from sie_contracts.jobs import FileRecord
 from sie_gateway.admission.grant import Grant
 from sie_gateway.admission.slots import KeySlots
 from sie_gateway.jobs.records import JobsBucket, Usage, Use
-from sie_runtime.asgi import uuid7
+from sie_runtime.http.asgi import uuid7
 from sie_runtime.process import Stop, Trouble
 from sie_store.files import FileObjects
 from sie_store.object_stores import ObjectMissing, StoreError, StoreFull

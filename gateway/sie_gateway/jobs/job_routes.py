@@ -23,7 +23,7 @@ from sie_contracts.errors import InvalidInput
 from sie_gateway.http.route_kinds import GatewayRoute, control
 from sie_gateway.inference.call import Call, family
 from sie_gateway.operations.handlers import json_response, number
-from sie_runtime.routes import RAW, Content, Parameter
+from sie_runtime.http.routes import RAW, Content, Parameter
 
 if TYPE_CHECKING:
     from sie_gateway.state import Gateway

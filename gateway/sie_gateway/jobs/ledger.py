@@ -12,9 +12,9 @@ from prometheus_client.registry import Collector
 from sie_broker import Store, Write, WrongRevision
 from sie_broker.record import Bucket
 from sie_contracts import jobs as records
-from sie_contracts import topology
 from sie_contracts.errors import NotFound
 from sie_contracts.jobs import JobRecord, ShardRecord
+from sie_contracts.wire import topology
 from sie_gateway.jobs.records import JobsBucket, Usage, Use
 from sie_runtime.metrics import Scrape
 

@@ -10,9 +10,9 @@ import msgspec
 
 from sie_broker import BrokerError, Entry, Store, Write
 from sie_broker.record import Bucket, Record, retry_conflicts
-from sie_contracts import topology
 from sie_contracts.errors import NotReady, RateLimited
 from sie_contracts.jobs import FileRecord, JobRecord, bounded
+from sie_contracts.wire import topology
 from sie_runtime.process import Stop, Trouble
 
 RETRY_S = 60

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from sie_contracts.errors import ErrorInfo, SIEError
-from sie_contracts.messages import Failed, Ok, Operation
+from sie_contracts.wire.messages import Failed, Ok, Operation
 from sie_gateway.inference.body import Item
 from sie_gateway.inference.reply import Placed, array_of
 from sie_gateway.inference.results import Understood

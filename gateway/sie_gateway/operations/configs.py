@@ -16,18 +16,18 @@ import msgspec
 from fastapi import Request
 from fastapi.responses import Response
 
-from sie_contracts import configs
-from sie_contracts.aliases import Alias
-from sie_contracts.configs import config_shape
 from sie_contracts.errors import ModelNotFound, NotFound, NotReady
+from sie_contracts.models.aliases import Alias
+from sie_contracts.wire import configs
+from sie_contracts.wire.configs import config_shape
 from sie_gateway.http.route_kinds import GatewayRoute
 from sie_gateway.operations.handlers import json_response
-from sie_runtime import config_routes
-from sie_runtime.routes import Route
+from sie_runtime.http import config_routes
+from sie_runtime.http.routes import Route
 
 if TYPE_CHECKING:
-    from sie_contracts.catalogue import Catalogue
-    from sie_contracts.entries import ModelEntry
+    from sie_contracts.models.catalogue import Catalogue
+    from sie_contracts.models.entries import ModelEntry
     from sie_gateway.state import Gateway
 
 MODELS = f"{config_routes.PREFIX}models"

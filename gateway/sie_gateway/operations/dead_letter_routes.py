@@ -14,7 +14,7 @@ from sie_contracts.errors import InvalidInput
 from sie_gateway.http.route_kinds import GatewayRoute, control
 from sie_gateway.operations.dead_letters import EXAMINED, FILTERS, LETTER_S, REPLAY_S, Filter
 from sie_gateway.operations.handlers import json_response, number
-from sie_runtime.routes import Parameter
+from sie_runtime.http.routes import Parameter
 
 if TYPE_CHECKING:
     from sie_gateway.state import Gateway

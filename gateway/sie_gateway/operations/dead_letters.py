@@ -20,9 +20,9 @@ from sie_broker import Broker, BrokerError
 from sie_broker.dead_letters import Found, Letters
 from sie_contracts.api import dead_letters as api
 from sie_contracts.errors import NotFound, PoolNotFound, QueueUnavailable
-from sie_contracts.messages import Failed, WorkItem, WorkResult
 from sie_contracts.settings import Settings
-from sie_contracts.topology import Lane
+from sie_contracts.wire.messages import Failed, WorkItem, WorkResult
+from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.lag import lane_of
 from sie_gateway.metrics import Metrics
 from sie_gateway.operations.replay import Replays, Unreadable, open_replays

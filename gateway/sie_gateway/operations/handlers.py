@@ -14,15 +14,15 @@ from fastapi import Request
 from fastapi.responses import Response
 from starlette.datastructures import QueryParams
 
-from sie_contracts.alias_checks import resolve_all
 from sie_contracts.api.residency import LaneResidency, ModelResidency, ResidencyState, WorkerResidency
-from sie_contracts.catalogue import Resolved
 from sie_contracts.errors import InvalidInput, NotFound
+from sie_contracts.models.alias_checks import resolve_all
+from sie_contracts.models.catalogue import Resolved
 from sie_gateway.fleet.residency import SLOWEST_FIRST, Placed, Where
 from sie_gateway.http.route_kinds import HEADERS, GatewayRoute, control
 from sie_gateway.operations.models import alias_info, model_info, model_list
-from sie_runtime.http import scrape
-from sie_runtime.routes import Content
+from sie_runtime.http.routes import Content
+from sie_runtime.http.server import scrape
 
 if TYPE_CHECKING:
     from sie_gateway.state import Gateway

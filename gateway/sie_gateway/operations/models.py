@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from sie_contracts import families
-from sie_contracts.aliases import Alias
-from sie_contracts.catalogue import Catalogue, Resolved
-from sie_contracts.entries import ModelEntry, classifies, listed_outputs, widths
 from sie_contracts.errors import BundleConflict, ModelNotFound
-from sie_contracts.heartbeats import Heartbeat, ModelStatus
+from sie_contracts.models import families
+from sie_contracts.models.aliases import Alias
+from sie_contracts.models.catalogue import Catalogue, Resolved
+from sie_contracts.models.entries import ModelEntry, classifies, listed_outputs, widths
 from sie_contracts.places import without_paths
+from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.inference.shadow import Figures
 

@@ -17,7 +17,7 @@ from sie_gateway.admission.grant import Grant
 from sie_gateway.http.route_kinds import GatewayRoute, control
 from sie_gateway.operations.handlers import json_response, number
 from sie_gateway.operations.history import STEP_S
-from sie_runtime.routes import HTML, OPEN, Content, Parameter
+from sie_runtime.http.routes import HTML, OPEN, Content, Parameter
 
 if TYPE_CHECKING:
     from sie_gateway.state import Gateway

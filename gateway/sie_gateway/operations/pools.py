@@ -11,8 +11,7 @@ from fastapi.responses import Response
 from msgspec import UNSET
 
 from sie_broker import BrokerError
-from sie_contracts import messages, plain, topology
-from sie_contracts.alias_checks import resolve_all
+from sie_contracts import plain
 from sie_contracts.api.operations import (
     MAX_GPUS,
     MAX_MINIMUM_WORKERS,
@@ -25,10 +24,12 @@ from sie_contracts.api.operations import (
     PoolRequest,
     Pools,
 )
-from sie_contracts.catalogue import Catalogue
 from sie_contracts.errors import InvalidInput, PayloadTooLarge, PoolNotFound, PoolOperationForbidden, QueueUnavailable
+from sie_contracts.models.alias_checks import resolve_all
+from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.names import did_you_mean
-from sie_contracts.records import PoolSpec
+from sie_contracts.wire import messages, topology
+from sie_contracts.wire.records import PoolSpec
 from sie_gateway.admission.grant import WORKERS_NAME, Grant
 from sie_gateway.fleet import assignments
 from sie_gateway.fleet.pool_rules import not_found

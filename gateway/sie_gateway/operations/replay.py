@@ -16,9 +16,9 @@ import msgspec
 
 from sie_broker import Broker, Write
 from sie_broker.dead_letters import Found, Letters
-from sie_contracts import messages, topology
-from sie_contracts.contents import content_keys
-from sie_contracts.messages import Failed, WorkItem, WorkResult
+from sie_contracts.media.contents import content_keys
+from sie_contracts.wire import messages, topology
+from sie_contracts.wire.messages import Failed, WorkItem, WorkResult
 from sie_gateway.inference.inbox import Inbox
 
 if TYPE_CHECKING:

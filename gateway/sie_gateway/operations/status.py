@@ -17,12 +17,12 @@ import msgspec
 
 import sie_contracts
 from sie_broker import Broker, BrokerError, Bus, NoResponder
-from sie_contracts import topology
 from sie_contracts.api.operations import ClusterInfo, Health, ModelSummary, WorkerInfo
 from sie_contracts.errors import NotFound, NotReady
-from sie_contracts.heartbeats import Heartbeat
 from sie_contracts.settings import Settings, public_url
 from sie_contracts.status import QueueInfo
+from sie_contracts.wire import topology
+from sie_contracts.wire.heartbeats import Heartbeat
 from sie_gateway.admission.grant import Grant
 from sie_gateway.admission.peers import Peers
 from sie_gateway.fleet.lag import Labels, Lag
@@ -34,9 +34,9 @@ from sie_gateway.operations.history import History
 from sie_gateway.operations.log_tail import LogTail
 from sie_gateway.operations.summary import MAX_SHOWN, Glance, PlacedLane, Shared, Waitings, of_pool
 from sie_runtime.feed import CatalogueFeed
-from sie_runtime.http import Receive, Scope, Send
+from sie_runtime.http.server import Receive, Scope, Send
+from sie_runtime.http.websocket import Frames, Seats
 from sie_runtime.process import Stop
-from sie_runtime.websocket import Frames, Seats
 
 EVERY_S = 1.0
 MAX_ASKED = 16  # in one round, the others take turns: each question costs 0.1 ms

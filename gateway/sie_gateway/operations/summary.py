@@ -12,10 +12,10 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from sie_contracts.api.operations import ClusterInfo, ModelSummary, WorkerInfo
-from sie_contracts.heartbeats import Heartbeat
-from sie_contracts.records import Placement
 from sie_contracts.status import QueueInfo
-from sie_contracts.topology import Lane
+from sie_contracts.wire.heartbeats import Heartbeat
+from sie_contracts.wire.records import Placement
+from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.lag import Labels
 from sie_gateway.fleet.planner import Waiting
 from sie_gateway.fleet.pool_rules import HIDDEN

@@ -10,7 +10,7 @@ from fastapi.responses import Response
 from sie_contracts.api import dead_letters as api
 from sie_gateway.http.route_kinds import GatewayRoute, control
 from sie_gateway.operations.handlers import json_response
-from sie_runtime.routes import ANY, SCOPES
+from sie_runtime.http.routes import ANY, SCOPES
 
 if TYPE_CHECKING:
     from sie_gateway.state import Gateway

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from sie_broker import BrokerError, BrokerUnavailable, Queue, Stored
 from sie_broker.independent import independently
-from sie_contracts import topology
-from sie_contracts.messages import Priority
-from sie_contracts.topology import Lane
+from sie_contracts.wire import topology
+from sie_contracts.wire.messages import Priority
+from sie_contracts.wire.topology import Lane
 from sie_gateway.streams.shared import Shared
 from sie_runtime.process import Stop, Trouble
 

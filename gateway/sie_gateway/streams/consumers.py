@@ -23,10 +23,10 @@ from typing import NamedTuple
 from sie_broker import Administration, Broker, BrokerError, ConsumerState, Subscription
 from sie_broker.independent import independently
 from sie_broker.record import LeaderLease, leases_of
-from sie_contracts import topology
 from sie_contracts.errors import PoolNotFound
 from sie_contracts.settings import Settings
-from sie_contracts.topology import ConsumerSpec, Lane
+from sie_contracts.wire import topology
+from sie_contracts.wire.topology import ConsumerSpec, Lane
 from sie_gateway.streams.shared import Shared
 from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Stop, Trouble

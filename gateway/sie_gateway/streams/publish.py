@@ -19,11 +19,11 @@ import msgspec
 
 from sie_broker import Broker, BrokerError, BrokerUnavailable, PayloadTooBig, StreamFull, TopologyMismatch
 from sie_broker.independent import independently
-from sie_contracts import messages, topology
 from sie_contracts.errors import PayloadTooLarge, PoolNotFound, QueueFull, QueueUnavailable
-from sie_contracts.messages import Cancel, Payload, WorkItem
 from sie_contracts.settings import SettingError, Settings
-from sie_contracts.topology import ConsumerSpec, Lane
+from sie_contracts.wire import messages, topology
+from sie_contracts.wire.messages import Cancel, Payload, WorkItem
+from sie_contracts.wire.topology import ConsumerSpec, Lane
 from sie_gateway.metrics import Metrics
 from sie_gateway.streams.consumers import Consumers
 from sie_gateway.streams.shared import Shared

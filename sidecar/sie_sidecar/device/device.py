@@ -14,10 +14,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from sie_contracts import costs, ipc
-from sie_contracts.messages import BatchNote
+from sie_contracts.models import costs
 from sie_contracts.settings import Settings
-from sie_contracts.trace_context import Context
+from sie_contracts.wire import ipc
+from sie_contracts.wire.messages import BatchNote
+from sie_contracts.wire.trace_context import Context
 from sie_sidecar.batching import batch as batches
 from sie_sidecar.batching.batch import Batch, BatchKey, Job, Limits, Load, Wait, Waiting
 from sie_sidecar.batching.sizing import Ahead, Rate

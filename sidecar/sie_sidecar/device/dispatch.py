@@ -14,9 +14,9 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from sie_contracts import ipc
 from sie_contracts.errors import LoraLoading, ModelLoading
-from sie_contracts.messages import BatchNote
+from sie_contracts.wire import ipc
+from sie_contracts.wire.messages import BatchNote
 from sie_runtime.process import Tasks
 from sie_sidecar.batching.batch import Batch, Wait
 from sie_sidecar.batching.sizing import Quantum

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 import numpy as np
 
-from sie_contracts import ipc
-from sie_contracts.entries import ModelEntry
 from sie_contracts.errors import CONFIG_CHANGED, InvalidInput, NotReady, SIEError
-from sie_contracts.messages import ArraySlice, Failed, Ok, Outcome, Stages, WorkItem
+from sie_contracts.models.entries import ModelEntry
+from sie_contracts.wire import ipc
+from sie_contracts.wire.messages import ArraySlice, Failed, Ok, Outcome, Stages, WorkItem
 from sie_sidecar.batching.batch import Job
 from sie_sidecar.device.poison import Mark
 from sie_sidecar.intake.leases import Lease

@@ -15,10 +15,10 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from sie_contracts import ipc
-from sie_contracts.contents import content_keys
 from sie_contracts.errors import GatewayTimeout, LoraLoading, ModelLoading, SIEError
-from sie_contracts.messages import BatchNote, Failed, Outcome
+from sie_contracts.media.contents import content_keys
+from sie_contracts.wire import ipc
+from sie_contracts.wire.messages import BatchNote, Failed, Outcome
 from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Tasks
 from sie_sidecar.device.device import DeviceQueue

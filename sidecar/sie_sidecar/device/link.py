@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
-from sie_contracts import ipc
 from sie_contracts.errors import PayloadTooLarge, SIEError
-from sie_contracts.heartbeats import Fetched
+from sie_contracts.wire import ipc
+from sie_contracts.wire.heartbeats import Fetched
 from sie_runtime.process import START_S, Stop, Trouble
 
 CONTROL_TIMEOUT_S = 5.0

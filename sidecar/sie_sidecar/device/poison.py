@@ -20,7 +20,7 @@ import msgspec
 from sie_broker import BrokerError, Entry, Store, Write, WrongRevision
 from sie_broker.record import Bucket, Record
 from sie_contracts.errors import InferenceFailed
-from sie_contracts.topology import POISON_BUCKET, POISON_LIFETIME_S
+from sie_contracts.wire.topology import POISON_BUCKET, POISON_LIFETIME_S
 from sie_runtime.failpoints import failpoint
 
 POISON_DEATHS = 2

@@ -13,9 +13,9 @@ from typing import BinaryIO
 
 import msgspec
 
-from sie_contracts.ipc import BatchDone
-from sie_contracts.messages import BatchNote
 from sie_contracts.settings import Settings
+from sie_contracts.wire.ipc import BatchDone
+from sie_contracts.wire.messages import BatchNote
 from sie_sidecar.batching.batch import Batch
 from sie_sidecar.device.in_flight import InFlight, runnable
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from sie_broker import CoreMessage, Delivery
-from sie_contracts import messages
 from sie_contracts.errors import InternalFailure
-from sie_contracts.messages import WorkItem
+from sie_contracts.wire import messages
+from sie_contracts.wire.messages import WorkItem
 from sie_runtime.clock import BrokerClock
 from sie_sidecar.batching.sizing import Quantum
 from sie_sidecar.device.device import DeviceQueue

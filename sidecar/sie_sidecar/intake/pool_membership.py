@@ -16,7 +16,7 @@ import msgspec
 
 from sie_broker import CoreMessage
 from sie_contracts.settings import Secret
-from sie_contracts.topology import pool_name
+from sie_contracts.wire.topology import pool_name
 from sie_runtime.failpoints import failpoint
 from sie_runtime.process import START_S, Stop, Trouble
 

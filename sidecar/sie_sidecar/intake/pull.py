@@ -23,9 +23,9 @@ from sie_broker import Broker, BrokerError, Delivery, Pulls, Queue, Subscription
 from sie_broker import tables as stored_tables
 from sie_broker.record import Bucket, Record
 from sie_broker.tables import Stored, StoredTable
-from sie_contracts import messages, topology
-from sie_contracts.records import Placement
-from sie_contracts.topology import Lane
+from sie_contracts.wire import messages, topology
+from sie_contracts.wire.records import Placement
+from sie_contracts.wire.topology import Lane
 from sie_sidecar.batching import batch
 from sie_sidecar.batching.batch import Limits, Load
 from sie_sidecar.device.device import DeviceQueue

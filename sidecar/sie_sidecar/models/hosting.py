@@ -17,9 +17,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from sie_contracts import ipc
-from sie_contracts.catalogue import Resolved
 from sie_contracts.errors import SIEError
+from sie_contracts.models.catalogue import Resolved
+from sie_contracts.wire import ipc
 from sie_sidecar.device.link import AdapterGone, AdapterLink
 from sie_sidecar.models.models import Hosted, Models
 

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from sie_broker import CoreMessage
-from sie_contracts import ipc, messages
-from sie_contracts.catalogue import Catalogue, Resolved
 from sie_contracts.errors import (
     BundleConflict,
     ErrorInfo,
@@ -25,7 +23,9 @@ from sie_contracts.errors import (
     ModelNotFound,
     SIEError,
 )
-from sie_contracts.messages import WorkItem
+from sie_contracts.models.catalogue import Catalogue, Resolved
+from sie_contracts.wire import ipc, messages
+from sie_contracts.wire.messages import WorkItem
 from sie_runtime.feed import CatalogueFeed
 from sie_runtime.process import Tasks
 from sie_sidecar.device.in_flight import InFlight, unsettled

@@ -15,12 +15,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
-from sie_contracts import ipc
-from sie_contracts.catalogue import Resolved, profile_fingerprint
 from sie_contracts.errors import ModelLoadFailed, SIEError
-from sie_contracts.heartbeats import Fetched, ModelStatus, ServedEngine, ServedPrecision
-from sie_contracts.images import max_blocks
-from sie_contracts.messages import RunOptions
+from sie_contracts.media.images import max_blocks
+from sie_contracts.models.catalogue import Resolved, profile_fingerprint
+from sie_contracts.wire import ipc
+from sie_contracts.wire.heartbeats import Fetched, ModelStatus, ServedEngine, ServedPrecision
+from sie_contracts.wire.messages import RunOptions
 from sie_sidecar.prepare.tokens import ModelTokenizer
 
 State = Literal["available", "loading", "loaded", "unloading", "failed"]

@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from sie_contracts import messages
 from sie_contracts.errors import InternalFailure, QueueUnavailable
-from sie_contracts.messages import WorkItem
+from sie_contracts.wire import messages
+from sie_contracts.wire.messages import WorkItem
 from sie_sidecar.device.in_flight import InFlight
 from sie_store.object_stores import StoreError
 from sie_store.payloads import PayloadMissing, PayloadStore

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from sie_contracts.errors import InvalidInput
-from sie_contracts.images import ImageTokens, Size, cost, grid_of, has_one_size
-from sie_contracts.ipc import Rows
-from sie_contracts.messages import Truncate
+from sie_contracts.media.images import ImageTokens, Size, cost, grid_of, has_one_size
+from sie_contracts.wire.ipc import Rows
+from sie_contracts.wire.messages import Truncate
 from sie_sidecar.prepare.media_frames import Prepared
 from sie_sidecar.prepare.rows import OF_QUERY, Made, Row, Seen, Work, is_cut
 from sie_sidecar.prepare.tokens import Ids, ModelTokenizer, Tokens, cut

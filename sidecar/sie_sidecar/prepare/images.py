@@ -19,8 +19,8 @@ from typing import NamedTuple
 from PIL import AvifImagePlugin, Image, ImageFile, UnidentifiedImageError, features
 
 from sie_contracts.errors import InvalidInput
-from sie_contracts.images import Filter, Recipe, Size, check, pixels_of, resizes
-from sie_contracts.media import fault
+from sie_contracts.media.images import Filter, Recipe, Size, check, pixels_of, resizes
+from sie_contracts.media.media import fault
 
 AVIF = "AVIF"
 FORMATS: tuple[str, ...] = ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", *((AVIF,) if features.check("avif") else ()))

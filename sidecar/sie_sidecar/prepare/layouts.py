@@ -12,10 +12,10 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from sie_contracts import documents
 from sie_contracts.errors import InvalidInput
-from sie_contracts.ipc import Rows, Side
-from sie_contracts.messages import Input, RunOptions, Truncate, Vectors
+from sie_contracts.media import documents
+from sie_contracts.wire.ipc import Rows, Side
+from sie_contracts.wire.messages import Input, RunOptions, Truncate, Vectors
 from sie_sidecar.batching import cost
 from sie_sidecar.prepare import image_rows
 from sie_sidecar.prepare.image_rows import Beside

@@ -6,9 +6,9 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from sie_contracts.child_frames import Frames, Hello, Unusable
-from sie_contracts.images import MAX_RESULT_BYTES, Recipe, Size
-from sie_contracts.sounds import MAX_FEATURE_BYTES, Shape, SoundRecipe
+from sie_contracts.media.images import MAX_RESULT_BYTES, Recipe, Size
+from sie_contracts.media.sounds import MAX_FEATURE_BYTES, Shape, SoundRecipe
+from sie_contracts.wire.child_frames import Frames, Hello, Unusable
 
 MAX_FILE_BYTES = 128 << 20
 MAX_JOB_BYTES = MAX_FILE_BYTES + 4096

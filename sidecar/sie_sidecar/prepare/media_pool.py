@@ -26,12 +26,12 @@ from typing import Any, Generic, Protocol, TypeVar, get_args, overload
 
 import msgspec
 
-from sie_contracts.child_frames import Hello, Unusable
 from sie_contracts.errors import InternalFailure, InvalidInput, QueueFull, ResourceExhausted, ShuttingDown, SIEError
-from sie_contracts.images import Recipe, check, pixels_of
-from sie_contracts.ipc import FrameError, read_frame
-from sie_contracts.media import Cause, cause_of, fault
-from sie_contracts.sounds import SoundRecipe
+from sie_contracts.media.images import Recipe, check, pixels_of
+from sie_contracts.media.media import Cause, cause_of, fault
+from sie_contracts.media.sounds import SoundRecipe
+from sie_contracts.wire.child_frames import Hello, Unusable
+from sie_contracts.wire.ipc import FrameError, read_frame
 from sie_sidecar.prepare import media_frames
 from sie_sidecar.prepare.media_frames import Heard, ImageJob, Job, Made, MadeImage, MadeSound, Prepared, SoundJob
 

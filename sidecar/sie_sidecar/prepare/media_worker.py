@@ -14,10 +14,10 @@ import os
 import socket
 import sys
 
-from sie_contracts.child_frames import Hello, Unusable
 from sie_contracts.errors import InvalidInput
-from sie_contracts.ipc import FrameError, receive_frame
-from sie_contracts.media import cause_of
+from sie_contracts.media.media import cause_of
+from sie_contracts.wire.child_frames import Hello, Unusable
+from sie_contracts.wire.ipc import FrameError, receive_frame
 from sie_runtime import confined
 from sie_sidecar.prepare import images, media_frames
 

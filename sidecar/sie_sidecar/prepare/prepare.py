@@ -13,10 +13,10 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 
 from sie_contracts.errors import InvalidInput, ModelLoadFailed, NotReady, SIEError
-from sie_contracts.images import Recipe
-from sie_contracts.ipc import Rows
-from sie_contracts.messages import WorkItem
-from sie_contracts.sounds import SoundRecipe
+from sie_contracts.media.images import Recipe
+from sie_contracts.media.sounds import SoundRecipe
+from sie_contracts.wire.ipc import Rows
+from sie_contracts.wire.messages import WorkItem
 from sie_sidecar.device.in_flight import InFlight, changed
 from sie_sidecar.intake.pull import Source
 from sie_sidecar.models.inventory import Inventory

@@ -14,12 +14,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from sie_contracts import documents
-from sie_contracts.documents import Document
 from sie_contracts.errors import InvalidInput
-from sie_contracts.ipc import IMAGE_KEY_BYTES, Group, Layout, Rows, RunBatch
-from sie_contracts.messages import Input, Mention, Operation, RunOptions, Vectors
-from sie_contracts.trace_context import NONE, Context
+from sie_contracts.media import documents
+from sie_contracts.media.documents import Document
+from sie_contracts.wire.ipc import IMAGE_KEY_BYTES, Group, Layout, Rows, RunBatch
+from sie_contracts.wire.messages import Input, Mention, Operation, RunOptions, Vectors
+from sie_contracts.wire.trace_context import NONE, Context
 from sie_sidecar.batching import cost
 from sie_sidecar.prepare.media_frames import Heard, Prepared
 from sie_sidecar.prepare.tokens import Ids, ModelTokenizer

@@ -22,8 +22,8 @@ import soxr
 from numpy.typing import NDArray
 
 from sie_contracts.errors import InvalidInput
-from sie_contracts.media import fault
-from sie_contracts.sounds import Header, Shape, SoundRecipe, check
+from sie_contracts.media.media import fault
+from sie_contracts.media.sounds import Header, Shape, SoundRecipe, check
 
 # by its first bytes, and the formats that libsndfile may say it is
 _MAGIC: tuple[tuple[Callable[[bytes], bool], frozenset[str]], ...] = (

@@ -16,7 +16,7 @@ import numpy as np
 from tokenizers import Encoding
 
 from sie_contracts.errors import InvalidInput, SIEError
-from sie_contracts.messages import Failed, Input, Ok, Operation, Outcome, RunOptions
+from sie_contracts.wire.messages import Failed, Input, Ok, Operation, Outcome, RunOptions
 from sie_sidecar.prepare.rows import MAX_CHARACTERS, Work, bad_token
 from sie_sidecar.prepare.tokens import ModelTokenizer
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
-from sie_contracts.messages import Truncate
+from sie_contracts.wire.messages import Truncate
 from sie_sidecar.prepare.long_text import FIRST_CHARACTERS_PER_TOKEN, SENTINEL, LongTexts
 
 Ids = NDArray[np.int32]

@@ -10,9 +10,9 @@ import logging
 from collections.abc import Callable
 
 from sie_broker import BrokerError, Delivery, Queue
-from sie_contracts import messages, topology
 from sie_contracts.errors import ErrorInfo
-from sie_contracts.messages import DeadLetter
+from sie_contracts.wire import messages, topology
+from sie_contracts.wire.messages import DeadLetter
 from sie_runtime.failpoints import failpoint
 from sie_sidecar.metrics import Metrics
 

@@ -19,10 +19,10 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 import msgspec
 
 from sie_broker import BrokerUnavailable, Bus, NoResponder, PayloadTooBig
-from sie_contracts import ipc, messages
 from sie_contracts.errors import GatewayTimeout, InternalFailure, SIEError
-from sie_contracts.messages import BatchNote, Failed, Fragment, Outcome, WorkItem, WorkResult
-from sie_contracts.trace_context import Context
+from sie_contracts.wire import ipc, messages
+from sie_contracts.wire.messages import BatchNote, Failed, Fragment, Outcome, WorkItem, WorkResult
+from sie_contracts.wire.trace_context import Context
 from sie_runtime.current_trace import set_current
 from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Tasks

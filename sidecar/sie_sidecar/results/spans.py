@@ -15,8 +15,8 @@ import msgspec
 
 from sie_broker import Delivery
 from sie_contracts.errors import SIEError
-from sie_contracts.messages import BatchNote, Failed, Outcome, Stages, WorkItem
-from sie_contracts.trace_context import NONE, Context
+from sie_contracts.wire.messages import BatchNote, Failed, Outcome, Stages, WorkItem
+from sie_contracts.wire.trace_context import NONE, Context
 
 if TYPE_CHECKING:
     from sie_runtime.spans import Span, Tracer

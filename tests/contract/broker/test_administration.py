@@ -9,7 +9,7 @@ import pytest
 from broker_harness import STREAM, Box, Harness, consumer_of, messages_left, publish, pulling, subject_of
 
 from sie_broker import Broker, BrokerError, ConsumerState, Delivery, StreamFull, TopologyMismatch
-from sie_contracts.topology import TOPOLOGY_VERSION
+from sie_contracts.wire.topology import TOPOLOGY_VERSION
 
 
 async def test_the_owner_creates_and_everybody_else_compares(harness: Harness) -> None:

@@ -7,7 +7,7 @@ from broker_harness import STREAM, Box, consumer_of, publish, subject_of
 
 from sie_broker import BrokerError, BrokerUnavailable, Delivery
 from sie_broker.memory import MemoryServer, matches, overlap
-from sie_contracts.topology import StreamSpec
+from sie_contracts.wire.topology import StreamSpec
 
 
 async def test_the_broker_in_memory_obeys_a_clock_of_the_test() -> None:

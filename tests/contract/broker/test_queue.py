@@ -19,7 +19,7 @@ from sie_broker import (
     StreamFull,
     TopologyMismatch,
 )
-from sie_contracts.topology import ConsumerSpec
+from sie_contracts.wire.topology import ConsumerSpec
 
 # ---- publishing
 

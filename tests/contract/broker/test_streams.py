@@ -9,7 +9,7 @@ import pytest
 from broker_harness import STREAM, Box, Harness, consumer_of, messages_left, publish, pulling, subject_of
 
 from sie_broker import Broker, BrokerError, Delivery
-from sie_contracts.topology import dead_letter_stream, dead_letter_subject
+from sie_contracts.wire.topology import dead_letter_stream, dead_letter_subject
 
 
 async def test_a_released_delivery_comes_again_at_once(broker: Broker, harness: Harness) -> None:

@@ -24,10 +24,10 @@ from sie_broker.nats.api import bucket_config
 from sie_broker.nats.transport import inbox_prefix
 from sie_broker.owner import own
 from sie_broker.record import Bucket
-from sie_cli.embedded import USERS, users
-from sie_contracts import messages, topology
-from sie_contracts.records import StreamRequest
+from sie_cli.serve.embedded import USERS, users
 from sie_contracts.settings import Secret
+from sie_contracts.wire import messages, topology
+from sie_contracts.wire.records import StreamRequest
 from sie_runtime.keys import decode as decode_key
 
 PASSWORD = "sesame"

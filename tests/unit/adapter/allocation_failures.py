@@ -25,10 +25,10 @@ import torch
 from sie_adapter.engine import device as devices
 from sie_adapter.engine import engine as engines
 from sie_adapter.memory.batch_limits import Frontier
-from sie_contracts import ipc
-from sie_contracts.entries import LoadOptions, ModelEntry, Weights
-from sie_contracts.messages import Ok
+from sie_contracts.models.entries import LoadOptions, ModelEntry, Weights
 from sie_contracts.settings import Settings
+from sie_contracts.wire import ipc
+from sie_contracts.wire.messages import Ok
 
 WIDTH, LONGEST, VOCABULARY, MAX_TOKENS = 64, 512, 500, 16_384
 

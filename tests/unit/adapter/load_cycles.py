@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from sie_adapter.engine import engine as engines
-from sie_contracts.entries import LoadOptions, ModelEntry, Weights
+from sie_contracts.models.entries import LoadOptions, ModelEntry, Weights
 from sie_contracts.settings import Settings
 
 

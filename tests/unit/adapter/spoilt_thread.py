@@ -17,7 +17,7 @@ from sie_adapter.engine.device_threads import Job, Lanes
 from sie_adapter.memory.onednn import afresh, is_spoilt, unspoilt
 from sie_adapter.memory.oom import Shortage
 from sie_adapter.packed.packing import Int64
-from sie_contracts.ipc import BatchDone, Reply, RunBatch
+from sie_contracts.wire.ipc import BatchDone, Reply, RunBatch
 
 _WIDTH = 2048
 

@@ -26,9 +26,9 @@ from sie_adapter.memory.batch_limits import Frontier
 from sie_adapter.memory.oom import Remedy
 from sie_adapter.packed.packing import Int64, Items, Packed, Positions, expanded, pack
 from sie_contracts.errors import InternalFailure, InvalidInput, LoraLoading, SIEError
-from sie_contracts.ipc import BatchDone, Group, Layout, Rows, RunBatch
-from sie_contracts.messages import Failed, Ok, Operation, RunOptions
-from sie_contracts.muvera import Muvera
+from sie_contracts.models.muvera import Muvera
+from sie_contracts.wire.ipc import BatchDone, Group, Layout, Rows, RunBatch
+from sie_contracts.wire.messages import Failed, Ok, Operation, RunOptions
 
 POISON, HEAVY, FILLER = 90, 91, 92
 CPU = torch.device("cpu")

@@ -21,12 +21,12 @@ from sie_adapter.memory.residency import Resident
 from sie_adapter.packed.packing import Packed
 from sie_adapter.readers.reading import Written
 from sie_adapter.server import Server
-from sie_contracts import ipc
-from sie_contracts.catalogue import Catalogue
-from sie_contracts.entries import ModelEntry, Weights
-from sie_contracts.ipc import BatchDone, BatchStarted, Group, Rows, RunBatch
-from sie_contracts.messages import Ok
+from sie_contracts.models.catalogue import Catalogue
+from sie_contracts.models.entries import ModelEntry, Weights
 from sie_contracts.settings import Settings
+from sie_contracts.wire import ipc
+from sie_contracts.wire.ipc import BatchDone, BatchStarted, Group, Rows, RunBatch
+from sie_contracts.wire.messages import Ok
 
 WAIT_S = 20
 PROMPT = asked(4, 9, most=12)

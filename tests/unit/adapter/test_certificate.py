@@ -25,9 +25,9 @@ from sie_adapter.loading import certificate
 from sie_adapter.loading.loading import Loader
 from sie_adapter.packed import attention, backbone
 from sie_adapter.packed.attention import Kernel, Pattern
-from sie_contracts.catalogue import Catalogue, Resolved
-from sie_contracts.entries import ModelEntry, Weights
 from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.models.catalogue import Catalogue, Resolved
+from sie_contracts.models.entries import ModelEntry, Weights
 from sie_contracts.settings import Settings
 from sie_runtime.feed import packaged_catalogue
 from sie_store.sources import WeightSources

@@ -19,10 +19,10 @@ from sie_adapter.documents.docling import DoclingModel
 from sie_adapter.documents.parsers import Parsers
 from sie_adapter.families.extraction import ExtractOptions
 from sie_adapter.loading.loading import Loader
-from sie_contracts.catalogue import Catalogue
-from sie_contracts.documents import Document
-from sie_contracts.entries import ModelEntry, Weights
 from sie_contracts.errors import InternalFailure, InvalidInput, ModelLoadFailed
+from sie_contracts.media.documents import Document
+from sie_contracts.models.catalogue import Catalogue
+from sie_contracts.models.entries import ModelEntry, Weights
 from sie_contracts.settings import Settings
 from sie_store.sources import WeightSources
 

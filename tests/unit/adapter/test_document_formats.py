@@ -9,8 +9,8 @@ import pytest
 
 from sie_adapter.documents import document_formats
 from sie_adapter.documents.document_formats import format_of
-from sie_contracts.documents import Document
 from sie_contracts.errors import InvalidInput
+from sie_contracts.media.documents import Document
 
 ODT = b"application/vnd.oasis.opendocument.text"
 

@@ -21,12 +21,12 @@ from sie_adapter.loading.loading import Loader
 from sie_adapter.memory.failure import is_device_fatal, is_out_of_memory
 from sie_adapter.memory.residency import Permission, Resident
 from sie_adapter.packed.packing import Packed
-from sie_contracts.catalogue import Catalogue
-from sie_contracts.entries import ModelEntry, Weights
 from sie_contracts.errors import ModelLoadFailed
-from sie_contracts.ipc import BatchDone, BatchStarted, Refused, Reply, Rows, RunBatch
-from sie_contracts.messages import RunOptions
+from sie_contracts.models.catalogue import Catalogue
+from sie_contracts.models.entries import ModelEntry, Weights
 from sie_contracts.settings import Settings
+from sie_contracts.wire.ipc import BatchDone, BatchStarted, Refused, Reply, Rows, RunBatch
+from sie_contracts.wire.messages import RunOptions
 
 
 class Broken(FakeEncoder):

@@ -34,9 +34,9 @@ from sie_adapter.loading import certificate
 from sie_adapter.loading.loading import Loader
 from sie_adapter.packed import backbone as backbones
 from sie_adapter.packed.packing import Items, Packed, Positions, pack
-from sie_contracts.catalogue import Catalogue, fingerprint
-from sie_contracts.entries import Engine, LoadOptions, ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.models.catalogue import Catalogue, fingerprint
+from sie_contracts.models.entries import Engine, LoadOptions, ModelEntry, parse_entry
 from sie_contracts.settings import Settings
 from sie_store.sources import WeightSources
 

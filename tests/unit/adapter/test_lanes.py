@@ -12,7 +12,7 @@ import torch
 
 from sie_adapter.engine.device_threads import Job, Lanes, is_alone
 from sie_adapter.memory.onednn import afresh
-from sie_contracts.ipc import BatchDone, BatchStarted, Refused, Reply, RunBatch
+from sie_contracts.wire.ipc import BatchDone, BatchStarted, Refused, Reply, RunBatch
 from sie_runtime.failpoints import arm
 
 

@@ -36,10 +36,10 @@ from sie_adapter.loading.loading import Loader, family_of
 from sie_adapter.loading.modules import read_modules
 from sie_adapter.loading.tokenizer import load_tokenizer
 from sie_adapter.packed.linear import BlockedLinear, block_linears
-from sie_contracts.catalogue import Catalogue, Resolved
-from sie_contracts.entries import LoadOptions
 from sie_contracts.errors import ModelLoadFailed
-from sie_contracts.families import FAMILIES
+from sie_contracts.models.catalogue import Catalogue, Resolved
+from sie_contracts.models.entries import LoadOptions
+from sie_contracts.models.families import FAMILIES
 from sie_contracts.settings import Settings
 from sie_store.sources import WeightSources
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from sie_adapter.epilogues import muvera
 from sie_contracts.errors import InvalidInput
-from sie_contracts.muvera import Muvera
+from sie_contracts.models.muvera import Muvera
 
 PLAIN = Muvera(num_repetitions=1, num_simhash_projections=2, final_projection_dim=None)
 TOKENS = torch.tensor([[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0.5, 0.5, 0.5, 0.5]])

@@ -15,8 +15,8 @@ import pytest
 from sie_adapter.documents import parser_frames
 from sie_adapter.documents.parser_frames import Parsed
 from sie_adapter.documents.parsers import NotStarted, Parsers
-from sie_contracts.documents import Document
 from sie_contracts.errors import InternalFailure, InvalidInput, ResourceExhausted, SIEError
+from sie_contracts.media.documents import Document
 
 DEADLINE_S = 60.0
 MEMORY_BYTES = 1 << 30

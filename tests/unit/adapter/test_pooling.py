@@ -13,7 +13,7 @@ from sie_adapter.heads import States
 from sie_adapter.heads.pooling import POOLINGS, DenseHead, pool
 from sie_adapter.packed.packing import Packed
 from sie_contracts.errors import InvalidInput
-from sie_contracts.messages import RunOptions
+from sie_contracts.wire.messages import RunOptions
 
 LENGTHS = [1, 1, 4, 7, 7, 30]
 

@@ -18,8 +18,8 @@ from oracle import model_folder
 from sie_adapter.loading import loading
 from sie_adapter.loading.loading import Loader
 from sie_adapter.loading.precision import bfloat16_lacks, cpu_lacks_bfloat16, resolve_precision
-from sie_contracts.catalogue import Catalogue
-from sie_contracts.entries import parse_entry
+from sie_contracts.models.catalogue import Catalogue
+from sie_contracts.models.entries import parse_entry
 from sie_store.configured import weight_sources
 
 EPYC = {"avx2": True, "avx512_bf16": True}

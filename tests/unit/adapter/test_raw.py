@@ -15,9 +15,9 @@ from unit.adapter.test_batch import arrays, reasons, tokens
 from sie_adapter.engine.raw import extract_options, run_raw
 from sie_adapter.families.extraction import ExtractOptions, Preparation, run_alike
 from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, SIEError
-from sie_contracts.ipc import BatchDone, Group, RunBatch
-from sie_contracts.messages import Ok, RunOptions
-from sie_contracts.muvera import Muvera
+from sie_contracts.models.muvera import Muvera
+from sie_contracts.wire.ipc import BatchDone, Group, RunBatch
+from sie_contracts.wire.messages import Ok, RunOptions
 
 CPU = torch.device("cpu")
 RAW = RunOptions(normalize=False)

@@ -11,7 +11,7 @@ import torch
 from sie_adapter.engine import device as devices
 from sie_adapter.memory.oom import Remedies, Remedy, Shortage
 from sie_adapter.packed.packing import Int64
-from sie_contracts.device_reports import Shortages
+from sie_contracts.wire.device_reports import Shortages
 
 CPU = torch.device("cpu")
 

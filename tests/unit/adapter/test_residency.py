@@ -15,11 +15,11 @@ from sie_adapter.engine.device import Memory
 from sie_adapter.engine.engines import TORCH, Choice
 from sie_adapter.memory.oom import Remedy
 from sie_adapter.memory.residency import DeviceMemory, Residency
-from sie_contracts.catalogue import Resolved
-from sie_contracts.entries import HeadOptions, LoadOptions, ModelEntry, RunDefaults
-from sie_contracts.entries import Weights as Source
 from sie_contracts.errors import ModelLoadFailed, ModelLoading
-from sie_contracts.load_errors import load_failed
+from sie_contracts.models.catalogue import Resolved
+from sie_contracts.models.entries import HeadOptions, LoadOptions, ModelEntry, RunDefaults
+from sie_contracts.models.entries import Weights as Source
+from sie_contracts.models.load_errors import load_failed
 
 
 @dataclass

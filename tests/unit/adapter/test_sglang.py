@@ -26,11 +26,11 @@ from sie_adapter.engine import engines
 from sie_adapter.engine.engine import Engine
 from sie_adapter.engine.sglang_server import SGLang
 from sie_adapter.packed.backbone import Runner
-from sie_contracts.entries import ModelEntry, parse_entry
 from sie_contracts.errors import ModelLoadFailed
-from sie_contracts.ipc import BatchDone, Group, Refused, RunBatch
-from sie_contracts.messages import Failed, Ok, RunOptions
+from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_contracts.settings import Settings
+from sie_contracts.wire.ipc import BatchDone, Group, Refused, RunBatch
+from sie_contracts.wire.messages import Failed, Ok, RunOptions
 
 ROOT = Path(__file__).parents[3]
 REAL = ROOT / ".venv-sglang" / "bin" / "python"

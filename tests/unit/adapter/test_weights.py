@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from hub_stub import HubStub
 
-from sie_contracts.entries import ModelEntry, Weights
 from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.models.entries import ModelEntry, Weights
 from sie_store.sources import WeightSources, package_folder
 
 COMMIT = "8b3219a92973c328a8e22fadcfa821b5dc75636a"

@@ -11,9 +11,9 @@ import pytest
 
 from sie_adapter.engine.device_threads import Lanes
 from sie_adapter.server import Server
-from sie_contracts import ipc
 from sie_contracts.errors import InternalFailure
-from sie_contracts.ipc import BatchDone, Refused, Reply, RunBatch
+from sie_contracts.wire import ipc
+from sie_contracts.wire.ipc import BatchDone, Refused, Reply, RunBatch
 
 WAIT_S = 20
 MESSAGE = RunBatch("b", "m", "extract", b"", b"", ())

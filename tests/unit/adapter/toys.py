@@ -16,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from sie_adapter.engine.device import Compute
 from sie_adapter.families.text_encoder import TextEncoder
 from sie_adapter.packed.attention_backend import AttentionFacts, Backend
-from sie_contracts.entries import LoadOptions, ModelEntry, Weights
+from sie_contracts.models.entries import LoadOptions, ModelEntry, Weights
 
 VOCABULARY = 120
 # a tokenizer that reads no plain sentence is refused

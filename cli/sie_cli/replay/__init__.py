@@ -1,0 +1,1 @@
+"""`sie bench`: a recorded trace runs through the scheduler under virtual time."""

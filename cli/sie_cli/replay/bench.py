@@ -1,0 +1,185 @@
+"""`sie bench`: what a change of settings would do, before it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import click
+
+from sie_cli.options import loaded
+from sie_cli.replay import trace as traces
+from sie_cli.replay.curve import percentile, svg
+from sie_cli.replay.replay import Machine, Plan, Report, plan_of, replay
+from sie_cli.replay.trace import Trace, TraceError
+
+PLAN = tuple(field.name for field in dataclasses.fields(Plan))
+DEVICE = {"base_ms": 1e3, "token_us": 1e6, "square_ns": 1e9}  # name: of them in a second
+HOST = {"call_us": 1e6, "read_us": 1e6, "delivery_us": 1e6}
+HOST_DEFAULT = "call_us=55,read_us=1.8,delivery_us=25"  # docs/replay.md says how they were measured
+
+
+@click.group(short_help="What other settings would do to recorded traffic.")
+def bench() -> None:
+    """Predict from what was recorded."""
+
+
+@bench.command(name="replay")
+@click.argument("files", metavar="TRACE...", nargs=-1, required=True, type=click.Path(path_type=Path, dir_okay=False))
+@click.option(
+    "--what-if", "what_ifs", multiple=True, metavar="NAME=NUMBER,...", help="Settings to try. May be given again."
+)
+@click.option(
+    "--base",
+    default="",
+    metavar="NAME=NUMBER,...",
+    help="How it was, where that is neither in the traces nor the default.",
+)
+@click.option(
+    "--device",
+    default="",
+    metavar="NAME=NUMBER,...",
+    help=f"Of {', '.join(DEVICE)}. Default: fitted to the measured batches.",
+)
+@click.option(
+    "--host",
+    default="",
+    metavar="NAME=NUMBER,...",
+    help=f"What a tokenise call, each token in it and taking in a delivery cost a worker. [default: {HOST_DEFAULT}]",
+)
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write latency by percentile of all columns, as SVG.",
+)
+@click.option(
+    "--generate",
+    metavar="SPEC",
+    help=(
+        "Make TRACE first: poisson:name=number,... with rate a second, seconds, burst (so many at once), inputs of "
+        "each, length (mean tokens, log-normal with the sigma spread), bulk (share of the requests), models, seed."
+    ),
+)
+def replay_command(
+    files: tuple[Path, ...],
+    what_ifs: tuple[str, ...],
+    base: str,
+    device: str,
+    host: str,
+    plot: Path | None,
+    generate: str | None,
+) -> None:
+    """Predict latency and device time of TRACE... under other settings.
+
+    The requests of the traces go through the scheduler of the cluster (chunks, credit, quantum, batches) under virtual
+    time, before a device that takes base_ms + token_us * tokens + square_ns * the sum of squared lengths for a batch.
+    Without --device that is fitted to the batches that the traces hold. The first column is how it was, then one for
+    each --what-if.
+
+    \b
+    What can be tried, with the SIE_ setting of a like name:
+      workers, lanes (batches that a device runs at once), max_wait_ms (SIE_BATCHER_COALESCE_MS), max_batch_cost,
+      max_batch_requests (SIE_BATCHER_MAX_BATCH_REQUESTS), pipeline_depth, bulk_max_overtakes, chunk_cost,
+      min_quantum_ms, max_quantum_ms, target_p50_ms
+
+    \b
+    A trace is JSON lines of lengths and times, without text. `sie sidecar --record-trace FILE` writes one; several are
+    merged.
+      {"at": 0.0184, "tokens": [12, 300], "model": "bge", "priority": "bulk", "lora": "org/x"}
+                                   a request: when it came, in seconds, and the tokens of each input; the rest may be
+                                   left out
+      {"ran": {"tokens": 512, "attention": 40960, "seconds": 0.0123}}
+                                   a measured batch; attention is the sum of its squared lengths
+      {"settings": {"max_wait_ms": 5, "workers": 2}}
+                                   how it was
+
+    \b
+    sie bench replay day.jsonl --what-if max_wait_ms=4,workers=3 --plot day.svg
+    sie bench replay new.jsonl --generate poisson:rate=200,length=64,seconds=30 --device base_ms=2,token_us=20
+    """
+    try:
+        if generate is not None:
+            _write(files, generate)
+        trace = traces.read(line for file in files for line in file.read_bytes().splitlines())
+        was = dataclasses.replace(plan_of(loaded({}).settings), **_recorded(trace), **traces.numbers(base, PLAN))
+        machine = _machine(trace, device, host)
+        plans = {
+            "as it was": was,
+            **{text: dataclasses.replace(was, **traces.numbers(text, PLAN)) for text in what_ifs},
+        }
+        reports = {name: replay(trace.requests, plan, machine) for name, plan in plans.items()}
+        if plot is not None:
+            plot.write_text(svg({name: report.latency_s for name, report in reports.items()}), "utf-8")
+    except (TraceError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(
+        f"{len(trace.requests)} requests in {trace.requests[-1].at:.1f} s; a batch takes {machine.base_s * 1e3:.3g} ms "
+        f"+ {machine.token_s * 1e6:.3g} us a token + {machine.square_s * 1e9:.3g} ns a squared token"
+    )
+    click.echo(table(reports, plans))
+
+
+def _write(files: Sequence[Path], spec: str) -> None:
+    if len(files) != 1:
+        raise TraceError("--generate makes one TRACE")
+    requests = traces.generate(spec)
+    with files[0].open("xb") as file:  # a recorded one is never lost to it
+        file.writelines(traces.write(requests))
+
+
+def _recorded(trace: Trace) -> dict[str, float]:
+    unknown = trace.settings.keys() - set(PLAN)
+    if unknown:
+        raise TraceError(f"the trace was recorded with {', '.join(sorted(unknown))}, of which nothing is known here")
+    return trace.settings
+
+
+def _machine(trace: Trace, device: str, host: str) -> Machine:
+    given = traces.numbers(device, tuple(DEVICE))
+    batch = tuple(given.get(name, 0.0) / unit for name, unit in DEVICE.items()) if given else traces.fit(trace.ran)
+    hosted = {**traces.numbers(HOST_DEFAULT, tuple(HOST)), **traces.numbers(host, tuple(HOST))}
+    times_s = (*batch, *(hosted[name] / unit for name, unit in HOST.items()))
+    if min(times_s) < 0 or not any(batch):
+        raise TraceError("no time is below 0, and a batch takes some")
+    return Machine(*times_s)
+
+
+def table(reports: dict[str, Report], plans: dict[str, Plan]) -> str:
+    """A column for each report."""
+    columns = [["", *_CELLS]]
+    for name, report in reports.items():
+        columns.append([name, *(cell(report, plans[name]) for cell in _CELLS.values())])
+    widths = [max(map(len, column)) for column in columns]
+    rows = zip(*columns, strict=True)
+    return "\n".join(
+        "  ".join(
+            [first.ljust(widths[0]), *(each.rjust(width) for each, width in zip(rest, widths[1:], strict=True))]
+        ).rstrip()
+        for first, *rest in rows
+    )
+
+
+def _ms(values_s: Sequence[float], percent: float) -> str:
+    return f"{percentile(sorted(values_s), percent) * 1e3:.2f}"
+
+
+def _busy(report: Report, plan: Plan) -> float:
+    return report.device_s / (report.end_s * int(plan.workers) * int(plan.lanes))
+
+
+_CELLS: dict[str, Callable[[Report, Plan], str]] = {
+    "latency p50, ms": lambda report, plan: _ms(report.latency_s, 50),
+    "latency p90, ms": lambda report, plan: _ms(report.latency_s, 90),
+    "latency p99, ms": lambda report, plan: _ms(report.latency_s, 99),
+    "longest, ms": lambda report, plan: _ms(report.latency_s, 100),
+    "wait for the device p50, ms": lambda report, plan: _ms(report.wait_s, 50),
+    "wait for the device p99, ms": lambda report, plan: _ms(report.wait_s, 99),
+    "device time, s": lambda report, plan: f"{report.device_s:.3f}",
+    "device busy, %": lambda report, plan: f"{100 * _busy(report, plan):.1f}",
+    "batches": lambda report, plan: f"{report.batches}",
+    "messages a batch": lambda report, plan: f"{report.items / report.batches:.2f}",
+    "tokens a batch": lambda report, plan: f"{report.tokens / report.batches:.1f}",
+    "tokenise calls": lambda report, plan: f"{report.calls}",
+    "tokenising, s": lambda report, plan: f"{report.host_s:.3f}",
+}

@@ -1,0 +1,377 @@
+"""A trace through the scheduler under virtual time. Pure and deterministic: the same trace, plan and machine give the
+same report.
+
+    request ─► chunks ─► queue of (model, priority) ─► a worker with credit ─► gathered ─► tokenised ─► batches ─►
+    device ─► answered
+
+Chunks, credit, quantum and batches are the code that runs in the cluster (`chunk` of the gateway, `batch` and `sizing`
+of the sidecar); the device, the tokenizer and the wire are formulas of `Machine`. Not modelled: HTTP, loads of models,
+failures.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+
+from sie_cli.replay.trace import Request, TraceError
+from sie_contracts.settings import Settings
+from sie_gateway.inference import chunk
+from sie_sidecar.batching.batch import Batch, BatchKey, Device, Job, Limits, Load, Wait, Waiting, credit, next_batch
+from sie_sidecar.batching.sizing import Quantum
+
+ACTIVE_S = 1.0  # a consumer that delivered this recently shares the credit
+NO_LIMIT = 1 << 60
+MAX_DEVICES = 1024
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an operator may change: the number of workers and of lanes of each, and the batching settings."""
+
+    workers: float = 1
+    lanes: float = 1
+    max_wait_ms: float = 5
+    max_batch_cost: float = 16384
+    max_batch_requests: float = 12
+    pipeline_depth: float = 2
+    bulk_max_overtakes: float = 4
+    chunk_cost: float = 4096
+    min_quantum_ms: float = 2
+    max_quantum_ms: float = 15
+    target_p50_ms: float = 50
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(
+            int(self.max_batch_cost),
+            int(self.max_batch_requests),
+            self.max_wait_ms / 1000,
+            int(self.bulk_max_overtakes),
+        )
+
+    @property
+    def depth(self) -> int:
+        """Batches that may be at the adapter at once."""
+        return int(self.lanes) + int(self.pipeline_depth) - 1
+
+    def check(self) -> None:
+        """Raises TraceError for a plan that no worker could be set to."""
+        whole = ("workers", "lanes", "max_batch_cost", "max_batch_requests", "pipeline_depth", "chunk_cost")
+        for name in (each.name for each in fields(self)):
+            value = getattr(self, name)
+            if value < (1 if name in whole else 0):
+                raise TraceError(f"{name}={value:g} is too small")
+            if name in ("workers", "lanes") and value > MAX_DEVICES:
+                raise TraceError(f"{name}={value:g}: at most {MAX_DEVICES} are tried")
+        if self.min_quantum_ms > self.max_quantum_ms:
+            raise TraceError(f"min_quantum_ms={self.min_quantum_ms:g} is above max_quantum_ms={self.max_quantum_ms:g}")
+        if not self.target_p50_ms:
+            raise TraceError("target_p50_ms is above 0")
+
+
+def plan_of(settings: Settings) -> Plan:
+    """One worker with one lane, in queue mode."""
+    return Plan(
+        max_wait_ms=settings.batcher_coalesce_ms,
+        max_batch_cost=settings.max_batch_cost,
+        max_batch_requests=settings.batcher_max_batch_requests,
+        pipeline_depth=settings.rust_pipeline_depth,
+        bulk_max_overtakes=settings.bulk_max_overtakes,
+        chunk_cost=settings.chunk_cost,
+        min_quantum_ms=settings.adaptive_min_quantum_ms,
+        max_quantum_ms=settings.adaptive_max_quantum_ms,
+        target_p50_ms=settings.adaptive_target_p50_ms,
+    )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Seconds that things take. A batch: `base_s` + `token_s` a token + `square_s` a squared token of each length.
+
+    A worker tokenises on one thread, `call_s` a call and `read_s` a token, and takes in a delivery each `delivery_s`.
+    """
+
+    base_s: float
+    token_s: float
+    square_s: float = 0.0
+    call_s: float = 0.0
+    read_s: float = 0.0
+    delivery_s: float = 0.0
+
+    def batch_s(self, tokens: int, attention: int) -> float:
+        return self.base_s + self.token_s * tokens + self.square_s * attention
+
+
+@dataclass
+class Report:
+    """What came of a replay. `latency_s` and `wait_s` by request, in the order of the trace: to its answer, and to the
+    start of its last batch. `device_s` of all lanes together, `host_s` spent on tokenising, `end_s` the last answer.
+    """
+
+    latency_s: list[float]
+    wait_s: list[float]
+    device_s: float = 0.0
+    host_s: float = 0.0
+    end_s: float = 0.0
+    batches: int = 0
+    items: int = 0
+    tokens: int = 0
+    calls: int = 0
+
+
+@dataclass
+class _Item:
+    """A chunk on its way."""
+
+    request: int
+    key: BatchKey
+    bulk: bool
+    cost: int
+    attention: int
+    delivered_s: float = 0.0
+    pending: int = 0
+
+
+@dataclass
+class _Consumer:
+    """The queue of one model and priority, and the workers' turns at it."""
+
+    items: deque[_Item] = field(default_factory=deque)
+    turns: deque[_Worker] = field(default_factory=deque)
+
+
+@dataclass
+class _Feed:
+    """A worker's view of a consumer."""
+
+    asked: int = 0  # what the broker may still send
+    on_way: int = 0
+    mean_cost: float = 0.0
+    pending: int = 0
+    delivered_s: float = -1e9
+
+    @property
+    def outstanding(self) -> int:
+        """What the worker has asked for and not got."""
+        return self.asked + self.on_way
+
+
+class Replay:
+    """One run. Time is `now_s`; what is to happen stands in a heap, and at equal times in the order in which it was
+    decided.
+    """
+
+    def __init__(self, requests: Sequence[Request], plan: Plan, machine: Machine) -> None:
+        plan.check()
+        self.plan, self.machine = plan, machine
+        self.now_s = 0.0
+        self.consumers: dict[tuple[str, bool], _Consumer] = {}
+        self.workers = [_Worker(self) for _ in range(int(plan.workers))]
+        self.report = Report([0.0] * len(requests), [0.0] * len(requests))
+        self._requests = requests
+        self._left = [0] * len(requests)
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+
+    def at(self, when_s: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (max(when_s, self.now_s), next(self._numbers), event))
+
+    def run(self) -> Report:
+        """Until the last answer."""
+        for index, request in enumerate(self._requests):
+            self.at(request.at, lambda index=index: self._arrive(index))  # type: ignore[misc]
+        while self._events:
+            self.now_s, _, event = heapq.heappop(self._events)
+            event()
+        assert not any(self._left), "every chunk was answered"
+        return self.report
+
+    def _arrive(self, index: int) -> None:
+        request = self._requests[index]
+        name = (request.model, request.priority == "bulk")
+        if name not in self.consumers:
+            self.consumers[name] = _Consumer(turns=deque(self.workers))
+            for worker in self.workers:
+                worker.follow(name)
+        sizes = [max(0, tokens - chunk.SPECIAL_TOKENS) * chunk.BYTES_PER_TOKEN for tokens in request.tokens]
+        limits = chunk.Limits(int(self.plan.chunk_cost), NO_LIMIT, NO_LIMIT)
+        for part in chunk.split(sizes, max_tokens=NO_LIMIT, item_result_bytes=0, limits=limits):
+            lengths = request.tokens[part.start : part.stop]
+            key = BatchKey(request.model, "", "encode", "", request.lora)
+            self.consumers[name].items.append(
+                _Item(index, key, name[1], sum(lengths), sum(length**2 for length in lengths))
+            )
+            self._left[index] += 1
+        self.deliver(name)
+
+    def deliver(self, name: tuple[str, bool]) -> None:
+        """Send what waits to the workers that asked, in turn."""
+        consumer = self.consumers[name]
+        while consumer.items:
+            worker = next((worker for worker in consumer.turns if worker.feeds[name].asked), None)
+            if worker is None:
+                return
+            consumer.turns.remove(worker)
+            consumer.turns.append(worker)
+            item = consumer.items.popleft()
+            item.pending = len(consumer.items)
+            worker.send(name, item)
+
+    def answered(self, batch: Batch[_Item], started_s: float, ended_s: float) -> None:
+        report = self.report
+        report.device_s += ended_s - started_s
+        report.batches += 1
+        report.items += len(batch.jobs)
+        report.tokens += batch.cost
+        report.end_s = max(report.end_s, ended_s)
+        for item in (job.work for job in batch.jobs):
+            self._left[item.request] -= 1
+            report.wait_s[item.request] = max(report.wait_s[item.request], started_s - self._requests[item.request].at)
+            report.latency_s[item.request] = max(
+                report.latency_s[item.request], ended_s - self._requests[item.request].at
+            )
+
+
+class _Worker:
+    """A sidecar and its device."""
+
+    def __init__(self, replay: Replay) -> None:
+        plan = replay.plan
+        self._replay = replay
+        self._limits = plan.limits
+        self._quantum = Quantum(plan.min_quantum_ms / 1000, plan.max_quantum_ms / 1000, plan.target_p50_ms / 1000)
+        self.feeds: dict[tuple[str, bool], _Feed] = {}
+        self._active: dict[tuple[str, bool], _Feed] = {}  # those that delivered lately
+        self._arrived: list[_Item] = []
+        self._waiting: Waiting[_Item] = Waiting()
+        self._lanes = [0.0] * int(plan.lanes)  # when each is free
+        self._began_s = self._last_s = 0.0  # of the gathering
+        self._wire_s = 0.0  # when the wire is free
+        self._tokenising = False
+        self._held = ([0, 0], [0, 0])  # cost and work items, interactive and bulk
+        self._sent = 0
+        self._wake_s = -1.0
+
+    # taking in
+
+    def follow(self, name: tuple[str, bool]) -> None:
+        """Ask for one message of a consumer that is new."""
+        self.feeds[name] = _Feed(asked=1)
+
+    def _refill(self) -> None:
+        """The credit of every consumer that delivers, as sie_sidecar.intake.pull has it."""
+        now_s, lanes = self._replay.now_s, len(self._lanes)
+        (cost, items), (bulk_cost, bulk_items) = self._held
+        loads = Load(cost, items, lanes), Load(cost + bulk_cost, items + bulk_items, lanes)
+        for name in list(self._active):
+            feed, target = self.feeds[name], 1
+            if now_s - feed.delivered_s >= ACTIVE_S:
+                self._active.pop(name, None)
+            else:
+                whole = credit(loads[name[1]], feed.mean_cost, self._limits)
+                target = min(whole, max(1, whole // len(self._active)))
+            if target == 0 or feed.outstanding <= target // 2:
+                feed.asked = max(0, target - feed.on_way)
+                self._replay.deliver(name)
+
+    def send(self, name: tuple[str, bool], item: _Item) -> None:
+        feed = self.feeds[name]
+        feed.asked -= 1
+        feed.on_way += 1
+        self._wire_s = max(self._wire_s, self._replay.now_s) + self._replay.machine.delivery_s
+        self._replay.at(self._wire_s, lambda: self._on_delivery(name, item))
+
+    def _on_delivery(self, name: tuple[str, bool], item: _Item) -> None:
+        feed, now_s = self.feeds[name], self._replay.now_s
+        feed.on_way -= 1
+        self._active[name] = feed
+        feed.mean_cost = item.cost if not feed.mean_cost else 0.9 * feed.mean_cost + 0.1 * item.cost
+        feed.pending, feed.delivered_s, item.delivered_s = item.pending, now_s, now_s
+        self._hold(item, 1)
+        if not self._arrived:
+            self._began_s = now_s
+        self._arrived.append(item)
+        self._last_s = now_s
+        self._gather()
+
+    def _hold(self, item: _Item, sign: int) -> None:
+        load = self._held[item.bulk]
+        load[0] += sign * item.cost
+        load[1] += sign
+
+    # preparing
+
+    def _is_more_coming(self) -> bool:
+        if len(self._arrived) >= self._limits.requests or sum(item.cost for item in self._arrived) >= self._limits.cost:
+            return False
+        told = {(item.key.residency, item.bulk): item.pending for item in self._arrived}
+        return any(told.values()) and self._is_more_told()
+
+    def _is_more_told(self) -> bool:
+        return any(feed.pending and feed.outstanding for feed in self._active.values())
+
+    def _gather(self) -> None:
+        """Tokenise what has arrived, unless more is coming and the quantum is not over, or the thread is busy."""
+        if not self._arrived or self._tokenising:
+            return
+        until_s = self._quantum.until_s(self._began_s, self._last_s)
+        if until_s > self._replay.now_s and self._is_more_coming():
+            self._replay.at(until_s, self._gather)
+            return
+        group, self._arrived = self._arrived, []
+        machine, report = self._replay.machine, self._replay.report
+        spent_s = machine.call_s + machine.read_s * sum(item.cost for item in group)
+        report.calls += 1
+        report.host_s += spent_s
+        self._tokenising = True
+        self._replay.at(self._replay.now_s + spent_s, lambda: self._tokenised(group))
+        self._refill()
+
+    def _tokenised(self, group: list[_Item]) -> None:
+        self._tokenising = False
+        for item in group:
+            self._waiting.add(Job(item.key, item.cost, self._replay.now_s, item, item.bulk))
+        self._gather()
+        self._dispatch()
+
+    # running
+
+    def _dispatch(self) -> None:
+        replay = self._replay
+        while True:
+            more = bool(self._arrived) or self._tokenising or self._is_more_told()
+            device = Device(self._sent, len(self._lanes), replay.plan.depth, more)
+            action = next_batch(self._waiting, replay.now_s, self._limits, device)
+            if not isinstance(action, Batch):
+                break
+            self._start(action)
+        if isinstance(action, Wait) and not replay.now_s < self._wake_s <= action.until_s:
+            self._wake_s = action.until_s
+            replay.at(action.until_s, self._dispatch)
+
+    def _start(self, batch: Batch[_Item]) -> None:
+        self._sent += 1
+        for job in batch.jobs:
+            self._hold(job.work, -1)
+        lane = min(range(len(self._lanes)), key=self._lanes.__getitem__)
+        started_s = max(self._replay.now_s, self._lanes[lane])
+        ended_s = started_s + self._replay.machine.batch_s(batch.cost, sum(job.work.attention for job in batch.jobs))
+        self._lanes[lane] = ended_s
+        self._replay.at(ended_s, lambda: self._ended(batch, started_s, ended_s))
+        self._refill()
+
+    def _ended(self, batch: Batch[_Item], started_s: float, ended_s: float) -> None:
+        self._sent -= 1
+        self._replay.answered(batch, started_s, ended_s)
+        for job in batch.jobs:
+            self._quantum.answered(ended_s - job.work.delivered_s, ended_s)
+        self._dispatch()
+
+
+def replay(requests: Sequence[Request], plan: Plan, machine: Machine) -> Report:
+    """Run a trace. Raises TraceError for a plan that cannot be."""
+    return Replay(requests, plan, machine).run()

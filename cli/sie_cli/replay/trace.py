@@ -1,0 +1,188 @@
+"""Traces of requests: when they came and how long their inputs are. No text, no names of clients.
+
+A trace is JSON lines, in any order:
+
+    {"at": 0.0184, "tokens": [12, 300], "model": "bge", "priority": "bulk", "lora": "org/x"}
+        a request; only at and tokens are needed
+    {"ran": {"tokens": 512, "attention": 40960, "seconds": 0.0123}}
+        a batch as it was measured
+    {"settings": {"max_wait_ms": 5, "workers": 2}}
+        what the cluster was set to
+
+`at` in seconds from any origin, `tokens` one number for each input, `attention` the sum of squared lengths of the
+batch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from sie_contracts.wire.messages import Priority
+
+MAX_TOKENS = 512  # of a generated input
+MAX_INPUTS = 10_000_000  # generated
+
+
+class TraceError(ValueError):
+    """What cannot be read as a trace, or as the description of one."""
+
+
+class Request(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One request, or one message of one where a sidecar recorded it."""
+
+    at: float
+    tokens: tuple[int, ...]
+    model: str = "model"
+    priority: Priority = "interactive"
+    lora: str = ""
+
+
+class Ran(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One batch at the device."""
+
+    tokens: int
+    attention: int
+    seconds: float
+
+
+class _RanLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    ran: Ran
+
+
+class _SettingsLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    settings: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Requests by time, the first at 0."""
+
+    requests: tuple[Request, ...]
+    ran: tuple[Ran, ...] = ()
+    settings: dict[str, float] = field(default_factory=dict)
+
+
+def read(lines: Iterable[bytes]) -> Trace:
+    """Raises TraceError, with the number of the line."""
+    requests: list[Request] = []
+    ran: list[Ran] = []
+    settings: dict[str, float] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            keys = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
+            if "ran" in keys:
+                ran.append(msgspec.json.decode(line, type=_RanLine).ran)
+            elif "settings" in keys:
+                settings.update(msgspec.json.decode(line, type=_SettingsLine).settings)
+            else:
+                request = msgspec.json.decode(line, type=Request)
+                if not request.tokens or min(request.tokens) < 1:
+                    raise TraceError(f"line {number}: a request has at least one input, and each at least one token")
+                requests.append(request)
+        except msgspec.DecodeError as error:
+            raise TraceError(f"line {number}: {error}") from error
+    if not requests:
+        raise TraceError("there is no request in it")
+    begin_s = min(request.at for request in requests)
+    moved = (msgspec.structs.replace(request, at=request.at - begin_s) for request in requests)
+    return Trace(tuple(sorted(moved, key=lambda request: request.at)), tuple(ran), settings)
+
+
+def write(requests: Iterable[Request]) -> Iterator[bytes]:
+    return (msgspec.json.encode(request) + b"\n" for request in requests)
+
+
+def numbers(text: str, known: Sequence[str]) -> dict[str, float]:
+    """`a=1,b=2.5` by name. Raises TraceError for a name that is not known and for what is no number."""
+    found = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        if name not in known:
+            raise TraceError(f"{name!r} is none of {', '.join(known)}")
+        try:
+            found[name] = float(value)
+        except ValueError as error:
+            raise TraceError(f"{part!r}: expected a number behind the =") from error
+        if not math.isfinite(found[name]):
+            raise TraceError(f"{part!r}: expected a finite number behind the =")
+    return found
+
+
+def generate(spec: str) -> list[Request]:
+    """`poisson:rate=200,length=64,...`: the first at once, the others at random. Raises TraceError.
+
+    `rate` of requests a second, for so many `seconds`, `burst` of them at a time; `inputs` of each; `length` the mean
+    tokens of an input, log-normal with `spread` as its sigma (0: all equal), at most 512; the share `bulk` of them;
+    over so many `models`; from this `seed`.
+    """
+    kind, _, rest = spec.partition(":")
+    if kind != "poisson":
+        raise TraceError(f"{kind!r}: expected poisson:name=number,...")
+    given = {
+        "rate": 100.0,
+        "length": 64.0,
+        "seconds": 10.0,
+        "burst": 1.0,
+        "inputs": 1.0,
+        "spread": 0.8,
+        "bulk": 0.0,
+        "models": 1.0,
+        "seed": 1.0,
+    }
+    given.update(numbers(rest, tuple(given)))
+    if (
+        min(given["rate"], given["length"], given["seconds"]) <= 0
+        or min(given["burst"], given["inputs"], given["models"]) < 1
+    ):
+        raise TraceError("rate, length and seconds are above 0; burst, inputs and models at least 1")
+    if max(given["rate"] * given["seconds"], given["burst"]) * given["inputs"] > MAX_INPUTS:
+        raise TraceError(f"that is more than {MAX_INPUTS:,} inputs: a lower rate, or fewer seconds")
+    chance, sigma = random.Random(int(given["seed"])), given["spread"]  # noqa: S311  arrivals, no secrets
+    middle = np.log(given["length"]) - sigma * sigma / 2
+    requests: list[Request] = []
+    at_s = 0.0
+    while at_s < given["seconds"]:
+        for _ in range(int(given["burst"])):
+            tokens = tuple(
+                min(MAX_TOKENS, max(1, round(chance.lognormvariate(middle, sigma))))
+                for _ in range(int(given["inputs"]))
+            )
+            priority: Priority = "bulk" if chance.random() < given["bulk"] else "interactive"
+            requests.append(
+                Request(round(at_s, 6), tokens, f"model-{chance.randrange(int(given['models']))}", priority)
+            )
+        at_s += chance.expovariate(given["rate"] / given["burst"])
+    return requests
+
+
+def fit(ran: Sequence[Ran]) -> tuple[float, float, float]:
+    """Seconds of a batch as a + b tokens + c attention with the least squared relative error and none below 0. Raises
+    TraceError.
+
+    What cannot be told apart stays 0: the best of all subsets of the three whose solution has no negative one.
+    """
+    if len(ran) < 3:
+        raise TraceError("fewer than three measured batches: give the device with --device")
+    rows = np.array([(1.0, each.tokens, each.attention) for each in ran])
+    seconds = np.array([each.seconds for each in ran])
+    if (seconds <= 0).any():
+        raise TraceError("a measured batch took no time")
+    scaled = rows / seconds[:, None]
+    best, best_error = (float(seconds.mean()), 0.0, 0.0), np.inf
+    for size in (1, 2, 3):
+        for chosen in itertools.combinations(range(3), size):
+            solution = np.linalg.lstsq(scaled[:, chosen], np.ones(len(ran)), rcond=None)[0]
+            found = np.zeros(3)
+            found[list(chosen)] = solution
+            error = float(np.sum((scaled @ found - 1.0) ** 2))
+            if (found >= 0).all() and error < best_error - 1e-9 * len(ran):  # else one term less says the same
+                best, best_error = (float(found[0]), float(found[1]), float(found[2])), error
+    return best

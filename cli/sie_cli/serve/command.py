@@ -1,0 +1,150 @@
+"""`sie serve`: the command. What it starts and stops is in `processes`."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import dataclasses
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sie_cli import access
+from sie_cli.data_dir import DataDir, InUse, default_data_dir
+from sie_cli.options import SPARE, ManyOptions, flags_of, loaded, refuse, settings_options
+from sie_cli.serve.preflight import Listener, Needs, faults
+from sie_cli.serve.processes import LocalCluster, Plan
+from sie_contracts.settings import BY_NAME, Loaded, SettingError, Settings
+from sie_runtime.process import EXIT_BAD_SETTING
+
+FIRST = (
+    "--host",
+    "--port",
+    "--data-dir",
+    "--models-dir",
+    "--preload-models",
+    "--device",
+    "--local-cache",
+    "--auth-mode",
+    "--workers",
+    "--standalone",
+)
+
+
+@click.command(cls=ManyOptions, first=FIRST, short_help="Serve on this machine: all processes.")
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address of the API. Anything but loopback wants SIE_AUTH_MODE.",
+)
+@click.option(
+    "--port",
+    default=8080,
+    show_default=True,
+    type=click.IntRange(1, 65535),
+    help="Port of the API; further gateways count up.",
+)
+@click.option(
+    "--data-dir",
+    default=None,
+    type=click.Path(path_type=Path),
+    help="Queue, sockets and lock.  [default: ~/.local/share/sie]",
+)
+@click.option(
+    "--standalone", is_flag=True, help="No broker: an in-process queue, with the same gateway, scheduler and adapter."
+)
+@click.option(
+    "--workers",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1, 64),
+    help="Workers, each a sidecar and an adapter.",
+)
+@click.option(
+    "--gateways", default=1, show_default=True, type=click.IntRange(1, 8), help="Gateways, on ports that count up."
+)
+@click.option("--spare/--no-spare", default=True, show_default=True, help=SPARE)
+@click.option(
+    "--exit-with-parent", is_flag=True, help="End, drained, when the process that started this one ends (Linux)."
+)
+@settings_options("gateway", "config", "sidecar", "adapter")
+def serve(
+    host: str,
+    port: int,
+    data_dir: Path | None,
+    standalone: bool,
+    workers: int,
+    gateways: int,
+    spare: bool,
+    exit_with_parent: bool,
+    **values: Any,
+) -> None:
+    """Serve on this machine: broker, config service, gateway and workers, started, watched and drained by this one
+    command.
+
+    \b
+    sie serve                                   API on http://127.0.0.1:8080
+    sie serve --preload sentence-transformers/all-MiniLM-L6-v2
+    sie serve --nats-url nats://broker:4222     a broker of yours
+    """
+    if exit_with_parent and sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+    failpoints = values.pop("failpoints", None)  # they are its children's
+    found = loaded(values, "standalone" if standalone else "queue")
+    plan = Plan(
+        host,
+        port,
+        (data_dir or default_data_dir()).absolute(),
+        standalone,
+        workers,
+        gateways,
+        spare,
+        _with_free_ports(found),
+        flags_of(values),
+        os.environ,
+        ("--failpoints", failpoints) if failpoints else (),
+    )
+    try:
+        if standalone and gateways > 1:
+            raise SettingError("--gateways", "--standalone is one process with one gateway")
+        if port + gateways - 1 > 65535:
+            raise SettingError("--port", f"{gateways} gateways from {port} on pass the last port, 65535")
+        with DataDir(plan.data_dir):
+            if lacking := faults(_needs(plan)):
+                for fault in lacking:
+                    click.echo(f"error: {fault}", err=True)
+                sys.exit(EXIT_BAD_SETTING)
+            sys.exit(asyncio.run(LocalCluster(plan).run()))
+    except InUse as error:
+        other = access.read(error.data_dir)
+        refuse(InUse(error.data_dir, other.gateway_url if other is not None else ""))
+    except SettingError as error:
+        refuse(error)
+
+
+def _with_free_ports(found: Loaded) -> Settings:
+    """The settings, with 0 (a free port) for metrics where nobody named one: on a laptop the documented ports are often
+    taken.
+    """
+    given = [
+        name for name in ("SIE_GATEWAY_METRICS_PORT", "SIE_WORKER_METRICS_PORT") if found.sources[name] == "default"
+    ]
+    return dataclasses.replace(found.settings, **{BY_NAME[name].field: 0 for name in given})  # type: ignore[arg-type]
+
+
+def _needs(plan: Plan) -> Needs:
+    """What this run takes of the machine. Ports that nobody named are free: they are looked for later."""
+    settings = plan.settings
+    listeners = [
+        Listener("--port", plan.host, plan.port, plan.gateways),
+        Listener("--gateway-metrics-port", plan.host, settings.gateway_metrics_port, plan.gateways),
+        Listener("--worker-metrics-port", plan.host, settings.worker_metrics_port, plan.workers),
+    ]
+    has_broker = not plan.standalone and settings.nats_url is None
+    named = tuple(listener for listener in listeners if listener.port)
+    return Needs(named, plan.data_dir, has_broker, plan.gateways, plan.workers, settings)

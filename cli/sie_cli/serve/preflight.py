@@ -1,0 +1,187 @@
+"""What `sie serve` needs of this machine, checked before it starts anything: folders, ports, disk, open files, memory.
+
+Each fault is one line: what is there, what is needed, and what to change. Without these checks the processes start,
+fail for a reason that only one of them knows, and are started again for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import shutil
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from sie_cli.display import size
+from sie_contracts.models.trust import is_bucket
+from sie_contracts.settings import Settings
+from sie_contracts.wire import topology
+from sie_runtime import control_group
+from sie_runtime.descriptors import SPARE_FILES, raise_limit
+
+RESERVE_BYTES = 8 << 20  # of the disk: the catalogue's streams, the broker's own files, the files of a start
+# of the largest process, an adapter that holds torch and a small model: 1.8 GiB measured on 2 cores, more with more
+# threads
+MIN_ADDRESS_BYTES = 3 << 30
+# what all processes hold before a model is loaded, torch counted once an adapter: 0.55 GiB measured on 2 cores
+MIN_MEMORY_BYTES, WORKER_BYTES, GATEWAY_BYTES = 640 << 20, 320 << 20, 64 << 20
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Addresses that one flag names: `count` ports from `port` on."""
+
+    flag: str
+    host: str
+    port: int
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What one `sie serve` takes of the machine. `has_broker`: it brings a broker, whose streams are in `data_dir`."""
+
+    listeners: tuple[Listener, ...]
+    data_dir: Path
+    has_broker: bool
+    gateways: int
+    workers: int
+    settings: Settings
+
+
+def faults(needs: Needs) -> list[str]:
+    """Everything that this machine lacks, each in one line with the remedy. Raises the limit of open files as far as is
+    allowed.
+    """
+    return [*_folders(needs), *_ports(needs), *_disk(needs), *_open_files(needs), *_memory(needs)]
+
+
+def _folders(needs: Needs) -> Iterator[str]:
+    named = needs.settings.models_dir
+    if named and not is_bucket(named) and not Path(named).is_dir():
+        yield f"--models-dir (SIE_MODELS_DIR): {named} is not a folder: make it, or name another one"
+
+
+def _ports(needs: Needs) -> Iterator[str]:
+    for listener in needs.listeners:
+        for port in range(listener.port, listener.port + listener.count):
+            if reason := _cannot_listen(listener.host, port):
+                yield f"{listener.flag}: cannot listen on {listener.host}:{port}: {_remedy(listener, port, reason)}"
+
+
+def _cannot_listen(host: str, port: int) -> OSError | None:
+    """Why nobody can listen there now."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as probe:
+            # as the server does: connections that linger do not matter
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except OSError as error:
+        return error
+    return None
+
+
+def _remedy(listener: Listener, port: int, reason: OSError) -> str:
+    if reason.errno == errno.EADDRINUSE:
+        other = f"choose another one, such as {listener.flag} {_next_free(listener)}"
+        return f"another program holds it; end that program (`ss -ltnp 'sport = :{port}'` names it), or {other}"
+    if reason.errno == errno.EACCES:
+        return f"ports below 1024 need privileges; choose another one, such as {listener.flag} 8080"
+    if reason.errno in (errno.EADDRNOTAVAIL, None) or isinstance(reason, socket.gaierror):
+        return "that is no address of this machine; choose --host 127.0.0.1, or 0.0.0.0 for all of them"
+    return f"{reason.strerror}; choose another {listener.flag} or --host"
+
+
+def _next_free(listener: Listener) -> int:
+    """The first of `count` consecutive ports above that are free."""
+    for first in range(listener.port + 1, min(listener.port + 1000, 65536 - listener.count)):
+        if not any(_cannot_listen(listener.host, first + number) for number in range(listener.count)):
+            return first
+    return listener.port + 1
+
+
+def store_bytes(data_dir: Path) -> int:
+    """How much the broker's streams in the data directory may hold: the free space of that disk and what they hold
+    already.
+    """
+    return max(0, shutil.disk_usage(data_dir).free + held_bytes(data_dir / "nats") - RESERVE_BYTES)
+
+
+def held_bytes(folder: Path) -> int:
+    """The size of all files below a folder; those that vanish meanwhile do not count."""
+    total = 0
+    for base, _, files in os.walk(folder):
+        for name in files:
+            with contextlib.suppress(FileNotFoundError):
+                total += (Path(base) / name).stat().st_size
+    return total
+
+
+def _disk(needs: Needs) -> Iterator[str]:
+    queue = needs.settings.queue_max_bytes
+    room = shutil.disk_usage(needs.data_dir).free
+    if not needs.has_broker or needs.settings.stream_storage == "memory":
+        if room < RESERVE_BYTES:
+            yield (
+                f"--data-dir: the disk of {needs.data_dir} has {size(room)} ({room} bytes) free, {size(RESERVE_BYTES)} "
+                "are needed: free space there, or name a folder on another disk with --data-dir"
+            )
+        return
+    wanted = _stream_bytes(queue)
+    room = store_bytes(needs.data_dir)
+    if room >= wanted:
+        return
+    least = 1 << 20  # SIE_QUEUE_MAX_BYTES takes no less
+    fitting = room * 4 // 5
+    smaller = f", or let the queue hold less: --queue-max-bytes {fitting}" if fitting >= least else ""
+    yield (
+        f"--data-dir: the streams of the queue need {size(wanted)} ({wanted} bytes) in {needs.data_dir / 'nats'}, and "
+        f"that disk has room for {size(room)} ({room} bytes): free space there, name a folder on another disk with "
+        f"--data-dir{smaller}"
+    )
+
+
+def _stream_bytes(queue_bytes: int) -> int:
+    """What the broker reserves at once: the work of a pool, and its work that was given up."""
+    dead = topology.dead_letter_stream("_default", storage="file", replicas=1, queue_bytes=queue_bytes)
+    return queue_bytes + dead.max_bytes
+
+
+def _open_files(needs: Needs) -> Iterator[str]:
+    soft = raise_limit()  # the processes inherit it
+    requests = needs.settings.max_concurrent_requests
+    wanted = requests + SPARE_FILES
+    if soft >= wanted:
+        return
+    fitting = int(soft) - SPARE_FILES
+    fewer = f", or accept fewer requests at once: --max-concurrent-requests {fitting}" if fitting >= 1 else ""
+    yield (
+        f"ulimit -n: a process may open {int(soft)} files, and a gateway of {requests} concurrent requests needs "
+        f"{wanted}: raise the hard limit (`ulimit -Hn`; LimitNOFILE= of a systemd unit, --ulimit nofile={wanted} of "
+        f"docker, /etc/security/limits.conf){fewer}"
+    )
+
+
+def _memory(needs: Needs) -> Iterator[str]:
+    address = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if address != resource.RLIM_INFINITY and address < MIN_ADDRESS_BYTES:
+        yield (
+            f"ulimit -v: a process may map {size(address)} ({address // 1024} KiB) of memory, and an adapter maps up to"
+            f" {size(MIN_ADDRESS_BYTES)} with a small model: start it in a shell with `ulimit -v unlimited`, or at "
+            f"least `ulimit -v {MIN_ADDRESS_BYTES // 1024}`"
+        )
+    limit = control_group.memory_limit()
+    wanted = MIN_MEMORY_BYTES + (needs.workers - 1) * WORKER_BYTES + (needs.gateways - 1) * GATEWAY_BYTES
+    if limit is not None and limit < wanted:
+        fewer = ", or start fewer with --workers and --gateways" if needs.workers + needs.gateways > 2 else ""
+        yield (
+            f"memory: this control group (container, systemd unit) may hold {size(limit)}, and the processes hold "
+            f"{size(wanted)} before a model is loaded: raise its limit (--memory of docker, MemoryMax= of systemd, "
+            f"limits.memory of a pod){fewer}"
+        )

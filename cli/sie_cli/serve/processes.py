@@ -1,0 +1,430 @@
+"""The processes of `sie serve`: the same ones as a cluster has, on one machine; nothing is implemented a second time.
+
+nats-server ─► config service, gateways, sidecars, adapters ─► ready
+SIGTERM, SIGINT, SIGHUP ─► gateways drain ─► sidecars ─► adapters ─► config service ─► nats-server ─► exit 0
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import resource
+import secrets
+import shlex
+import shutil
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from sie_cli import access
+from sie_cli.access import OPERATOR, Access
+from sie_cli.data_dir import default_data_dir, private_folder, socket_path
+from sie_cli.serve import environment
+from sie_cli.serve.embedded import EmbeddedBroker
+from sie_cli.serve.output import Output
+from sie_cli.serve.ports import free_port
+from sie_cli.serve.preflight import store_bytes
+from sie_cli.serve.readiness import Probe, lacks_workers, not_ready, unread_stream
+from sie_cli.serve.supervisor import Child, Supervisor
+from sie_contracts.loopback import is_loopback
+from sie_contracts.models.trust import Allowed
+from sie_contracts.settings import BY_NAME, ROWS, Row, Secret, Settings, public_url
+from sie_runtime.process import end_signals
+from sie_store.models_folder import in_use, place_of
+
+BROKER = "nats-server"  # the name of its process
+READY_POLL_S = 0.1
+TELL_EVERY_S = 10.0
+BROKER_POLL_S = 2.0
+ROOM_BYTES = 8 << 20
+EXAMPLE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
+_DRAIN_S, _GATEWAY_GRACE_S, _WORKER_GRACE_S, _LAST_GRACE_S = 8.0, 9.5, 3.0, 1.5  # the last three together below 15 s
+_WORKER_DRAIN_S = 1.5  # gateways have ended before, so nobody waits for what is left: the work of jobs, which goes on
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was asked for on the command line."""
+
+    host: str
+    port: int
+    data_dir: Path
+    standalone: bool
+    workers: int
+    gateways: int
+    spare: bool
+    settings: Settings
+    flags: Mapping[str, str]
+    environ: Mapping[str, str]
+    once: tuple[str, ...] = ()
+
+
+class LocalCluster:
+    """One run of the command."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._say = Output(json=plan.settings.log_json)
+        self._flags = dict(plan.flags)
+        self._environ = dict(plan.environ)
+        self._stop = asyncio.Event()
+        self._readiness: dict[str, Probe] = {}
+        self._embedded: EmbeddedBroker | None = None
+        self._admin_token = plan.settings.admin_token or Secret(secrets.token_urlsafe(32))
+        self._restores: deque[str] = deque(maxlen=1000)  # what the broker prints of streams while it starts
+        self._metrics: dict[str, tuple[int, int]] = {}  # first port and number of ports, by who serves them
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        supervisor = Supervisor(self._printed)
+
+        def on_signal(number: int) -> None:
+            if self._stop.is_set():
+                supervisor.kill_all()
+                os._exit(128 + number)
+            self._say("serve", "stopping (again to kill at once)")
+            self._stop.set()
+
+        for number in end_signals():
+            loop.add_signal_handler(number, on_signal, number)
+        self._set_defaults()
+        broker, config, gateways, sidecars, adapters = self._children()
+        with access.published(self._plan.data_dir, self._access()):
+            return await self._supervised(supervisor, broker, config, gateways, sidecars, adapters)
+
+    def _printed(self, name: str, line: str) -> None:
+        if name == BROKER and "for stream" in line:
+            self._restores.append(line)
+        self._say(name, line)
+
+    async def _supervised(self, supervisor: Supervisor, *groups: list[Child]) -> int:
+        """Start all in order, run until the end, stop all in order."""
+        broker, config, gateways, sidecars, adapters = groups
+        try:
+            for child in [*broker, *config, *gateways, *sidecars, *adapters]:
+                await supervisor.start(child)
+            watching = [asyncio.create_task(self._until_ready(supervisor), name="readiness")]
+            if broker:
+                watching.append(asyncio.create_task(self._watch_broker(supervisor, broker[0]), name="broker health"))
+            stopping = asyncio.create_task(self._stop.wait(), name="stop")
+            ends: list[asyncio.Future[Any]] = [stopping, supervisor.fatal]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for task in watching:
+                task.cancel()
+            await asyncio.gather(*watching, return_exceptions=True)
+        finally:
+            for group in (gateways, sidecars, adapters, config, broker):
+                await supervisor.stop(group)
+        if supervisor.fatal.done():
+            self._say("serve", supervisor.fatal.result())
+            return 2
+        self._say("serve", "stopped")
+        return 0
+
+    def _set_defaults(self) -> None:
+        """What this command knows better than the documented defaults, where the operator said nothing."""
+        plan = self._plan
+        cpu = plan.settings.device == "cpu" or (
+            plan.settings.device == "auto" and not Path("/dev/nvidia0").exists() and sys.platform != "darwin"
+        )
+        if cpu and not plan.settings.machine_profile and not plan.settings.gpu_type:
+            self._flags["SIE_MACHINE_PROFILE"] = "cpu"
+        elif cpu and "SIE_GPU_COUNT" not in self._environ:
+            self._flags["SIE_GPU_COUNT"] = "0"  # so a profile of the operator's own has what was measured for a CPU
+        self._environ.setdefault("SIE_CONFIG_READ_TOKEN", secrets.token_urlsafe(24))
+        self._environ["SIE_ADMIN_TOKEN"] = self._admin_token.reveal()
+        if "SIE_GATEWAY_HEALTH_MODE" not in self._environ:
+            self._flags.setdefault("SIE_GATEWAY_HEALTH_MODE", "nats")
+        if "SIE_GATEWAY_API_METRICS" not in self._environ:
+            self._flags.setdefault("SIE_GATEWAY_API_METRICS", "true")
+        if plan.settings.payload_store_url is None:
+            payloads = private_folder(plan.data_dir / "payloads")
+            if plan.standalone:  # what names its files is in the memory of a process, and ended with that
+                payloads /= "standalone"
+                shutil.rmtree(payloads, ignore_errors=True)
+                private_folder(payloads)
+            self._flags["SIE_PAYLOAD_STORE_URL"] = str(payloads)
+
+    def _children(self) -> tuple[list[Child], list[Child], list[Child], list[Child], list[Child]]:
+        """Broker, config service, gateways, sidecars, adapters; in standalone mode one process is all of the first
+        four.
+        """
+        plan, settings = self._plan, self._plan.settings
+        sockets = [str(socket_path(plan.data_dir, number)) for number in range(plan.workers)]
+        for path in sockets:
+            BY_NAME["SIE_IPC_SOCKET_PATH"].read(path)
+        spare = [] if plan.spare else ["--no-spare"]
+        adapters = [
+            self._child(
+                _numbered("adapter", number, plan.workers),
+                "adapter",
+                spare,
+                {"SIE_IPC_SOCKET_PATH": path},
+                _WORKER_GRACE_S,
+            )
+            for number, path in enumerate(sockets)
+        ]
+        if settings.gateway_url is None:
+            urls = [
+                f"http://{_reachable(plan.host)}:{plan.port + number}"
+                for number in range(1 if plan.standalone else plan.gateways)
+            ]
+            self._flags["SIE_GATEWAY_URL"] = ",".join(urls)
+        worker_port = settings.worker_metrics_port or free_port(plan.workers)
+        gateway_port = settings.gateway_metrics_port or free_port(plan.gateways)
+        self._metrics = {"gateway": (gateway_port, plan.gateways), "worker": (worker_port, plan.workers)}
+        if plan.standalone:
+            self._flags |= {"SIE_WORKER_METRICS_PORT": str(worker_port), "SIE_GATEWAY_METRICS_PORT": str(gateway_port)}
+            self._name_workers([worker_port + number for number in range(plan.workers)])
+            extra = [
+                "--host",
+                plan.host,
+                "--port",
+                str(plan.port),
+                "--data-dir",
+                str(plan.data_dir),
+                "--workers",
+                str(plan.workers),
+                "--drain-s",
+                str(_DRAIN_S),
+            ]
+            alone = self._child("standalone", "standalone", extra, {}, _GATEWAY_GRACE_S + _WORKER_GRACE_S)
+            self._await_gateway("gateway", plan.port)
+            for number in range(plan.workers):
+                self._await_answer(f"worker {number}", worker_port + number)
+            return [], [], [alone], [], adapters
+        broker: list[Child] = []
+        if settings.nats_url is None:
+            self._embedded = EmbeddedBroker.configure(plan.data_dir, store_bytes(plan.data_dir))
+            environ = environment.of_broker(self._environ, self._embedded.environ)
+            broker = [Child(BROKER, self._embedded.argv, environ, _LAST_GRACE_S)]
+        elif "SIE_NATS_URL" in self._flags:
+            # it may hold a password, which no process list should show
+            self._environ["SIE_NATS_URL"] = self._flags.pop("SIE_NATS_URL")
+        config: list[Child] = []
+        if settings.config_service_url is None:
+            config_port = free_port()
+            self._flags["SIE_CONFIG_SERVICE_URL"] = f"http://127.0.0.1:{config_port}"
+            config = [self._child("config", "config", ["--port", str(config_port)], {}, _LAST_GRACE_S)]
+        worker_ports = [worker_port + number for number in range(plan.workers)]
+        self._name_workers(worker_ports)
+        gateways = []
+        for number in range(plan.gateways):
+            extra = ["--host", plan.host, "--port", str(plan.port + number), "--drain-s", str(_DRAIN_S)]
+            extra += ["--data-dir", str(plan.data_dir)]
+            own = {"SIE_GATEWAY_METRICS_PORT": str(gateway_port + number)}
+            name = _numbered("gateway", number, plan.gateways)
+            gateways.append(self._child(name, "gateway", extra, own, _GATEWAY_GRACE_S))
+            self._await_gateway(name, plan.port + number)
+        sidecars = []
+        for number, (path, port) in enumerate(zip(sockets, worker_ports, strict=True)):
+            own = {"SIE_IPC_SOCKET_PATH": path, "SIE_WORKER_METRICS_PORT": str(port), **self._worker_id(number)}
+            name = _numbered("sidecar", number, plan.workers)
+            extra = ["--host", plan.host, "--drain-s", str(_WORKER_DRAIN_S)]
+            sidecars.append(self._child(name, "sidecar", extra, own, _WORKER_GRACE_S))
+            self._await_answer(name, port)
+        return broker, config, gateways, sidecars, adapters
+
+    def _await_answer(self, name: str, port: int) -> None:
+        """Before this start is ready, the process must be."""
+        self._readiness[name] = functools.partial(not_ready, url=f"http://{_reachable(self._plan.host)}:{port}/readyz")
+
+    def _await_gateway(self, name: str, port: int) -> None:
+        """Before this start is ready, the gateway must be, and know that as many workers are healthy."""
+        self._await_answer(name, port)
+        if self._plan.settings.gateway_workers is not None:
+            return  # with SIE_GATEWAY_HEALTH_MODE=ws the gateway knows the workers of that list alone
+        self._readiness[f"workers, as {name} sees them"] = functools.partial(
+            lacks_workers,
+            url=f"http://{_reachable(self._plan.host)}:{port}/health",
+            token=self._admin_token,
+            count=self._plan.workers,
+        )
+
+    def _name_workers(self, ports: list[int]) -> None:
+        """Tell the gateways where the workers are, for /ws/status."""
+        if self._plan.settings.gateway_workers is None:
+            host = _reachable(self._plan.host)
+            self._flags["SIE_GATEWAY_WORKERS"] = ",".join(f"http://{host}:{port}" for port in ports)
+
+    def _worker_id(self, number: int) -> dict[str, str]:
+        """Workers of one machine need different ids; a given one is kept and counted up."""
+        if self._plan.workers == 1:
+            return {}
+        base = self._plan.settings.worker_id or "worker"
+        return {"SIE_WORKER_ID": f"{base}-{number}"}
+
+    def _child(self, name: str, role: str, extra: list[str], own: Mapping[str, str], grace_s: float) -> Child:
+        components = ("gateway", "config", "sidecar") if role == "standalone" else (role,)
+        flags = {**self._flags, **own}
+        argv = [*_command(), role, "--warned", *extra]
+        for row in ROWS:
+            if row.name in flags and not row.secret and not set(components).isdisjoint(row.components):
+                argv += flag(row, flags[row.name])
+        environ = environment.of_components(components, self._environ, self._plan.settings)
+        if self._embedded is not None:
+            environ |= self._embedded.credentials(role)
+        if role == "adapter" and resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY:
+            # oneDNN reads it once, and keeps by default 1,024 shapes of about 0.3 MB: too much for a process with a
+            # limit
+            environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
+        return Child(name, argv, environ, grace_s, self._plan.once)
+
+    async def _until_ready(self, supervisor: Supervisor) -> None:
+        """Say what is ready."""
+        started_s = last_told_s = time.monotonic()
+        waiting = dict(self._readiness)
+        async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
+            while waiting:
+                for name, probe in list(waiting.items()):
+                    reason = await probe(client)
+                    if reason is None:
+                        del waiting[name]
+                    elif time.monotonic() - last_told_s > TELL_EVERY_S:
+                        self._say("serve", f"waiting for {name}: {reason}")
+                if time.monotonic() - last_told_s > TELL_EVERY_S:
+                    last_told_s = time.monotonic()
+                    self._tell_unread()
+                if waiting:
+                    await asyncio.sleep(READY_POLL_S)  # the pause between readiness probes
+        supervisor.is_up = True
+        self._say("serve", f"ready in {time.monotonic() - started_s:.1f} s")
+        self._greet()
+
+    def _tell_unread(self) -> None:
+        """Say whose files the broker still reads: it answers nobody before it has read all, and with damaged ones it
+        may never.
+        """
+        if stream := unread_stream(self._restores):
+            data_dir = shlex.quote(str(self._plan.data_dir))
+            self._say(
+                "serve",
+                f"the broker reads the files of its stream {stream}; if that does not end, they are damaged: stop this "
+                f"`sie serve`, run `sie repair {stream} --data-dir {data_dir}`, start it again",
+            )
+            access.publish(self._plan.data_dir, msgspec.structs.replace(self._access(), unread_stream=stream))
+
+    async def _watch_broker(self, supervisor: Supervisor, broker: Child) -> None:
+        """After a write error, a full disk above all, the broker refuses its stream until it is restarted: do that once
+        there is room.
+        """
+        embedded = self._embedded
+        assert embedded is not None
+        told = False
+        async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
+            while True:
+                await asyncio.sleep(BROKER_POLL_S)
+                reason = await not_ready(client, f"{embedded.monitor_url}/healthz")
+                if reason is None or "write error" not in reason:
+                    told = False
+                    continue
+                if shutil.disk_usage(self._plan.data_dir).free > ROOM_BYTES:
+                    self._say("serve", "the queue can be written again, its broker is restarted")
+                    supervisor.restart(broker)
+                elif not told:
+                    self._say("serve", f"the queue cannot be written: free space on the disk of {self._plan.data_dir}")
+                    told = True
+
+    def _access(self) -> Access:
+        """What commands of this user need to know of this start."""
+        plan, embedded, models = self._plan, self._embedded, Allowed(models_dir=self._plan.settings.models_dir)
+        gateways = range(1 if plan.standalone else plan.gateways)
+        is_ours = plan.settings.config_service_url is None  # the token of another one is not ours to tell
+        return Access(
+            gateway_url=",".join(f"http://{_reachable(plan.host)}:{plan.port + number}" for number in gateways),
+            config_url=self._flags.get("SIE_CONFIG_SERVICE_URL", "") if is_ours else "",
+            broker_url=embedded.url if embedded else "",
+            broker_monitor_url=embedded.monitor_url if embedded else "",
+            operator_password=embedded.passwords[OPERATOR] if embedded else "",
+            admin_token=self._admin_token.reveal(),
+            metrics_urls=tuple(url for urls in self._metrics_urls().values() for url in urls),
+            models_dir=place_of(models),
+        )
+
+    def _greet(self) -> None:
+        plan = self._plan
+        url = f"http://{_reachable(plan.host)}:{plan.port}"
+        broker = (
+            self._embedded.url
+            if self._embedded
+            else "in process"
+            if plan.standalone
+            else public_url(self._environ["SIE_NATS_URL"])
+        )
+        here = "" if plan.data_dir == default_data_dir() else f" --data-dir {shlex.quote(str(plan.data_dir))}"
+        elsewhere = public_url(plan.settings.config_service_url or "")
+        mode = plan.settings.auth_mode
+        token = "" if mode == "none" else " -H 'Authorization: Bearer TOKEN'"
+        serves_example = plan.settings.bundle == "default" and EXAMPLE_MODEL in (
+            plan.settings.model_filter or [EXAMPLE_MODEL]
+        )
+        example = f"curl {url}/v1/models{token}"
+        if serves_example:
+            example = f'curl {url}/v1/encode/{EXAMPLE_MODEL}{token} -d \'{{"items": [{{"text": "Hello"}}]}}\''
+        for line in (
+            f"API     {url}  (docs: {url}/docs, live status: {url}/)",
+            f"queue   {broker}",
+            f"data    {plan.data_dir}",
+            *(
+                [f"folder  {models}  (models of yours)"]
+                if (models := in_use(Allowed(models_dir=plan.settings.models_dir)))
+                else []
+            ),
+            "metrics "
+            + "; ".join(
+                f"{name} {', '.join(f'{url}/metrics' for url in urls)}" for name, urls in self._metrics_urls().items()
+            ),
+            *([f"models  sie models list{here}"] if self._access().config_url or plan.standalone else []),
+            *([f"models  sie models list --url {elsewhere}"] if elsewhere else []),
+            *(
+                [f"keys    sie keys create NAME{here if self._embedded else f' --url {broker}'}"]
+                if mode == "token"
+                else []
+            ),
+            f"try     {example}",
+        ):
+            self._say("serve", line)
+        if mode == "none" and not is_loopback(plan.host):
+            self._say(
+                "serve",
+                f"warning: whoever reaches {plan.host} port {plan.port} may use this server: SIE_AUTH_MODE is none",
+            )
+
+    def _metrics_urls(self) -> dict[str, list[str]]:
+        """Where metrics and probes of the gateways and of the workers are, by whose they are."""
+        host = _reachable(self._plan.host)
+        return {
+            name: [f"http://{host}:{first + number}" for number in range(count)]
+            for name, (first, count) in self._metrics.items()
+        }
+
+
+def _numbered(name: str, number: int, count: int) -> str:
+    return name if count == 1 else f"{name}.{number}"
+
+
+def _reachable(host: str) -> str:
+    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+
+
+def _command() -> list[str]:
+    """This program, in a form that shows its role in a process list."""
+    script = Path(sys.argv[0])
+    return (
+        [sys.executable, str(script)] if script.name == "sie" and script.exists() else [sys.executable, "-m", "sie_cli"]
+    )
+
+
+def flag(row: Row, raw: str) -> list[str]:
+    """A setting as arguments of a command line."""
+    if isinstance(row.default, bool):
+        return [row.flag if row.read(raw) else f"--no-{row.flag[2:]}"]
+    return [row.flag, raw]

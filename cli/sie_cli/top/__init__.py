@@ -1,0 +1,1 @@
+"""`sie top`: the state of a cluster as it changes, in a terminal."""

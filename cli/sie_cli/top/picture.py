@@ -1,0 +1,398 @@
+"""The picture of `sie top`: a frame of `/ws/cluster-status` as it fits into a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from sie_cli.display import counted, printable, size
+from sie_cli.top import trends
+from sie_cli.top.trends import Past
+from sie_contracts.status import QueueInfo
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+STALE_S = 3.0  # frames come every second
+MIN_WIDTH = 30
+_WIDE, _MIDDLE = 100, 70  # columns of a terminal, from which on more of a table is shown
+_CELLS = (9, 7, 7, 7)  # at least, of the columns after the first, which stand below each other
+_NARROW_REST, _MIDDLE_REST, _WIDE_REST = 20, 38, 70  # cells of all columns but the first
+_OLD_S, _STUCK_S = 10.0, 60.0  # of work that waits: the chart's alert SIEQueueStuck
+_STATE_COLOURS = {"loaded": "green", "loading": "yellow", "failed": "red"}
+MAX_REASONS = 3  # of failed models, in a picture
+
+
+class WorkerRow(msgspec.Struct, frozen=True):
+    """A worker of a frame: see `sie_gateway.operations.status.WorkerInfo`."""
+
+    name: str
+    gpu: str
+    pool: str
+    bundle: str
+    healthy: bool
+    device: str = ""
+    gpu_count: int = 1
+    queue_depth: int = 0
+    memory_used_bytes: int = 0
+    memory_total_bytes: int = 0
+    loaded_models: list[str] = []
+
+
+class ModelRow(msgspec.Struct, frozen=True):
+    """A model of a frame."""
+
+    name: str
+    state: str
+    worker_count: int
+    total_queue_depth: int
+    gpu_types: list[str] = []
+
+
+class Sums(msgspec.Struct, frozen=True):
+    worker_count: int
+    models_loaded: int
+    total_qps: float
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """What a gateway tells each second. The queues are None while it does not know them."""
+
+    timestamp: float
+    version: str
+    cluster: Sums
+    workers: list[WorkerRow]
+    models: list[ModelRow]
+    queues: list[QueueInfo] | None = None
+    model_queues: list[QueueInfo] | None = None
+    failures: dict[str, str] = {}  # why a model could not be loaded, by model
+
+
+@dataclass
+class Queued:
+    """Messages at the broker, those of priority bulk among them, and the age of the oldest."""
+
+    messages: int = 0
+    bulk: int = 0
+    oldest_s: float = 0.0
+
+    def add(self, row: QueueInfo) -> None:
+        self.messages += row.messages
+        self.bulk += row.messages if row.priority == "bulk" else 0
+        self.oldest_s = max(self.oldest_s, row.oldest_s)
+
+
+@dataclass
+class LaneRow:
+    """One lane (pool.machine profile.bundle) with its workers, healthy and all. `queued` is None while
+    it is not known.
+    """
+
+    name: str
+    healthy: int = 0
+    workers: int = 0
+    queued: Queued | None = None
+
+    @property
+    def is_well(self) -> bool:
+        """Whether nothing waits without a healthy worker, and no worker is away."""
+        return self.healthy == self.workers and (self.healthy > 0 or not (self.queued and self.queued.messages))
+
+
+@dataclass
+class View:
+    """The last frame, when it came by our monotonic clock, and what is wrong with the connection since. `trend`: what
+    the last frames told of requests per second and of queued work, None where that was not known.
+    """
+
+    url: str
+    takes_keys: bool = False
+    frame: Frame | None = None
+    past: Past | None = None
+    came_s: float = 0.0
+    trouble: str = ""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    trend: deque[tuple[float, int | None]] = field(default_factory=lambda: deque(maxlen=trends.TREND))
+
+    def take(self, frame: Frame, now_s: float) -> None:
+        self.frame, self.came_s, self.trouble = frame, now_s, ""
+        self.trend.append((frame.cluster.total_qps, queued_in(frame)))
+        self.changed.set()
+
+    def state(self, now_s: float) -> tuple[str, str]:
+        """How current the picture is, in words and a colour."""
+        if self.frame is None:
+            return "connecting", "yellow"
+        age_s = now_s - self.came_s
+        if age_s > STALE_S or self.trouble:
+            return f"no answer for {age_s:.0f} s, trying again", "red"
+        return "live", "green"
+
+
+def picture(view: View, width: int, height: int, now_s: float) -> RenderableType:
+    """The last frame as it fits into `width` columns and `height` lines; the tables share what the head leaves."""
+    from rich.cells import cell_len
+    from rich.console import Group
+    from rich.text import Text
+
+    width = max(width, MIN_WIDTH)
+    state, colour = view.state(now_s)
+    head = Text.assemble(("sie top", "bold"), "  ", (state, colour), f"  {view.url}", no_wrap=True, overflow="ellipsis")
+    frame = view.frame
+    if frame is None:
+        return Group(head)
+    version = f"  version {frame.version}"
+    for told in (version, *(["  q ends it"] if view.takes_keys else [])):
+        if head.cell_len + len(told) <= width:
+            head.append(told, "bright_black")
+    lanes, of_models = lanes_of(frame), _queues_of_models(frame)
+    figures = [*_lines(_figures(frame, lanes), width), *trends.of_frames(view.trend, width), *_past(view.past, width)]
+    active = sorted(
+        (model for model in frame.models if model.state != "available" or of_models[model.name].messages),
+        key=lambda model: (-of_models[model.name].messages, model.state != "loaded", model.name),
+    )
+    failed = [model for model in active if model.state == "failed" and model.name in frame.failures]
+    reasons = [_reason(model.name, frame.failures[model.name]) for model in failed[:MAX_REASONS]]
+    room = max(
+        6, height - 1 - len(figures) - 9 - len(reasons)
+    )  # 9: a blank line, a heading and a rest for each of three tables
+    some_lanes = _fitting(len(lanes), max(1, room // 5))
+    some_workers = min(len(frame.workers), max(1, (room - some_lanes) // 2), room - some_lanes)
+    some_models = min(len(active), max(1, room - some_lanes - some_workers))
+    some_workers = _fitting(len(frame.workers), room - some_lanes - some_models)
+    names = (
+        [worker.name for worker in frame.workers]
+        + [model.name for model in active[:some_models]]
+        + [lane.name for lane in lanes]
+    )
+    others = _WIDE_REST if width >= _WIDE else _MIDDLE_REST if width >= _MIDDLE else _NARROW_REST
+    first = min(max(map(cell_len, names), default=0), width - others)
+    other_models = len(frame.models) - some_models
+    return Group(
+        head,
+        *figures,
+        Text(""),
+        *_with_rest(_lanes(lanes[:some_lanes], width, first), len(lanes), len(lanes) - some_lanes, "more"),
+        Text(""),
+        *_with_rest(
+            _workers(frame.workers, some_workers, width, first),
+            len(frame.workers),
+            len(frame.workers) - some_workers,
+            "more",
+        ),
+        Text(""),
+        *_with_rest(
+            _models(active[:some_models], of_models, width, first),
+            len(frame.models),
+            other_models,
+            "other model" if other_models == 1 else "other models",
+        ),
+        *reasons,
+    )
+
+
+def _reason(model: str, why: str) -> Text:
+    """Why a model could not be loaded, in one line."""
+    from rich.text import Text
+
+    line = " ".join("".join(letter if letter.isprintable() else " " for letter in f"{model} failed: {why}").split())
+    return Text(f"  {line}", "red", no_wrap=True, overflow="ellipsis")
+
+
+def _fitting(count: int, room: int) -> int:
+    """How many of so many rows to show: a single one that is left has the place of the line that would count it."""
+    return count if count <= room + 1 else room
+
+
+def _figures(frame: Frame, lanes: list[LaneRow]) -> list[tuple[str, str]]:
+    """Sums of the head, each with its colour. A CPU is no GPU, whatever a worker that runs on one counts."""
+    sums, most = frame.cluster, len(frame.workers)
+    workers = (
+        counted(most, "worker") if sums.worker_count == most else f"{sums.worker_count} of {counted(most, 'worker')}"
+    )
+    gpus = sum(worker.gpu_count for worker in frame.workers if worker.healthy and worker.device != "cpu")
+    found = [(workers, "" if sums.worker_count == most and most else "red")]
+    found += [(counted(gpus, "GPU"), "")] if gpus else []
+    found.append((f"{sums.models_loaded} of {counted(len(frame.models), 'model')} loaded", ""))
+    queued = queued_in(frame)
+    if queued is None:
+        found.append(("queue not known", "yellow"))
+    else:
+        oldest_s = max((lane.queued.oldest_s for lane in lanes if lane.queued), default=0.0)
+        found.append((f"{queued:,} queued", ""))
+        found += [(f"oldest {_age(oldest_s)}", _age_colour(oldest_s))] if oldest_s else []
+    return [*found, (f"{sums.total_qps:.1f} req/s", "")]
+
+
+def queued_in(frame: Frame) -> int | None:
+    """Messages in all queues, None while a gateway does not know them."""
+    return None if frame.queues is None else sum(queue.messages for queue in frame.queues)
+
+
+def _past(past: Past | None, width: int) -> list[Text]:
+    if past is None:
+        return []
+    parts, trend = trends.of_past(past, width)
+    return [*_lines(parts, width), *trend]
+
+
+def _lines(parts: list[tuple[str, str]], width: int) -> list[Text]:
+    """Parts two cells apart on as many lines as they need, none of them broken."""
+    from rich.text import Text
+
+    lines = [Text(no_wrap=True, overflow="ellipsis")]
+    for text, colour in parts:
+        if lines[-1].cell_len and lines[-1].cell_len + 2 + len(text) > width:
+            lines.append(Text(no_wrap=True, overflow="ellipsis"))
+        lines[-1].append("  " if lines[-1].cell_len else "").append(text, colour)
+    return lines
+
+
+def _with_rest(table: Table, count: int, rest: int, what: str) -> Iterable[RenderableType]:
+    """A table of `count` rows of which the last `rest` are not in it."""
+    from rich.text import Text
+
+    below = f"  {rest:,} {what}" if rest > 0 else "" if count else "  none"
+    return (table, Text(below, "bright_black")) if below else (table,)
+
+
+def lanes_of(frame: Frame) -> list[LaneRow]:
+    """Lanes with a worker or with work: those that are not well first, then by name."""
+    found: dict[str, LaneRow] = {}
+    for worker in frame.workers:
+        name = f"{worker.pool}.{worker.gpu}.{worker.bundle}" if worker.pool else "(not known)"
+        lane = found.setdefault(name, LaneRow(name))
+        lane.workers += 1
+        lane.healthy += worker.healthy
+    if frame.queues is not None:
+        for lane in found.values():
+            lane.queued = Queued()
+        for row in frame.queues:
+            name = f"{row.pool}.{row.machine_profile}.{row.bundle}"
+            if row.messages or name in found:
+                lane = found.setdefault(name, LaneRow(name, queued=Queued()))
+                assert lane.queued is not None
+                lane.queued.add(row)
+    return sorted(found.values(), key=lambda lane: (lane.is_well, lane.name))
+
+
+def _queues_of_models(frame: Frame) -> dict[str, Queued]:
+    """Of each model what the broker holds; of those that it is not told of, and without it, what workers
+    hold of them.
+    """
+    told: dict[str, Queued] = {}
+    for row in frame.model_queues or ():
+        told.setdefault(row.model, Queued()).add(row)
+    return {model.name: told.get(model.name) or Queued(model.total_queue_depth) for model in frame.models}
+
+
+def _age(age_s: float) -> str:
+    """In three digits at most, with a unit."""
+    for unit, seconds in (("d", 86400), ("h", 3600), ("min", 60)):
+        if age_s >= 2 * seconds:
+            return f"{age_s / seconds:.0f} {unit}"
+    return f"{age_s:.1f} s" if age_s < 9.95 else f"{age_s:.0f} s"
+
+
+def _age_colour(age_s: float) -> str:
+    return "red" if age_s > _STUCK_S else "yellow" if age_s > _OLD_S else ""
+
+
+def _aged(queued: Queued) -> str:
+    """A cell with an age, empty without work."""
+    age, colour = _age(queued.oldest_s), _age_colour(queued.oldest_s)
+    return "" if not queued.oldest_s else f"[{colour}]{age}[/{colour}]" if colour else age
+
+
+def _table(first: int, *columns: tuple[str, bool]) -> Table:
+    """Columns by title, each with whether it is a number. The first has `first` cells, which aligns the tables."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold cyan")
+    least = dict(enumerate(_CELLS, start=1))
+    for number, (title, is_number) in enumerate(columns):
+        table.add_column(
+            title,
+            justify="right" if is_number else "left",
+            no_wrap=True,
+            overflow="ellipsis",
+            width=None if number else first,
+            min_width=least.get(number),
+        )
+    return table
+
+
+def _lanes(lanes: list[LaneRow], width: int, first: int) -> Table:
+    columns = [("LANE", False), ("WORKERS", False), ("QUEUED", True)]
+    columns += [("OLDEST", True), ("BULK", True)] if width >= _MIDDLE else []
+    table = _table(first, *columns)
+    for lane in lanes:
+        workers = f"{lane.healthy}" if lane.healthy == lane.workers else f"{lane.healthy} of {lane.workers}"
+        row = [_plain(lane.name), workers if lane.is_well else f"[red]{workers}[/red]"]
+        queued = lane.queued
+        row += ["-", "", "-"] if queued is None else [f"{queued.messages:,}", _aged(queued), f"{queued.bulk:,}"]
+        table.add_row(*row[: len(columns)])
+    return table
+
+
+def _workers(workers: list[WorkerRow], most: int, width: int, first: int) -> Table:
+    """Those that are not well first, then by queue."""
+    shown = sorted(workers, key=lambda worker: (worker.healthy, -worker.queue_depth, _counting(worker.name)))[:most]
+    columns = [("WORKER", False), ("STATE", False), ("IN FLIGHT", True)]
+    columns += [("LOADED", True)] if width >= _MIDDLE else []
+    columns += [("DEVICE", False), ("MEMORY", False)] if width >= _WIDE else [("MEM", True)] if width >= _MIDDLE else []
+    table = _table(first, *columns)
+    for worker in shown:
+        state = "[green]ready[/green]" if worker.healthy else "[red]not ready[/red]"
+        row = [_plain(worker.name), state, f"{worker.queue_depth:,}", str(len(worker.loaded_models))]
+        share = worker.memory_used_bytes / worker.memory_total_bytes if worker.memory_total_bytes else None
+        row += (
+            [_plain(worker.device or "-"), _memory(worker, share)]
+            if width >= _WIDE
+            else ["-" if share is None else f"{share:.0%}"]
+        )
+        table.add_row(*row[: len(columns)], style=None if worker.healthy else "bright_black")  # what it told last
+    return table
+
+
+def _memory(worker: WorkerRow, share: float | None) -> str:
+    if share is None:
+        return "-"
+    cells = 10
+    full = min(cells, round(share * cells))
+    colour = "green" if share < 0.7 else "yellow" if share < 0.9 else "red"
+    bar = f"[{colour}]{'█' * full}[/{colour}][bright_black]{'░' * (cells - full)}[/bright_black]"
+    return f"{bar} {share:4.0%} of {size(worker.memory_total_bytes)}"
+
+
+def _models(models: list[ModelRow], of_models: Mapping[str, Queued], width: int, first: int) -> Table:
+    columns = [("MODEL", False), ("STATE", False), ("QUEUED", True)]
+    columns += [("OLDEST", True), ("WORKERS", True)] if width >= _MIDDLE else []
+    columns += [("PROFILES", False)] if width >= _WIDE else []
+    table = _table(first, *columns)
+    for model in models:
+        colour, queued = _STATE_COLOURS.get(model.state, "bright_black"), of_models[model.name]
+        row = [_plain(model.name), f"[{colour}]{model.state}[/{colour}]", f"{queued.messages:,}", _aged(queued)]
+        row += [str(model.worker_count), _plain(", ".join(model.gpu_types) or "-")]
+        table.add_row(*row[: len(columns)])
+    return table
+
+
+def _counting(name: str) -> list[tuple[str, int]]:
+    """The order of names that end in numbers: 2 before 10."""
+    return [(word, int(number or 0)) for word, number in re.findall(r"(\D*)(\d*)", name)]
+
+
+def _plain(text: str) -> str:
+    """Without markup of a terminal: names come from outside."""
+    from rich.markup import escape
+
+    return escape(printable(text))

@@ -1,0 +1,1 @@
+"""Images, sounds and documents: their sizes, formats and costs."""

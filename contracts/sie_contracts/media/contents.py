@@ -1,0 +1,28 @@
+"""What an input is known by where its text must not be told: the digest of all that decides what runs for it. Marks of
+poison have it as their key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from sie_contracts.wire.messages import WorkItem
+
+_encode = msgspec.msgpack.Encoder(order="deterministic").encode
+
+
+def content_keys(item: WorkItem) -> list[str]:
+    """For each input of a work item the digest of all that decides what runs: model, revision, operation, input, query,
+    options.
+    """
+    common = hashlib.sha256(
+        _encode((item.model, item.profile, item.revision, item.operation, item.query, item.options))
+    )
+    keys = []
+    for content in item.inputs:
+        digest = common.copy()
+        digest.update(_encode(content))
+        keys.append(digest.hexdigest()[:32])
+    return keys

@@ -1,0 +1,440 @@
+"""How the images of a model become pixels: `Recipe`, which travels from the adapter to the sidecar, and the sizes that
+it leads to. Pure: nothing here opens a file.
+
+    header ──► check ──► decode ──► upright RGB ──► each size of `resizes` in turn ──► crop or pad to `pixels_of`
+
+Sizes are, to the pixel, those of the image processors of transformers 5.23 that work on Pillow
+(`...ImageProcessorPil`). The arithmetic on uint8 after that, `Normalisation`, is done on the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from sie_contracts.media.media import fault
+
+MAX_ASPECT = 200  # longer edge by shorter edge
+MAX_DECODED_PIXELS = 100_000_000
+MAX_RESIZED_PIXELS = 64_000_000  # of each size on the way: a strip grows when its shorter edge gets its size
+MAX_RESULT_BYTES = 3 * MAX_RESIZED_PIXELS
+
+Kind = Literal["squash", "crop", "blocks", "fit", "bounded", "page"]
+Filter = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]
+Raised = Literal["no", "rounded", "floored"]
+
+
+class Size(NamedTuple):
+    """Of an image, upright."""
+
+    height: int
+    width: int
+
+
+class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is done to an upright RGB image. Each kind uses the fields in its line, all of them at least 1.
+
+        squash   height width                       that size; the aspect is lost
+        crop     height width shorter               the shorter edge gets its size; then the middle
+        blocks   multiple min_pixels max_pixels  edges are multiples, their product is between the bounds
+        fit      longest multiple                   never larger than `longest`; then edges are raised to multiples
+        bounded  shorter longest                    the shorter edge gets its size, or the longer one its bound
+        page     height width                       as large as fits; then `fill` around it
+
+    `raised`, of blocks: whether an image with an edge below `multiple` is enlarged before its size is computed, and how
+    its other edge is rounded. `tokens`: what one image costs; of blocks, `block_tokens` more for each of them.
+    """
+
+    kind: Kind = "squash"
+    height: int = 0
+    width: int = 0
+    shorter: int = 0
+    longest: int = 0
+    multiple: int = 0
+    min_pixels: int = 0
+    max_pixels: int = 0
+    raised: Raised = "no"
+    resample: Filter = "bicubic"
+    fill: tuple[int, int, int] = (0, 0, 0)
+    tokens: int = 1
+    block_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        for name in (*_NEEDS[self.kind], "tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"a recipe of kind {self.kind} needs {name}, at least 1")
+        if self.kind == "crop" and max(self.height, self.width) > self.shorter:
+            raise ValueError(f"{self.height} x {self.width} cannot be cropped from a shorter edge of {self.shorter}")
+        if self.kind == "bounded" and self.longest < self.shorter:
+            raise ValueError(f"longest {self.longest} is below shorter {self.shorter}")
+        if not all(0 <= level <= 255 for level in self.fill):
+            raise ValueError("a colour has levels from 0 to 255")
+
+
+_NEEDS: Mapping[Kind, tuple[str, ...]] = {
+    "squash": ("height", "width"),
+    "crop": ("height", "width", "shorter"),
+    "blocks": ("multiple", "min_pixels", "max_pixels"),
+    "fit": ("longest", "multiple"),
+    "bounded": ("shorter", "longest"),
+    "page": ("height", "width"),
+}
+
+
+class ImageTokens(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The ids that stand for an image in a row: `before`, `count` times `token`, `after`. A `count` of 0: as many as
+    the image has blocks.
+
+    They are the whole row of an input with one image, whose text is not read. With `beside_text` they stand in the
+    prompt of an input, before its text, those of each of its images.
+    """
+
+    token: int
+    count: int = 0
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    beside_text: bool = False
+
+
+class Normalisation(msgspec.Struct, frozen=True, omit_defaults=True):
+    """From levels to what the model reads, per channel, in float32: `(level * rescale - mean) / std`."""
+
+    mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    std: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    rescale: float = 1 / 255
+
+    @staticmethod
+    def from_processor(config: Mapping[str, Any]) -> Normalisation:
+        """Of a preprocessor_config.json. Raises UnknownProcessor."""
+        settings = _completed(config)
+        rescale = float(settings["rescale_factor"]) if settings["do_rescale"] else 1.0
+        if not settings["do_normalize"]:
+            return Normalisation(rescale=rescale)
+        return Normalisation(_channels(settings, "image_mean"), _channels(settings, "image_std"), rescale)
+
+
+def check(recipe: Recipe, size: Size) -> None:
+    """Raises the fault of an image of this size, upright or not yet, which is known from its header."""
+    height, width = size
+    if min(size) < 1:
+        raise fault("undecodable", f"the image is {width} x {height} pixels")
+    if height * width > MAX_DECODED_PIXELS:
+        raise fault(
+            "too_large", f"the image has {height * width} pixels ({width} x {height}), at most {MAX_DECODED_PIXELS}"
+        )
+    if max(size) > MAX_ASPECT * min(size):
+        raise fault(
+            "aspect", f"the image is {width} x {height} pixels, one edge may be at most {MAX_ASPECT} times the other"
+        )
+    for step in resizes(recipe, size):
+        if min(step) < 1:
+            raise fault(
+                "aspect", f"the image is {width} x {height} pixels, of which nothing is left at the model's size"
+            )
+        if step.height * step.width > MAX_RESIZED_PIXELS:
+            raise fault(
+                "too_large",
+                f"the image of {width} x {height} pixels becomes {step.width} x {step.height} on the way to the "
+                f"model's size, at most {MAX_RESIZED_PIXELS} pixels",
+            )
+
+
+def resizes(recipe: Recipe, size: Size) -> tuple[Size, ...]:
+    """The sizes to which an upright image is resized, one after the other."""
+    return _RESIZES[recipe.kind](recipe, size)
+
+
+def pixels_of(recipe: Recipe, size: Size) -> Size:
+    """The size that an upright image has for the model."""
+    if recipe.kind in ("crop", "page"):
+        return Size(recipe.height, recipe.width)
+    return resizes(recipe, size)[-1]
+
+
+def grid_of(recipe: Recipe, pixels: Size) -> Size:
+    """How many blocks an image of that size for the model has."""
+    return Size(pixels.height // recipe.multiple, pixels.width // recipe.multiple)
+
+
+def has_one_size(recipe: Recipe) -> bool:
+    """Whether all images have the same size for the model."""
+    return recipe.kind in ("squash", "crop", "page")
+
+
+def max_blocks(recipe: Recipe) -> int:
+    """Of one image; 0 where it has none."""
+    return recipe.max_pixels // recipe.multiple**2 if recipe.kind == "blocks" else 0
+
+
+def cost(recipe: Recipe, pixels: Size) -> int:
+    """What an image of that size for the model costs, in tokens."""
+    if not recipe.block_tokens:
+        return recipe.tokens
+    rows, columns = grid_of(recipe, pixels)
+    return recipe.tokens + rows * columns * recipe.block_tokens
+
+
+def _squash(recipe: Recipe, size: Size) -> tuple[Size, ...]:
+    return (Size(recipe.height, recipe.width),)
+
+
+def _crop(recipe: Recipe, size: Size) -> tuple[Size, ...]:
+    return (_with_shorter(size, recipe.shorter),)
+
+
+def _with_shorter(size: Size, shorter: int) -> Size:
+    longer = int(shorter * max(size) / min(size))
+    return Size(longer, shorter) if size.width <= size.height else Size(shorter, longer)
+
+
+def _blocks(recipe: Recipe, size: Size) -> tuple[Size, ...]:
+    (height, width), unit = size, recipe.multiple
+    if recipe.raised == "rounded":
+        if height < unit:
+            height, width = unit, round(width * unit / height)
+        if width < unit:
+            height, width = round(height * unit / width), unit
+    elif recipe.raised == "floored" and min(height, width) < unit:
+        scale = max(unit / height, unit / width)
+        height, width = int(height * scale), int(width * scale)
+    rounded = Size(round(height / unit) * unit, round(width / unit) * unit)
+    if rounded.height * rounded.width > recipe.max_pixels:
+        shrink = math.sqrt(height * width / recipe.max_pixels)
+        edges = (max(unit, math.floor(edge / shrink / unit) * unit) for edge in (height, width))
+        return (Size(*edges),)
+    if rounded.height * rounded.width < recipe.min_pixels:
+        grow = math.sqrt(recipe.min_pixels / (height * width))
+        return (Size(*(math.ceil(edge * grow / unit) * unit for edge in (height, width))),)
+    return (rounded,)
+
+
+def _fit(recipe: Recipe, size: Size) -> tuple[Size, ...]:
+    ratio = max(size) / recipe.longest
+    edges = (math.floor(edge / ratio) if ratio > 1 else edge for edge in size)
+    return (Size(*(((edge - 1) // recipe.multiple + 1) * recipe.multiple for edge in edges)),)
+
+
+def _bounded(recipe: Recipe, size: Size) -> tuple[Size, ...]:
+    (height, width), shorter = size, recipe.shorter
+    exact = float(shorter)
+    if max(size) / min(size) * shorter > recipe.longest:
+        exact = recipe.longest * min(size) / max(size)
+        shorter = round(exact)
+    if min(size) == shorter:
+        return (size,)
+    if width < height:
+        return (Size(int(exact * height / width), shorter),)
+    return (Size(shorter, int(exact * width / height)),)
+
+
+def _page(recipe: Recipe, size: Size) -> tuple[Size, ...]:
+    first = _with_shorter(size, min(recipe.height, recipe.width))
+    height, width = min(first.height, recipe.height), min(first.width, recipe.width)
+    if (height, width) == first:
+        return (first,)
+    if first.height > first.width:
+        width = int(first.width * height / first.height)
+    elif first.width > first.height:
+        height = int(first.height * width / first.width)
+    return first, Size(height, width)
+
+
+_RESIZES: Mapping[Kind, Callable[[Recipe, Size], tuple[Size, ...]]] = {
+    "squash": _squash,
+    "crop": _crop,
+    "blocks": _blocks,
+    "fit": _fit,
+    "bounded": _bounded,
+    "page": _page,
+}
+
+
+class UnknownProcessor(ValueError):
+    """A preprocessor_config.json asks for what no recipe does; the message says what."""
+
+
+_CLIP_MEAN, _CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+_FILTERS: tuple[Filter, ...] = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # by Pillow's numbers
+_COMMON = {
+    "do_resize": True,
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "resample": _FILTERS.index("bicubic"),
+    "image_mean": _CLIP_MEAN,
+    "image_std": _CLIP_STD,
+}
+
+
+def from_processor(config: Mapping[str, Any]) -> Recipe:
+    """The recipe of a checkpoint's preprocessor_config.json: what the image processor that it names does up to uint8
+    pixels. Raises UnknownProcessor.
+    """
+    settings = _completed(config)
+    if not settings["do_resize"]:
+        raise UnknownProcessor("do_resize is false: images would keep their own sizes")
+    number = settings["resample"]
+    if not isinstance(number, int) or not 0 <= number < len(_FILTERS):
+        raise UnknownProcessor(f"resample is {number!r}, which is no filter of Pillow")
+    read, _ = _PROCESSORS[_name(config)]
+    try:
+        return msgspec.structs.replace(read(settings), resample=_FILTERS[number])
+    except UnknownProcessor:
+        raise
+    except ValueError as error:
+        raise UnknownProcessor(str(error)) from error
+
+
+def _name(config: Mapping[str, Any]) -> str:
+    """The class that the file names, without the suffix of one of its implementations."""
+    name = config.get("image_processor_type") or config.get("feature_extractor_type") or ""
+    plain = str(name).removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
+    if plain not in _PROCESSORS:
+        raise UnknownProcessor(
+            f"the image processor is {name or 'not named'}, known are {', '.join(sorted(_PROCESSORS))}"
+        )
+    return plain
+
+
+def _completed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the file says, and the defaults of the class for all that it does not say."""
+    _, defaults = _PROCESSORS[_name(config)]
+    return {**_COMMON, **defaults, **{key: value for key, value in config.items() if value is not None}}
+
+
+def _channels(settings: Mapping[str, Any], key: str) -> tuple[float, float, float]:
+    value = settings[key]
+    values = [float(mean) for mean in value] if isinstance(value, list | tuple) else [float(value)] * 3
+    if len(values) != 3:
+        raise UnknownProcessor(f"{key} has {len(values)} channels, images have 3")
+    return values[0], values[1], values[2]
+
+
+def _sides(settings: Mapping[str, Any], key: str, *, square: bool) -> dict[str, int]:
+    """The map that a size stands for; a single number is a square or the shorter edge."""
+    value = settings.get(key)
+    if isinstance(value, int):
+        value = {"height": value, "width": value} if square else {"shortest_edge": value}
+    elif isinstance(value, list | tuple) and len(value) == 2:
+        value = dict(zip(("height", "width"), value, strict=True))
+    if not isinstance(value, Mapping):
+        raise UnknownProcessor(f"{key} is {value!r}, expected a number or a map of edges")
+    edges = {str(name): edge for name, edge in value.items() if edge is not None}
+    if not all(isinstance(edge, int) and edge > 0 for edge in edges.values()):
+        raise UnknownProcessor(f"{key} is {value!r}, expected edges of at least 1")
+    return edges
+
+
+def _fixed(settings: Mapping[str, Any]) -> Recipe:
+    """CLIP and SigLIP, and what is built from them: one size for all images."""
+    for key in ("do_pad", "use_square_size"):
+        if settings.get(key):
+            raise UnknownProcessor(f"{key} is true, which no recipe does")
+    size = _sides(settings, "size", square=bool(settings.get("default_to_square")))
+    crop = _sides(settings, "crop_size", square=True) if settings["do_center_crop"] else None
+    if crop is not None and crop.keys() != {"height", "width"}:
+        raise UnknownProcessor(f"crop_size has {', '.join(sorted(crop))}, expected height and width")
+    if size.keys() == {"height", "width"}:
+        if crop not in (None, size):
+            raise UnknownProcessor(f"images are resized to {size} and then cropped to {crop}, which no recipe does")
+        return Recipe("squash", size["height"], size["width"])
+    if size.keys() == {"shortest_edge"} and crop is not None:
+        return Recipe("crop", crop["height"], crop["width"], size["shortest_edge"])
+    lacks = ", without do_center_crop" if crop is None else ""
+    raise UnknownProcessor(f"size has {', '.join(sorted(size))}{lacks}: images would get sizes of their own")
+
+
+def _smart(settings: Mapping[str, Any], raised: Raised, frames: int) -> Recipe:
+    """Towers that take images of any size, in blocks of merged patches. The bounds count the pixels of all frames."""
+    bounds = settings.get("size")
+    size = dict(bounds) if isinstance(bounds, Mapping) else {}
+    least = settings.get("min_pixels") or size.get("shortest_edge")
+    most = settings.get("max_pixels") or size.get("longest_edge")
+    if not isinstance(least, int) or not isinstance(most, int):
+        raise UnknownProcessor("neither size nor min_pixels and max_pixels bound the pixels: classes differ in them")
+    if least % frames or most % frames:
+        raise UnknownProcessor(f"the bounds {least} and {most} are no multiples of {frames} frames")
+    unit = int(settings["patch_size"]) * int(settings["merge_size"])
+    return Recipe("blocks", multiple=unit, min_pixels=least // frames, max_pixels=most // frames, raised=raised)
+
+
+def _qwen(settings: Mapping[str, Any]) -> Recipe:
+    return _smart(settings, "no", 1)
+
+
+def _paddle(settings: Mapping[str, Any]) -> Recipe:
+    return _smart(settings, "rounded", 1)
+
+
+def _glm(settings: Mapping[str, Any]) -> Recipe:
+    return _smart(settings, "floored", int(settings["temporal_patch_size"]))
+
+
+def _pixtral(settings: Mapping[str, Any]) -> Recipe:
+    if settings.get("do_center_crop"):
+        raise UnknownProcessor("do_center_crop is true, which no recipe does after fitting")
+    size, patch = _sides(settings, "size", square=True), _sides(settings, "patch_size", square=True)
+    if size.keys() == {"height", "width"} and size["height"] == size["width"]:
+        size = {"longest_edge": size["height"]}
+    if size.keys() != {"longest_edge"}:
+        raise UnknownProcessor(f"size is {size}, expected longest_edge")
+    if patch.keys() != {"height", "width"} or patch["height"] != patch["width"]:
+        raise UnknownProcessor(f"patch_size is {patch}, expected a square")
+    return Recipe("fit", longest=size["longest_edge"], multiple=patch["height"])
+
+
+def _grounding_dino(settings: Mapping[str, Any]) -> Recipe:
+    if settings.get("pad_size"):
+        raise UnknownProcessor("pad_size is set, which no recipe does")
+    size = _sides(settings, "size", square=False)
+    if isinstance(settings["size"], int):
+        size["longest_edge"] = int(settings["max_size"])
+    if size.keys() != {"shortest_edge", "longest_edge"}:
+        raise UnknownProcessor(f"size has {', '.join(sorted(size))}, expected shortest_edge and longest_edge")
+    return Recipe("bounded", shorter=size["shortest_edge"], longest=size["longest_edge"])
+
+
+def _donut(settings: Mapping[str, Any]) -> Recipe:
+    for key, expected in (("do_thumbnail", True), ("do_pad", True), ("do_align_long_axis", False)):
+        if bool(settings[key]) != expected:
+            raise UnknownProcessor(f"{key} is {str(not expected).lower()}, which no recipe does")
+    page_size = settings["size"]
+    if isinstance(page_size, list | tuple):  # width first, in these files alone
+        page_size = list(reversed(page_size))
+    size = _sides({"size": page_size}, "size", square=True)
+    if size.keys() != {"height", "width"}:
+        raise UnknownProcessor(f"size has {', '.join(sorted(size))}, expected height and width")
+    return Recipe("page", size["height"], size["width"])
+
+
+_HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+_IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
+_PATCHES = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
+_BILINEAR = {"resample": _FILTERS.index("bilinear")}
+# by the class that a file names: how its settings are read, and its own defaults
+_PROCESSORS: Mapping[str, tuple[Callable[[Mapping[str, Any]], Recipe], Mapping[str, Any]]] = {
+    "CLIPImageProcessor": (_fixed, {"size": {"shortest_edge": 224}, "crop_size": 224, "do_center_crop": True}),
+    "SiglipImageProcessor": (_fixed, {"size": {"height": 224, "width": 224}, "do_center_crop": False, **_HALF}),
+    "Qwen2VLImageProcessor": (_qwen, _PATCHES),
+    "Glm46VImageProcessor": (_glm, _PATCHES),
+    "PaddleOCRVLImageProcessor": (_paddle, _PATCHES),
+    "PixtralImageProcessor": (_pixtral, {"size": {"longest_edge": 1024}, "patch_size": 16}),
+    "GroundingDinoImageProcessor": (
+        _grounding_dino,
+        {"size": {"shortest_edge": 800, "longest_edge": 1333}, "max_size": 1333, **_BILINEAR, **_IMAGENET},
+    ),
+    "DonutImageProcessor": (
+        _donut,
+        {
+            "size": {"height": 2560, "width": 1920},
+            "do_thumbnail": True,
+            "do_pad": True,
+            "do_align_long_axis": False,
+            **_BILINEAR,
+            **_HALF,
+        },
+    ),
+}

@@ -1,0 +1,1 @@
+"""The catalogue: entries of models and aliases, their options, families and layouts of folders."""

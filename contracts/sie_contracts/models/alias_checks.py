@@ -1,0 +1,122 @@
+"""Checks of aliases against a catalogue: targets exist, and their results can be mixed."""
+
+from __future__ import annotations
+
+from sie_contracts.errors import SIEError, ValidationFailed
+from sie_contracts.models.aliases import Alias, invalid, model_of
+from sie_contracts.models.catalogue import Catalogue, Resolved
+
+_FORCE = "`force: true` on the alias does it nevertheless"
+_FIX = "name one target and give the other as `shadow`, or make a new index and flip"
+
+
+def resolve_all(catalogue: Catalogue, spec: str) -> tuple[Resolved, ...]:
+    """All models that a name may resolve to; for an alias its targets, the heaviest first. Raises ModelNotFound,
+    BundleConflict.
+    """
+    resolved = catalogue.resolve(spec)
+    targets = (
+        sorted(catalogue.aliases[resolved.alias].alias, key=lambda target: -target.weight) if resolved.alias else ()
+    )
+    return (resolved, *(catalogue.resolve(target.model, follow=False) for target in targets[1:]))
+
+
+def check(alias: Alias, catalogue: Catalogue) -> None:
+    """Check an alias against a catalogue: no model has its id, its targets exist, and the results of its targets can be
+    mixed.
+
+    Raises ValidationFailed, which names the field and the fix. The vectors of two encoders can be mixed if their
+    entries say that they compute the same numbers (`Resolved.numbers`); if an entry does not say it, they cannot.
+    `force` skips this last check only.
+    """
+    folded = alias.id.casefold()
+    if model_id := next((model for model in catalogue.entries if model.casefold() == folded), None):
+        message = f"a model has the id {model_id!r}: give the alias another one, or remove the model first"
+        raise invalid("$.id", message)
+    if twin := next(
+        (alias_id for alias_id in catalogue.aliases if alias_id.casefold() == folded and alias_id != alias.id), None
+    ):
+        raise invalid("$.id", f"the alias {twin!r} differs in case alone: give this one another id")
+    targets = [
+        _target(catalogue, alias, target.model, f"$.alias[{number}].model") for number, target in enumerate(alias.alias)
+    ]
+    if alias.shadow is not None:
+        shadow = _target(catalogue, alias, alias.shadow.model, "$.shadow.model")
+        if not set(shadow.entry.tasks) & set(targets[0].entry.tasks):
+            raise invalid(
+                "$.shadow.model",
+                f"{shadow.entry.id} does {_verbs(shadow)}, but {targets[0].entry.id} {_verbs(targets[0])}",
+            )
+        if any(shadow.canonical == target.canonical for target in targets):
+            raise invalid("$.shadow.model", f"{shadow.canonical} is a target of the alias already: name another model")
+    if not alias.force:
+        _check_alike(targets, catalogue)
+
+
+def _target(catalogue: Catalogue, alias: Alias, model: str, loc: str) -> Resolved:
+    """Resolve a target. Raises ValidationFailed."""
+    if model_of(model) == alias.id.casefold():
+        raise invalid(loc, f"{model[:200]!r} is this alias itself: name a model")
+    try:
+        resolved = catalogue.resolve(model)
+    except SIEError as error:
+        hints = error.extras.get("suggestions") or error.extras.get("revisions") or ()
+        hint = f"; there is {', '.join(map(str, hints))}" if hints else "; `sie models list` shows what is there"
+        if error.extras.get("profiles"):  # the message names the profiles
+            hint = ""
+        raise invalid(loc, f"{error.message}{hint}") from error
+    if resolved.alias:
+        raise invalid(loc, f"{model[:200]!r} is an alias, and an alias names models: name {resolved.canonical!r}")
+    return resolved
+
+
+def _check_alike(targets: list[Resolved], catalogue: Catalogue) -> None:
+    """Raise ValidationFailed if the results of one target cannot be mixed with those of another."""
+    first = targets[0]
+    for number, target in enumerate(targets[1:], 1):
+        loc = f"$.alias[{number}].model"
+        if set(target.entry.tasks) != set(first.entry.tasks):
+            message = (
+                f"{target.entry.id} does {_verbs(target)}, but {first.entry.id} {_verbs(first)}: some keys would get "
+                "errors; "
+            )
+            raise invalid(loc, message + _FORCE)
+        first_numbers, numbers = _numbers(first, catalogue), _numbers(target, catalogue)
+        if "encode" not in first.entry.tasks or (first_numbers == numbers and all(first_numbers.values())):
+            continue
+        differ = (
+            "differ from those of"
+            if all((*first_numbers.values(), *numbers.values()))
+            else "are not known to be those of"
+        )
+        message = (
+            f"the vectors of {target.canonical} {differ} {first.canonical}, and an index must not mix vectors: {_FIX}; "
+        )
+        raise invalid(loc, message + _FORCE)
+
+
+def _numbers(resolved: Resolved, catalogue: Catalogue) -> dict[str, str]:
+    """`Resolved.numbers` for each profile that a request through the alias may name: any profile, if the target names
+    none.
+    """
+    names = resolved.entry.profiles if resolved.profile == "default" else ()
+    return {
+        "": resolved.numbers,
+        **{name: catalogue.resolve_profile(resolved.entry, name, name).numbers for name in names},
+    }
+
+
+def _verbs(resolved: Resolved) -> str:
+    return ", ".join(resolved.entry.tasks) or "nothing"
+
+
+def changes_vectors(before: Alias, after: Alias, catalogue: Catalogue) -> bool:
+    """Whether an index that was built through `before` can, or may, not be searched through `after`."""
+    try:
+        former = {_target(catalogue, before, target.model, "$").numbers for target in before.alias}
+        targets = [_target(catalogue, after, target.model, "$") for target in after.alias]
+    except ValidationFailed:  # the vectors of a target that does not exist any more are not known
+        return True
+    return any(
+        "encode" in target.entry.tasks and (not target.numbers or {target.numbers} != former) for target in targets
+    )

@@ -1,0 +1,112 @@
+"""Bundles: sets of dependencies, each with a worker image. The family of a model decides which bundles can serve it.
+
+family of a model, the bundle that it names ──► serving ──► bundles, the preferred one first
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+import msgspec
+
+from sie_contracts.errors import BundleConflict, ValidationFailed
+from sie_contracts.models.families import FAMILIES
+from sie_contracts.names import in_words
+
+DEFAULT = "default"
+BUILT_IN = "built-in"  # in `families`: every row of the table of families that needs no environment of its own
+BUNDLE_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")  # as SIE_BUNDLE takes it
+_REQUIREMENT = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?\s*(\[[^\]]*\])?\s*([<>=!~(;].*)?$")
+
+
+class Bundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What the workers of one image have installed, and which families they can serve.
+
+    `requires` are requirements in the form of PEP 508; an adapter that lacks one refuses to start. `families`: the
+    families that it serves; empty means all, those of other packages too. If several bundles can serve a model, the one
+    with the lowest `priority` is used.
+    """
+
+    id: str
+    priority: int = 0
+    description: str = ""
+    image: str = ""
+    requires: tuple[str, ...] = ()
+    families: tuple[str, ...] = ()
+
+    def serves(self, family: str) -> bool:
+        return not self.families or family in self.families
+
+
+def parse_bundle(raw: object) -> Bundle:
+    """Check decoded YAML or JSON and return the bundle; `built-in` is replaced by the names of the families. Raises
+    ValidationFailed; its `errors` name the path.
+    """
+    try:
+        bundle = msgspec.convert(raw, Bundle)
+    except msgspec.ValidationError as error:
+        message = in_words(str(error))
+        text, at, loc = message.rpartition(" - at ")
+        raise _invalid(loc.strip("`") if at else "$", text if at else message) from error
+    if not BUNDLE_ID.fullmatch(bundle.id):
+        raise _invalid("$.id", f"expected at most 63 small letters, digits, `.`, `_` and `-`, got {bundle.id[:100]!r}")
+    for number, requirement in enumerate(bundle.requires):
+        if not _REQUIREMENT.match(requirement):
+            raise _invalid(
+                f"$.requires[{number}]", f"expected a requirement such as `torch>=2.13`, got {requirement[:100]!r}"
+            )
+    return msgspec.structs.replace(bundle, families=tuple(dict.fromkeys(_named(bundle.families))))
+
+
+def _named(families: Iterable[str]) -> Iterator[str]:
+    for family in families:
+        if family == BUILT_IN:
+            yield from (name for name, row in FAMILIES.items() if not row.extra)
+        else:
+            yield family
+
+
+def _invalid(loc: str, message: str) -> ValidationFailed:
+    return ValidationFailed(f"{loc}: {message}", param=loc, extras={"errors": [{"loc": loc, "message": message}]})
+
+
+def ordered(bundles: Mapping[str, Bundle]) -> list[Bundle]:
+    """All bundles, the preferred one first."""
+    return sorted(bundles.values(), key=lambda bundle: (bundle.priority, bundle.id))
+
+
+def serving(bundles: Mapping[str, Bundle], family: str, named: str = "") -> tuple[str, ...]:
+    """The bundles that can serve a model of `family`, the preferred one first. A model that names a bundle is served by
+    that one only.
+    """
+    if not bundles:  # a catalogue without bundles, such as that of a single model
+        return (named or DEFAULT,)
+    return tuple(bundle.id for bundle in ordered(bundles) if bundle.serves(family) and named in ("", bundle.id))
+
+
+def lacking(bundles: Mapping[str, Bundle], family: str, named: str = "") -> tuple[str, str]:
+    """Why no bundle can serve a model, and the fix: the path of the wrong field, and a sentence."""
+    able = [bundle.id for bundle in ordered(bundles) if bundle.serves(family)]
+    families_of_bundles = "; ".join(
+        f"{bundle.id} has {', '.join(bundle.families) or 'every family'}" for bundle in ordered(bundles)
+    )
+    if able and named:
+        fault = (
+            f"bundle {named[:100]!r} has no family {family[:100]!r}"
+            if named in bundles
+            else f"there is no bundle {named[:100]!r}"
+        )
+        return "$.bundle", f"{fault}; name {' or '.join(able)}, or none"
+    return "$.family", f"no bundle can serve the family {family[:100]!r}: {families_of_bundles}"
+
+
+def conflict(model: str, able: tuple[str, ...], requested: str, why: str) -> BundleConflict:
+    """The error for a model that the `requested` bundle does not serve, or that no bundle serves."""
+    if able:
+        message = (
+            f"bundle {requested[:100]!r} does not serve {model}; {' and '.join(able)} can: name one of these, or none"
+        )
+    else:
+        message = f"{model} cannot be served: {why}"
+    return BundleConflict(message, param="model", extras={"compatible_bundles": list(able)})

@@ -1,0 +1,340 @@
+"""What can be served: models, profiles and bundles, and how the name of a model is resolved.
+
+    "[bundle:/]model[@revision][:profile]" ──► Catalogue.resolve ──► Resolved (entry, profile, residency)
+                                                   └ an alias: by the target of the request's key
+
+Pure functions of immutable data: the resolution for one request never changes that for another. `options` says what the
+parameters of a request mean for a resolved model.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from sie_contracts.errors import BundleConflict, ModelNotFound
+from sie_contracts.models import bundles as bundling
+from sie_contracts.models.aliases import Alias, choose
+from sie_contracts.models.bundles import Bundle
+from sie_contracts.models.entries import HeadOptions, LoadOptions, ModelEntry, RunDefaults
+from sie_contracts.names import Names
+
+_Value = TypeVar("_Value")
+
+
+def packaged_folder() -> Path:
+    """The catalogue that ships with the distribution: a folder of the package when installed, of the root in a
+    checkout.
+    """
+    installed = Path(__file__).parents[1] / "catalog"
+    return installed if installed.is_dir() else Path(__file__).parents[3] / "catalog"
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A model name of a request, resolved. `residency` names the loaded copy of the weights that serves it."""
+
+    entry: ModelEntry
+    profile: str
+    run: RunDefaults
+    load: LoadOptions
+    residency: str
+    requested: str  # the name as the client wrote it, without the bundle prefix: replies echo it
+    alias: str = ""  # the alias that the client named, if any
+    bundles: tuple[str, ...] = ()  # that can serve it, the preferred one first
+
+    @property
+    def bundle(self) -> str:
+        return self.bundles[0] if self.bundles else self.entry.bundle or bundling.DEFAULT
+
+    @property
+    def canonical(self) -> str:
+        return self.entry.id if self.profile == "default" else f"{self.entry.id}:{self.profile}"
+
+    @property
+    def numbers(self) -> str:
+        """A digest that two entries share if they compute the same numbers from a text on the same device, whatever
+        their ids are. Empty if the entry does not say which weights it has.
+        """
+        weights = self.entry.weights
+        if weights.path:  # only digests say what is in a folder
+            weights = msgspec.structs.replace(weights, revision="", package="")
+        if not (weights.revision or weights.package or weights.digests):
+            return ""
+        return fingerprint(msgspec.structs.replace(self.entry, id="", weights=weights, run=self.run), self.load, "")
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """An immutable snapshot. A request is served by one snapshot from start to end.
+
+    `revisions`: revision by id. `epoch`: `created:number` of the last write, as the config service counts.
+    """
+
+    entries: Mapping[str, ModelEntry] = field(default_factory=dict)
+    revisions: Mapping[str, int] = field(default_factory=dict)
+    bundles: Mapping[str, Bundle] = field(default_factory=dict)
+    epoch: str = ""
+    aliases: Mapping[str, Alias] = field(default_factory=dict)
+    # by id, the number of the write that made the present revision, as epochs count
+    written: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        documents: Mapping[str, ModelEntry | Alias],
+        revisions: Mapping[str, int],
+        bundles: Mapping[str, Bundle],
+        epoch: str,
+        written: Mapping[str, int] | None = None,
+    ) -> Catalogue:
+        """A snapshot of documents by id."""
+        entries = {name: document for name, document in documents.items() if isinstance(document, ModelEntry)}
+        aliases = {name: document for name, document in documents.items() if isinstance(document, Alias)}
+        return cls(entries, revisions, bundles, epoch, aliases, written or {})
+
+    def with_model(self, model: str, entry: ModelEntry | Alias | None, revision: int, epoch: str) -> Catalogue:
+        """A new snapshot with one write applied."""
+        number = epoch.rpartition(":")[2]
+        new = Catalogue(
+            _with(self.entries, model, entry if isinstance(entry, ModelEntry) else None),
+            _with(self.revisions, model, None if entry is None else revision),
+            self.bundles,
+            epoch,
+            _with(self.aliases, model, entry if isinstance(entry, Alias) else None),
+            _with(self.written, model, int(number) if entry is not None and number.isdecimal() else None),
+        )
+        new.__dict__["_serving"] = self._serving
+        if (model in self.entries or model in self.aliases) is (entry is not None):
+            new.__dict__["_names"] = self._names
+        return new
+
+    def at(self, epoch: str) -> Catalogue:
+        """The same contents at a later epoch."""
+        new = replace(self, epoch=epoch)
+        new.__dict__["_names"], new.__dict__["_serving"] = self._names, self._serving
+        return new
+
+    def since(self, model: str) -> str:
+        """The epoch of the write that made the present revision of a model; the epoch of the snapshot if that write is
+        not known.
+        """
+        number = self.written.get(model)
+        return self.epoch if number is None else f"{self.epoch.rpartition(':')[0]}:{number}"
+
+    @functools.cached_property
+    def _names(self) -> Names:
+        return Names((*self.entries, *self.aliases))
+
+    def find(self, name: str) -> ModelEntry | None:
+        """The entry with this id. If none has it exactly, the only entry whose id differs in case alone."""
+        return self.entries.get(name) or self.entries.get(self._names.same(name) or "")
+
+    def near(self, name: str, able: Callable[[ModelEntry], bool] = lambda _: True) -> list[str]:
+        """The ids that are most similar to `name`, best first. `name` may lack the organisation. Only models for which
+        `able` is true, and aliases of such models, are listed.
+        """
+
+        def keep(name: str) -> bool:
+            entry = self.entries.get(name) or self.entries.get(self.aliases[name].heaviest.model.partition(":")[0])
+            return entry is not None and able(entry)
+
+        return self._names.near(name, keep=keep)
+
+    def resolve(self, spec: str, key: str = "", *, follow: bool = True) -> Resolved:
+        """Resolve `[bundle:/]model[@revision][:profile]`. Unless `follow` is false, the name may be an alias: then
+        `key` chooses its target. Raises ModelNotFound, BundleConflict.
+        """
+        bundle, separator, rest = spec.partition(":/")
+        if not separator:
+            bundle, rest = "", spec
+        entry, profile = self._match(rest), "default"
+        if entry is None and ":" in rest:
+            name, _, profile = rest.rpartition(":")
+            entry = self._match(name)
+        if entry is None and follow and self.aliases and (target := self._through_alias(rest, key)) is not None:
+            return self._in_bundle(target, bundle)
+        if entry is None:
+            raise self._unknown(rest)
+        return self._in_bundle(self.resolve_profile(entry, profile, rest), bundle)
+
+    def bundles_of(self, entry: ModelEntry) -> tuple[str, ...]:
+        """The bundles that can serve a model, the preferred one first."""
+        key = entry.family, entry.bundle
+        if key not in self._serving:
+            self._serving[key] = bundling.serving(self.bundles, *key)
+        return self._serving[key]
+
+    @functools.cached_property
+    def _serving(self) -> dict[tuple[str, str], tuple[str, ...]]:
+        """Results of `bundles_of` by family and by the bundle that an entry names: each request asks for one."""
+        return {}
+
+    def _in_bundle(self, resolved: Resolved, bundle: str) -> Resolved:
+        """Choose the bundles: `bundle`, or all that can serve the model. Raises BundleConflict."""
+        if resolved.bundles and not bundle:
+            return resolved
+        entry, able = resolved.entry, self.bundles_of(resolved.entry)
+        if not able or (bundle and bundle not in able):
+            why = "" if able else bundling.lacking(self.bundles, entry.family, entry.bundle)[1]
+            raise bundling.conflict(entry.id, able, bundle, why)
+        return replace(resolved, bundles=(bundle,) if bundle else able)
+
+    def find_alias(self, name: str) -> Alias | None:
+        """The alias with this id, found as `find` finds an entry."""
+        return self.aliases.get(name) or self.aliases.get(self._names.same(name) or "")
+
+    def _through_alias(self, rest: str, key: str) -> Resolved | None:
+        """Resolve `alias[@revision][:profile]`; None if there is no such alias.
+
+        A revision that is named beside the alias must be that of its target. A profile must be that of the target; if
+        the target names none, it may be any profile of the target. Raises ModelNotFound.
+        """
+        name, _, profile = rest.partition(":")
+        name, _, revision = name.partition("@")
+        alias = self.find_alias(name)
+        if alias is None:
+            return None
+        target = choose(alias, key)
+        try:
+            resolved = self.resolve(target.model, follow=False)
+        except (ModelNotFound, BundleConflict) as error:
+            error.message = f"{alias.id} is an alias of {target.model}: {error.message}"
+            raise
+        if revision and revision != resolved.entry.revision:
+            raise _no_revision(resolved.entry, revision)
+        if profile not in ("", "default", resolved.profile):
+            if resolved.profile != "default":
+                message = (
+                    f"{alias.id} is an alias of {resolved.canonical}, which names its profile: name the model for "
+                    "another one"
+                )
+                raise ModelNotFound(
+                    message, reason="profile_not_found", param="model", extras={"profiles": [resolved.profile]}
+                )
+            resolved = replace(self.resolve_profile(resolved.entry, profile, rest), bundles=resolved.bundles)
+        return replace(resolved, requested=rest, alias=alias.id)
+
+    def _match(self, name: str) -> ModelEntry | None:
+        """The entry of `model[@revision]`; None if there is none or if it has another revision."""
+        model, at, revision = name.partition("@")
+        entry = self.find(model)
+        return None if entry is not None and at and revision != entry.revision else entry
+
+    def _unknown(self, rest: str) -> ModelNotFound:
+        model, at, revision = rest.partition("@")
+        entry = self.find(model)
+        if entry is not None and at:
+            return _no_revision(entry, revision)
+        return ModelNotFound(
+            f"no model named {rest[:200]!r}", param="model", extras={"suggestions": self.near(model.split(":")[0])}
+        )
+
+    @staticmethod
+    def resolve_profile(entry: ModelEntry, profile: str, requested: str) -> Resolved:
+        """Apply a profile to its model. Raises ModelNotFound with reason profile_not_found."""
+        if profile != "default" and profile not in entry.profiles:
+            raise ModelNotFound(
+                f"{entry.id} has no profile {profile[:100]!r}, it has {', '.join(['default', *entry.profiles][:20])}",
+                reason="profile_not_found",
+                param="model",
+                extras={"profiles": ["default", *entry.profiles]},
+            )
+        run, load = _layered(entry, profile)
+        # profiles with equal load options share one copy of the weights, named after the first of them
+        owner = next(name for name in ("default", *entry.profiles) if _layered(entry, name)[1] == load)
+        residency = entry.id if owner == "default" else f"{entry.id}:{owner}"
+        return Resolved(entry, profile, run, load, residency, requested)
+
+
+def _with(mapping: Mapping[str, _Value], key: str, value: _Value | None) -> Mapping[str, _Value]:
+    """The map with a key changed, or removed if `value` is None; the map itself if nothing changes."""
+    if value is None and key not in mapping:
+        return mapping
+    new = dict(mapping)
+    if value is None:
+        del new[key]
+    else:
+        new[key] = value
+    return new
+
+
+def _no_revision(entry: ModelEntry, revision: str) -> ModelNotFound:
+    message = f"{entry.id} has no revision {revision[:100]!r}"
+    return ModelNotFound(message, reason="revision_not_found", param="model", extras={"revisions": [entry.revision]})
+
+
+def _layered(entry: ModelEntry, profile: str) -> tuple[RunDefaults, LoadOptions]:
+    """The model's options, overlaid by those of the profile that this one extends, then by those of the profile."""
+    run, load = entry.run, entry.load
+    variant = entry.profiles.get(profile)
+    if variant is None:
+        return run, load
+    for layer in (entry.profiles.get(variant.extends), variant):
+        if layer is not None:
+            run, load = _overlay(run, layer.run), _overlay_load(load, layer.load)
+    return run, load
+
+
+def _overlay(base: RunDefaults, layer: RunDefaults) -> RunDefaults:
+    changes = {name: value for name in RunDefaults.__struct_fields__ if (value := getattr(layer, name)) is not None}
+    if base.parameters and layer.parameters:
+        changes["parameters"] = {**base.parameters, **layer.parameters}
+    return msgspec.structs.replace(base, **changes)
+
+
+def _overlay_load(base: LoadOptions, layer: LoadOptions | None) -> LoadOptions:
+    """Overlay key by key. A layer can set a flag and cannot clear it. `causal` has three values, so that a layer can
+    set it to false.
+    """
+    if layer is None:
+        return base
+    layer_options = ((name, getattr(layer, name)) for name in LoadOptions.__struct_fields__)
+    return msgspec.structs.replace(
+        base, **{name: value for name, value in layer_options if value or (name == "causal" and value is not None)}
+    )
+
+
+def profile_fingerprint(loaded: str, entry: ModelEntry, profile: str) -> str:
+    """The fingerprint of answers of one profile: `loaded`, that of the loaded model, combined with the run options that
+    the profile changes.
+    """
+    run = Catalogue.resolve_profile(entry, profile, entry.id).run
+    if run == entry.run:
+        return loaded
+    return hashlib.sha256(loaded.encode() + msgspec.json.encode(run, order="sorted")).hexdigest()[:16]
+
+
+def fingerprint(entry: ModelEntry, load: LoadOptions, precision: str, engine: str = "torch") -> str:
+    """A digest of everything that changes the numbers of a model: weights, pooling, prompts, precision, engine,
+    normalisation and truncation.
+    """
+    facts: dict[str, object] = {
+        "id": entry.id,
+        "revision": entry.revision,
+        "family": entry.family,
+        "max_tokens": entry.max_tokens,
+        "outputs": entry.outputs,
+        "prompts": entry.prompts,
+        "run": entry.run,
+        "load": msgspec.structs.replace(load, engine=None),  # which one runs counts, not who asked for it
+        "precision": precision,
+    }
+    # what has no value is left out, and so is torch, so that fingerprints of existing indexes do not change
+    if engine != "torch":
+        facts["engine"] = engine
+    if entry.default_prompt_name:
+        facts["default_prompt_name"] = entry.default_prompt_name
+    if entry.pair:
+        facts["pair"] = entry.pair
+    if entry.head != HeadOptions():
+        facts["head"] = entry.head
+    if entry.weights.digests and not entry.weights.revision:  # a commit identifies the files as well
+        facts["digests"] = entry.weights.digests
+    return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:16]

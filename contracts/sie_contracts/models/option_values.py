@@ -1,0 +1,160 @@
+"""The values of request parameters: each function checks one value and returns it as the model takes it.
+
+`path` is where the client wrote it. Each raises InvalidInput that names the path.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from sie_contracts.errors import InvalidInput
+from sie_contracts.wire.messages import Truncate
+
+# what a score of a model with several outputs is computed from
+SCORE_MODES = {
+    "dense": ("dense",),
+    "sparse": ("sparse",),
+    "colbert": ("multivector",),
+    "hybrid": ("dense", "sparse", "multivector"),
+}
+MAX_HYPOTHESIS = 1000  # characters
+MAX_TASK = 100  # characters
+MAX_NEW_TOKENS = 1 << 20
+MAX_OWN_BYTES = 64 << 10  # of an option that only a family outside this project knows
+
+
+def bad(path: str, value: object, expected: str, reason: str = "schema") -> InvalidInput:
+    return InvalidInput(f"{path}: expected {expected}, got {describe(value)}", reason=reason, param=path)
+
+
+def describe(value: object) -> str:
+    """A value for an error message: numbers and booleans as they are; of anything that may hold a client's text only
+    the type.
+    """
+    if value is None or isinstance(value, bool | int | float):
+        return "null" if value is None else repr(value)
+    return {"dict": "a map", "list": "a list", "str": "a string"}.get(type(value).__name__, type(value).__name__)
+
+
+def text(path: str, value: Any) -> str:
+    if value is not None and not isinstance(value, str):
+        raise bad(path, value, "a string")
+    return value or ""
+
+
+def boolean(path: str, value: Any, *, default: bool = False) -> bool:
+    if value is None:
+        return default
+    if isinstance(value, bool) or (type(value) is int and value in (0, 1)):
+        return bool(value)
+    raise bad(path, value, "true or false")
+
+
+def one_of(path: str, value: Any, *, choices: Mapping[str, str], default: str, reason: str = "schema") -> str:
+    if value is None:
+        return default
+    if not isinstance(value, str) or value not in choices:
+        raise bad(path, value, f"one of {', '.join(choices)}", reason)
+    return choices[value]
+
+
+def integer(path: str, value: Any, expected: str, low: int, high: int) -> int:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if type(value) is not int or not low <= value <= high:
+        raise bad(path, value, expected)
+    return int(value)
+
+
+def number(path: str, value: Any) -> float:
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    if type(value) is int and abs(value) < 1 << 63:
+        return float(value)
+    raise InvalidInput(
+        f"{path}: expected a finite number of 64 bits, got {type(value).__name__}", reason="schema", param=path
+    )
+
+
+def weights(path: str, value: Any) -> dict[str, float]:
+    names = ("dense", "sparse", "colbert")
+    if not isinstance(value, dict) or not set(value) <= set(names) or not any(value.values()):
+        raise bad(path, value, f"a map of {', '.join(names)}, at least one above 0")
+    weights = {name: number(f"{path}.{name}", weight) for name, weight in value.items()}
+    for name, weight in weights.items():
+        if weight < 0:
+            raise bad(f"{path}.{name}", weight, "at least 0")
+    return weights
+
+
+def hypothesis(path: str, value: Any) -> str:
+    if not isinstance(value, str) or value.count("{}") != 1 or len(value) > MAX_HYPOTHESIS:
+        raise bad(path, value, f"a string of at most {MAX_HYPOTHESIS} characters with {{}} in the place of the label")
+    return value
+
+
+def task(path: str, value: Any) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_TASK:
+        raise bad(path, value, f"the name of a task, at most {MAX_TASK} characters")
+    return value
+
+
+def language(path: str, value: Any) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_TASK:
+        raise bad(path, value, f"the name or the code of a language, at most {MAX_TASK} characters")
+    return value
+
+
+def any_value(path: str, value: Any) -> Any:
+    """An option that its own family checks. Raises InvalidInput if it cannot be sent to the worker."""
+    try:
+        size = len(msgspec.msgpack.encode(value))
+    except (OverflowError, TypeError, UnicodeEncodeError) as error:
+        raise InvalidInput(
+            f"{path}: expected a value of JSON with numbers of 64 bits", reason="schema", param=path
+        ) from error
+    if size > MAX_OWN_BYTES:
+        raise InvalidInput(f"{path}: expected at most {MAX_OWN_BYTES} bytes, got {size}", reason="schema", param=path)
+    return value
+
+
+def truncate(path: str, value: Any, *, default: Truncate) -> Truncate:
+    if value is None or value is True:
+        return default
+    if value is False:
+        return "NONE"
+    choices: tuple[Truncate, ...] = ("END", "START", "NONE")
+    for choice in choices:
+        if isinstance(value, str) and value.upper() == choice:
+            return choice
+    raise bad(path, value, "one of END, START, NONE")
+
+
+# the options of families by name
+CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "threshold": number,
+    "box_threshold": number,
+    "text_threshold": number,
+    "score_threshold": number,
+    "prune_threshold": number,
+    "highlight_threshold": number,
+    "top_k": lambda path, value: integer(path, value, "a whole number from 1 to 1000", 1, 1000),
+    "task": task,
+    "language": language,
+    "max_new_tokens": lambda path, value: integer(path, value, "a whole number of at least 1", 1, MAX_NEW_TOKENS),
+    "flat_ner": boolean,
+    "multi_label": boolean,
+    "merge_adjacent_entities": boolean,
+    "precompute_labels": boolean,
+    "raw_scores": boolean,
+    "ocr": boolean,
+    "hypothesis_template": hypothesis,
+    "score_weights": weights,
+    "score_mode": lambda path, value: one_of(
+        path, value, choices={mode: mode for mode in SCORE_MODES}, default="dense"
+    ),
+}

@@ -1,0 +1,573 @@
+"""What a request asks of a model: its parameters merged over the profile's and the model's, once, here.
+
+    Resolved + parameters of the request ──► run_options ──► messages.RunOptions, which travels with the work
+
+No other code merges options, so every route and path executes the same set.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import re
+import unicodedata
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from sie_contracts.api.inference import Dtype
+from sie_contracts.errors import InvalidInput
+from sie_contracts.models import families, muvera
+from sie_contracts.models.catalogue import Catalogue, Resolved
+from sie_contracts.models.entries import VECTORS, ModelEntry, RunDefaults, needs_labels, templates
+from sie_contracts.models.families import FAMILIES
+from sie_contracts.models.muvera import Muvera
+from sie_contracts.models.option_values import (
+    CHECKS,
+    SCORE_MODES,
+    any_value,
+    bad,
+    boolean,
+    integer,
+    one_of,
+    text,
+    truncate,
+)
+from sie_contracts.names import did_you_mean
+from sie_contracts.wire.messages import Operation, RunOptions
+
+MAX_LABELS = 1000
+MAX_WARNINGS = 20
+# Characters of what is repeated for each input, or is only a name. The message size bounds everything else.
+MAX_PROMPT = 1 << 20
+MAX_LORA = 1000
+Side = Literal["document", ""]
+DTYPES: tuple[str, ...] = get_args(Dtype)
+TOKEN_STATES = "tokens"  # noqa: S105 - the output of a dense encoder that no request names: see `unpooled`
+_EVERYWHERE = frozenset(
+    {
+        "profile",
+        "lora_id",
+        "lora",
+        "on_item_error",
+        "timing",
+        "truncate",
+        "max_seq_length",
+        "is_query",
+        "input_type",
+        "instruction",
+        "default_instruction",
+        "query_template",
+        "doc_template",
+    }
+)
+# Parameters after which the fingerprint of an answer is still that of the profile.
+NEUTRAL: Mapping[str, str] = {
+    "profile": "the fingerprint is that of the profile which was chosen",
+    "lora_id": "the fingerprint covers the files of a LoRA, whatever name it has",
+    "lora": "as lora_id",
+    "on_item_error": "changes the form of the reply",
+    "timing": "changes the form of the reply",
+    "output_types": "chooses outputs and changes none",
+    "is_query": "queries fit the index of the documents: the entry has both prompts, and the fingerprint covers them",
+    "input_type": "as is_query",
+    "prompt_name": "as is_query",
+    "labels": "is what is looked for, an input as the text is",
+    "output_schema": "no model takes one",
+    "precompute_labels": "the labels give the same numbers, computed before the texts or with them",
+    "ocr": "has one value",
+}
+_USED: dict[str, frozenset[str]] = {
+    "encode": _EVERYWHERE
+    | {"output_types", "output_dtype", "dimensions", "normalize", "pooling", "muvera", "prompt_name"},
+    "score": _EVERYWHERE,
+    "extract": _EVERYWHERE | {"labels", "output_schema"},
+}
+_TOP_LEVEL = frozenset({"items", "inputs", "input", "params", "options", "model", "query"})
+_KNOWN = _TOP_LEVEL.union(*_USED.values())
+FIELDS = _KNOWN.union(*(family.parameters for family in FAMILIES.values()))  # every parameter that some model reads
+_FIELD = re.compile(r"\{(query|document)\}")
+_DTYPES = {name: name for name in DTYPES}
+_QUERY_KINDS = {"query", "search_query"}
+_POOLINGS = {"cls": "cls", "mean": "mean", "last": "last", "last_token": "last", "weighted": "weighted"}
+
+
+class _Parameters:
+    """Parameters of a request, from the four levels at which a client may write them; null and [] mean unset, except
+    that a null prompt_name means no prompt.
+    """
+
+    def __init__(self, body: Mapping[str, Any], side: Side) -> None:
+        params = _mapping(body, "params", "params")
+        self._side = side
+        self.levels: list[tuple[str, Mapping[str, Any]]] = [  # first comes first
+            ("params.", params),
+            ("", body),
+            ("params.options.", _mapping(params, "options", "params.options")),
+            ("options.", _mapping(body, "options", "options")),
+        ]
+        self._found = {
+            name: (f"{prefix}{name}", value)
+            for prefix, level in reversed(self.levels)
+            for name, value in level.items()
+            if (value is not None and value != []) or name == "prompt_name"
+        }
+
+    def get(self, name: str) -> tuple[str, Any]:
+        """The path of a parameter and its value, None if it is unset."""
+        return self._found.get(name) or (name, None)
+
+    def is_set(self, *names: str) -> bool:
+        """Whether any of `names` is set."""
+        return any(name in self._found for name in names)
+
+    def drop(self, *names: str) -> None:
+        """Leave parameters unset, whatever the request says."""
+        for name in names:
+            self._found.pop(name, None)
+
+    def side(self, defaults: RunDefaults) -> Side | None:
+        """The side of texts for which nothing names a side or a prompt, None where something does."""
+        is_named = self.is_set("is_query", "input_type", "prompt_name") or defaults.is_query is not None
+        return None if is_named else self._side
+
+    def has_others(self, names: Collection[str]) -> bool:
+        """Whether any is set that is not of `names`."""
+        return not self._found.keys() <= _TOP_LEVEL.union(names)
+
+    def only(self, names: Collection[str]) -> _Parameters:
+        """The parameters of `names` alone."""
+        return _Parameters({name: value for name, (_, value) in self._found.items() if name in names}, self._side)
+
+    def unused(self, used: frozenset[str]) -> Iterator[tuple[str, str]]:
+        """The paths of parameters that have no meaning for this model on this route, each with a suggestion."""
+        for prefix, level in self.levels:
+            options = used if prefix.endswith("options.") else used | _TOP_LEVEL
+            for name in level:
+                if name not in options:
+                    shown = str(name)[:64]
+                    yield prefix + shown, "" if name in FIELDS else did_you_mean(shown, options)
+
+    def foreign(self) -> frozenset[str]:
+        """All names that no route knows."""
+        return frozenset(str(name) for _, level in self.levels for name in level) - _KNOWN
+
+
+def _mapping(parent: Mapping[str, Any], name: str, path: str) -> Mapping[str, Any]:
+    value = parent.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise bad(path, value, "a map or null")
+    return value
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """The outcome of merging: what the model runs, and how the reply is shaped."""
+
+    run: RunOptions
+    on_item_error: str = "slot"
+    item_timing: bool = False
+    warnings: tuple[str, ...] = ()
+
+
+def run_options(
+    resolved: Resolved,
+    body: Mapping[str, Any],
+    operation: Operation = "encode",
+    on_item_error: str = "slot",
+    *,
+    strict: bool = False,
+    side: Side = "document",
+) -> tuple[Resolved, RequestOptions]:
+    """Merge the request's parameters over the profile's and the model's, and check each against the entry.
+    `on_item_error` counts where the request has none, `side` for texts whose side no parameter names.
+
+    Returns the resolution with the profile that `options.profile` may have chosen. Raises InvalidInput naming the path.
+    """
+    request = _Parameters(body, side)
+    resolved = _chosen_profile(resolved, *request.get("profile"))
+    entry, defaults = resolved.entry, resolved.run
+    if operation not in entry.tasks:
+        does = ", ".join(entry.tasks)
+        message = (
+            f"{entry.id} does not {operation}, it does {does}; GET /v1/models?task={operation} lists the models that "
+            f"{operation}"
+        )
+        raise InvalidInput(message, reason="unsupported_task", param="model")
+    own = families.row(entry.family).parameters if entry.family in FAMILIES else None
+    names = request.foreign() if own is None else own
+    used = _USED[operation] | names
+    if not _takes_instruction(entry, defaults, operation):
+        used -= {"instruction", "default_instruction"}
+        request.drop("instruction", "default_instruction")
+    run = _merged(entry, defaults, request, operation, names)
+    if request.has_others(neutral := _neutral(entry)):
+        usual = _merged(entry, defaults, request.only(neutral - {"output_types"}), operation, names)
+        usual = msgspec.structs.replace(usual, outputs=run.outputs)
+        run = altered(usual, **{name: getattr(run, name) for name in RunOptions.__struct_fields__})
+    on_error = one_of(*request.get("on_item_error"), choices={"slot": "slot", "fail": "fail"}, default=on_item_error)
+    timing = one_of(*request.get("timing"), choices={"request": "request", "items": "items"}, default="request")
+    if operation == "extract":  # no family follows a schema
+        used -= {"output_schema"}
+    unused = list(itertools.islice(request.unused(used), MAX_WARNINGS))
+    if unused and strict:
+        path, suggestion = unused[0]
+        raise InvalidInput(
+            f"{path}: no such option of {entry.id} here{suggestion}", reason="unknown_option", param=path
+        )
+    warnings = tuple(f"{path}: ignored, no such option of {entry.id} here{suggestion}" for path, suggestion in unused)
+    if operation == "encode" and _is_prompted_unasked(entry, defaults, request):
+        warnings += (
+            f"prompt_name: texts have the document prompt of {entry.id}, since the request names none; set is_query, "
+            "input_type or prompt_name (null: no prompt)",
+        )
+    return resolved, RequestOptions(run, on_error, timing == "items", warnings)
+
+
+def _merged(
+    entry: ModelEntry, defaults: RunDefaults, request: _Parameters, operation: Operation, names: frozenset[str]
+) -> RunOptions:
+    """`names`: the parameters that only this family reads."""
+    parameters = _family_parameters(defaults, request, names)
+    common: dict[str, Any] = {
+        "truncate": truncate(*request.get("truncate"), default=defaults.truncate or "END"),
+        "max_tokens": _max_tokens(entry, *request.get("max_seq_length")),
+        "lora": _lora(entry, defaults, request),
+        "instruction": text(*request.get("instruction")) or defaults.instruction or "",
+        "parameters": parameters,
+    }
+    merge = {"encode": _encode, "score": _score, "extract": _extract}[operation]
+    return RunOptions(**common, **merge(entry, defaults, request, parameters))
+
+
+def _neutral(entry: ModelEntry) -> frozenset[str]:
+    """The parameters of NEUTRAL, and the instruction of a model for which it is the query."""
+    return frozenset(NEUTRAL) | (frozenset({"instruction"}) if families.row(entry.family).needs_instruction else set())
+
+
+def altered(usual: RunOptions, **changes: Any) -> RunOptions:
+    """`usual` with these fields. Where one differs, the answers have another fingerprint (`RunOptions.variant`)."""
+    differing = {name: value for name, value in changes.items() if value != getattr(usual, name)}
+    if not differing:
+        return usual
+    identity = msgspec.json.encode([usual.variant, differing], order="sorted")
+    return msgspec.structs.replace(usual, **differing, variant=hashlib.sha256(identity).hexdigest()[:16])
+
+
+def prompt_template(entry: ModelEntry, path: str, name: Any) -> str:
+    """The template of a prompt that a request names at `path`. Raises InvalidInput for a name that the model lacks."""
+    prompts = templates(entry)
+    if not isinstance(name, str) or name not in prompts:
+        expected = (
+            f"expected a prompt of {entry.id}: {', '.join(sorted(prompts))}"
+            if prompts
+            else f"{entry.id} has no prompts"
+        )
+        raise InvalidInput(f"{path}: {expected}", reason="schema", param=path)
+    return prompts[name]
+
+
+def unpooled(entry: ModelEntry, run: RunOptions) -> RunOptions:
+    """`run` with the last hidden state of each token in place of its outputs. Raises InvalidInput if the model gives
+    none.
+    """
+    if not families.row(entry.family).gives_vectors or "dense" not in entry.outputs:
+        message = f"{entry.id} gives no embeddings of tokens, only dense text encoders do"
+        raise InvalidInput(message, reason="unsupported_output", param="model")
+    return msgspec.structs.replace(
+        run, outputs=(TOKEN_STATES,), normalize=False, dimensions=0, dtype="float32", pooling="", muvera=None
+    )
+
+
+def counting(run: RunOptions) -> RunOptions:
+    """Options of a tokenize that counts the tokens of inputs that `run` would encode: with the prompt, before
+    truncation.
+    """
+    return RunOptions(outputs=(), prefix=run.prefix, suffix=run.suffix, parameters={"count": True})
+
+
+def tokenizing(prefix: str = "", suffix: str = "", *, add_special_tokens: bool = True) -> RunOptions:
+    """Options of a tokenize that returns the tokens of prefix + text + suffix."""
+    parameters: dict[str, Any] = {} if add_special_tokens else {"add_special_tokens": False}
+    return RunOptions(outputs=(), prefix=prefix, suffix=suffix, parameters=parameters)
+
+
+def decoding(*, skip_special_tokens: bool = True) -> RunOptions:
+    """Options of a decode."""
+    return RunOptions(outputs=(), parameters={} if skip_special_tokens else {"skip_special_tokens": False})
+
+
+def _encode(
+    entry: ModelEntry, defaults: RunDefaults, request: _Parameters, parameters: Mapping[str, Any]
+) -> dict[str, Any]:
+    muvera = _muvera(entry, defaults, *request.get("muvera"))
+    outputs = _outputs(entry, defaults, *request.get("output_types"), muvera=muvera is not None)
+    path, value = request.get("output_dtype")
+    dtype = one_of(path, value, choices=_DTYPES, default=defaults.output_dtype or "float32", reason="unsupported_dtype")
+    is_query = _is_query(defaults, request)
+    chosen = _template(entry, defaults, request, is_query=is_query)
+    is_instructed = request.is_set("instruction") or not request.is_set("prompt_name")
+    prefix, suffix = _prompt(entry, defaults, request, chosen, is_query=is_query, instructed=is_instructed)
+    return {
+        "outputs": outputs,
+        "prefix": prefix,
+        "suffix": suffix,
+        "dtype": dtype,
+        "is_query": is_query,
+        "muvera": muvera,
+        "pooling": one_of(*request.get("pooling"), choices=_POOLINGS, default=defaults.pooling or ""),
+        "normalize": boolean(
+            *request.get("normalize"), default=defaults.normalize if defaults.normalize is not None else True
+        ),
+        "dimensions": _dimensions(entry, defaults, *request.get("dimensions")),
+    }
+
+
+def _takes_instruction(entry: ModelEntry, defaults: RunDefaults, operation: Operation) -> bool:
+    """Whether an instruction of a request has a meaning: an empty one of the profile says that none has."""
+    if defaults.instruction == "":
+        return False
+    if operation != "score" or entry.family not in FAMILIES or FAMILIES[entry.family].gives_vectors:
+        return True
+    return any("{instruction}" in piece for piece in entry.pair)
+
+
+def _score(
+    entry: ModelEntry, defaults: RunDefaults, request: _Parameters, parameters: Mapping[str, Any]
+) -> dict[str, Any]:
+    if entry.pair:
+        instruction = _instruction(entry, defaults, request)
+        # a piece for the instruction alone has no meaning without one
+        pieces = [piece for piece in entry.pair if instruction or "{instruction}" not in piece or _FIELD.search(piece)]
+        return {"outputs": (), "pieces": tuple(_cut(piece, instruction) for piece in pieces)}
+    if not families.row(entry.family).gives_vectors:
+        return {"outputs": ()}
+    mode = parameters.get("score_mode") or ("dense" if "score" in entry.outputs else "colbert")
+    outputs = SCORE_MODES[mode]
+    if missing := [name for name in outputs if name not in entry.outputs]:
+        raise InvalidInput(
+            f"score_mode: {entry.id} has no output {missing[0]}", reason="unsupported_output", param="score_mode"
+        )
+    document, query = (entry.prompts.get(side, "{text}") for side in ("document", "query"))
+    prefix, suffix = _prompt(entry, defaults, request, document, is_query=False, instructed=False)
+    query_prefix, query_suffix = _prompt(entry, defaults, request, query, is_query=True)
+    return {
+        "outputs": outputs,
+        "prefix": prefix,
+        "suffix": suffix,
+        "query_prefix": query_prefix,
+        "query_suffix": query_suffix,
+        "pooling": defaults.pooling or "",
+    }
+
+
+def _extract(
+    entry: ModelEntry, defaults: RunDefaults, request: _Parameters, parameters: Mapping[str, Any]
+) -> dict[str, Any]:
+    path, labels = request.get("labels")
+    if labels is None and needs_labels(entry):
+        raise InvalidInput(f"labels: {entry.id} needs the labels to look for", reason="labels_required", param="labels")
+    if labels is not None and not (
+        isinstance(labels, list) and all(isinstance(label, str) and label.strip() for label in labels)
+    ):
+        raise bad(path, labels, "a list of strings that are not empty")
+    if labels is not None and len(labels) > MAX_LABELS:
+        raise InvalidInput(
+            f"{path}: got {len(labels)} labels, at most {MAX_LABELS} are allowed", reason="schema", param=path
+        )
+    if families.row(entry.family).needs_instruction and not (text(*request.get("instruction")) or defaults.instruction):
+        message = f"instruction: {entry.id} needs the query that the texts are read for"
+        raise InvalidInput(message, reason="instruction_required", param="instruction")
+    return {"outputs": (), "labels": tuple(labels or ()), "threshold": parameters.get("threshold")}
+
+
+def _family_parameters(defaults: RunDefaults, request: _Parameters, names: frozenset[str]) -> dict[str, Any]:
+    """The options `names`, which only this family reads. A family of another package checks its own."""
+    parameters = dict(defaults.parameters or {})
+    for name in names:
+        path, value = request.get(name)
+        if value is not None:
+            parameters[name] = CHECKS[name](path, value) if name in CHECKS else any_value(path, value)
+    return parameters
+
+
+def _cut(piece: str, instruction: str) -> tuple[str, ...]:
+    """A piece of a pair template as literal text, then in turn a field and literal text, so that braces in an
+    instruction have no meaning.
+    """
+    parts = _FIELD.split(piece)
+    return tuple(part if index % 2 else part.replace("{instruction}", instruction) for index, part in enumerate(parts))
+
+
+def _outputs(entry: ModelEntry, defaults: RunDefaults, path: str, value: Any, *, muvera: bool) -> tuple[str, ...]:
+    vectors = [name for name in VECTORS if name in entry.outputs]
+    allowed = ["dense", *(name for name in vectors if name != "dense")] if muvera else vectors
+    if value is None:
+        return (
+            ("dense",)
+            if muvera
+            else tuple(defaults.output_types or (("dense",) if "dense" in vectors else vectors[:1]))
+        )
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise bad(path, value, "a list of output names")
+    for name in value:
+        if name not in allowed:
+            raise InvalidInput(
+                f"{path}: {entry.id} has no such output, it has {', '.join(allowed)}",
+                reason="unsupported_output",
+                param=path,
+            )
+    return tuple(dict.fromkeys(value))
+
+
+def _muvera(entry: ModelEntry, defaults: RunDefaults, path: str, value: Any) -> Muvera | None:
+    muvera_option = defaults.muvera if value is None else value
+    if muvera_option is None or muvera_option is False:
+        return None
+    if "multivector" not in entry.outputs:
+        raise InvalidInput(f"{path}: {entry.id} has no multivectors to encode", reason="muvera_unsupported", param=path)
+    chosen = muvera.parse(entry.head.muvera or True, None, "head.muvera")
+    for where, layer in (("muvera", defaults.muvera), (path, value)):
+        if isinstance(layer, dict):
+            chosen = muvera.parse(layer, chosen, where)
+    if not isinstance(muvera_option, bool | dict):
+        raise bad(path, muvera_option, "true, false or a map")
+    chosen.width(entry.outputs["multivector"], path)
+    return chosen
+
+
+def _lora(entry: ModelEntry, defaults: RunDefaults, request: _Parameters) -> str:
+    (path, first), (alias, second) = request.get("lora_id"), request.get("lora")
+    if first is not None and second is not None and first != second:
+        raise InvalidInput(f"{alias}: differs from lora_id", reason="lora_conflict", param=alias)
+    name = text(path, first) or text(alias, second) or defaults.lora or ""
+    if len(name) > MAX_LORA:
+        raise InvalidInput(
+            f"{path}: expected at most {MAX_LORA} characters, got {len(name)}", reason="schema", param=path
+        )
+    if name and not families.row(entry.family).takes_lora:
+        raise InvalidInput(f"{path}: {entry.id} takes no LoRA", reason="lora_unsupported", param=path)
+    return name
+
+
+def _chosen_profile(resolved: Resolved, path: str, value: Any) -> Resolved:
+    if value is None or value == resolved.profile:
+        return resolved
+    if not isinstance(value, str):
+        raise bad(path, value, "the name of a profile")
+    if value == "default":
+        return resolved
+    if resolved.profile != "default":
+        raise InvalidInput(f"{path}: differs from the profile in the model name", reason="profile_conflict", param=path)
+    if value not in resolved.entry.profiles:
+        names = ", ".join(["default", *resolved.entry.profiles])
+        raise InvalidInput(
+            f"{path}: unknown profile, {resolved.entry.id} has {names}", reason="unknown_profile", param=path
+        )
+    return replace(
+        Catalogue.resolve_profile(resolved.entry, value, resolved.requested),
+        alias=resolved.alias,
+        bundles=resolved.bundles,
+    )
+
+
+def _dimensions(entry: ModelEntry, defaults: RunDefaults, path: str, value: Any) -> int:
+    if value is None:
+        return 0
+    native = entry.outputs.get("dense", 0) or entry.outputs.get("multivector", 0)
+    allowed = sorted({native, *(defaults.dimensions or ())} - {0})
+    if isinstance(value, float) and (math.isnan(value) or math.isinf(value)):
+        raise bad(path, value, "a whole number")
+    width = integer(path, value, "a whole number", 1, 1 << 20)
+    if width not in allowed:
+        remedy = ""
+        if width < native:
+            listed = sorted({*(defaults.dimensions or ()), width})
+            remedy = f"; run.dimensions of its entry lists them: sie models set {entry.id} 'run.dimensions={listed}'"
+        raise InvalidInput(
+            f"{path}: {entry.id} allows {', '.join(map(str, allowed))}, got {width}{remedy}",
+            reason="bad_dimensions",
+            param=path,
+        )
+    return 0 if width == native else width
+
+
+def _max_tokens(entry: ModelEntry, path: str, value: Any) -> int:
+    return (
+        0
+        if value is None
+        else integer(path, value, f"a whole number from 1 to {entry.max_tokens}", 1, entry.max_tokens)
+    )
+
+
+def _is_query(defaults: RunDefaults, request: _Parameters) -> bool:
+    kind = text(*request.get("input_type")) or text(*request.get("prompt_name"))
+    return boolean(*request.get("is_query"), default=kind in _QUERY_KINDS if kind else bool(defaults.is_query))
+
+
+def _instruction(entry: ModelEntry, defaults: RunDefaults, request: _Parameters) -> str:
+    fallback = text(*request.get("default_instruction")) or entry.prompts.get("default_instruction", "")
+    instruction = text(*request.get("instruction")) or defaults.instruction or fallback
+    if not families.row(entry.family).ends_instruction:
+        return instruction
+    instruction = instruction.strip()
+    return (
+        instruction if not instruction or unicodedata.category(instruction[-1]).startswith("P") else f"{instruction}."
+    )
+
+
+def _template(entry: ModelEntry, defaults: RunDefaults, request: _Parameters, *, is_query: bool) -> str:
+    """The model's template of the prompt that the request names, else of the side that its texts are on."""
+    if request.is_set("prompt_name"):
+        path, name = request.get("prompt_name")
+        return "{text}" if name is None else prompt_template(entry, path, name)
+    prompts = templates(entry)
+    if request.side(defaults) == "":
+        return prompts.get(entry.default_prompt_name, "{text}")
+    return prompts.get("query" if is_query else "document", "{text}")
+
+
+def _is_prompted_unasked(entry: ModelEntry, defaults: RunDefaults, request: _Parameters) -> bool:
+    """Whether texts have a document prompt that neither the request nor the model's library asks for."""
+    if request.side(defaults) != "document" or request.is_set("doc_template"):
+        return False
+    prompts = templates(entry)
+    return prompts.get("document", "{text}") != prompts.get(entry.default_prompt_name, "{text}")
+
+
+def _prompt(
+    entry: ModelEntry,
+    defaults: RunDefaults,
+    request: _Parameters,
+    template: str,
+    *,
+    is_query: bool,
+    instructed: bool = True,
+) -> tuple[str, str]:
+    """The prompt before and after the text, by the request's own template, else by `template`. A bare one puts the
+    instruction before the text, if the text is `instructed`.
+
+    The template is split at its own `{text}` first, so braces of a client have no meaning.
+    """
+    path, own = request.get("query_template" if is_query else "doc_template")
+    template = text(path, own) or template
+    before, field, after = template.partition("{text}")
+    if not field:
+        raise InvalidInput(f"{path}: a template needs {{text}}", reason="schema", param=path)
+    if "{instruction}" in template:
+        filled = _instruction(entry, defaults, request)
+        length = len(template) + template.count("{instruction}") * len(filled)
+        if length > MAX_PROMPT:
+            raise InvalidInput(
+                f"{path}: expected a prompt of at most {MAX_PROMPT} characters, got {length}",
+                reason="schema",
+                param=path,
+            )
+        return before.replace("{instruction}", filled), after.replace("{instruction}", filled)
+    chosen = text(*request.get("instruction")) or defaults.instruction or text(*request.get("default_instruction"))
+    return (f"{chosen} ", "") if template == "{text}" and chosen and instructed else (before, after)

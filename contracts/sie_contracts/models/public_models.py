@@ -1,0 +1,495 @@
+"""Model files of the public SIE, read as entries of the catalogue.
+
+    a file with sie_id ──► translated ──► Translation: an entry, and the fields that have no counterpart
+                               └ ValidationFailed: the field for which no family here has a counterpart
+
+Such a file names a class of the public server for each profile. The class decides the family. What the file does not
+say is taken from the entry that the catalogue has of the same model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import msgspec
+
+from sie_contracts.errors import ValidationFailed
+from sie_contracts.models import families
+from sie_contracts.models.entries import VECTORS, Pooling, Precision
+from sie_contracts.models.muvera import Muvera
+from sie_contracts.names import in_words
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a class of the public server is here. `extracts`: the outputs of its task `extract`. `is_complete`: whether
+    a file says enough for an entry; else the prompts come from the entry that the catalogue has.
+    """
+
+    family: str
+    extracts: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ("text",)
+    package: str = ""
+    is_complete: bool = True
+
+
+_ENCODER = _Kind("text-encoder")
+_CROSS = _Kind("cross-encoder")
+_DECODER = _Kind("decoder-reranker")
+_TWO_TOWERS = _Kind("dual-encoder", inputs=("text", "image"))
+_PAGES = _Kind("vision-language", inputs=("text", "image"), is_complete=False)
+_READER = _Kind("document-reader", ("entities", "data"), ("image",))
+_DETECTOR = _Kind("detector", ("objects",), ("image",))
+_GLINER = _Kind("gliner", ("entities",))
+_CLASSIFIER = _Kind("zero-shot-classifier", ("classifications",))
+_KINDS: Mapping[str, _Kind] = {
+    "BGEM3Adapter": _ENCODER,
+    "BGEM3FlagAdapter": _ENCODER,
+    "BGEM3FlashAdapter": _ENCODER,
+    "BertFlashAdapter": _ENCODER,
+    "CandleEmbeddingAdapter": _ENCODER,
+    "ColBERTAdapter": _ENCODER,
+    "ColBERTModernBERTFlashAdapter": _ENCODER,
+    "ColBERTRotaryFlashAdapter": _ENCODER,
+    "GTESparseFlashAdapter": _ENCODER,
+    "ModernBERTFlashAdapter": _ENCODER,
+    "NomicFlashAdapter": _ENCODER,
+    "PyTorchEmbeddingAdapter": _ENCODER,
+    "Qwen2FlashAdapter": _ENCODER,
+    "RoPEFlashAdapter": _ENCODER,
+    "SGLangEmbeddingAdapter": _ENCODER,
+    "SPLADEFlashAdapter": _ENCODER,
+    "SentenceTransformerDenseAdapter": _ENCODER,
+    "SentenceTransformerSparseAdapter": _ENCODER,
+    "XLMRobertaFlashAdapter": _ENCODER,
+    "BertFlashCrossEncoderAdapter": _CROSS,
+    "CrossEncoderAdapter": _CROSS,
+    "JinaFlashCrossEncoderAdapter": _CROSS,
+    "ModernBertFlashCrossEncoderAdapter": _CROSS,
+    "Qwen2FlashCrossEncoderAdapter": _DECODER,
+    "CLIPAdapter": _TWO_TOWERS,
+    "SiglipAdapter": _TWO_TOWERS,
+    "ColPaliAdapter": _PAGES,
+    "ColQwen2Adapter": _PAGES,
+    "NemoColEmbedAdapter": _PAGES,
+    "Qwen3VLEmbeddingAdapter": _Kind("multimodal-encoder", inputs=("text", "image"), is_complete=False),
+    "Qwen3VLRerankerAdapter": _Kind("multimodal-reranker", inputs=("text", "image"), is_complete=False),
+    "DonutAdapter": _READER,
+    "GlmOcrAdapter": _READER,
+    "LightOnOCRAdapter": _READER,
+    "PaddleOCRVLAdapter": _READER,
+    "SGLangVisionExtractAdapter": _READER,
+    "Florence2Adapter": _Kind("document-reader", ("entities", "objects", "data"), ("image",)),
+    "WhisperAdapter": _Kind("sound-reader", ("entities", "data"), ("audio",)),
+    "DoclingAdapter": _Kind("docling", ("data",), ("document",), package="docling-slim"),
+    "GroundingDINOAdapter": _DETECTOR,
+    "Owlv2Adapter": _DETECTOR,
+    "GLiNERAdapter": _GLINER,
+    "GLiNERBiAdapter": _GLINER,
+    "GLiNER2Adapter": _Kind("gliner2", ("entities",)),
+    "GLiRELAdapter": _Kind("glirel", ("relations",)),
+    "GLiClassAdapter": _Kind("gliclass", ("classifications",)),
+    "NLIClassificationAdapter": _CLASSIFIER,
+    "NLIClassificationFlashAdapter": _CLASSIFIER,
+    "StablebridgePrunerAdapter": _Kind("pruner", ("entities",)),
+}
+
+# Options with a counterpart: the part of an entry and its field there.
+_LOADTIME = {
+    "append_eos": ("load", "append_eos"),
+    "causal": ("load", "causal"),
+    "normalize": ("run", "normalize"),
+    "query_prefix": ("head", "query_marker"),
+    "doc_prefix": ("head", "document_marker"),
+    "query_max_length": ("head", "query_length"),
+    "doc_max_length": ("head", "document_length"),
+    "query_expansion": ("head", "query_expansion"),
+    "doc_punctuation_skiplist": ("head", "skip_punctuation"),
+    "muvera_config": ("head", "muvera"),
+    "yes_token": ("head", "yes_token"),
+    "no_token": ("head", "no_token"),
+    "score_mode": ("head", "score"),
+    "input_format": ("pair", ""),
+    "default_instruction": ("prompts", "default_instruction"),
+}
+_RUNTIME = {
+    "pooling": ("run", "pooling"),
+    "normalize": ("run", "normalize"),
+    "output_types": ("run", "output_types"),
+    "output_dtype": ("run", "output_dtype"),
+    "instruction": ("run", "instruction"),
+    "lora_id": ("run", "lora"),
+    "muvera": ("run", "muvera"),
+    "query_max_length": ("head", "query_length"),
+    "max_seq_length": ("head", "document_length"),
+    "query_template": ("prompts", "query"),
+    "doc_template": ("prompts", "document"),
+    "default_instruction": ("prompts", "default_instruction"),
+}
+_OF_VECTORS = frozenset({"pooling", "normalize", "output_types", "output_dtype"})
+_POOLINGS = {name: name for name in get_args(Pooling) if name} | {"last_token": "last"}
+_SCORES = {"log_softmax": "probability", "logit_diff": "difference"}
+_TURN = "<|im_end|>\n<|im_start|>assistant\n"
+_PAIRS = {
+    "qwen3": (
+        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+        'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n',
+        "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}",
+        f"{_TURN}<think>\n\n</think>\n\n",
+    ),
+    "mxbai": (
+        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+        "<|im_start|>user\n",
+        "instruction: {instruction}\n",
+        "query: {query}",
+        "\n",
+        "document: {document}",
+        "\n",
+        "You are a search relevance expert who evaluates how well documents match search queries. For each "
+        "query-document pair, carefully analyze the semantic relationship between them, then provide your binary "
+        "relevance judgment (0 for not relevant, 1 for relevant).\nRelevance:",
+        _TURN,
+    ),
+}
+"""The pieces of a pair by the name that files have for them."""
+
+
+class _Dim(msgspec.Struct, frozen=True):
+    dim: int
+
+
+class _Encode(msgspec.Struct, frozen=True):
+    dense: _Dim | None = None
+    sparse: _Dim | None = None
+    multivector: _Dim | None = None
+
+
+class _Tasks(msgspec.Struct, frozen=True):
+    encode: _Encode | None = None
+    score: dict[str, Any] | None = None
+    extract: dict[str, Any] | None = None
+    generate: dict[str, Any] | None = None
+
+
+class _Options(msgspec.Struct, frozen=True):
+    loadtime: dict[str, Any] = {}
+    runtime: dict[str, Any] = {}
+
+
+class _Profile(msgspec.Struct, frozen=True):
+    extends: str | None = None
+    adapter_path: str | None = None
+    compute_precision: str | None = None
+    adapter_options: _Options = _Options()
+
+
+class _Model(msgspec.Struct, frozen=True):
+    tasks: _Tasks
+    profiles: dict[str, _Profile]
+    sie_id: str = ""
+    hf_id: str | None = None
+    hf_revision: str | None = None
+    weights_path: str | None = None
+    package_backed: bool = False
+    inputs: dict[str, bool] = {}
+    max_sequence_length: int | None = None
+
+
+@dataclass(frozen=True)
+class Translation:
+    """An entry as it is written, and the fields of the file that it ignores, each with the reason."""
+
+    entry: dict[str, Any]
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass
+class _Draft:
+    """The parts of an entry that a profile of the file decides."""
+
+    load: dict[str, Any] = field(default_factory=dict)
+    run: dict[str, Any] = field(default_factory=dict)
+    head: dict[str, Any] = field(default_factory=dict)
+    prompts: dict[str, Any] = field(default_factory=dict)
+    pair: dict[str, Any] = field(default_factory=dict)
+    ignored: dict[str, str] = field(default_factory=dict)
+
+
+def is_public(raw: Any) -> bool:
+    """Whether a document is a model file of the public SIE."""
+    return isinstance(raw, dict) and "id" not in raw and ("sie_id" in raw or "hf_id" in raw)
+
+
+def translated(raw: Mapping[str, Any], present: Mapping[str, Any] | None = None) -> Translation:
+    """The entry that a model file means. `present`: the entry that the catalogue has of the same model.
+
+    Raises ValidationFailed for a model that no family here computes, and for a file that says too little.
+    """
+    try:
+        model = msgspec.convert(raw, _Model)
+    except msgspec.ValidationError as error:
+        text, at, where = in_words(str(error)).rpartition(" - at ")
+        raise _refused(where.strip("`"), text) if at else _refused("$", where) from error
+    return _Translator(raw, model, present or {}).translation()
+
+
+class _Translator:
+    def __init__(self, raw: Mapping[str, Any], model: _Model, present: Mapping[str, Any]) -> None:
+        self._raw = raw
+        self._model = model
+        self._present = present
+        self._ignored: dict[str, str] = {}
+
+    def translation(self) -> Translation:
+        model = self._model
+        if model.tasks.generate is not None:
+            raise _refused("$.tasks.generate", "this server encodes, scores and extracts, and generates no text")
+        if not model.profiles:
+            raise _refused("$.profiles", "expected at least one profile")
+        base = "default" if "default" in model.profiles else next(iter(model.profiles))
+        kind = self._kind(base)
+        self._name_unread()
+        outputs = self._outputs(kind)
+        own = self._draft(base, kind, outputs)
+        profiles: dict[str, dict[str, Any]] = {}
+        if base != "default":
+            profiles[base] = {}
+            self._ignored["profiles"] = f"the file has no default profile: {base} is the default"
+        for name in model.profiles:
+            if name != base and (profile := self._profile(name, kind, own, outputs)) is not None:
+                profiles[name] = profile
+        self._ignored |= own.ignored
+        if own.run.get("normalize"):  # which is the default
+            del own.run["normalize"]
+        parts = {name: part for name in ("load", "run", "head", "prompts") if (part := getattr(own, name))}
+        entry: dict[str, Any] = {
+            **({"id": model.sie_id} if model.sie_id else {}),
+            "family": kind.family,
+            "weights": self._weights(kind),
+            "outputs": outputs,
+            **({"inputs": list(kind.inputs)} if kind.inputs != ("text",) else {}),
+            "max_tokens": self._max_tokens(),
+            **parts,
+            **own.pair,
+        }
+        rest = {name: value for name, value in self._present.items() if name not in ("profiles", *entry)}
+        for name in parts:
+            entry[name] = _overlaid(self._present.get(name, {}), entry[name])
+        if profiles:
+            entry["profiles"] = profiles
+        return Translation({**entry, **rest}, tuple(f"{path}: {why}" for path, why in self._ignored.items()))
+
+    def _kind(self, profile: str) -> _Kind:
+        """What the class of a profile is here."""
+        loc = f"$.profiles.{profile}.adapter_path"
+        name = (self._flat(profile).adapter_path or "").rpartition(":")[2]
+        if not name:
+            raise _refused(loc, "expected the class that computes the model")
+        kind = _KINDS.get(name)
+        if kind is None:
+            raise _refused(
+                loc, f"no family here does what {name[:80]} does; `sie models inspect` says which one reads a folder"
+            )
+        if not kind.is_complete and kind.family != self._present.get("family"):
+            raise _refused(
+                loc,
+                f"a {kind.family} needs prompts, which the file does not have; `sie models add` reads them from the "
+                "files of the model",
+            )
+        return kind
+
+    def _flat(self, name: str) -> _Profile:
+        """A profile with what it takes from another one: its options replace those of the other one as a whole."""
+        profile = self._model.profiles[name]
+        parent = self._model.profiles.get(profile.extends or "")
+        if parent is None:
+            if profile.extends:
+                raise _refused(f"$.profiles.{name}.extends", f"expected a profile, got {profile.extends[:80]!r}")
+            return profile
+        options, inherited = profile.adapter_options, parent.adapter_options
+        return _Profile(
+            adapter_path=profile.adapter_path or parent.adapter_path,
+            compute_precision=profile.compute_precision or parent.compute_precision,
+            adapter_options=_Options(options.loadtime or inherited.loadtime, options.runtime or inherited.runtime),
+        )
+
+    def _name_unread(self) -> None:
+        """Name the fields that no entry has."""
+        for name, value in self._raw.items():
+            if name not in _Model.__struct_fields__ and value:
+                self._ignored[str(name)] = _WHY.get(str(name), _NOTHING)
+        for kind, is_read in self._model.inputs.items():
+            if is_read and kind == "video":
+                self._ignored["inputs.video"] = "no family here reads it"
+        for name in self._model.profiles:
+            for unread in sorted(self._raw["profiles"][name].keys() - set(_Profile.__struct_fields__)):
+                if not any(path.endswith(f".{unread}") for path in self._ignored):
+                    self._ignored[f"profiles.{name}.{unread}"] = _WHY.get(unread, _NOTHING)
+
+    def _weights(self, kind: _Kind) -> dict[str, Any]:
+        model = self._model
+        if kind.package:
+            if model.hf_id:
+                self._ignored["hf_id"] = f"ignored, the package {kind.package} is the model"
+            return {"package": kind.package}
+        if not (model.hf_id or model.weights_path):
+            raise _refused("$.hf_id", "expected the repository or the folder of the weights")
+        present = self._present.get("weights", {})
+        found = dict(present) if present.get("hub", "") == (model.hf_id or "") else {}
+        if model.hf_id:
+            found["hub"] = model.hf_id
+            if model.hf_revision:
+                found["revision"] = model.hf_revision
+                found.pop("unpinned", None)
+            elif not found.get("revision"):
+                found["unpinned"] = True
+                self._ignored["hf_revision"] = (
+                    "the file names no commit: nothing is downloaded until `sie models add --revision` pins one"
+                )
+        if model.weights_path:
+            found["path"] = model.weights_path
+        return found
+
+    def _outputs(self, kind: _Kind) -> dict[str, int]:
+        tasks = self._model.tasks
+        widths = {name: dim.dim for name in VECTORS if (dim := getattr(tasks.encode, name, None)) is not None}
+        if widths and not families.row(kind.family).gives_vectors:
+            raise _refused("$.tasks.encode", f"a {kind.family} gives no vectors")
+        found = dict(widths)
+        if tasks.score is not None and widths.keys() != {"multivector"}:  # which is scored by MaxSim in any case
+            found["score"] = 0
+        if tasks.extract is not None:
+            found |= dict.fromkeys(kind.extracts, 0)
+        if not found:
+            raise _refused("$.tasks", f"expected a task of a {kind.family}")
+        present = self._present.get("outputs", {})
+        is_same = kind.family == self._present.get("family") and not widths and tasks.extract is not None
+        return dict(present) if is_same and present else found
+
+    def _max_tokens(self) -> int:
+        found = self._model.max_sequence_length or self._present.get("max_tokens")
+        if not isinstance(found, int):
+            raise _refused("$.max_sequence_length", "expected how many tokens a text may have, which the model decides")
+        return found
+
+    def _profile(self, name: str, kind: _Kind, own: _Draft, outputs: Mapping[str, int]) -> dict[str, Any] | None:
+        """What a profile has beside the default one. None for one of another family."""
+        try:
+            other = self._kind(name)
+        except ValidationFailed as error:
+            self._ignored[f"profiles.{name}"] = error.extras["errors"][0]["message"]
+            return None
+        if other.family != kind.family:
+            self._ignored[f"profiles.{name}"] = f"it is a {other.family}, and the default profile a {kind.family}"
+            return None
+        draft = self._draft(name, kind, outputs)
+        for part in ("head", "prompts", "pair"):
+            if changed := _beside(getattr(own, part), getattr(draft, part)):
+                self._ignored[f"profiles.{name}"] = (
+                    f"{part} ({', '.join(sorted(changed))}) is of the model, and no profile changes it"
+                )
+        for path, why in draft.ignored.items():
+            if not any(known.rpartition(".")[2] == path.rpartition(".")[2] for known in own.ignored):
+                self._ignored[path] = why
+        return {
+            part: changed for part in ("load", "run") if (changed := _beside(getattr(own, part), getattr(draft, part)))
+        }
+
+    def _draft(self, name: str, kind: _Kind, outputs: Mapping[str, int]) -> _Draft:
+        profile, row = self._flat(name), families.row(kind.family)
+        draft = _Draft()
+        if profile.compute_precision:
+            if profile.compute_precision in get_args(Precision):
+                draft.load["precision"] = profile.compute_precision
+            else:
+                draft.ignored[f"profiles.{name}.compute_precision"] = _NOTHING
+        for part, table in (("loadtime", _LOADTIME), ("runtime", _RUNTIME)):
+            for option, value in getattr(profile.adapter_options, part).items():
+                path = f"profiles.{name}.adapter_options.{part}.{option}"
+                if value is None or (value is False and option == "trust_remote_code"):
+                    continue
+                if option in row.parameters:
+                    draft.run.setdefault("parameters", {})[option] = value
+                elif option == "classification_type" and "multi_label" in row.parameters:
+                    draft.run.setdefault("parameters", {})["multi_label"] = value == "multi-label"
+                elif option in table and self._is_read(option, row, outputs):
+                    self._set(draft, *table[option], value, path)
+                elif not self._is_clear(option, value, outputs):
+                    draft.ignored[path] = _WHY.get(option, _NOTHING)
+        return draft
+
+    @staticmethod
+    def _is_read(option: str, row: families.Family, outputs: Mapping[str, int]) -> bool:
+        if option in _OF_VECTORS:
+            return row.gives_vectors and (option != "pooling" or "dense" in outputs)
+        if option in ("query_max_length", "max_seq_length"):
+            return "multivector" in outputs and row is families.FAMILIES["text-encoder"]
+        if option in ("query_template", "doc_template"):
+            return row.gives_vectors
+        if option == "default_instruction":
+            return row.gives_vectors or row.reads_answer
+        if option == "muvera":
+            return "multivector" in outputs
+        return True
+
+    @staticmethod
+    def _is_clear(option: str, value: Any, outputs: Mapping[str, int]) -> bool:
+        """Whether an option says only what the entry says elsewhere."""
+        return (option == "pooling" and "dense" not in outputs) or (
+            option == "token_dim" and value == outputs.get("multivector")
+        )
+
+    @staticmethod
+    def _set(draft: _Draft, part: str, name: str, value: Any, path: str) -> None:
+        if name in ("pooling", "score") or part == "pair":
+            known: Mapping[str, Any] = {"pooling": _POOLINGS, "score": _SCORES, "": _PAIRS}[name]
+            if not isinstance(value, str) or value not in known:
+                draft.ignored[path] = f"expected one of {', '.join(known)}"
+                return
+            value = known[value]
+        if part == "pair":
+            draft.pair["pair"] = list(value)
+            return
+        if name == "muvera":
+            if part == "head":
+                if not isinstance(value, dict):
+                    draft.ignored[path] = "expected a map"
+                    return
+                for unread in sorted(map(str, value.keys() - set(Muvera.__struct_fields__))):
+                    draft.ignored[f"{path}.{unread}"] = _NOTHING
+                value = {key: each for key, each in value.items() if key in Muvera.__struct_fields__}
+            else:
+                value = value if value is False else True
+        if part == "prompts" and value == "{text}":
+            return
+        getattr(draft, part)[name] = value
+
+
+def _overlaid(below: Any, above: Any) -> Any:
+    """`above` over `below`, map by map."""
+    if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
+        return above
+    return {**below, **{key: _overlaid(below.get(key), value) for key, value in above.items()}}
+
+
+def _beside(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of `other` that are not so in `own`."""
+    return {key: value for key, value in other.items() if own.get(key) != value}
+
+
+def _refused(loc: str, message: str) -> ValidationFailed:
+    return ValidationFailed(f"{loc}: {message}", param=loc, extras={"errors": [{"loc": loc, "message": message}]})
+
+
+_NOTHING = "ignored, it has no counterpart"
+_WHY = {
+    "max_batch_tokens": "ignored, SIE_MAX_BATCH_COST bounds a batch",
+    "trust_remote_code": "ignored, families are code of this server; set load.trust_remote_code if a load asks for it",
+    "hf_tokenizer_dependencies": "ignored, files of other repositories are found by the model's own files",
+    "pool": "ignored, requests name a pool",
+    "attn_implementation": "ignored, the engine chooses the attention",
+    "attention_backend": "ignored, the engine chooses the attention",
+    "output_similarity": "ignored, vectors are compared by the client",
+}

@@ -1,0 +1,160 @@
+"""What a catalogue entry may make a worker run and read. The operator decides it, never the author of an entry.
+
+    claims(entry)  code: load.trust_remote_code, weights.package, a family of another distribution
+                   path: weights.path, golden and run.lora that name a path of the file system
+    allowed        claims of entries of the package and of SIE_MODELS_DIR; code by SIE_ALLOW_REMOTE_CODE; paths below
+                   the models folder or a folder of SIE_MODEL_PATHS
+
+The config service checks each write over HTTP. An adapter checks each entry before it loads it, by its own settings and
+its own file system: what comes over the broker may have been written by anybody who could reach the broker.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from sie_contracts.models.bundles import Bundle
+from sie_contracts.models.entries import ModelEntry
+
+USUAL = "./models"
+MAX_FILES = 10_000  # of a folder of weights that is looked through for links
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One thing that an entry asks for. `value` is a path, or the code that would run. `loc` is the field; claims that
+    differ in it alone are equal.
+    """
+
+    kind: Literal["code", "path"]
+    value: str
+    loc: str = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Why an entry is refused, for people. It names no path of this machine."""
+
+    reason: Literal["remote_code", "model_path"]
+    loc: str
+    message: str
+
+
+def claims(entry: ModelEntry, families: Iterable[str]) -> list[Claim]:
+    """What an entry needs permission for. `families` are those of the distribution itself."""
+    weights = entry.weights
+    source = weights.path or weights.package or f"{weights.hub}@{weights.revision}"
+    claimed = []
+    loads = {"$.load": entry.load} | {
+        f"$.profiles.{name}.load": profile.load for name, profile in entry.profiles.items()
+    }
+    runs_code = [loc for loc, load in loads.items() if load is not None and load.trust_remote_code]
+    claimed += [Claim("code", f"code of {source}", f"{loc}.trust_remote_code") for loc in runs_code]
+    if weights.package:
+        claimed.append(Claim("code", f"package {weights.package}", "$.weights.package"))
+    if entry.family not in families:
+        claimed.append(Claim("code", f"family {entry.family} of {source}", "$.family"))
+    if weights.path:
+        claimed.append(Claim("path", weights.path, "$.weights.path"))
+    if os.path.isabs(entry.golden) or ".." in Path(entry.golden).parts:
+        claimed.append(Claim("path", entry.golden, "$.golden"))
+    runs = {"$.run": entry.run} | {f"$.profiles.{name}.run": profile.run for name, profile in entry.profiles.items()}
+    claimed += [Claim("path", run.lora, f"{loc}.lora") for loc, run in runs.items() if run.lora and is_place(run.lora)]
+    return claimed
+
+
+def is_place(lora: str) -> bool:
+    """Whether the name of a LoRA is a path; otherwise it is a hub repository."""
+    return lora.startswith(("/", ".", "~"))
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """The settings of the operator: SIE_ALLOW_REMOTE_CODE, SIE_MODEL_PATHS, SIE_MODELS_DIR (None: ./models)."""
+
+    code: bool = False
+    paths: tuple[str, ...] | None = None
+    models_dir: str | None = None
+
+    @property
+    def models(self) -> str:
+        """The models folder, or the URL of its bucket."""
+        return self.models_dir or USUAL
+
+    @property
+    def folders(self) -> list[str]:
+        """The folders that an entry may name, with all links resolved."""
+        named = [*(self.paths or ()), *(() if is_bucket(self.models) else (self.models,))]
+        return [os.path.realpath(os.path.expanduser(folder)) for folder in named]
+
+
+class Trust:
+    """The claims that are allowed: by the settings of this process, and by `own`, the entries of the package and of the
+    operator's folder.
+    """
+
+    def __init__(self, allowed: Allowed, bundles: Iterable[Bundle], own: Callable[[], Iterable[ModelEntry]]) -> None:
+        """`bundles`: those of the distribution; their families count as its own."""
+        self._allowed = allowed
+        self._families = frozenset(family for bundle in bundles for family in bundle.families)
+        self._own = own
+
+    def refused(self, entry: ModelEntry, *, is_here: bool) -> Refused | None:
+        """Why the entry is refused; None if it is allowed. `is_here`: its files are on this machine, and are searched
+        for links that lead out.
+        """
+        wanting = [claim for claim in claims(entry, self._families) if not self._is_allowed(claim, is_here=is_here)]
+        if not wanting:
+            return None
+        own_claims = {claim for own in self._own() for claim in claims(own, self._families)}
+        left = next((claim for claim in wanting if claim not in own_claims), None)
+        return None if left is None else _refused(left)
+
+    def _is_allowed(self, claim: Claim, *, is_here: bool) -> bool:
+        return (
+            self._allowed.code
+            if claim.kind == "code"
+            else is_below(claim.value, self._allowed.folders, is_here=is_here)
+        )
+
+
+def is_bucket(url: str) -> bool:
+    return url.startswith(("s3://", "gs://"))
+
+
+def is_below(path: str, folders: Iterable[str], *, is_here: bool) -> bool:
+    """Whether a path is in one of the folders once all links are resolved. If it `is_here`, each file below it must be,
+    too.
+    """
+    roots = [folder.rstrip("/") + "/" for folder in folders]
+
+    def is_in(place: str) -> bool:
+        return f"{os.path.realpath(place)}/".startswith(tuple(roots))
+
+    place = os.path.expanduser(path)
+    if not is_in(place):
+        return False
+    file_count = 0
+    for parent, below, files in os.walk(place) if is_here else ():
+        file_count += len(files)
+        if file_count > MAX_FILES or not all(is_in(os.path.join(parent, name)) for name in (*below, *files)):
+            return False
+    return True
+
+
+def _refused(claim: Claim) -> Refused:
+    name = claim.loc.removeprefix("$.")
+    as_file = "or write the entry as a file in SIE_MODELS_DIR"
+    both = "at the config service and at workers"
+    if claim.kind == "path":
+        fault = (
+            f"{name} names a place that is neither below the models folder nor below a folder of SIE_MODEL_PATHS, or "
+            "has links out of it"
+        )
+        return Refused("model_path", claim.loc, f"{fault}; add the folder to SIE_MODEL_PATHS {both}, {as_file}")
+    fault = f"{name} makes a worker use code or files that the operator has not allowed to entries written over HTTP"
+    return Refused("remote_code", claim.loc, f"{fault}; set SIE_ALLOW_REMOTE_CODE=true {both}, {as_file}")

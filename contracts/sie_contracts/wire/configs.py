@@ -1,0 +1,280 @@
+"""The catalogue on its way from the config service to its readers.
+
+    config service ──ConfigDelta, over NATS──────────────────► gateways, sidecars
+                   ──ConfigExport, ConfigEpoch, over HTTP────► gateways, sidecars
+                   ──replies of /v1/configs, also by gateways──► clients
+
+The rules of evolution of the structs are those of `messages`. The config service and every gateway answer the reads of
+`/v1/configs` with the functions here, so that both replies are equal. A document is JSON, or YAML where `Accept` asks
+for it. `config_shape` is the shape of an error of these routes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from sie_contracts import plain
+from sie_contracts.errors import InvalidInput, NotFound, SIEError, envelope
+from sie_contracts.models import bundles as bundling
+from sie_contracts.models.bundles import Bundle
+from sie_contracts.models.catalogue import Catalogue
+from sie_contracts.names import did_you_mean
+from sie_contracts.wire.heartbeats import Heartbeat
+
+JSON, YAML = "application/json", "application/x-yaml"
+_YAMLS = frozenset({YAML, "application/yaml", "text/yaml", "text/x-yaml"})
+
+
+class ConfigDelta(msgspec.Struct, frozen=True, omit_defaults=True, tag="delta/1"):
+    """One committed write of the catalogue. `entry` is null for a removal.
+
+    A reader applies it only at the epoch `previous`. A reader that follows one bundle may also be at an earlier epoch,
+    down to `since`, the epoch of the previous write that concerned the bundle (empty: `previous`).
+    """
+
+    producer: str
+    previous: str
+    epoch: str
+    model: str
+    revision: int
+    entry: dict[str, Any] | None = None
+    since: str = ""
+
+
+class ConfigModel(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One entry of an export. `written`: the number, as epochs count, of the write that made this revision (0: not
+    known).
+    """
+
+    model_id: str
+    model_config: dict[str, Any]
+    revision: int = 0
+    affected_bundles: tuple[str, ...] = ()
+    raw_yaml: str = ""
+    written: int = 0
+
+
+class ConfigEpoch(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The present epoch of the catalogue. `bundles`: the epoch of the last write that concerned each bundle, where it
+    is known.
+    """
+
+    epoch: str
+    bundles: dict[str, str] = {}
+    bundles_hash: str = ""
+    bundle_config_hashes_hash: str = ""
+
+
+class ConfigExport(msgspec.Struct, frozen=True, omit_defaults=False):
+    """The whole catalogue at one epoch. `bundle_config_hashes`: of the models of each bundle."""
+
+    epoch: str
+    models: tuple[ConfigModel, ...]
+    bundles: tuple[dict[str, Any], ...] = ()
+    snapshot_version: int = 1
+    generated_at: str = ""
+    bundle_config_hashes: dict[str, str] = {}
+
+
+decode_delta = msgspec.msgpack.Decoder(ConfigDelta).decode
+
+
+def negotiated(accept: str, default: str) -> str:
+    """JSON or YAML: the one to which `Accept` gives the highest weight, the first of equals; `default` if it names
+    neither.
+    """
+    best, chosen = 0.0, default
+    for part in accept.split(","):
+        name, _, parameters = part.partition(";")
+        kind = JSON if (name := name.strip().lower()) == JSON else YAML if name in _YAMLS else None
+        if kind is not None and (weight := _weight(parameters)) > best:
+            best, chosen = weight, kind
+    return chosen
+
+
+def _weight(parameters: str) -> float:
+    for parameter in parameters.split(";"):
+        name, _, value = parameter.partition("=")
+        if name.strip().lower() == "q":
+            try:
+                return float(value)
+            except ValueError:
+                return 0.0
+    return 1.0
+
+
+def rendered(document: Any, content_type: str) -> bytes:
+    """A document of builtins as JSON or YAML."""
+    if content_type == JSON:
+        return msgspec.json.encode(document)
+    import yaml
+
+    return yaml.safe_dump(document, sort_keys=False, allow_unicode=True, encoding="utf-8")
+
+
+def listed(model: str, document: Mapping[str, Any], source: str, note: str = "") -> dict[str, Any]:
+    """One row of the list of models. The row of an alias also has its targets; `note` is why a model is at this
+    revision, where no person decided it.
+    """
+    named = {"alias": document["alias"]} if "alias" in document else {}
+    if note:
+        named["note"] = note
+    return {"model_id": model, "profiles": ["default", *document.get("profiles", ())], "source": source, **named}
+
+
+def bundle_of(bundles: Mapping[str, Bundle], name: str) -> dict[str, Any]:
+    """A bundle as a document. Raises NotFound."""
+    if name not in bundles:
+        raise NotFound(f"no bundle named {name[:100]!r}; there are {', '.join(sorted(bundles))}", param="id")
+    return {"id": name, **_bundle(bundles[name])}
+
+
+def bundle_list(bundles: Mapping[str, Bundle]) -> dict[str, Any]:
+    """All bundles, in the order in which they are preferred."""
+    return {"bundles": [{"bundle_id": bundle.id, **_bundle(bundle)} for bundle in bundling.ordered(bundles)]}
+
+
+def _bundle(bundle: Bundle) -> dict[str, Any]:
+    return {
+        "priority": bundle.priority,
+        "description": bundle.description,
+        "image": bundle.image,
+        "families": list(bundle.families),
+        "requires": list(bundle.requires),
+    }
+
+
+def resolution(catalogue: Catalogue, raw: bytes) -> dict[str, Any]:
+    """What a model name resolves to. Raises InvalidInput, ModelNotFound, BundleConflict."""
+    try:
+        body = plain.from_json(raw)
+    except plain.Malformed as error:
+        raise InvalidInput(f"body: {error}", reason="malformed", param="body") from None
+    if not isinstance(body, dict):
+        raise InvalidInput(f"body: expected an object, got {type(body).__name__}", reason="schema", param="body")
+    if unknown_fields := sorted(body.keys() - {"model", "bundle"}):
+        field = unknown_fields[0][:60]
+        if suggestion := did_you_mean(field, ("model", "bundle")):
+            raise InvalidInput(f"{field}: no such field{suggestion}", reason="schema", param=field)
+        # it may be content, which no error repeats
+        raise InvalidInput("body: expected model and bundle, got another field too", reason="schema", param="body")
+    model, bundle = body.get("model"), body.get("bundle")
+    if not isinstance(model, str) or not model:
+        raise InvalidInput(f"model: expected a name, got {type(model).__name__}", reason="schema", param="model")
+    if bundle is not None and not isinstance(bundle, str):
+        raise InvalidInput(
+            f"bundle: expected a string or null, got {type(bundle).__name__}", reason="schema", param="bundle"
+        )
+    named, separator, _ = model.partition(":/")
+    if bundle and separator and named != bundle:
+        raise InvalidInput("bundle: expected the one that model names, got another", reason="schema", param="bundle")
+    resolved = catalogue.resolve(f"{bundle}:/{model}" if bundle and not separator else model)
+    entry = resolved.entry
+    return {
+        "model": entry.id,
+        "profile": resolved.profile,
+        "resolved_bundle": resolved.bundle,
+        "compatible_bundles": list(catalogue.bundles_of(entry)),
+        "profiles": ["default", *entry.profiles],
+        **({"alias": resolved.alias} if resolved.alias else {}),
+    }
+
+
+def digest(facts: Any) -> str:
+    """A hash of the facts, 16 hex digits. Equal facts have equal hashes."""
+    return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:16]
+
+
+def bundle_hash(revisions: Mapping[str, int]) -> str:
+    """A hash of the models of a bundle, from their revisions."""
+    return digest(revisions)
+
+
+def has_seen(epoch: str, required: str) -> bool:
+    """Whether a reader at `epoch` has every write up to `required`. Epochs of different buckets cannot be compared:
+    False.
+    """
+    created, _, last = epoch.rpartition(":")
+    required_created, _, required_last = required.rpartition(":")
+    if not (last.isdigit() and required_last.isdigit()):
+        return epoch == required
+    return created == required_created and int(last) >= int(required_last)
+
+
+def model_status(
+    model: str,
+    revision: int,
+    epoch: str,
+    since: str,
+    bundles: Mapping[str, tuple[str, Iterable[Heartbeat]]] | None,
+    gateways: Mapping[str, str],
+    revision_at: Callable[[str], int | None],
+    source: str,
+) -> dict[str, Any]:
+    """Which gateways (epoch by id) and which workers serve which revision of a model. Its present revision was made at
+    the epoch `since`.
+
+    `bundles`: those that can serve it, each with its hash and its workers; None for an alias, which only gateways have.
+    A bundle without workers counts as acknowledged: a worker that starts reads the present catalogue. `revision_at`
+    gives the revision at an epoch; None if it is not known here.
+    """
+
+    def reader(name: str, reader_epoch: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "epoch": reader_epoch,
+            "revision": revision_at(reader_epoch),
+            "acked": has_seen(reader_epoch, since),
+        }
+
+    bundle_states, serving = [], []
+    for bundle, (expected_hash, beats) in (bundles or {}).items():
+        workers = [
+            reader(beat.worker, beat.config_epoch) | _copy(beat, model)
+            for beat in sorted(beats, key=lambda beat: beat.worker)
+        ]
+        acked, pending = (
+            [worker["id"] for worker in workers if worker["acked"] is is_acked] for is_acked in (True, False)
+        )
+        bundle_states.append(
+            {
+                "bundle_id": bundle,
+                "expected_bundle_config_hash": expected_hash,
+                "total_eligible_workers": len(workers),
+                "acked_workers": acked,
+                "pending_workers": pending,
+                "acked": not pending,
+            }
+        )
+        serving += workers
+    return {
+        "model_id": model,
+        "config_epoch": epoch,
+        "all_bundles_acked": all(bundle_state["acked"] for bundle_state in bundle_states),
+        "no_bundles": bundles is not None and not bundle_states,
+        "bundles": bundle_states,
+        "source": source,
+        "revision": revision,
+        "gateways": [reader(*gateway) for gateway in sorted(gateways.items())],
+        "workers": serving,
+    }
+
+
+def _copy(beat: Heartbeat, model: str) -> dict[str, str]:
+    """What a worker has loaded of a model. A copy of an earlier revision stays until no request asks for it."""
+    copy = next((status for status in beat.models if status.model == model), None)
+    return {
+        "bundle": beat.bundle,
+        "state": copy.state if copy else "available",
+        "fingerprint": copy.fingerprint if copy else "",
+    }
+
+
+def config_shape(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None) -> tuple[int, dict[str, Any]]:
+    """The error envelope, with `detail.error` for older clients of this API."""
+    body = envelope(error, request_id, error.extras.get("errors", errors))
+    return error.status, {**body, "detail": {**body["detail"], "error": error.code.lower()}}

@@ -1,0 +1,59 @@
+"""What an adapter tells of its device beside its models: parts of `ipc.Description`."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sie_contracts.wire.messages import Operation
+
+
+class Shortages(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How often memory ran out for one model since the process started, and what was done about it."""
+
+    model: str
+    recoveries_attempted: int = 0
+    recoveries_succeeded: int = 0
+    terminal_failures: int = 0
+    cache_clears: int = 0
+    evictions_triggered: int = 0
+    batch_splits: int = 0
+
+
+class TowerUse(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Images for which the output of a tower was needed since the process started: `hits` had one that was kept, or
+    that another thread made; `misses` were read. `held_bytes`: of the outputs that are kept.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    held_bytes: int = 0
+
+
+class RanBatch(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Sizes and times of a batch that the adapter ran.
+
+    `number` counts the batches of this process, from 1. `ended`: wall time, seconds since 1970. `rows`: sequences on
+    the device, of `inputs` inputs of `items` work items. `tokens`: cost of the rows without what the model fills them
+    up with; `longest`: that of the longest row; `attention`: the sum of squared lengths. `wait_ms`: in this process,
+    before a lane took the batch. `padding`, `inference_ms` and `postprocess_ms` as in BatchDone. `failed`: inputs whose
+    outcome is an error; all of them if the whole batch was refused. `memory_bytes`: in use on the device after the
+    batch.
+    """
+
+    number: int
+    ended: float
+    model: str
+    operation: Operation
+    rows: int
+    inputs: int
+    items: int
+    tokens: int
+    longest: int
+    attention: int
+    wait_ms: float
+    lora: bool = False
+    failed: int = 0
+    padding: int = 0
+    inference_ms: float = 0.0
+    postprocess_ms: float = 0.0
+    memory_bytes: int = 0

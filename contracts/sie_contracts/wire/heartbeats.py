@@ -1,0 +1,170 @@
+"""What workers and gateways announce about themselves over NATS. The rules of evolution are those of `messages`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from sie_contracts.errors import ErrorInfo
+from sie_contracts.wire.messages import Priority
+
+
+class Fetched(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Progress of a download of weights. `total_bytes` is 0 until it is known. `bytes_per_s` counts what arrived, not
+    what was on the disk before.
+    """
+
+    done_bytes: int = 0
+    total_bytes: int = 0
+    bytes_per_s: float = 0.0
+
+
+class ServedPrecision(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The precision in which a loaded model computes. `requested`: what its entry or profile asks for, else the
+    worker's default. `reason`: why `served` differs; empty if it does not.
+    """
+
+    served: str
+    requested: str = ""
+    reason: str = ""
+
+
+class ServedEngine(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What computes the hidden states of a loaded model. `reason`: why it is this one."""
+
+    served: str
+    reason: str = ""
+
+
+class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One model on one worker. `load_s`: duration of its last load. `oldest_s`: age of the oldest work in flight for
+    it. `cost_rate`: tokens a second that the worker took in for it lately. `fetched`: progress while its weights are
+    downloaded. `crossover_tokens`: the text length at which attention takes as long as everything else (see `costs`; 0:
+    not known). `image_tokens`: what an image costs at most, and `image_vectors`, how many token vectors it has (0: not
+    known, or none). `revision`: of the entry that the state is of; `loaded_revision`: of the copy that was loaded last
+    (0: none was, or nobody knows).
+    """
+
+    model: str
+    state: Literal["available", "loading", "loaded", "unloading", "failed"]
+    memory_bytes: int = 0
+    queued: int = 0
+    fingerprint: str = ""
+    error: ErrorInfo | None = None
+    certificate: dict[str, Any] | None = None
+    load_s: float = 0.0
+    oldest_s: float = 0.0
+    cost_rate: float = 0.0
+    fetched: Fetched | None = None
+    precision: ServedPrecision | None = None
+    crossover_tokens: int = 0
+    image_tokens: int = 0
+    image_vectors: int = 0
+    engine: ServedEngine | None = None
+    revision: int = 0
+    loaded_revision: int = 0
+
+
+class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/1"):
+    """The state of a worker, as it announces it. `ready` is false while its adapter does not answer. `leaving`: it
+    drains.
+
+    Capacity: `slots` is how many models of the usual size fit (0: not known). `rate`: tokens a second while the device
+    is busy (0: not measured yet). `held_cost`: tokens in flight. `credit_cost` and `credit_items`: upper bounds of
+    tokens and messages in flight (0: not announced). `batch_cost`: upper bound of tokens in a batch. `pipeline`: upper
+    bound of batches at the adapter.
+
+    `pool` is the pool that the worker pulls from now. `own_pool` is its own pool, if it asks which pool to serve;
+    empty: it serves `pool` whatever is assigned. `clock_ahead_s`: its wall clock minus the broker's, as measured (None:
+    not known). `reads_parts`: it can read a placement table that is stored in parts. `listens`: it hears its subject of
+    assignments, so that nobody there means that it is gone. `takes_residency`: it loads and unloads models as an
+    operator asks (`messages.Residency`).
+    """
+
+    worker: str
+    pool: str
+    machine_profile: str
+    bundle: str
+    ready: bool
+    version: str
+    leaving: bool = False
+    gpu_count: int = 1
+    gpu: str = ""
+    device: str = ""
+    memory_used_bytes: int = 0
+    memory_total_bytes: int = 0
+    queue_depth: int = 0
+    config_epoch: str = ""
+    models: tuple[ModelStatus, ...] = ()
+    slots: int = 0
+    rate: float = 0.0
+    held_cost: int = 0
+    credit_cost: int = 0
+    credit_items: int = 0
+    batch_cost: int = 0
+    pipeline: int = 0
+    own_pool: str = ""
+    clock_ahead_s: float | None = None
+    reads_parts: bool = False
+    listens: bool = False
+    takes_residency: bool = False
+
+
+class LaneTraffic(msgspec.Struct, frozen=True, array_like=True):
+    """What a gateway publishes at one priority of a lane: recent messages and tokens (halved each minute), tokens a
+    second, and tokens that wait in the gateway for their turn.
+    """
+
+    messages: float
+    tokens: float
+    rate: float = 0.0
+    waiting: int = 0
+
+
+class Turn(msgspec.Struct, frozen=True, array_like=True):
+    """A promise to a client whose request was refused: it may come again in `due_s` seconds with a request of `cost`
+    tokens. `client` is a digest.
+    """
+
+    client: bytes
+    due_s: float
+    cost: float
+
+
+class QueuedWork(msgspec.Struct, frozen=True, array_like=True):
+    """One model (`residency`) at one priority of a lane, as a gateway sees it.
+
+    `tokens`: of this gateway, in the queue. `rate`: tokens a second of this gateway that leave the queue (0: not
+    known). `turns`: promised since the last announcement. `claimed`: clients whose turn came.
+    """
+
+    pool: str
+    machine_profile: str
+    bundle: str
+    priority: Priority
+    residency: str
+    tokens: int
+    rate: float = 0.0
+    turns: tuple[Turn, ...] = ()
+    claimed: tuple[bytes, ...] = ()
+
+
+class GatewayBeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="gateway/1"):
+    """The state of a gateway, as it announces it to all gateways each second.
+
+    `traffic` by lane and priority: `pool.machine profile.bundle.priority`. `qps`: inference requests answered per
+    second lately. `config_epoch`: of the catalogue that it serves. `queued`: its work in the queue; announced only
+    while there are other gateways, then five times a second.
+    """
+
+    gateway: str
+    leaving: bool = False
+    traffic: dict[str, LaneTraffic] = {}
+    qps: float = 0.0
+    config_epoch: str = ""
+    queued: tuple[QueuedWork, ...] = ()
+
+
+decode_gateway = msgspec.msgpack.Decoder(GatewayBeat).decode
+decode_heartbeat = msgspec.msgpack.Decoder(Heartbeat).decode

@@ -1,0 +1,423 @@
+"""Sidecar to adapter, over a Unix socket: frames of `u32 big-endian length + msgpack`.
+
+A batch connection carries one `RunBatch` at a time: the sidecar sends it, the adapter answers `BatchStarted` when the
+device takes the batch and `BatchDone` (or `Refused`) at its end; or one `EnsureReady` or `EnsureLora`, which lasts as
+long as the load; or a `Ping` that permits to unload models. The control connection carries the short questions, one
+question and one answer at a time, so that a health check never queues behind a large frame or a load.
+
+The sidecar decides which models may be unloaded, and in what order: `may_drop` of a request names them. The adapter
+decides when, takes the first one first, and names in `dropped` of its reply those that were. It keeps neither list: a
+model that no request names stays loaded.
+
+Token ids, given vectors, pixels, features and results travel as one block of bytes each. `lengths` and `ids` are
+little-endian int32, `features` are float32, `types` and `pixels` are uint8.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from typing import Any, Literal
+
+import msgspec
+
+from sie_contracts.errors import ErrorInfo
+from sie_contracts.media.documents import Document, DocumentLimits
+from sie_contracts.media.images import ImageTokens, Recipe
+from sie_contracts.media.sounds import SoundRecipe
+from sie_contracts.wire.device_reports import RanBatch, Shortages, TowerUse
+from sie_contracts.wire.heartbeats import Fetched
+from sie_contracts.wire.messages import Mention, Operation, Outcome, RunOptions
+
+MAX_FRAME_BYTES = 1 << 30
+MAX_REQUEST_BYTES = 128 << 20  # what an adapter reads: 32 million token ids
+FRAME_TIMEOUT_S = 30.0  # from the first byte of a frame to its last
+PROTOCOL = 3
+IMAGE_KEY_BYTES = 16
+
+_HEADER = struct.Struct(">I")
+
+
+class FrameError(Exception):
+    """The peer closed the connection inside a frame, stalled inside a frame, or sent a message of another protocol."""
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Health check. Answered by Pong, from the adapter's own account of its inference threads.
+
+    `may_drop`: models that may be unloaded now if memory is above the threshold.
+    """
+
+    may_drop: tuple[str, ...] = ()
+
+
+class Describe(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Asks for the process, its device and its models. Answered by Description."""
+
+
+class EnsureReady(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Load this model unless it is loaded. Answered by Ready, or by Refused with MODEL_LOAD_FAILED. Loads run beside
+    inference.
+
+    `entry` is the catalogue entry that the adapter must serve: it keeps no catalogue of its own. `may_drop`: models
+    that may be unloaded to make room.
+    """
+
+    model: str
+    entry: dict[str, Any]
+    profile: str = "default"
+    may_drop: tuple[str, ...] = ()
+
+
+class EnsureLora(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Load this LoRA of a loaded model unless it is loaded. Answered by Done, or by Refused with LORA_LOAD_FAILED.
+    Loads run beside inference.
+
+    `lora`: a folder, or a hub repository as `name` or `name@commit`.
+    """
+
+    model: str
+    lora: str
+
+
+class Release(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Unload. Answered by Done, also if the model was not loaded."""
+
+    model: str
+
+
+Layout = Literal["text", "pair", "pieces", "sides", "hypotheses", "spans", "passages", "raw"]
+
+
+class Side(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The form of the token ids of a query or of a document. A number 0 means the model's own.
+
+    `marker` is inserted after the first special token. `limit` counts tokens, with the marker and all special tokens.
+    `expanded` is the number of tokens to which the device fills a row up; it is part of the row's cost. If `special` is
+    false, a row has no special tokens.
+    """
+
+    marker: int = -1
+    limit: int = 0
+    expanded: int = 0
+    special: bool = True
+
+
+class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How the inputs of one operation become rows of token ids.
+
+        text        prefix + text + suffix, a row for each input
+        pair        (query, text) as the tokenizer's own template joins them; the text is cut
+        pieces      the pieces of the template, tokenised one by one and joined; the one with the document is cut
+        sides       a row for the query, then a row for each input: the device scores each input against the query
+        hypotheses  a row (text, hypothesis) for each label of each input; the text is cut
+        spans       as text, with the texts and the offsets of each token in its text
+        passages    a row (instruction, text) for each input, with offsets as spans; the text is cut
+        raw         the texts are sent as they are; the ids only count their cost
+
+    `tokens`: an input may be token ids. `pairs`: an input may be two texts, joined as a pair. `vectors`: the width of
+    multivectors that an input may have in place of a text; 0: none may. `images`: how the images of an input become
+    pixels; None: an input may have none. `image_tokens`: the ids that stand for them; None: such a row has none, and an
+    input may have several images. `writes`: the answer is made beside the batches of other models, token by token or by
+    processes of the model's own: a batch may take minutes, holds no lane of the device, and ends when nobody waits.
+    `empty`: stands for an input without a text and images. `sounds`: how the sound of an input becomes features; None:
+    an input may have none. `documents`: the same of a document, of a layout raw: its file goes to the adapter as it is.
+    """
+
+    layout: Layout = "text"
+    query: Side = Side()
+    document: Side = Side()
+    tokens: bool = False
+    pairs: bool = False
+    vectors: int = 0
+    images: Recipe | None = None
+    image_tokens: ImageTokens | None = None
+    writes: bool = False
+    empty: str = ""
+    sounds: SoundRecipe | None = None
+    documents: DocumentLimits | None = None
+
+
+class Group(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The rows `start` to `stop` of a batch. They belong to one work item, and its `options` shape the answers.
+
+    Outputs never split a batch. `inputs` is the number of outcomes of the group; -1: one for each row. `traceparent`
+    and `tracestate` are those of the work item, if it is traced.
+    """
+
+    start: int
+    stop: int
+    options: RunOptions = RunOptions()
+    inputs: int = -1
+    traceparent: str = ""
+    tracestate: str = ""
+
+    @property
+    def due(self) -> int:
+        return self.stop - self.start if self.inputs < 0 else self.inputs
+
+
+class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """One forward pass. `lengths`: int32 [rows]; `ids`: int32 [sum of lengths]; `types`: uint8 [sum of lengths] or
+    empty. All in the order of the rows.
+
+    `texts` are set for the layouts raw, spans and passages, one for each row. `offsets` are set for spans and passages:
+    int32 [sum of lengths, 2], first and end code point of each token, -1 for special tokens and those of the
+    instruction. `given`: int32 [rows]; a row that brings its own vectors has no ids, and `given` is the number of its
+    vectors in `vectors` (float32, all of one width); -1 for other rows. Both are empty if no row brings vectors.
+    `images`: int32 [images, 5], of each image its row, the height and the width of its pixels, and those of the
+    submitted image, upright; in the order of the rows. `pixels`: RGB, uint8 [height, width, 3]. `mentions`: those of
+    each row, of a layout raw; empty if no row has any. `sounds`: int32 [sounds, 4], of each sound its row and the shape
+    of its features. `features`: float32 [views, frames, bins]. `documents`: those of each row, as `mentions`.
+    `image_keys`: IMAGE_KEY_BYTES for each image; equal ones are those of equal pixels of one asker, and what was made
+    of one serves the other; zeros: of an image that serves no other; empty: all are such.
+
+    `pooling` empty means the model's own. Two work items share a batch only if model, revision, operation, pooling and
+    LoRA are equal. `fingerprint` is that of the loaded copy for which the batch was made; a copy with another
+    fingerprint refuses it as not loaded; empty: any copy. `traceparent` and `tracestate` are those of the batch.
+    `may_drop`: models that may be unloaded if memory runs out, or is above the threshold after the batch.
+    """
+
+    batch: str
+    model: str
+    operation: Operation
+    lengths: bytes
+    ids: bytes
+    groups: tuple[Group, ...]
+    types: bytes = b""
+    texts: tuple[str, ...] = ()
+    offsets: bytes = b""
+    pooling: str = ""
+    lora: str = ""
+    traceparent: str = ""
+    given: bytes = b""
+    vectors: bytes = b""
+    fingerprint: str = ""
+    tracestate: str = ""
+    may_drop: tuple[str, ...] = ()
+    images: bytes = b""
+    pixels: bytes = b""
+    mentions: tuple[tuple[Mention, ...], ...] = ()
+    sounds: bytes = b""
+    features: bytes = b""
+    documents: tuple[Document | None, ...] = ()
+    image_keys: bytes = b""
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """Nobody waits any more for the batch that was sent on this connection. Never answered: the batch itself has its
+    reply as always, a refusal if this came in time. Only a model that `writes` is interrupted.
+    """
+
+
+class ApplyConfig(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """The entry of a model changed, or was removed (None). Answered by Done once the adapter serves the new one."""
+
+    model: str
+    entry: dict[str, Any] | None = None
+
+
+class Drain(msgspec.Struct, frozen=True, tag=True):
+    """Finish the running batches and exit with status 0. Answered by Done at once."""
+
+
+class Pong(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """`busy_s`: age of the running batch, 0 when idle; it grows while the device hangs.
+
+    `dropped`: models that were unloaded. `fetching`: progress of the downloads of weights to this node, by the id of
+    their entry.
+    """
+
+    pid: int
+    busy_s: float = 0.0
+    batches: int = 0
+    dropped: tuple[str, ...] = ()
+    fetching: dict[str, Fetched] = {}
+
+
+class LoadedModel(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A resident model, as resolved on this device. `idle_s`: since its last use. `memory_bytes`: of its weights.
+    `peak_bytes`: the largest measured memory of its activations.
+
+    `requested_precision`: what its entry asks for, else the default. `precision_reason`: why `precision` differs; empty
+    if it does not. `crossover_tokens`: the text length at which attention takes as long as everything else (see
+    `costs`); 0: time is proportional to tokens, or the length is not known. `engine` computes its hidden states, for
+    `engine_reason`.
+    """
+
+    model: str
+    revision: str
+    fingerprint: str
+    precision: str
+    attention: str
+    memory_bytes: int = 0
+    idle_s: float = 0.0
+    peak_bytes: int = 0
+    certificate: dict[str, Any] = {}
+    requested_precision: str = ""
+    precision_reason: str = ""
+    crossover_tokens: int = 0
+    engine: str = "torch"
+    engine_reason: str = ""
+
+
+class Description(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """The process and its device. `utilization_percent`: how busy the device is, with any process; None if it cannot be
+    measured.
+
+    `threshold_percent`: memory use above which models are evicted. `batches`: the last batches, the newest last; None
+    unless the adapter was started to keep them.
+    """
+
+    protocol: int
+    pid: int
+    device: str
+    version: str
+    lanes: int = 1
+    gpu: str = ""
+    memory_used_bytes: int = 0
+    memory_total_bytes: int = 0
+    models: tuple[LoadedModel, ...] = ()
+    utilization_percent: float | None = None
+    threshold_percent: float = 0.0
+    shortages: tuple[Shortages, ...] = ()
+    towers: TowerUse = TowerUse()
+    batches: tuple[RanBatch, ...] | None = None
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """The model is resident. `tokenizer` is the serialised fast tokenizer (tokenizer.json), so the sidecar needs no
+    weights folder.
+
+    `max_tokens` includes special tokens. `rows` has an entry for each operation that the model serves. `dropped`:
+    models that were unloaded to make room.
+    """
+
+    loaded: LoadedModel
+    tokenizer: bytes
+    max_tokens: int
+    rows: dict[str, Rows] = {}
+    load_s: float = 0.0
+    dropped: tuple[str, ...] = ()
+
+
+class BatchStarted(msgspec.Struct, frozen=True, tag=True):
+    """The device takes this batch now. If the adapter dies, one of its inputs may be the cause."""
+
+    batch: str
+
+
+class BatchDone(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """One outcome per input, group by group. Slices point into `block`; those of consecutive inputs are consecutive.
+
+    `inference_ms`: the forward pass. `postprocess_ms`: the epilogues and the copy to the host. `padding`: positions
+    that were computed beside the tokens. `preprocess_ms`: tokenising, for a family that does it in the adapter.
+    `dropped`: models that were unloaded. `engine` computed the hidden states.
+    """
+
+    batch: str
+    outcomes: tuple[Outcome, ...]
+    block: bytes
+    inference_ms: float
+    postprocess_ms: float = 0.0
+    padding: int = 0
+    preprocess_ms: float = 0.0
+    dropped: tuple[str, ...] = ()
+    engine: str = "torch"
+
+
+class Done(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Success. `digest`: SHA-256, in hex, of the files of the LoRA that was asked for."""
+
+    digest: str = ""
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """The whole request failed. `batch` is set if it was a batch. `dropped`: models that were unloaded nevertheless."""
+
+    error: ErrorInfo
+    batch: str = ""
+    dropped: tuple[str, ...] = ()
+
+
+Request = Ping | Describe | EnsureReady | EnsureLora | Release | RunBatch | Cancel | ApplyConfig | Drain
+Reply = Pong | Description | Ready | BatchStarted | BatchDone | Done | Refused
+
+_encode = msgspec.msgpack.Encoder().encode
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+def frame(message: Request | Reply, cap: int = MAX_FRAME_BYTES) -> bytes:
+    """The bytes of one frame. Raises FrameError if it would pass the cap."""
+    body = _encode(message)
+    if len(body) > cap:
+        raise FrameError(f"a frame of {len(body)} bytes passes the limit of {cap}")
+    return _HEADER.pack(len(body)) + body
+
+
+def request(body: bytes) -> Request:
+    """Decode what a sidecar sent. Raises FrameError."""
+    try:
+        return _requests.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise FrameError(f"not a request of protocol {PROTOCOL}: {error}") from error
+
+
+def reply(body: bytes) -> Reply:
+    """Decode what an adapter sent. Raises FrameError."""
+    try:
+        return _replies.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise FrameError(f"not a reply of protocol {PROTOCOL}: {error}") from error
+
+
+def _length(header: bytes | bytearray, cap: int) -> int:
+    (length,) = _HEADER.unpack(header)
+    if length > cap:
+        raise FrameError(f"a frame of {length} bytes passes the limit of {cap}")
+    return int(length)
+
+
+async def read_frame(reader: asyncio.StreamReader, cap: int = MAX_FRAME_BYTES) -> bytes:
+    """The body of the next frame; waits for its first byte without bound, for the rest at most FRAME_TIMEOUT_S.
+
+    Raises EOFError when the peer closed between frames, FrameError otherwise.
+    """
+    try:
+        first = await reader.readexactly(1)
+    except asyncio.IncompleteReadError as error:
+        raise EOFError("the peer closed the connection") from error
+    try:
+        async with asyncio.timeout(FRAME_TIMEOUT_S):
+            length = _length(first + await reader.readexactly(3), cap)
+            return await reader.readexactly(length)
+    except asyncio.IncompleteReadError as error:
+        raise FrameError("the peer closed inside a frame") from error
+    except TimeoutError as error:
+        raise FrameError(f"a frame was not complete after {FRAME_TIMEOUT_S} s") from error
+
+
+def receive_frame(connection: socket.socket, cap: int = MAX_FRAME_BYTES) -> bytearray:
+    """`read_frame` on a blocking socket. Memory grows with what arrives, never with what a header promises."""
+    connection.settimeout(None)
+    header = bytearray(connection.recv(4))
+    if not header:
+        raise EOFError("the peer closed the connection")
+    connection.settimeout(FRAME_TIMEOUT_S)
+    try:
+        _receive_into(connection, header, 4)
+        body = bytearray()
+        _receive_into(connection, body, _length(header, cap))
+    except TimeoutError as error:
+        raise FrameError(f"a frame stalled for {FRAME_TIMEOUT_S} s") from error
+    return body
+
+
+def _receive_into(connection: socket.socket, buffer: bytearray, size: int) -> None:
+    while len(buffer) < size:
+        piece = connection.recv(min(size - len(buffer), 1 << 20))
+        if not piece:
+            raise FrameError("the peer closed inside a frame")
+        buffer += piece

@@ -1,0 +1,323 @@
+"""The messages of a request over NATS: work items, their results, and dead letters.
+
+What processes announce about themselves is in `heartbeats`, values of key-value buckets are in `records`, the catalogue
+is in `configs`. All of them follow the same rules of evolution: a new field has a default, no field changes its type or
+meaning, no field is renamed, and readers ignore fields that they do not know. tests/contract/fixtures keeps one encoded
+example of every message and version; tests decode old bytes with new types and new bytes with old types.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import msgspec
+
+from sie_contracts.errors import ErrorInfo
+from sie_contracts.media.documents import Document
+from sie_contracts.models.muvera import Muvera
+
+if TYPE_CHECKING:  # most processes that read messages need no numpy
+    from numpy.typing import NDArray
+
+Priority = Literal["interactive", "bulk"]
+PRIORITIES: tuple[Priority, ...] = get_args(Priority)
+# the sidecar answers tokenize and decode, with the model's tokenizer
+Operation = Literal["encode", "score", "extract", "tokenize", "decode"]
+Truncate = Literal["END", "START", "NONE"]
+TOKEN_ID_BYTES = 5  # upper bound for one id in a message
+MENTION_BYTES = 16  # upper bound for one mention in a message beside its label
+
+
+class Vectors(msgspec.Struct, frozen=True, array_like=True):
+    """A multivector: `rows` vectors of `width` numbers in `data`, little-endian float32, C order. None of them is NaN
+    or infinite.
+    """
+
+    rows: int
+    width: int
+    data: bytes
+
+    @classmethod
+    def of(cls, array: NDArray[Any]) -> Vectors:
+        """From an array [rows, width]."""
+        rows, width = array.shape
+        return cls(rows, width, array.astype("<f4", copy=False).tobytes())
+
+    @property
+    def fits(self) -> bool:
+        """Whether `data` has the length that `rows` and `width` say."""
+        return self.rows >= 0 and self.width > 0 and len(self.data) == 4 * self.rows * self.width
+
+
+class Mention(msgspec.Struct, frozen=True, array_like=True):
+    """A place in a text that a client says is of a kind: code points `start` to `end`, none of them beyond the text."""
+
+    label: str
+    start: int
+    end: int
+
+
+class Input(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One input of a request. Exactly the fields that the operation needs are set.
+
+    `tokens`: ids of the model's own tokenizer, in place of a text. `pair`: the second text of a pair that is
+    classified. `vectors`: the multivector of the text, from which a score or a MUVERA encoding is computed; if it is
+    set, the text is not read. `images`: files of images, each as the client sent it: base64 is decoded, nothing else is
+    changed. `mentions`: between which a model of relations looks for them. `audio`: the file of a sound, as images are
+    given; `document`: that of a document. A worker that does not know `vectors`, `images`, `audio` or `document` reads
+    an empty text, so workers are upgraded before gateways.
+    """
+
+    text: str | None = None
+    tokens: tuple[int, ...] | None = None
+    pair: str | None = None
+    vectors: Vectors | None = None
+    images: tuple[bytes, ...] = ()
+    mentions: tuple[Mention, ...] = ()
+    audio: bytes = b""
+    document: Document | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the input takes in a message; the encoding adds a few more."""
+        size = len(self.text.encode()) if self.text else 0
+        if self.tokens is not None:
+            size += TOKEN_ID_BYTES * len(self.tokens)
+        if self.pair:
+            size += len(self.pair.encode())
+        if self.images:
+            size += sum(map(len, self.images))
+        size += sum(MENTION_BYTES + len(mention.label.encode()) for mention in self.mentions)
+        size += len(self.audio) + (len(self.document.data) if self.document else 0)
+        return size if self.vectors is None else size + len(self.vectors.data)
+
+
+class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a request asks of a model: the result of all precedence rules, which every path executes identically.
+
+    `prefix` and `suffix` are the prompt around a text, `query_prefix` and `query_suffix` the prompt around the query
+    that the text is scored against. `pieces` is the template of a pair, for models that have one: each piece is literal
+    text, then in turn a field (`query` or `document`) and literal text. `dimensions` and `max_tokens` 0 mean the
+    model's own. `document_tokens` is the most that is read of a document that is scored; 0: all that fits. `parameters`
+    are options of one family, with their JSON types. `variant`: a digest of the options that a request has otherwise
+    than its profile, which the fingerprint of the answer covers; empty if none.
+    """
+
+    outputs: tuple[str, ...] = ("dense",)
+    prefix: str = ""
+    suffix: str = ""
+    truncate: Truncate = "END"
+    pooling: str = ""
+    normalize: bool = True
+    dimensions: int = 0
+    max_tokens: int = 0
+    lora: str = ""
+    dtype: str = "float32"
+    is_query: bool = False
+    muvera: Muvera | None = None
+    pieces: tuple[tuple[str, ...], ...] = ()
+    query_prefix: str = ""
+    query_suffix: str = ""
+    instruction: str = ""
+    labels: tuple[str, ...] = ()
+    threshold: float | None = None
+    parameters: dict[str, Any] = {}
+    document_tokens: int = 0
+    variant: str = ""
+
+
+class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True, tag="work/1"):
+    """A chunk of a request: consecutive inputs that one worker answers together.
+
+    `first` is the position of `inputs[0]` in the request. `query` is what the inputs are scored against. `reply` is the
+    inbox of the gateway: the worker sends the result there as a request, and it is delivered once the gateway confirms
+    it. `budget_ms` counts from the broker's timestamp of the message. `endpoint` is the route's name in the worker's
+    metrics; if empty, the operation's. `traceparent` and `tracestate` are those of the request.
+
+    A chunk that is too large for a message keeps its inputs and query in the payload store, under the key `payload`;
+    `count` is then the number of inputs. `asker`: the credential of its client, as metrics name it; what a worker keeps
+    of an image serves the same asker alone; empty: nothing is kept.
+    """
+
+    request: str
+    chunk: int
+    model: str
+    revision: str
+    operation: Operation
+    inputs: tuple[Input, ...]
+    options: RunOptions
+    reply: str
+    budget_ms: int
+    first: int = 0
+    attempt: int = 0
+    profile: str = "default"
+    config_revision: int = 0
+    priority: Priority = "interactive"
+    cost: int = 0
+    traceparent: str = ""
+    query: Input | None = None
+    payload: str = ""
+    count: int = 0
+    endpoint: str = ""
+    tracestate: str = ""
+    asker: str = ""
+
+
+class Payload(msgspec.Struct, frozen=True, omit_defaults=True, tag="payload/1"):
+    """The part of a work item that the payload store keeps."""
+
+    inputs: tuple[Input, ...]
+    query: Input | None = None
+
+
+class ArraySlice(msgspec.Struct, frozen=True, array_like=True):
+    """Where an array lies in the block of bytes that is sent with it. `dtype` is written as numpy does, e.g. `<f4`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class Ok(msgspec.Struct, frozen=True, omit_defaults=True, tag="ok"):
+    """A value: arrays by name, a score, or the maps of an extraction.
+
+    Names of arrays: `dense`, `multivector`, `tokens` (the last hidden state of each token), `sparse.indices` and
+    `sparse.values`; integer dtypes also have `<name>.scale` and `<name>.offset`. `data` of tokenize has the lists
+    `ids`, `texts`, `special`, `starts` and `stops` (byte offsets in the UTF-8 of the prompted text, None for special
+    tokens); `data` of decode has `text`. `tokens` counts what ran, after truncation, special tokens included.
+    """
+
+    outputs: dict[str, ArraySlice]
+    tokens: int = 0
+    truncated: bool = False
+    score: float | None = None
+    data: dict[str, Any] | None = None
+    first_of_several: bool = False
+
+
+class Failed(msgspec.Struct, frozen=True, omit_defaults=True, tag="failed"):
+    """A typed error in place of a value."""
+
+    error: ErrorInfo
+
+
+Outcome = Ok | Failed
+
+
+class Stages(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Milliseconds of one chunk at the worker, from delivery until the result is sent. The stages are contiguous, on
+    the worker's clock.
+    """
+
+    load_ms: float = 0.0
+    preprocess_ms: float = 0.0
+    batch_wait_ms: float = 0.0
+    device_wait_ms: float = 0.0
+    inference_ms: float = 0.0
+    postprocess_ms: float = 0.0
+    worker_ms: float = 0.0
+    fetch_ms: float = 0.0
+
+
+class BatchNote(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The batch that a chunk ran in, for `explain` and for tests of batch independence.
+
+    `padding`: positions that were computed beside the tokens. `swapped`: another model was closed to new work so that
+    this one could be loaded. `engine` computed the hidden states; empty if nothing ran.
+    """
+
+    id: str = ""
+    items: int = 0
+    chunks: int = 0
+    tokens: int = 0
+    attention: int = 0  # sum of squared lengths
+    deliveries: int = 1
+    padding: int = 0
+    swapped: bool = False
+    engine: str = ""
+
+
+class WorkResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result/1"):
+    """One outcome per input of a chunk, in order. `block` holds all arrays; slices point into it."""
+
+    request: str
+    chunk: int
+    worker: str
+    outcomes: tuple[Outcome, ...]
+    block: bytes = b""
+    attempt: int = 0
+    revision: str = ""
+    fingerprint: str = ""
+    stages: Stages = Stages()
+    batch: BatchNote = BatchNote()
+
+
+class Fragment(msgspec.Struct, frozen=True, omit_defaults=True, tag="fragment/1"):
+    """Part `index` of `count` of an encoded WorkResult that is too large for one message. `digest` is the SHA-256 of
+    the whole, in hex.
+    """
+
+    request: str
+    chunk: int
+    attempt: int
+    index: int
+    count: int
+    digest: str
+    data: bytes
+
+
+class Cancel(msgspec.Struct, frozen=True, omit_defaults=True, tag="cancel/1"):
+    """Nobody waits for these requests any more. This is a hint: a worker that misses it runs work whose result is
+    dropped.
+    """
+
+    requests: tuple[str, ...]
+
+
+ResidencyAction = Literal["load", "unload"]
+
+
+class Residency(msgspec.Struct, frozen=True, omit_defaults=True, tag="residency/1"):
+    """An operator wants a model loaded or unloaded on the worker that reads this. `model`: a model or model:profile, as
+    heartbeats name it. A lost message changes nothing: heartbeats report the state.
+    """
+
+    action: ResidencyAction
+    model: str
+
+
+class Confirmation(msgspec.Struct, frozen=True, omit_defaults=True, tag="confirm/1"):
+    """The gateway's answer to a result.
+
+    `taken`; `duplicate` of a result that was taken before; `unknown`: the gateway does not know the request any more;
+    `part`: a fragment was kept, and the others are awaited.
+    """
+
+    verdict: Literal["taken", "duplicate", "unknown", "part"]
+
+
+class DeadLetter(msgspec.Struct, frozen=True, omit_defaults=True, tag="dead/1"):
+    """A work item that was given up. `item` is the encoded WorkItem as it was delivered, so that it can be published
+    again.
+    """
+
+    id: str
+    subject: str
+    item: bytes
+    error: ErrorInfo
+    workers: tuple[str, ...]
+    deliveries: int
+    deaths: int
+    at_s: float
+
+
+_encoder = msgspec.msgpack.Encoder()
+encode = _encoder.encode
+decode_work = msgspec.msgpack.Decoder(WorkItem).decode
+decode_result = msgspec.msgpack.Decoder(WorkResult).decode
+decode_result_or_fragment = msgspec.msgpack.Decoder(WorkResult | Fragment).decode
+decode_payload = msgspec.msgpack.Decoder(Payload).decode
+decode_cancel = msgspec.msgpack.Decoder(Cancel).decode
+decode_residency = msgspec.msgpack.Decoder(Residency).decode
+decode_dead_letter = msgspec.msgpack.Decoder(DeadLetter).decode
+decode_confirmation = msgspec.msgpack.Decoder(Confirmation).decode

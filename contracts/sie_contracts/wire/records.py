@@ -1,0 +1,110 @@
+"""Values that gateways and workers keep in key-value buckets of NATS: demand, placement and reservations. And the
+request for such a bucket, or for a stream of work.
+
+The rules of evolution are those of `messages`. `sie_broker.record` follows such values and changes them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from sie_contracts.wire.topology import DUPLICATE_WINDOW_S
+
+
+class StreamRequest(msgspec.Struct, frozen=True, omit_defaults=True, tag="stream-request/1"):
+    """A request to the owner of streams: make this one, or bring it up to `version`. Its name says what it holds and
+    takes; nothing else of the request does, so nobody can have a stream made that takes what is another's.
+
+    The sizes are those of `topology.StreamSpec`. `removed_age_s`: of a bucket.
+    """
+
+    name: str
+    storage: str = "file"
+    replicas: int = 1
+    max_age_s: float = 0.0
+    max_bytes: int = -1
+    max_per_subject: int = 0
+    duplicate_window_s: float = DUPLICATE_WINDOW_S
+    removed_age_s: float = 0.0
+    version: int = 0
+
+
+class Demand(msgspec.Struct, frozen=True, omit_defaults=True, tag="demand/1"):
+    """A request needed a lane that had no ready worker. The record counts until DEMAND_LIFE_S after `at_s`, the
+    broker's time.
+    """
+
+    at_s: float
+
+
+class Placement(msgspec.Struct, frozen=True, omit_defaults=True, tag="placement/1"):
+    """Which workers host which model of a lane: worker ids by model id. `at_s`: the broker's time of the last planning
+    step. `raised_s`: when each model last got one more host.
+
+    A large table is stored in parts: `parts` are their stamps, and `hosts` has only the rows of workers that cannot
+    read parts.
+    """
+
+    at_s: float
+    hosts: dict[str, tuple[str, ...]] = {}
+    raised_s: dict[str, float] = {}
+    parts: tuple[int, ...] = ()
+
+
+class PlacementPart(msgspec.Struct, frozen=True, omit_defaults=True, tag="placement-part/1"):
+    """Rows of a placement table. `stamp` is a digest of them."""
+
+    stamp: int
+    hosts: dict[str, tuple[str, ...]] = {}
+    raised_s: dict[str, float] = {}
+
+
+class PoolSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a reservation asks for: a minimum of GPUs of each machine profile, and a minimum of workers in all
+    (`minimum_worker_count`), of `bundle` if it names one. Its lease lasts `ttl_seconds`.
+    """
+
+    name: str
+    gpus: dict[str, int]
+    bundle: str = ""
+    minimum_worker_count: int = 0
+    ttl_seconds: int = 1200
+    gpu_caps: dict[str, int] = {}
+    pinned_models: tuple[str, ...] = ()
+
+
+class Reservation(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A reservation with its lease. Times are the broker's. `takes_last`: it may take the last worker of a bundle from
+    the default pool. `owner`: the key of the credential that made it.
+    """
+
+    spec: PoolSpec
+    created_s: float
+    renewed_s: float
+    takes_last: bool = False
+    owner: str = ""
+
+    @property
+    def expires_s(self) -> float:
+        return self.renewed_s + self.spec.ttl_seconds
+
+
+class Reservations(msgspec.Struct, frozen=True, omit_defaults=True, tag="reservations/1"):
+    """All reservations by name, and by name the end of those that have ended, until their streams are removed."""
+
+    pools: dict[str, Reservation] = {}
+    ended: dict[str, float] = {}
+
+
+class Assigned(msgspec.Struct, frozen=True, omit_defaults=True, tag="assigned/1"):
+    """Which worker is assigned to which reservation: pool by worker id."""
+
+    workers: dict[str, str] = {}
+
+
+decode_stream_request = msgspec.msgpack.Decoder(StreamRequest).decode
+decode_demand = msgspec.msgpack.Decoder(Demand).decode
+decode_placement = msgspec.msgpack.Decoder(Placement).decode
+decode_placement_part = msgspec.msgpack.Decoder(PlacementPart).decode
+decode_reservations = msgspec.msgpack.Decoder(Reservations).decode
+decode_assigned = msgspec.msgpack.Decoder(Assigned).decode

@@ -1,0 +1,106 @@
+"""The routes of the catalogue. The config service serves all of them, a gateway only the reads. Each binds its handlers
+by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from sie_contracts.api import configs as api
+from sie_contracts.api.shapes import MINI
+from sie_contracts.wire.configs import ConfigEpoch, ConfigExport
+from sie_runtime.http.routes import JSON, YAML, Content, Parameter, Route
+
+PREFIX = "/v1/configs/"
+_MODELS = f"{PREFIX}models"
+_MODEL = f"{_MODELS}/{{id:path}}"
+_TAG = "Configuration"
+_BUNDLE = Parameter("id", "path", example="default")
+_FLAG = Literal["true", "false"]
+_WRITE = (
+    Parameter("dry_run", "query", _FLAG, "Answer what the write would do, and write nothing."),
+    Parameter("force", "query", _FLAG, "Write although an alias would lose its model."),
+    Parameter("If-Match", "header", str, "Write only if the newest revision is this one: its ETag."),
+    Parameter("Idempotency-Key", "header", str, "A write with a known key is answered again, and not done again."),
+)
+_DOCUMENT = Content(api.ModelDocument, (JSON, YAML))
+_WRITTEN = Content(api.Written)
+PLACEHOLDERS = {"id": Parameter("id", "path", example=MINI)}
+
+
+def _read(endpoint: str, path: str, summary: str, reply: Any, media: tuple[str, ...] = (JSON,), **more: Any) -> Route:
+    replies = {200: Content(reply, media)}
+    return Route(
+        method="GET", path=path, scope="read", summary=summary, tag=_TAG, endpoint=endpoint, replies=replies, **more
+    )
+
+
+def _write(method: str, endpoint: str, path: str, summary: str, body: Content | None, status: int = 200) -> Route:
+    return Route(
+        method=method,
+        path=path,
+        scope="config",
+        summary=summary,
+        tag=_TAG,
+        endpoint=endpoint,
+        body=body,
+        replies={200: _WRITTEN, **({status: _WRITTEN} if status != 200 else {})},
+        parameters=_WRITE,
+    )
+
+
+CONFIG_ROUTES: tuple[Route, ...] = (
+    _read("models", _MODELS, "All models", api.ConfigModels),
+    _read("model", _MODEL, "The configuration of a model", api.ModelDocument, (JSON, YAML)),
+    _read(
+        "status", f"{_MODEL}/status", "Which gateways and workers serve which revision of a model", api.ModelRevisions
+    ),
+    _read("history", f"{_MODEL}/history", "The revisions of a model, newest first", api.ModelHistory),
+    _read("bundles", f"{PREFIX}bundles", "All bundles", api.ConfigBundles),
+    _read(
+        "bundle", f"{PREFIX}bundles/{{id:path}}", "One bundle", api.ConfigBundle, (JSON, YAML), parameters=(_BUNDLE,)
+    ),
+    Route(
+        method="POST",
+        path=f"{PREFIX}resolve",
+        scope="read",
+        summary="The model and profile that a name stands for, and the bundles that can serve it",
+        tag=_TAG,
+        endpoint="resolve",
+        body=Content(api.Resolve),
+        replies={200: Content(api.Resolution)},
+    ),
+    _read("epoch", f"{PREFIX}epoch", "The epoch: equal epochs are equal catalogues", ConfigEpoch, reader=True),
+    replace(
+        _read("export", f"{PREFIX}export", "The whole catalogue at one epoch", ConfigExport, reader=True),
+        scope="config",
+    ),
+    _write("POST", "models", _MODELS, "Add a model, or profiles to one", _DOCUMENT, 201),
+    _write("PUT", "model", _MODEL, "Replace a model", _DOCUMENT),
+    _write(
+        "PATCH", "model", _MODEL, "Change a model by a JSON merge patch", Content(dict[str, Any], example={"run": {}})
+    ),
+    _write("DELETE", "model", _MODEL, "Remove a model", None),
+    _write("POST", "rollback", f"{_MODEL}/rollback", "Make a former revision the newest again", Content(api.Rollback)),
+)
+
+
+def bound(handlers: Mapping[tuple[str, str], Any], endpoint: str = "") -> tuple[Route, ...]:
+    """The routes with their handlers, by (method, endpoint). A route without a handler is known but not served.
+    `endpoint`: the name of all of them in the metrics of this process.
+
+    Raises ValueError for a handler without a route.
+    """
+    if unknown := handlers.keys() - {(route.method, route.endpoint) for route in CONFIG_ROUTES}:
+        raise ValueError(f"no such routes: {sorted(unknown)}")
+    return tuple(
+        replace(
+            route,
+            handler=handlers.get((route.method, route.endpoint)),
+            served=(route.method, route.endpoint) in handlers,
+            endpoint=endpoint or route.endpoint,
+        )
+        for route in CONFIG_ROUTES
+    )

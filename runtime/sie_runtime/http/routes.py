@@ -1,0 +1,170 @@
+"""Routes: one row for each method and path declares everything about it; a table finds the row of a request.
+
+    method, path ──Table──► Route ──► its scope, handler, label in metrics, body and replies (`openapi`)
+
+`{name}` in a path is one segment, `{name:path}` is the rest of the path, slashes included. Literal segments after it
+are matched first.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from msgspec import Struct
+
+from sie_contracts.api.faults import Error
+
+SCOPES = ("infer", "read", "metrics", "pools", "config", "admin")
+OPEN = ""  # in place of a scope: no token is ever needed
+ANY = "any"  # in place of a scope: any credential that is valid, whatever its scopes
+JSON, YAML = "application/json", "application/x-yaml"
+MSGPACK, RAW, ARROW = "application/msgpack", "application/octet-stream", "application/vnd.apache.arrow.stream"
+FORM = "multipart/form-data"
+TEXT, HTML = "text/plain", "text/html"
+_USUAL_PATH = 256
+_LIKE = 0.8  # similarity from which a path counts
+_LIKE_PARTS = 3  # segments that are compared
+_LIKE_PART = 32  # characters of a segment that are compared
+
+
+class Parameter(NamedTuple):
+    """A parameter of a request. `type` is a type that msgspec supports. A path parameter is always required."""
+
+    name: str
+    where: str  # path, query or header
+    type: Any = str
+    description: str = ""
+    example: Any = None
+    required: bool = False
+
+
+class Content(NamedTuple):
+    """A body or a reply. `type` is a type that msgspec supports, or a tuple of several. `example` is its `EXAMPLE` by
+    default. `media`: its media types.
+    """
+
+    type: Any = None
+    media: tuple[str, ...] = (JSON,)
+    description: str = "Success"
+    example: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """One method of one path. `endpoint` is its name in metrics and logs, `tag` its section of the document.
+
+    `reader`: SIE_CONFIG_READ_TOKEN is enough. `served`: False for a route that the config service serves and a gateway
+    does not (405). `errors`: the shape of all its errors; None for a probe, whose refusal is one of `replies`. Each
+    process has its own type of handler.
+    """
+
+    method: str
+    path: str
+    scope: str
+    summary: str = ""
+    tag: str = ""
+    endpoint: str = "other"
+    handler: Any = None
+    body: Content | None = None
+    replies: Mapping[int, Content] = field(default_factory=dict)
+    parameters: tuple[Parameter, ...] = ()
+    errors: type[Struct] | None = Error
+    reader: bool = False
+    served: bool = True
+
+
+R = TypeVar("R", bound=Route)
+
+
+class Match(NamedTuple, Generic[R]):
+    """The routes of a path by method, empty if there is no such path; and the value of its placeholder."""
+
+    methods: Mapping[str, R]
+    parameters: Mapping[str, str]
+
+    def route(self, method: str) -> R | None:
+        """The route of a method. HEAD is treated as GET."""
+        return self.methods.get("GET" if method == "HEAD" else method)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pattern(Generic[R]):
+    """A path with one placeholder. The pattern with the longest literal parts is the best match."""
+
+    head: str
+    tail: str
+    name: str
+    is_rest: bool
+    methods: dict[str, R]
+
+    def match(self, path: str) -> Match[R] | None:
+        if (
+            not path.startswith(self.head)
+            or not path.endswith(self.tail)
+            or len(path) <= len(self.head) + len(self.tail)
+        ):
+            return None
+        value = path[len(self.head) : len(path) - len(self.tail)]
+        return Match(self.methods, {self.name: value}) if self.is_rest or "/" not in value else None
+
+
+class Table(Generic[R]):
+    """Routes by path. Raises ValueError for two rows with the same method and path, and for an unknown scope."""
+
+    def __init__(self, routes: Sequence[R]) -> None:
+        self._exact: dict[str, dict[str, R]] = {}
+        patterns: dict[str, dict[str, R]] = {}
+        for route in routes:
+            methods = (patterns if "{" in route.path else self._exact).setdefault(route.path, {})
+            if route.method in methods or route.scope not in (OPEN, ANY, *SCOPES):
+                raise ValueError(f"{route.method} {route.path}: a second row, or no such scope as {route.scope!r}")
+            methods[route.method] = route
+        self._patterns = sorted(self._compiled(patterns), key=lambda each: -len(each.head) - len(each.tail))
+        served = [route.path for route in routes if route.served and route.path.count("/") < _LIKE_PARTS + 2]
+        self._heads = {
+            head: path.replace(":path", "") for path in reversed(served) if (head := path.partition("{")[0].strip("/"))
+        }
+        self._remembered = functools.lru_cache(1024)(self._look)  # searching all patterns takes 10 us
+
+    @staticmethod
+    def _compiled(patterns: dict[str, dict[str, R]]) -> Iterator[_Pattern[R]]:
+        for path, methods in patterns.items():
+            head, _, rest = path.partition("{")
+            placeholder, _, tail = rest.partition("}")
+            name, is_rest, _ = placeholder.partition(":path")
+            yield _Pattern(head, tail, name, bool(is_rest), methods)
+
+    def match(self, path: str) -> Match[R]:
+        """The routes of a path. One final slash is ignored."""
+        return (self._remembered if len(path) <= _USUAL_PATH else self._look)(path)
+
+    def _look(self, path: str) -> Match[R]:
+        if path.endswith("/") and path != "/":
+            path = path[:-1]
+        if (methods := self._exact.get(path)) is not None:
+            return Match(methods, {})
+        return next((found for pattern in self._patterns if (found := pattern.match(path)) is not None), Match({}, {}))
+
+    def near(self, path: str) -> str:
+        """The served route that an unknown path may mean, as `/v1/encode/{model}`; empty if none is similar.
+
+        The segments before a placeholder are compared with the beginning of the path: the path as it is, below `/v1`,
+        and with one `/v1` removed if it has two.
+        """
+        parts = [part[:_LIKE_PART] for part in path.split("/", _LIKE_PARTS + 1)[1:] if part]
+        begins = [parts, ["v1", *parts], parts[1:] if parts[:2] == ["v1", "v1"] else []]
+        asked = {"/".join(each[:count]) for each in begins for count in range(1, _LIKE_PARTS + 1)} - {"", "v1"}
+        # the beginning is right, the rest is missing or too long
+        exact = next((head for head in self._heads if head in asked), None)
+        like = (found for each in sorted(asked) for found in difflib.get_close_matches(each, self._heads, 1, _LIKE))
+        head = exact if exact is not None else next(like, None)
+        return self._heads[head] if head is not None else ""
+
+
+def bearer(authorization: str) -> str:
+    """The token of an Authorization header, with or without its scheme."""
+    return (authorization[7:] if authorization[:7].lower() == "bearer " else authorization).strip()

@@ -1,0 +1,245 @@
+"""uvicorn inside a process that binds the port, handles the signals and decides when the server ends; and the probes
+that every process has.
+
+    request ──► Protocol, which bounds a connection ──► Names, which refuses other sites' pages ──► the application
+    leave ──► each response is the last of its connection ──► hang_up: idle connections are closed ──► stop
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import re
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import uvicorn
+from prometheus_client.exposition import choose_encoder
+
+from sie_contracts.errors import NotFound
+from sie_contracts.settings import SettingError
+from sie_runtime.http.asgi import (
+    App,
+    Body,
+    Receive,
+    Scope,
+    Send,
+    common_headers,
+    headers_of,
+    refusal,
+    refuse,
+    reply,
+    uuid7,
+)
+from sie_runtime.http.origins import Guarded, Names
+from sie_runtime.http.protocol import HEAD_S, MAX_HEAD_BYTES, MIN_RATE, Protocol, State
+from sie_runtime.http.refusals import Refusals
+from sie_runtime.metrics import Registry
+
+__all__ = [
+    "HEAD_S",
+    "KEEP_ALIVE_S",
+    "MAX_HEAD_BYTES",
+    "STOP_S",
+    "App",
+    "Body",
+    "HttpServer",
+    "Receive",
+    "Scope",
+    "Send",
+    "common_headers",
+    "headers_of",
+    "probes",
+    "refusal",
+    "refuse",
+    "reply",
+    "scrape",
+    "uuid7",
+]
+
+WEBSOCKET_MESSAGE_BYTES = 4096  # of a message from a peer; it is not read
+KEEP_ALIVE_S = 120  # above the idle time-out of common load balancers, so that they close first
+STOP_S = 5.0
+MAX_TURNS = 100  # of the event loop, for requests that arrive while connections are closed
+
+
+class _Server(uvicorn.Server):
+    """One that ends when `end` is called. uvicorn looks ten times a second whether it should, and renews a header that
+    is not sent here.
+    """
+
+    def __init__(self, config: uvicorn.Config, state: State) -> None:
+        super().__init__(config)
+        self.server_state = state
+        self._ending = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def main_loop(self) -> None:
+        await self._ending.wait()
+
+    def end(self, within_s: float) -> None:
+        """Stop listening; cancel what still runs after `within_s`, rounded up to seconds."""
+        self.config.timeout_graceful_shutdown = math.ceil(within_s)
+        self._ending.set()
+
+
+class HttpServer:
+    """A listening HTTP server. `setting` is named in the error if the port cannot be bound."""
+
+    def __init__(
+        self,
+        app: App,
+        host: str,
+        port: int,
+        *,
+        setting: str,
+        root_path: str = "",
+        websockets: type[asyncio.Protocol] | None = None,
+        allowed_hosts: Sequence[str] | None = None,
+        cors_origins: Sequence[str] = (),
+        refused: Callable[[str], object] | None = None,
+        min_rate: int = MIN_RATE,
+    ) -> None:
+        """`websockets`: the websocket protocol; without it an upgrade is refused. `allowed_hosts`: see `Names`.
+        Pages of `cors_origins` may act.
+        `refused` is called with the reason of each request that is refused before an application sees it, one of
+        `refusals.REFUSED`. `min_rate`: see `State`.
+        """
+        try:
+            self._socket = _listen(host, port)
+        except OSError as error:
+            raise SettingError(setting, f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+        self.port: int = self._socket.getsockname()[1]
+        refusals = Refusals(refused)
+        config = uvicorn.Config(
+            Guarded(app, Names(host, allowed_hosts, cors_origins), refusals),
+            interface="asgi3",
+            loop="none",
+            http=Protocol,
+            ws=websockets or "none",
+            ws_per_message_deflate=False,
+            ws_max_size=WEBSOCKET_MESSAGE_BYTES,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            root_path=root_path,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+        )
+        self._state = State(refusals, min_rate)
+        self._server = _Server(config, self._state)
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]), name=f"http:{self.port}")
+
+    def leave(self) -> None:
+        """From now on each response is the last of its connection, and says so. Nothing else changes."""
+        self._state.leave()
+
+    async def hang_up(self) -> None:
+        """`leave`, and close idle connections; websockets are told that this server goes away. A request that has
+        arrived is begun before this returns; a request that was begun is answered; new connections are still accepted.
+        """
+        self.leave()
+        for connection in list(self._state.connections):
+            connection.shutdown()
+        for _ in range(MAX_TURNS):
+            await asyncio.sleep(0)
+            if not any(
+                isinstance(connection, Protocol) and connection.arriving for connection in self._state.connections
+            ):
+                break
+        await asyncio.sleep(0)  # the tasks of requests that were read begin now
+
+    async def stop(self, within_s: float = STOP_S) -> None:
+        """Stop listening, hang up, and wait at most `within_s` for running requests and for clients that read their
+        answers.
+        """
+        self.leave()
+        self._server.end(within_s)
+        if self._task is not None:
+            await self._task
+        self._socket.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # with an explicit protocol, so that asyncio sets TCP_NODELAY
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError:
+        listener.close()
+        raise
+    listener.setblocking(False)
+    return listener
+
+
+def accepts_json(accept: str) -> bool:
+    """Whether an Accept header names JSON itself. A wildcard does not count: curl sends one, and people read its
+    output.
+    """
+    for part in accept.lower().split(","):
+        media, *parameters = (piece.strip() for piece in part.split(";"))
+        if media == "application/json":
+            return not any(re.fullmatch(r"q=0(\.0*)?", parameter) for parameter in parameters)
+    return False
+
+
+def scrape(registry: Registry, accept: str) -> tuple[bytes, str]:
+    """The metrics and their content type: text, or OpenMetrics if `accept` asks for it. Prometheus does, and finds
+    exemplars there.
+    """
+    encode, content_type = choose_encoder(accept)
+    text = encode(registry)
+    registry.scraped()
+    return text, content_type
+
+
+def probes(
+    not_ready: Callable[[], str | None], registry: Registry | None, healthy_workers: Callable[[], int] | None = None
+) -> App:
+    """`/healthz`, `/readyz` and, with a registry, `/metrics`. `not_ready` gives the reason, or None when ready.
+
+    `/readyz` answers in JSON if JSON is accepted. The reply of a gateway has `healthy_workers`.
+    """
+
+    async def readyz(scope: Scope, send: Send) -> None:
+        reason = not_ready()
+        status = 503 if reason else 200
+        if not accepts_json(headers_of(scope).get("accept", "")):
+            await reply(send, status, f"not ready: {reason}".encode() if reason else b"ok")
+            return
+        content: dict[str, Any] = {"status": "not ready" if reason else "ready"}
+        if reason:
+            content["reason"] = reason
+        if healthy_workers is not None:
+            content["healthy_workers"] = healthy_workers()
+        await reply(send, status, msgspec.json.encode(content), "application/json")
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        path = scope["path"]
+        if path in ("/healthz", "/livez", "/ping"):
+            await reply(send, 200, b"ok")
+        elif path == "/readyz":
+            await readyz(scope, send)
+        elif path == "/metrics" and registry is not None:
+            text, content_type = scrape(registry, headers_of(scope).get("accept", ""))
+            await reply(send, 200, text, content_type)
+        else:
+            await refuse(send, NotFound("no such path"))
+
+    return app

@@ -1,0 +1,155 @@
+"""Websockets that only send: text frames at an interval, to every client that is connected.
+
+    upgrade ──► allowed? ──no──► a plain HTTP response
+                   └─► accept ──► a frame at once ──► the next one an interval later ──► ...
+
+No frames are queued for a client that does not read: a frame is sent when the connection's buffer has room for it, and
+frames that were due meanwhile are never made. A client that leaves no room for PATIENCE_S is disconnected. What clients
+send is discarded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+
+from sie_contracts.errors import ResourceExhausted
+from sie_runtime.http.asgi import Receive, Scope, Send
+
+PATIENCE_S = 10.0
+GOING_AWAY, TRY_AGAIN_LATER = 1001, 1013  # RFC 6455, and IANA's registry of close codes
+_logger = logging.getLogger("sie.websocket")
+
+
+class WebSocketProtocol(WebSocketsSansIOProtocol):
+    """uvicorn's, with two differences: a server that ends says so (close code 1001), and an application can disconnect
+    a client.
+    """
+
+    async def run_asgi(self) -> None:
+        extensions: dict[str, Any] = self.scope["extensions"]
+        extensions["abort"] = self.transport.abort
+        await super().run_asgi()
+
+    def shutdown(self) -> None:
+        if not self.handshake_complete or self.close_sent:
+            super().shutdown()
+            return
+        self.stop_keepalive()
+        self.queue.put_nowait({"type": "websocket.disconnect", "code": GOING_AWAY})
+        self.conn.send_close(GOING_AWAY)
+        self.close_sent = True
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        if self.writable.is_set():
+            self.transport.close()
+        else:  # the client does not read: unsent frames would delay the end
+            self.transport.abort()
+
+
+class Seats:
+    """Bounds on open websockets: `most` in all, and a quarter of them for one address and for one key."""
+
+    def __init__(self, most: int, where: str) -> None:
+        self._most = most
+        self._most_each = max(1, most // 4)
+        self._where = where
+        self._held: Counter[str] = Counter()
+        self.taken = 0
+
+    @contextlib.contextmanager
+    def seat(self, scope: Scope, key: str = "") -> Iterator[None]:
+        """Held by one websocket of a client. `key` names its credential, if any. Raises ResourceExhausted."""
+        if self.taken >= self._most:
+            raise ResourceExhausted(f"{self._most} websockets are open, the limit of this {self._where}")
+        holders = [holder for holder in (_network((scope.get("client") or ("",))[0]), key and f"key {key}") if holder]
+        if any(self._held[holder] >= self._most_each for holder in holders):
+            raise ResourceExhausted(
+                f"{self._most_each} websockets of this client are open, as many as one address and one key may have"
+            )
+        self.taken += 1
+        self._held.update(holders)
+        try:
+            yield
+        finally:
+            self.taken -= 1
+            self._held.subtract(holders)
+            self._held = +self._held
+
+
+def _network(address: str) -> str:
+    """An address as one client counts: of IPv6 the first 64 bits, which one host owns; all of loopback is one
+    client.
+    """
+    try:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(ip, ipaddress.IPv6Address):
+        ip = ip.ipv4_mapped or ip
+    if ip.is_loopback:
+        return "loopback"
+    return str(ipaddress.ip_network((ip, 64), strict=False)) if ip.version == 6 else str(ip)
+
+
+class Frames:
+    """Frames of one kind, sent to each viewer at most once in `interval_s`. One frame is made for all viewers."""
+
+    def __init__(self, make: Callable[[], str | None], interval_s: float, *, patience_s: float = PATIENCE_S) -> None:
+        """`make` returns the present frame; a frame equal to the last one is not sent. None: there are no more frames,
+        and the connection is closed with 1013, try again later.
+        """
+        self._make = make
+        self._interval_s = interval_s
+        self._patience_s = patience_s
+        self._last: str | None = None
+        self._made_s = float("-inf")
+        self.looking = 0
+        self.looked = asyncio.Event()  # set while there are viewers
+
+    async def show(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Accept a websocket and serve it to its end. The caller has checked that the client is allowed."""
+        await receive()  # websocket.connect
+        gone = asyncio.create_task(_gone(receive))
+        self.looking += 1
+        self.looked.set()
+        try:
+            await send({"type": "websocket.accept"})
+            sent: str | None = None
+            while not gone.done():
+                frame = self._frame()
+                async with asyncio.timeout(self._patience_s):  # sending waits for room in the connection's buffer
+                    if frame is None:
+                        await send({"type": "websocket.close", "code": TRY_AGAIN_LATER})
+                        return
+                    if frame is not sent:
+                        await send({"type": "websocket.send", "text": frame})
+                sent = frame
+                await asyncio.wait({gone}, timeout=self._interval_s)
+        except TimeoutError:
+            _logger.info("a websocket is cut off: nothing of it was read for %g s", self._patience_s)
+            scope["extensions"]["abort"]()
+        except OSError:
+            pass  # the client disconnected
+        finally:
+            self.looking -= 1
+            if not self.looking:
+                self.looked.clear()
+            gone.cancel()
+
+    def _frame(self) -> str | None:
+        now_s = asyncio.get_running_loop().time()
+        if now_s - self._made_s >= self._interval_s / 2:
+            self._last, self._made_s = self._make(), now_s
+        return self._last
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "websocket.disconnect":
+        pass
