@@ -51,7 +51,7 @@ $(SDKS)/.installed: $(VENV)/.pip
 	touch $@
 
 # and then what it compiles need not be compiled by all processes of tests at once
-PRODUCT := contracts broker runtime store gateway sidecar adapter config_service sdk cli
+PRODUCT := core/contracts core/broker core/runtime core/store gateway sidecar adapter config_service sdk cli
 LIBRARIES := sie_adapter.server, sie_adapter.families.text_encoder, sie_config_service.process, sie_gateway.process, sie_sidecar.process, \
     sentence_transformers, gliner, gliner2, gliclass
 

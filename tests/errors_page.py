@@ -97,7 +97,7 @@ def reasons() -> dict[str, set[str]]:
     call = rf"\b(?:{'|'.join(names)})\("
     made = re.compile(rf'({call})(?:(?!\braise |\breturn |{call}).){{0,500}}?reason="([a-z_]+)"', re.DOTALL)
     found: dict[str, set[str]] = {}
-    for folder in ("contracts", "broker", "runtime", "store", "gateway", "sidecar", "adapter"):
+    for folder in ("core/contracts", "core/broker", "core/runtime", "core/store", "gateway", "sidecar", "adapter"):
         for file in (ROOT / folder).rglob("*.py"):
             for name, reason in made.findall(file.read_text("utf-8")):
                 found.setdefault(reason, set()).add(names[name.removesuffix("(")])

@@ -19,10 +19,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {  # by the folder that each is in
-    "contracts": "sie_contracts",
-    "broker": "sie_broker",
-    "runtime": "sie_runtime",
-    "store": "sie_store",
+    "core/contracts": "sie_contracts",
+    "core/broker": "sie_broker",
+    "core/runtime": "sie_runtime",
+    "core/store": "sie_store",
     "gateway": "sie_gateway",
     "sidecar": "sie_sidecar",
     "adapter": "sie_adapter",

@@ -19,7 +19,7 @@ SOURCE = "pyproject.toml"
 _IMAGE = r"\bsie-(?:gateway|config|sidecar|adapter-cpu|adapter-cuda|\$image|\$name):"
 # by a pattern of paths: what stands before the version, each time that it stands there
 COPIES = {
-    "contracts/sie_contracts/__init__.py": r'^__version__ = "',
+    "core/contracts/sie_contracts/__init__.py": r'^__version__ = "',
     "sdk/alias/pyproject.toml": r'^version = "',
     "charts/sie-cluster/Chart.yaml": r'^(?:version: |appVersion: ")',
     "docker-compose.yml": _IMAGE,

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 PAGE = (DOCS / "families.md").read_text("utf-8")
 BLOCKS = dict(re.findall(r"^```\w+\n# (\S+)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE))
 CLASS = "adapter/sie_adapter/families/static.py"
-TABLE = "contracts/sie_contracts/models/families.py"
+TABLE = "core/contracts/sie_contracts/models/families.py"
 ENTRY = "models/me/static.yaml"
 BEFORE_ROWS = "FAMILIES: Mapping[str, Family] = MappingProxyType(\n    {\n"
 WORDS = ["[UNK]", "river", "runs", "north"]

@@ -212,7 +212,7 @@ CHECKED_ONLY = {("SIE_HEARTBEAT_TIMEOUT_MS", "sidecar")}
 # What may touch the environment, by file, and why.
 READS_ENVIRON = {
     "gateway/sie_gateway/operations/doctor.py": "the environment of `sie doctor`, which it starts",
-    "contracts/sie_contracts/settings/__init__.py": "the one reader",
+    "core/contracts/sie_contracts/settings/__init__.py": "the one reader",
     "cli/sie_cli/entry.py": "HTTP_PROXY and the like, to which it adds addresses that need no proxy",
     "cli/sie_cli/serve/command.py": "hands its whole environment on to the processes that it starts",
     "cli/sie_cli/doctor/command.py": (
@@ -222,7 +222,7 @@ READS_ENVIRON = {
     "adapter/sie_adapter/process.py": "TMPDIR, where a folder is named that cannot be written to",
     "adapter/sie_adapter/loading/precision.py": "ONEDNN_MAX_CPU_ISA, which excludes instructions that torch would use",
     "adapter/sie_adapter/engine/sglang_server.py": "hands the paths of its environment to a server",
-    "runtime/sie_runtime/tracing.py": "OTEL_*, which OpenTelemetry's SDK reads by itself",
+    "core/runtime/sie_runtime/tracing.py": "OTEL_*, which OpenTelemetry's SDK reads by itself",
     "cli/sie_cli/data_dir.py": "XDG_DATA_HOME, the user's folder for data of all programs",
     "cli/sie_cli/top/command.py": "COLUMNS, which says how wide a picture in a pipe is",
 }
@@ -235,15 +235,15 @@ WRITES_ENVIRON = {
     "adapter/sie_adapter/process.py": (
         "TORCHINDUCTOR_CACHE_DIR: nothing else keeps torch from making a folder as it is imported"
     ),
-    "runtime/sie_runtime/tracing.py": "takes out OTEL_* that are empty, which OpenTelemetry's SDK refuses",
+    "core/runtime/sie_runtime/tracing.py": "takes out OTEL_* that are empty, which OpenTelemetry's SDK refuses",
 }
 READS_HOME = {
-    "contracts/sie_contracts/settings/__init__.py": "~ in SIE_LOCAL_CACHE and HF_HOME",
-    "store/sie_store/sources.py": "~ in the path of a catalogue entry",
+    "core/contracts/sie_contracts/settings/__init__.py": "~ in SIE_LOCAL_CACHE and HF_HOME",
+    "core/store/sie_store/sources.py": "~ in the path of a catalogue entry",
     "adapter/sie_adapter/loading/dependencies.py": "~ in SIE_MODELS_DIR",
     "config_service/sie_config_service/overlay.py": "~ in SIE_MODELS_DIR",
-    "store/sie_store/models_folder.py": "~ in SIE_MODELS_DIR and SIE_MODEL_PATHS",
-    "contracts/sie_contracts/models/trust.py": "~ in SIE_MODELS_DIR, SIE_MODEL_PATHS and the paths of an entry",
+    "core/store/sie_store/models_folder.py": "~ in SIE_MODELS_DIR and SIE_MODEL_PATHS",
+    "core/contracts/sie_contracts/models/trust.py": "~ in SIE_MODELS_DIR, SIE_MODEL_PATHS and the paths of an entry",
     "cli/sie_cli/data_dir.py": "the default data directory",
     "cli/sie_cli/jobs/submitting.py": "~ in a folder that is named on the command line",
     "cli/sie_cli/migrating/corpus.py": "~ in a file that is named on the command line",

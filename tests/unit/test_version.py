@@ -25,7 +25,7 @@ def test_every_copy_is_the_version() -> None:
     found = dict(version.found())
     assert set(found.values()) == {version.current()}
     files = {place.partition(":")[0] for place in found}
-    assert {"contracts/sie_contracts/__init__.py", "charts/sie-cluster/Chart.yaml", "docs/kubernetes.md"} <= files
+    assert {"core/contracts/sie_contracts/__init__.py", "charts/sie-cluster/Chart.yaml", "docs/kubernetes.md"} <= files
 
 
 def test_sie_tells_it() -> None:

@@ -5,7 +5,7 @@ import it, since decoders are C code that reads what a client sent.
 
 What is read: FORMATS. A sound is resampled as `librosa.load` does it (soxr, high quality). The features are those of
 the feature extractors of transformers, without torch: equal in every bit for a sound that fits into the model's window,
-but for which part of a longer one is read (`contracts/sounds.py`).
+but for which part of a longer one is read (`contracts/media/sounds.py`).
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def packaged_folder() -> Path:
     checkout.
     """
     installed = Path(__file__).parents[1] / "catalog"
-    return installed if installed.is_dir() else Path(__file__).parents[3] / "catalog"
+    return installed if installed.is_dir() else Path(__file__).parents[4] / "catalog"
 
 
 @dataclass(frozen=True)
