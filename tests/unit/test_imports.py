@@ -287,6 +287,7 @@ def test_the_public_surface_of_the_sdk() -> None:
         "ScoreResult",
         "ServerError",
         "ShuttingDownError",
+        "UnsupportedMediaTypeError",
         "Usage",
         "ValidationFailedError",
         "__version__",

@@ -213,7 +213,8 @@ CHECKED_ONLY = {("SIE_HEARTBEAT_TIMEOUT_MS", "sidecar")}
 READS_ENVIRON = {
     "gateway/sie_gateway/operations/doctor.py": "the environment of `sie doctor`, which it starts",
     "core/contracts/sie_contracts/settings/__init__.py": "the one reader",
-    "cli/sie_cli/entry.py": "HTTP_PROXY and the like, to which it adds addresses that need no proxy",
+    "cli/sie_cli/entry.py": "HTTP_PROXY and the like, to which it adds addresses that need no proxy; HOME and USER",
+    "cli/sie_cli/home.py": "TMPDIR, where the home of a user without one would be",
     "cli/sie_cli/serve/command.py": "hands its whole environment on to the processes that it starts",
     "cli/sie_cli/doctor/command.py": (
         "hands it to the settings piece by piece, so that one wrong setting hides no other"
