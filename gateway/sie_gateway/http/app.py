@@ -288,9 +288,8 @@ class Edge:
             await self._infer(call, route, decoded(scope["method"], call.headers, receive), send)
             return
         check_length(call.headers, route.body_bytes)
-        receive = bounded(
-            decoded(scope["method"], call.headers, receive), limit=route.body_bytes, within_s=route.body_s
-        )
+        plain = decoded(scope["method"], call.headers, self._intake.paced(receive))
+        receive = bounded(plain, limit=route.body_bytes, within_s=route.body_s)
         if route.handler is None:
             # the page of documents has no route for HEAD; the server leaves the body of its answer out
             await self._app({**scope, "method": route.method}, receive, documented(send))
