@@ -364,7 +364,7 @@ def readers() -> dict[str, frozenset[str]]:
         folder = next(folder for folder in measure.PACKAGES if folder.partition("_")[0] == component)
         own = [commands[component], *(tree for _, tree in trees(folder))]
         imported = {node.module for tree in own for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        stores = [tree for file, tree in trees("store") if f"sie_store.{Path(file).stem}" in imported]
+        stores = [tree for file, tree in trees("core/store") if f"sie_store.{Path(file).stem}" in imported]
         for tree in own + stores:
             for field in fields_read(tree):
                 found[field].add(component)

@@ -281,7 +281,7 @@ class Edge:
             await self._infer(call, route, receive, send)
             return
         check_length(call.headers, route.body_bytes)
-        receive = bounded(receive, limit=route.body_bytes, within_s=route.body_s)
+        receive = bounded(self._intake.paced(receive), limit=route.body_bytes, within_s=route.body_s)
         if route.handler is None:
             # the page of documents has no route for HEAD; the server leaves the body of its answer out
             await self._app({**scope, "method": route.method}, receive, documented(send))

@@ -133,9 +133,7 @@ def _residency_reply(request: Request, state: ResidencyState, status: int, place
             lane=str(each.lane),
             state=each.state,
             workers=[
-                WorkerResidency(
-                    worker=beat.worker, state=status.state, in_flight=status.queued, asked=beat.takes_residency
-                )
+                WorkerResidency(worker=beat.worker, state=status.state, in_flight=status.queued)
                 for beat, status in each.reports
             ],
         )
