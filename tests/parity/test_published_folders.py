@@ -234,6 +234,18 @@ def quantised_by(**config: Any) -> Callable[[Path], None]:
     return make
 
 
+def matrices_in(precision: torch.dtype) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        file = encoder(folder, "bert") / "model.safetensors"
+        tensors = {
+            name: tensor.to(precision) if ".query.weight" in name else tensor
+            for name, tensor in load_file(file).items()
+        }
+        save_file(tensors, file, {"format": "pt"})
+
+    return make
+
+
 def adapter_beside_its_base(folder: Path) -> None:
     edit(encoder(folder, "bert") / "adapter_config.json", peft_type="LORA", base_model_name_or_path="org/base")
 
@@ -277,6 +289,8 @@ def adapter_beside_its_base(folder: Path) -> None:
             "its weights are quantised by bitsandbytes",
             id="bitsandbytes",
         ),
+        pytest.param(matrices_in(torch.int8), "query.weight in int8, and config.json has no quant", id="int8"),
+        pytest.param(matrices_in(torch.float8_e4m3fn), "query.weight in float8_e4m3fn", id="float8"),
         pytest.param(adapter_beside_its_base, "adapter_config.json beside config.json", id="adapter beside its base"),
     ],
 )
