@@ -105,8 +105,8 @@ def test_a_request_that_took_too_long_is_not_shown_as_waiting(caplog: pytest.Log
     with Meter(
         Session(progress=True), 1000, stream=stream, clock=lambda: float(next(now_s)), address="http://there:1"
     ) as meter:
-        meter.tell(Pause(5.0, "GATEWAY_TIMEOUT", 895.0))
-        meter.tell(Pause(5.0, "GATEWAY_TIMEOUT", 890.0))
+        meter.update(Pause(5.0, "GATEWAY_TIMEOUT", 895.0))
+        meter.update(Pause(5.0, "GATEWAY_TIMEOUT", 890.0))
     assert "waiting" not in stream.getvalue() + caplog.text
     assert "a slow part is sent again" in stream.getvalue()
     assert "a request took longer than it may at http://there:1 and is sent again, in 5.0 s" in caplog.text
