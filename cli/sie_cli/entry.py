@@ -18,11 +18,11 @@ def main() -> None:
     from sie_contracts.loopback import bypass_proxies
 
     bypass_proxies(os.environ)
-    from sie_cli import home
+    from sie_cli.home import settle
     from sie_contracts.settings import SettingError
 
     try:
-        home.settle(os.environ)
+        settle(os.environ)
     except SettingError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
