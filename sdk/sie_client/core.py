@@ -81,13 +81,14 @@ class Send:
 
 @dataclass(frozen=True)
 class Pause:
-    """Wait this long, then go on. `cause` says why, for a log, and `remaining_s` how much patience is left; no cause:
-    nothing is wrong.
+    """Wait this long, then go on. `cause` says why, for a log, `error` in words, and `remaining_s` how much patience
+    is left; no cause: nothing is wrong.
     """
 
     seconds: float
     cause: str = ""
     remaining_s: float = 0.0
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -327,7 +328,15 @@ def call(request: Send, policy: Policy, patience: Patience | None = None) -> Pla
             raise failure from failure.__cause__ or previous
         waited_s[is_away] += pause_s
         previous = failure
-        yield Pause(pause_s, failure.code or "connection", remaining_s - pause_s)
+        error = "" if failure.code else _in_a_line(answer)
+        yield Pause(pause_s, failure.code or "connection", remaining_s - pause_s, error)
+
+
+def _in_a_line(answer: Received | TransportFailed) -> str:
+    """What went wrong with an attempt that no code names."""
+    if isinstance(answer, Received):
+        return f"HTTP {answer.status}"
+    return " ".join(f"{type(answer.cause).__name__}: {answer.cause}".split())[:MAX_ERROR]
 
 
 def _connection_budget_s(policy: Policy, answer: Received | TransportFailed) -> float:
@@ -336,6 +345,8 @@ def _connection_budget_s(policy: Policy, answer: Received | TransportFailed) -> 
     return NOBODY_BUDGET_S if isinstance(answer, TransportFailed) and answer.is_nobody else CONNECTION_BUDGET_S
 
 
+_OF_PROXIES = (502, 503, 504)
+MAX_ERROR = 200  # characters of a library's text in a line of the log
 # what may have cost the device its time is repeated ever more slowly
 _COSTLY = frozenset({"GATEWAY_TIMEOUT", "RESOURCE_EXHAUSTED"})
 
@@ -352,7 +363,7 @@ def _judged(answer: Received | TransportFailed) -> tuple[SIEError, float, float,
         failure.__cause__ = answer.cause
         return failure, CONNECTION_PAUSE_S, MAX_CONNECTION_PAUSE_S, True
     failure = failure_of(answer)
-    if not failure.code and answer.status in (502, 503, 504):  # a proxy's answer: there is nobody behind it
+    if not failure.code and answer.status in _OF_PROXIES:  # a proxy's answer: there is nobody behind it
         failure.retryable = True
         return failure, CONNECTION_PAUSE_S, MAX_CONNECTION_PAUSE_S, True
     told_s = _retry_after_s(answer)

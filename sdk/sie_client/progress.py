@@ -98,9 +98,10 @@ class Meter:
             )
             return
         _logger.warning(
-            "waiting for %s%s: next attempt in %.1f s, patience for %.0f s more",
+            "waiting for %s%s%s: next attempt in %.1f s, patience for %.0f s more",
             pause.cause,
             self._address,
+            f" ({pause.error})" if pause.error else "",
             pause.seconds,
             pause.remaining_s,
         )

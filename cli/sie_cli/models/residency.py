@@ -198,9 +198,7 @@ def unload(cluster: Cluster, name: str, **how: Any) -> None:
 
 
 def _await_unload(gateway: _GatewayClient, lane: dict[str, Any], wait_s: float) -> None:
-    model, having = lane["model"], {worker["worker"] for worker in lane["workers"] if worker["asked"]}
-    if not having:
-        raise CommandRefused(f"{model} stays loaded in {lane['lane']}: its workers run an older version")
+    model, having = lane["model"], {worker["worker"] for worker in lane["workers"]}
     for since_s, info in gateway.states(model, wait_s):
         if info["state"] not in ("loading", "unloading") and having.isdisjoint(info["workers"]):
             click.echo(f"{model}: unloaded by {', '.join(sorted(having))} after {since_s:.1f} s")
@@ -220,7 +218,7 @@ def _worker(worker: dict[str, Any]) -> str:
     line = f"{worker['worker']}: {worker['state']}"
     if worker["in_flight"]:
         line += f", {worker['in_flight']} in flight"
-    return line if worker["asked"] else f"{line}, an older version that cannot be asked"
+    return line
 
 
 COMMANDS = (load, unload)

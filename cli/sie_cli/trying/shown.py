@@ -34,7 +34,7 @@ _STAGES = {
     "batch_wait_time": "waiting for its batch",
     "inference_time": "inference",
     "postprocess_time": "writing the result",
-    "unattributed_time": "the gateway itself",
+    "unattributed_time": "arrival and gateway",
 }
 # of a chunk at its worker, in the order in which they come
 _FINER = ("load_ms", "fetch_ms", "preprocess_ms", "batch_wait_ms", "device_wait_ms", "inference_ms", "postprocess_ms")
