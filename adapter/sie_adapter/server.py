@@ -172,11 +172,11 @@ class Server:
         try:
             return self._answer_or_raise(request, permission)
         except SIEError as error:
-            told = public(error.info())
-            if told.message != error.message:
+            reply_error = public(error.info())
+            if reply_error.message != error.message:
                 # the one place that says where
                 _logger.warning("%s was refused: %s", type(request).__name__, error.message)
-            return Refused(told, dropped=permission.dropped)
+            return Refused(reply_error, dropped=permission.dropped)
         except Exception:
             _logger.exception("%s failed", type(request).__name__)
             failure = InternalFailure(f"{type(request).__name__} failed, see the log of the adapter")

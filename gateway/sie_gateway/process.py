@@ -155,7 +155,7 @@ async def serve(
     scaling = Scaling(settings, feed, fleet, backlog, lag, admission.peers, demand, pools)
     status = Status(settings, broker, feed, placer, admission.peers, record.own, lag, nats_monitor_url, pools.visible)
     keys = Keys(broker, settings.stream_replicas) if settings.auth_mode == "token" else None
-    gate = Gate(settings, keys)
+    gate = Gate(settings, keys, clock.now_s)
     letters = DeadLetters(broker, settings, metrics, record.own, placer.note)
     residencies = Residencies(broker, fleet, placer, cold)
     quotas = Quotas(admission.peers.count)

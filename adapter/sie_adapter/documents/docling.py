@@ -75,9 +75,13 @@ class Reading:
         self, texts: Sequence[str], options: Sequence[ExtractOptions], documents: Sequence[Document | None]
     ) -> list[Result]:
         """What each document holds, or why it is unusable. Raises InternalFailure, reason cancelled."""
-        refused = [_refusal(each, asked) for each, asked in zip(documents, options, strict=True)]
-        wanted = [each for each, error in zip(documents, refused, strict=True) if each is not None and error is None]
-        parsed = iter(self._parsers.parse(wanted, self._is_gone))
+        refused = [_refusal(document, option) for document, option in zip(documents, options, strict=True)]
+        parseable = [
+            document
+            for document, error in zip(documents, refused, strict=True)
+            if document is not None and error is None
+        ]
+        parsed = iter(self._parsers.parse(parseable, self._is_gone))
         return [error if error is not None else _result(next(parsed)) for error in refused]
 
 

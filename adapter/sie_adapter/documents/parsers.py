@@ -88,14 +88,14 @@ class Parsers:
         raises InternalFailure, reason cancelled.
         """
         call = _Call()
-        left = asked = [self._threads.submit(self._parse, document, call) for document in documents]
+        left = futures = [self._threads.submit(self._parse, document, call) for document in documents]
         while left := list(wait(left, LOOK_S).not_done):
             if is_gone():
-                for each in asked:
-                    each.cancel()
+                for future in futures:
+                    future.cancel()
                 call.end()
                 raise cancelled()
-        return [each.result() for each in asked]
+        return [future.result() for future in futures]
 
     def close(self) -> None:
         """End all processes, whatever they do."""
@@ -216,7 +216,7 @@ class _Process:
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
                     env={
-                        "PYTHONPATH": os.pathsep.join(each for each in sys.path if each),
+                        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
                         "HF_HUB_OFFLINE": "1",
                         "OMP_NUM_THREADS": "1",  # the processes are what runs at once; threads take address space
                         "OPENBLAS_NUM_THREADS": "1",

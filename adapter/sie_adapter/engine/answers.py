@@ -93,18 +93,18 @@ def not_finite() -> InferenceFailed:
 def vectors(options: RunOptions, rows: Rows) -> Answers:
     """The outputs of each input, in order."""
     count = len(next(iter(rows.values()), ()))
-    found: Answers = [Answer() for _ in range(count)]
+    results: Answers = [Answer() for _ in range(count)]
     for name in options.outputs:
         if name == "sparse":
-            _add_sparse(options, rows["sparse"], found)
+            _add_sparse(options, rows["sparse"], results)
         elif name in ("multivector", TOKEN_STATES):
-            _add_multivectors(name, options, rows[name], found)
+            _add_multivectors(name, options, rows[name], results)
         elif options.muvera is None:
-            _add_dense(options, torch.stack(list(rows["dense"])), found)
+            _add_dense(options, torch.stack(list(rows["dense"])), results)
     if options.muvera is not None and "dense" in options.outputs:
         tokens = _for_muvera(options, rows["multivector"])
-        _put("dense", options.dtype, muvera.encode(tokens, options.muvera, is_query=options.is_query), found)
-    return found
+        _put("dense", options.dtype, muvera.encode(tokens, options.muvera, is_query=options.is_query), results)
+    return results
 
 
 def _for_muvera(options: RunOptions, rows: Sequence[Row]) -> Sequence[Tensor]:
@@ -130,21 +130,21 @@ def _cut(vectors: Tensor, options: RunOptions, *, keep_scale: bool) -> Tensor:
     return cut if keep_scale else cut / torch.linalg.vector_norm(cut, dim=-1, keepdim=True).clamp_min(_EPSILON)
 
 
-def _add_dense(options: RunOptions, pooled: Tensor, found: Answers) -> None:
+def _add_dense(options: RunOptions, pooled: Tensor, results: Answers) -> None:
     cut = _cut(pooled, options, keep_scale=True)
     norms = torch.linalg.vector_norm(cut, dim=1, keepdim=True)
     for item, norm in enumerate(norms.flatten().tolist()):
         if not 0 < norm < math.inf:
-            found[item] = not_finite()
-    _put("dense", options.dtype, cut / norms.clamp_min(_EPSILON) if options.normalize else cut, found)
+            results[item] = not_finite()
+    _put("dense", options.dtype, cut / norms.clamp_min(_EPSILON) if options.normalize else cut, results)
 
 
-def _put(name: str, dtype: str, vectors: Tensor, found: Answers) -> None:
+def _put(name: str, dtype: str, vectors: Tensor, results: Answers) -> None:
     """Row i of `vectors` is the output of input i."""
     values, scale, offset = dtypes.convert(vectors, dtype)
-    for item, answer in enumerate(found):
+    for item, answer in enumerate(results):
         if _overflows(values[item]):
-            found[item] = _too_large()
+            results[item] = _too_large()
         elif isinstance(answer, Answer):
             answer.arrays[name] = values[item]
             if scale is not None:
@@ -162,15 +162,15 @@ def _too_large() -> InvalidInput:
     return InvalidInput("a value does not fit float16: ask for float32, or normalise", reason="unsupported_dtype")
 
 
-def _add_multivectors(name: str, options: RunOptions, rows: Sequence[Row], found: Answers) -> None:
+def _add_multivectors(name: str, options: RunOptions, rows: Sequence[Row], results: Answers) -> None:
     values, scale, offset = dtypes.convert(
         _cut(torch.cat(_tensors(rows)), options, keep_scale=not options.normalize), options.dtype
     )
     ends = np.cumsum([len(row) for row in rows])
-    for item, (answer, stop, row) in enumerate(zip(list(found), ends.tolist(), rows, strict=True)):
+    for item, (answer, stop, row) in enumerate(zip(list(results), ends.tolist(), rows, strict=True)):
         here = slice(stop - len(row), stop)
         if _overflows(values[here]):
-            found[item] = _too_large()
+            results[item] = _too_large()
         elif isinstance(answer, Answer):
             answer.arrays[name] = values[here]
             if scale is not None:
@@ -179,14 +179,14 @@ def _add_multivectors(name: str, options: RunOptions, rows: Sequence[Row], found
                 answer.arrays[f"{name}.offset"] = offset[here]
 
 
-def _add_sparse(options: RunOptions, rows: Sequence[Row], found: Answers) -> None:
+def _add_sparse(options: RunOptions, rows: Sequence[Row], results: Answers) -> None:
     ends = np.cumsum([len(ids) for ids, _ in rows])
     joined = torch.cat([weights for _, weights in rows])
     ids = torch.cat([ids for ids, _ in rows]).cpu().numpy().astype("<i4", copy=False)
     weights = (joined.half() if options.dtype == "float16" else joined.float()).cpu().numpy()
-    for item, (answer, start, stop) in enumerate(zip(list(found), [0, *ends.tolist()], ends.tolist(), strict=False)):
+    for item, (answer, start, stop) in enumerate(zip(list(results), [0, *ends.tolist()], ends.tolist(), strict=False)):
         if _overflows(weights[start:stop]):
-            found[item] = _too_large()
+            results[item] = _too_large()
         elif isinstance(answer, Answer):
             answer.arrays["sparse.indices"] = ids[start:stop]
             answer.arrays["sparse.values"] = weights[start:stop]
@@ -198,8 +198,11 @@ def side_scores(options: RunOptions, query: Mapping[str, Row], documents: Rows, 
     dense: cosine. sparse: the sum over shared ids. multivector: the sum over query rows of the best document row
     (MaxSim), divided by the number of query rows if `per_row`, as BGE-M3 does.
     """
-    given = options.parameters.get("score_weights") or {"dense": 0.4, "sparse": 0.2, "colbert": 0.4}
-    weights = {name: float(given.get("colbert" if name == "multivector" else name, 0.0)) for name in options.outputs}
+    requested_weights = options.parameters.get("score_weights") or {"dense": 0.4, "sparse": 0.2, "colbert": 0.4}
+    weights = {
+        name: float(requested_weights.get("colbert" if name == "multivector" else name, 0.0))
+        for name in options.outputs
+    }
     if len(weights) == 1:
         weights = dict.fromkeys(weights, 1.0)
     total: Tensor | None = None
@@ -209,15 +212,15 @@ def side_scores(options: RunOptions, query: Mapping[str, Row], documents: Rows, 
             score = score / max(1, len(query[name]))
         total = score * weight if total is None else total + score * weight
     assert total is not None
-    found = total / sum(weights.values())
+    scores = total / sum(weights.values())
     if is_relevance(options):
-        found = found.double()
+        scores = scores.double()
         if "sparse" in weights:
-            found = found / (1 + found.abs())  # a sum of products has no bound
+            scores = scores / (1 + scores.abs())  # a sum of products has no bound
         elif "multivector" in weights and not per_row:
-            found = found / max(1, len(query["multivector"]))
-        found = ((1 + found) / 2).clamp(0, 1)  # a cosine of float32 is above 1 by its rounding
-    return _scores(found)
+            scores = scores / max(1, len(query["multivector"]))
+        scores = ((1 + scores) / 2).clamp(0, 1)  # a cosine of float32 is above 1 by its rounding
+    return _scores(scores)
 
 
 def is_relevance(options: RunOptions) -> bool:
@@ -304,9 +307,9 @@ def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], ac
     With `raw_scores` a score is the logit. Source: transformers' text classification pipeline.
     """
     if unknown := [label for label in options.labels if label not in names]:
-        known = ", ".join(names[:20]) + (", .." if len(names) > 20 else "")
+        listed = ", ".join(names[:20]) + (", .." if len(names) > 20 else "")
         raise InvalidInput(
-            f"labels: {len(unknown)} of them are no classes of the model, it has {known}",
+            f"labels: {len(unknown)} of them are no classes of the model, it has {listed}",
             reason="labels",
             param="labels",
         )
@@ -319,17 +322,17 @@ def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], ac
             if activation == "softmax"
             else scores
         )
-    found: Answers = []
+    results: Answers = []
     for row in scores.cpu().double().tolist():
         ordered = sorted(zip(names, row, strict=True), key=lambda pair: -pair[1])
         chosen = (pair for pair in ordered if not options.labels or pair[0] in options.labels)
-        kept = [
+        classifications = [
             {"label": label, "score": score}
             for label, score in chosen
             if options.threshold is None or score >= options.threshold
         ]
-        found.append(Answer(data={"classifications": kept}))
-    return found
+        results.append(Answer(data={"classifications": classifications}))
+    return results
 
 
 def answer_scores(options: RunOptions, logits: Sequence[Row], *, difference: bool) -> Answers:
@@ -354,14 +357,14 @@ def zero_shot(options: RunOptions, logits: Sequence[Row], entailment: int, contr
     else:
         shares = torch.softmax(stacked[..., entailment], -1)
     least = options.threshold or 0.0
-    found: Answers = []
+    results: Answers = []
     for row in shares.cpu().double().tolist():
         ordered = sorted(zip(labels, row, strict=True), key=lambda pair: -pair[1])
-        found.append(
+        results.append(
             Answer(
                 data={
                     "classifications": [{"label": label, "score": score} for label, score in ordered if score >= least]
                 }
             )
         )
-    return found
+    return results

@@ -91,9 +91,9 @@ class BatchRun:
             raise InvalidInput(f"{message.model} does not {message.operation}", reason="unsupported_task")
         try:
             rows = model.rows[message.operation]
-            seen = images(message.images, message.pixels, rows.images, message.image_keys)
-            heard = sounds(message.sounds, message.features, rows.sounds)
-            self._items = items(message.lengths, message.ids, message.types, seen, heard)
+            image_files = images(message.images, message.pixels, rows.images, message.image_keys)
+            sound_files = sounds(message.sounds, message.features, rows.sounds)
+            self._items = items(message.lengths, message.ids, message.types, image_files, sound_files)
         except MalformedBatch as error:
             raise InternalFailure(str(error), reason="malformed_batch") from error
         count = len(self._items.lengths)
@@ -128,8 +128,8 @@ class BatchRun:
                 )
                 self._errors.update(dict.fromkeys(range(group.start, group.stop), error))
                 continue
-            wanted = self._wanted.setdefault(head, np.zeros(count, bool))
-            wanted[group.start : group.stop] = True
+            mask = self._wanted.setdefault(head, np.zeros(count, bool))
+            mask[group.start : group.stop] = True
             self._rows.setdefault(head, [None] * count)
             if head != "multivector":
                 error = InvalidInput(
@@ -155,10 +155,10 @@ class BatchRun:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         forwarded = time.perf_counter()
-        answered = (each for group in self._message.groups for each in self._answers(group))
+        results = (result for group in self._message.groups for result in self._answers(group))
         return sealed(
             self._message.batch,
-            answered,
+            results,
             1e3 * (forwarded - started),
             forwarded,
             padding=self._padding,
@@ -176,15 +176,15 @@ class BatchRun:
             elif "multivector" in self._wanted:
                 self._rows["multivector"][row] = Given(to_device(vectors, self._device))
                 self._wanted["multivector"][row] = False
-        for head, wanted in self._wanted.items():
-            wanted[list(self._errors)] = False
-            needing |= wanted & ~self._queries
-            for row in np.flatnonzero(wanted & self._queries).tolist():
+        for head, mask in self._wanted.items():
+            mask[list(self._errors)] = False
+            needing |= mask & ~self._queries
+            for row in np.flatnonzero(mask & self._queries).tolist():
                 start = int(self._items.starts[row])
                 ids = self._items.ids[start : start + int(self._items.lengths[row])].astype(np.int64)
-                self._rows[head][row] = found = self._model.without_pass(head, ids, is_query=bool(self._queries[row]))
-                wanted[row] = found is None
-                needing[row] |= found is None
+                self._rows[head][row] = output = self._model.without_pass(head, ids, is_query=bool(self._queries[row]))
+                mask[row] = output is None
+                needing[row] |= output is None
         for row in np.flatnonzero(needing & (self._items.costs < 1)).tolist():
             self._errors[row] = InvalidInput("expected at least 1 token, got 0", reason="no_tokens")
             needing[row] = False
@@ -233,8 +233,8 @@ class BatchRun:
         """Keep what the heads make of a pass. Returns the rows with values that are not finite."""
         packed = states.packed
         doubtful: set[int] = set()
-        for head, wanted in self._wanted.items():
-            sequences = np.flatnonzero(wanted[packed.order])
+        for head, mask in self._wanted.items():
+            sequences = np.flatnonzero(mask[packed.order])
             if not len(sequences):
                 continue
             reduced = self._model.heads[head].reduce(states, sequences)
@@ -255,24 +255,24 @@ class BatchRun:
         shared = [group.start] if self._layout == "sides" and group.stop > group.start else []
         first = group.start + len(shared)
         due = group.due - len(shared) if group.inputs < 0 else group.due
-        each = (group.stop - first) // due if due else 0
-        if due * each != group.stop - first or (due and not each):
+        rows_per_input = (group.stop - first) // due if due else 0
+        if due * rows_per_input != group.stop - first or (due and not rows_per_input):
             raise InternalFailure(f"{group.stop - first} rows do not belong to {due} inputs", reason="malformed_batch")
-        units = [list(range(first + unit * each, first + (unit + 1) * each)) for unit in range(due)]
+        units = [list(range(first + unit * rows_per_input, first + (unit + 1) * rows_per_input)) for unit in range(due)]
         faults = [next((self._errors[row] for row in (*shared, *unit) if row in self._errors), None) for unit in units]
         good = [unit for unit, fault in zip(units, faults, strict=True) if fault is None]
         answers = iter(self._made(group, shared, good))
-        found: list[tuple[Answer | SIEError, int]] = []
+        results: list[tuple[Answer | SIEError, int]] = []
         for index, (unit, fault) in enumerate(zip(units, faults, strict=True)):
             tokens = int(self._items.lengths[unit].sum()) + (int(self._items.lengths[shared].sum()) if not index else 0)
-            found.append((fault if fault is not None else next(answers), tokens))
-        return found
+            results.append((fault if fault is not None else next(answers), tokens))
+        return results
 
     def _made(self, group: Group, shared: list[int], units: list[list[int]]) -> Answers:
         """The answers of the inputs whose rows are `units`."""
         heads = self._model.heads_for(self._message.operation, group.options)
         query: dict[str, Any] = {head: self._rows[head][shared[0]] for head in heads} if shared else {}
-        found: Answers = [exhausted()] * len(units)
+        results: Answers = [exhausted()] * len(units)
         counts: list[tuple[int, int]] = []
 
         def answer(items: Int64) -> None:
@@ -280,8 +280,8 @@ class BatchRun:
             rows = {head: [self._rows[head][row] for row in places] for head in heads}
             answers = self._model.answer(self._message, group, query, rows, places)
             counts.append((len(answers), len(items)))
-            for item, each in zip(items.tolist(), answers, strict=False):
-                found[item] = each
+            for item, result in zip(items.tolist(), answers, strict=False):
+                results[item] = result
 
         try:
             self._shortage.run(answer, np.arange(len(units)), lambda item: None)
@@ -295,7 +295,7 @@ class BatchRun:
         for got, expected in counts:
             if got != expected:
                 raise InternalFailure(f"the family gave {got} answers for {expected} inputs", reason="wrong_length")
-        return found
+        return results
 
 
 def _given(message: RunBatch, batch: Items, width: int) -> dict[int, np.ndarray]:

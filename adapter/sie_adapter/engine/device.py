@@ -261,7 +261,7 @@ def _host_memory() -> list[Memory]:
     own = _own_limit()
     return [
         Memory(machine.total - machine.available, machine.total),
-        *(Memory(each.used_bytes, each.limit_bytes) for each in control_group.memories()),
+        *(Memory(group.used_bytes, group.limit_bytes) for group in control_group.memories()),
         *([own] if own is not None else []),
     ]
 

@@ -150,18 +150,18 @@ RULES: Mapping[Engine, Rule] = {
 }
 
 
-def choose(asked: Engine | None, facts: Facts, missing: Callable[[str], bool] | None = None) -> Choice:
+def choose(requested: Engine | None, facts: Facts, missing: Callable[[str], bool] | None = None) -> Choice:
     """The engine for such a model. `asked`: by its entry (`load.engine`); an impossible one, or one that does not
     exist, is refused with ModelLoadFailed INCOMPATIBLE or DEPENDENCY. `missing`: whether a package is not installed.
     """
     missing = missing or _is_missing
-    if asked is not None:
-        rule = RULES[asked]
+    if requested is not None:
+        rule = RULES[requested]
         if lacks := rule.obstacle(facts):
-            raise load_failed("INCOMPATIBLE", f"load.engine is {asked}: {lacks}")
+            raise load_failed("INCOMPATIBLE", f"load.engine is {requested}: {lacks}")
         if rule.package and missing(rule.package):
-            raise load_failed("DEPENDENCY", f"load.engine is {asked}: {_install(rule.package)}")
-        return Choice(asked, "load.engine of its entry", f"load.engine is {asked}")
+            raise load_failed("DEPENDENCY", f"load.engine is {requested}: {_install(rule.package)}")
+        return Choice(requested, "load.engine of its entry", f"load.engine is {requested}")
     lacking: list[str] = []
     for engine, rule in RULES.items():
         lacks = rule.unasked(facts) or rule.obstacle(facts)

@@ -59,8 +59,8 @@ class _States(nn.Module):  # type: ignore[misc]  # torch is not followed by the 
         super().__init__()
         self.model, self.names = model, names
 
-    def forward(self, *given: Tensor) -> Tensor:
-        return self.model(**dict(zip(self.names, given, strict=True)))[0]
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.model(**dict(zip(self.names, inputs, strict=True)))[0]
 
 
 class Graph:
@@ -78,7 +78,7 @@ class Graph:
         self._dtype = dtype = compute.dtype
         self._filler = filler
         self._max_tokens = max_tokens
-        weights = sum(each.numel() for each in model.parameters())
+        weights = sum(parameter.numel() for parameter in model.parameters())
         copy_bytes = weights * dtype.itemsize
         self._names = _names_of(model)
         self._max_filling = most_filling(model.config)
@@ -127,10 +127,10 @@ class Graph:
         states: Tensor | None = None
         for group in groups(packed.lengths, self._max_tokens, self._max_filling):
             part = padded(packed, group.start, group.stop, group.columns, self._filler, rows=group.rows)
-            found = compiled.infer(self._inputs(part))
+            hidden = compiled.infer(self._inputs(part))
             if states is None:
-                states = torch.empty((len(packed.ids), found.shape[-1]), dtype=self._dtype)
-            states[part.tokens] = torch.from_numpy(found[part.real])
+                states = torch.empty((len(packed.ids), hidden.shape[-1]), dtype=self._dtype)
+            states[part.tokens] = torch.from_numpy(hidden[part.real])
         assert states is not None
         return states
 
@@ -156,8 +156,8 @@ class _Compiled:
         request = getattr(self._of_thread, "request", None)
         if request is None:
             request = self._of_thread.request = self._compiled.create_infer_request()
-        for place, each in enumerate(inputs):  # less Python than `infer` with inputs has
-            request.set_input_tensor(place, self._tensor(each, shared_memory=True))
+        for place, array in enumerate(inputs):  # less Python than `infer` with inputs has
+            request.set_input_tensor(place, self._tensor(array, shared_memory=True))
         request.infer()
         return cast("NDArray[Any]", request.get_output_tensor(0).data)
 
@@ -196,13 +196,13 @@ def groups(lengths: Int64, max_tokens: int, max_filling: int = sys.maxsize) -> l
                 time, chosen = least[start] + size, start
         least.append(time + PASS_TOKENS)
         starts.append(chosen)
-    found: list[Group] = []
+    groups: list[Group] = []
     stop = len(columns)
     while stop:
         start = starts[stop - 1]
-        found.append(Group(start, stop, 1 << (stop - start - 1).bit_length(), columns[stop - 1]))
+        groups.append(Group(start, stop, 1 << (stop - start - 1).bit_length(), columns[stop - 1]))
         stop = start
-    return found[::-1]
+    return groups[::-1]
 
 
 def filled_length(length: int, max_tokens: int, max_filling: int = sys.maxsize) -> int:
@@ -229,8 +229,8 @@ def most_filling(config: PretrainedConfig) -> int:
 
 def _names_of(model: PreTrainedModel) -> tuple[str, ...]:
     """What this architecture reads. It counts positions by itself, as on its stock path."""
-    known = inspect.signature(model.forward).parameters
-    has_types = (getattr(model.config, "type_vocab_size", None) or 0) > 1 and _TYPES in known
+    parameters = inspect.signature(model.forward).parameters
+    has_types = (getattr(model.config, "type_vocab_size", None) or 0) > 1 and _TYPES in parameters
     return ("input_ids", "attention_mask", *((_TYPES,) if has_types else ()))
 
 
@@ -247,15 +247,15 @@ def _traceable(model: PreTrainedModel) -> Iterator[None]:
     """In float32: of 16-bit weights the front end makes a graph that is wrong. With a loss function of its own: a trace
     reads every attribute, and transformers warns of a model that has none.
     """
-    before = {name: each.dtype for name, each in (*model.named_parameters(), *model.named_buffers())}
+    before = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     model.float()
     model.loss_function = None
     try:
         yield
     finally:
         del model._loss_function
-        for name, each in (*model.named_parameters(), *model.named_buffers()):
-            each.data = each.data.to(before[name])
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            tensor.data = tensor.data.to(before[name])
 
 
 def compress(graph: Any) -> int:
@@ -266,7 +266,7 @@ def compress(graph: Any) -> int:
     """
     from openvino import opset13
 
-    found = 0
+    count = 0
     for product in [node for node in graph.get_ordered_ops() if node.get_type_name() == "MatMul"]:
         source = product.input_value(1).get_node()
         if source.get_type_name() != "Constant" or len(source.shape) != 2:
@@ -274,11 +274,11 @@ def compress(graph: Any) -> int:
         weight = source.data
         axis = 1 if product.get_attributes()["transpose_b"] else 0  # of the inputs
         scale = np.maximum(np.abs(weight).max(axis, keepdims=True) / 127, np.finfo(np.float32).tiny).astype(np.float32)
-        kept = opset13.constant(np.rint(weight / scale).astype(np.int8))
-        whole = opset13.multiply(opset13.convert(kept, "f32"), opset13.constant(scale))
+        quantized = opset13.constant(np.rint(weight / scale).astype(np.int8))
+        whole = opset13.multiply(opset13.convert(quantized, "f32"), opset13.constant(scale))
         product.input(1).replace_source_output(whole.output(0))
-        found += weight.size
-    return found
+        count += weight.size
+    return count
 
 
 def _converted(states: _States, tokens: int) -> Any:
@@ -288,14 +288,14 @@ def _converted(states: _States, tokens: int) -> Any:
     from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder
 
     ids = torch.ones((2, tokens), dtype=torch.int64)
-    given = tuple(torch.zeros_like(ids) if name == _TYPES else ids for name in states.names)
+    example = tuple(torch.zeros_like(ids) if name == _TYPES else ids for name in states.names)
     failures = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, runtime.frontend.OpConversionFailure)
     try:
         # the map of modules that a trace keeps is one for the process, as are the filters of warnings
         with construction(), warnings.catch_warnings(), torch.inference_mode(False):
             warnings.simplefilter("ignore")  # of the trace, which the trial of the backbone makes good for
             # not traced twice to compare: the trial of the backbone does it
-            decoder = TorchScriptPythonDecoder(states, example_input=given, trace_kwargs={"check_trace": False})
+            decoder = TorchScriptPythonDecoder(states, example_input=example, trace_kwargs={"check_trace": False})
             end = FrontEndManager().load_by_framework("pytorch")
             converted = end.convert(end.load(decoder))
     except failures as error:
@@ -304,9 +304,9 @@ def _converted(states: _States, tokens: int) -> Any:
     return converted
 
 
-def _no_graph(what: str, error: Exception) -> Exception:
+def _no_graph(cause: str, error: Exception) -> Exception:
     """A lack of memory is no fault of the model, and is told as what it is."""
     if is_out_of_memory(error):
         return error
     text = " ".join(str(error).split())
-    return NoGraph(f"{what}: {type(error).__name__}: {text[:300]}")
+    return NoGraph(f"{cause}: {type(error).__name__}: {text[:300]}")

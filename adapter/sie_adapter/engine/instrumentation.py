@@ -43,7 +43,7 @@ class Instrumentation:
         lengths = np.frombuffer(message.lengths, "<i4", len(message.lengths) // 4).astype(np.int64)
         due = sum(group.due for group in message.groups)
         done = reply if isinstance(reply, BatchDone) else None
-        told = RanBatch(
+        record = RanBatch(
             number=0,
             ended=ended_ns / 1e9,
             model=message.model,
@@ -63,7 +63,7 @@ class Instrumentation:
             memory_bytes=self._used_bytes(),
         )
         with self._lock:
-            self._ring.append(msgspec.structs.replace(told, number=next(self._numbers)))
+            self._ring.append(msgspec.structs.replace(record, number=next(self._numbers)))
 
     def batches(self) -> tuple[RanBatch, ...]:
         """The last ones, the newest at the end."""

@@ -98,16 +98,16 @@ def run_raw(
 
     is_extraction = message.operation == "extract"
     if is_extraction:
-        found = _extracted(run, message, fitting, preparation, _files(model, message))
+        group_results = _extracted(run, message, fitting, preparation, _files(model, message))
     else:
-        found = [_run(run, message, group, fitting) for group in message.groups]
+        group_results = [_run(run, message, group, fitting) for group in message.groups]
     ended = time.perf_counter()
     counted = (
         (
             answer,
             int(lengths[row]) + (int(lengths[group.start]) if row == group.stop - len(answered) > group.start else 0),
         )
-        for group, answered in zip(message.groups, found, strict=True)
+        for group, answered in zip(message.groups, group_results, strict=True)
         for row, answer in enumerate(answered, group.stop - len(answered))
     )
     if preparation is None:
@@ -125,20 +125,20 @@ def _files(model: Any, message: RunBatch) -> Sequence[Any] | None:
     """The images of each text, its sounds or its document; None for a model that takes none. Raises InternalFailure."""
     rows = getattr(model, "rows", {}).get(message.operation)
     if len(message.documents) not in (0, len(message.texts)):
-        what = f"{len(message.documents)} documents came with {len(message.texts)} texts"
-        raise InternalFailure(what, reason="malformed_batch")
+        cause = f"{len(message.documents)} documents came with {len(message.texts)} texts"
+        raise InternalFailure(cause, reason="malformed_batch")
     if rows is not None and rows.documents is not None:
         return message.documents or [None] * len(message.texts)
-    shown, heard = (rows.images, rows.sounds) if rows is not None else (None, None)
+    image_recipe, sound_recipe = (rows.images, rows.sounds) if rows is not None else (None, None)
     try:
-        found: Files[Any] | None = images(message.images, message.pixels, shown, message.image_keys)
-        found = sounds(message.sounds, message.features, heard) or found
+        files: Files[Any] | None = images(message.images, message.pixels, image_recipe, message.image_keys)
+        files = sounds(message.sounds, message.features, sound_recipe) or files
     except MalformedBatch as error:
         raise InternalFailure(str(error), reason="malformed_batch") from error
-    if shown is None and heard is None:
+    if image_recipe is None and sound_recipe is None:
         return None
     texts = np.arange(len(message.texts))
-    return found.of(texts) if found is not None else [[] for _ in texts]
+    return files.of(texts) if files is not None else [[] for _ in texts]
 
 
 def _extracted(
@@ -154,14 +154,14 @@ def _extracted(
 
     def call(some: Sequence[int]) -> Sequence[Any]:
         beside = () if files is None else ([files[number] for number in some],)
-        found: Sequence[Any] = run(
+        outputs: Sequence[Any] = run(
             tuple(texts[number] for number in some), [options[number] for number in some], *own, *beside
         )
-        return found
+        return outputs
 
-    found = fitting(call, len(texts))
-    made: Answers = [result if isinstance(result, SIEError) else _extraction(dict(result)) for result in found]
-    return [made[group.start : group.stop] for group in message.groups]
+    outputs = fitting(call, len(texts))
+    results: Answers = [result if isinstance(result, SIEError) else _extraction(dict(result)) for result in outputs]
+    return [results[group.start : group.stop] for group in message.groups]
 
 
 def _extraction(data: dict[str, Any]) -> Answer | SIEError:
@@ -206,23 +206,23 @@ def _scored(score: float) -> Answer | SIEError:
 
 
 def _encoded(results: list[Any], options: RunOptions) -> Answers:
-    found: Answers = []
+    encoded: Answers = []
     for result in results:
         if isinstance(result, SIEError):
-            found.append(result)
+            encoded.append(result)
             continue
         rows = {name: [_tensors(value)] for name, value in result.items()}
         try:
-            found += (
+            encoded += (
                 answers.vectors(options, rows)
                 if all(_is_finite(row) for (row,) in rows.values())
                 else [answers.not_finite()]
             )
         except KeyError as error:
-            found.append(InvalidInput(f"the model gave no output {error}", reason="unsupported_output"))
+            encoded.append(InvalidInput(f"the model gave no output {error}", reason="unsupported_output"))
         except SIEError as error:
-            found.append(error)
-    return found
+            encoded.append(error)
+    return encoded
 
 
 def _is_finite(row: Any) -> bool:

@@ -54,6 +54,7 @@ _POOL_TOKENS = 16_384  # of keys and values; what does not fit waits
 _KEPT = (
     "PATH",
     "HOME",
+    "USER",
     "LANG",
     "LD_LIBRARY_PATH",
     "TMPDIR",
@@ -118,14 +119,14 @@ class Launch:
 
     def environment(self) -> dict[str, str]:
         """Of the process."""
-        kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+        inherited = {name: os.environ[name] for name in _KEPT if name in os.environ}
         own = {
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1",
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
         }
         on_cpu = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(self.threads), "CUDA_VISIBLE_DEVICES": ""}
-        return {**kept, **own, **(on_cpu if self.device.type == "cpu" else {})}
+        return {**inherited, **own, **(on_cpu if self.device.type == "cpu" else {})}
 
 
 class SGLang:
@@ -166,10 +167,10 @@ class SGLang:
         whoever asked runs each of them alone, and one of them is at fault. Raises InferenceFailed.
         """
         texts = [packed.ids[start:stop].tolist() for start, stop in itertools.pairwise(packed.bounds.tolist())]
-        found = self._embedded(texts)
-        self._width = found.shape[1]
-        states = torch.zeros((len(packed.ids), found.shape[1]), device=self._launch.device)
-        states[torch.from_numpy(self.places(packed)).to(states.device)] = torch.from_numpy(found).to(states.device)
+        vectors = self._embedded(texts)
+        self._width = vectors.shape[1]
+        states = torch.zeros((len(packed.ids), vectors.shape[1]), device=self._launch.device)
+        states[torch.from_numpy(self.places(packed)).to(states.device)] = torch.from_numpy(vectors).to(states.device)
         return states
 
     def _embedded(self, texts: Sequence[Sequence[int]]) -> Float32:
@@ -260,12 +261,14 @@ class _Server:
         if answer.status_code != 200:
             raise _Lost(f"it answered with status {answer.status_code}")
         try:
-            found = msgspec.json.decode(answer.content, type=_Embeddings).data
-            rows = [np.frombuffer(base64.b64decode(each.embedding, validate=True), "<f4") for each in found]
+            embeddings = msgspec.json.decode(answer.content, type=_Embeddings).data
+            rows = [
+                np.frombuffer(base64.b64decode(embedding.embedding, validate=True), "<f4") for embedding in embeddings
+            ]
             vectors = np.stack(rows)
         except (msgspec.DecodeError, ValueError) as error:
             raise _Lost("its answer is no list of vectors") from error
-        if [each.index for each in found] != list(range(len(texts))):
+        if [embedding.index for embedding in embeddings] != list(range(len(texts))):
             raise _Lost("its answer is to other texts")
         return vectors
 
@@ -273,12 +276,12 @@ class _Server:
         """Of its processes, on the device that it computes on."""
         if not self._is_cpu:
             return max(0, _used_bytes(self._device) - self._before)
-        found = 0
+        used_bytes = 0
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
                 if os.getsid(process.pid) == self.pid:
-                    found += process.memory_full_info().uss
-        return found
+                    used_bytes += process.memory_full_info().uss
+        return used_bytes
 
     def end(self) -> None:
         """Kill all of its processes: they have nothing that would be lost. Once: their number may be another's then."""

@@ -108,14 +108,14 @@ def _partitions_of(tokens: Tensor, parameters: Muvera, planes: Tensor, budget: i
     plane, and so a batch mate could move a token to another partition. MPS has no float64.
     """
     repetitions, projections = parameters.num_repetitions, parameters.num_simhash_projections
-    made = []
+    encoded = []
     for chunk in tokens.split(max(1, budget // (8 * max(1, *planes.shape)))):
         above = (chunk.to(planes.dtype) @ planes > 0).view(len(chunk), projections, repetitions)
         index = torch.zeros(len(chunk), repetitions, dtype=torch.int64, device=tokens.device)
         for projection in range(projections):
             index = 2 * index + (above[:, projection] ^ (index & 1))
-        made.append(index)
-    return torch.cat(made)
+        encoded.append(index)
+    return torch.cat(encoded)
 
 
 def _aggregate(

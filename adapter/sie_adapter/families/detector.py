@@ -120,7 +120,7 @@ class Detector:
             images = [usable[number] for number in chosen]
             sight = self._kind.look(images, prompt)
             best = sight.scores.max(-1)
-            for number, image, *seen in zip(
+            for number, image, *detection in zip(
                 chosen,
                 images,
                 sight.boxes.cpu().numpy(),
@@ -129,7 +129,7 @@ class Detector:
                 (torch.isfinite(sight.boxes).all((1, 2)) & torch.isfinite(best.values).all(1)).tolist(),
                 strict=True,
             ):
-                boxes, scores, labels, is_finite = seen
+                boxes, scores, labels, is_finite = detection
                 results[number] = (
                     {"objects": objects(boxes, scores, labels, options.labels, self._kind.frame(image), least)}
                     if is_finite
@@ -142,8 +142,8 @@ class Detector:
         own = self._kind.thresholds
         for name in _THRESHOLDS:
             if name in options.parameters and name not in own:
-                known = " and ".join(own)
-                raise InvalidInput(f"{name}: the model has {known}", reason="unknown_option", param=name)
+                listed = " and ".join(own)
+                raise InvalidInput(f"{name}: the model has {listed}", reason="unknown_option", param=name)
         if options.threshold is not None:
             return options.threshold
         return max(float(options.parameters.get(name, default)) for name, default in own.items())
@@ -176,8 +176,8 @@ def _miscounted(images: int) -> InvalidInput | None:
 
 
 def _kind(folder: Path, entry: ModelEntry) -> type[GroundingDino] | type[Owlv2]:
-    found = str(read_json(folder / "config.json").get("model_type"))
-    if found not in _KINDS:
-        known = ", ".join(_KINDS)
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: model_type is {found}, a detector is one of {known}")
-    return _KINDS[found]
+    model_type = str(read_json(folder / "config.json").get("model_type"))
+    if model_type not in _KINDS:
+        listed = ", ".join(_KINDS)
+        raise load_failed("INCOMPATIBLE", f"{entry.id}: model_type is {model_type}, a detector is one of {listed}")
+    return _KINDS[model_type]

@@ -168,8 +168,8 @@ class _Embeddings(nn.Module):  # type: ignore[misc]  # torch is not followed by 
         """[.., tokens, width]"""
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[-1], device=input_ids.device)[None]
-        found: Tensor = self.token_embedding(input_ids) + self.position_embedding(position_ids)
-        return found
+        embeddings: Tensor = self.token_embedding(input_ids) + self.position_embedding(position_ids)
+        return embeddings
 
 
 class TwoTowers(PackedModel, ABC):
@@ -188,15 +188,15 @@ class TwoTowers(PackedModel, ABC):
         """Texts filled up to the length that the model was trained with."""
         if not self._towers.filled:
             return batch
-        wanted = np.where(batch.lengths > 0, self._towers.filled, 0)
-        return expanded(batch, wanted, self._towers.filler, attended=True)
+        lengths = np.where(batch.lengths > 0, self._towers.filled, 0)
+        return expanded(batch, lengths, self._towers.filler, attended=True)
 
     def pack(self, batch: Items, chosen: Int64) -> Packed:
         """The chosen rows of texts, packed, then those of images."""
         files = self._files(batch)
-        seen = np.zeros(len(chosen), bool) if files is None else np.isin(chosen, files.rows)
-        texts = self.backbone.pack(batch, chosen[~seen]) if not seen.all() else None
-        order = np.concatenate([texts.order if texts is not None else np.zeros(0, np.int64), chosen[seen]])
+        has_file = np.zeros(len(chosen), bool) if files is None else np.isin(chosen, files.rows)
+        texts = self.backbone.pack(batch, chosen[~has_file]) if not has_file.all() else None
+        order = np.concatenate([texts.order if texts is not None else np.zeros(0, np.int64), chosen[has_file]])
         rows = len(order)
         return _Pass(
             ids=np.zeros(rows, np.int64),
@@ -205,19 +205,19 @@ class TwoTowers(PackedModel, ABC):
             groups=np.array([[0, rows, 1, 1]], np.int64),
             order=order,
             texts=texts,
-            files=files.of(chosen[seen]) if files is not None else (),
+            files=files.of(chosen[has_file]) if files is not None else (),
         )
 
     def forward(self, packed: Packed) -> Tensor:
         """The vector of each row, float32 [rows, width]. Under inference mode only."""
         assert isinstance(packed, _Pass)
-        found = []
+        vectors = []
         if packed.texts is not None:
-            found.append(self._towers.text(self.backbone.forward(packed.texts), packed.texts))
+            vectors.append(self._towers.text(self.backbone.forward(packed.texts), packed.texts))
             packed.filled(packed.texts.padding)
         if packed.files:
-            found.append(self._of_files(packed.files))
-        return torch.cat(found)
+            vectors.append(self._of_files(packed.files))
+        return torch.cat(vectors)
 
     @staticmethod
     @abstractmethod
@@ -290,7 +290,7 @@ class DualEncoder(TwoTowers):
             return vectors
         unit = F.normalize(vectors, dim=1).split(counts)
         return torch.stack(
-            [own[0] if len(own) == 1 else each.mean(0) for own, each in zip(vectors.split(counts), unit, strict=True)]
+            [own[0] if len(own) == 1 else rows.mean(0) for own, rows in zip(vectors.split(counts), unit, strict=True)]
         )
 
 
@@ -333,8 +333,8 @@ def _tokenizer(folder: Path, load: LoadOptions) -> Tokenizer:
 def _model_type(folder: Path, entry: ModelEntry) -> str:
     if open_clip.is_open_clip(folder):
         return "siglip"
-    found = str(read_json(folder / "config.json").get("model_type"))
-    if found not in _TOWERS:
-        known = ", ".join(_TOWERS)
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: model_type is {found}, a dual-encoder is one of {known}")
-    return found
+    model_type = str(read_json(folder / "config.json").get("model_type"))
+    if model_type not in _TOWERS:
+        listed = ", ".join(_TOWERS)
+        raise load_failed("INCOMPATIBLE", f"{entry.id}: model_type is {model_type}, a dual-encoder is one of {listed}")
+    return model_type

@@ -28,7 +28,7 @@ def entities(
     """
     ends = np.cumsum(np.frombuffer(message.lengths, "<i4"))
     offsets = np.frombuffer(message.offsets, "<i4").reshape(-1, 2)
-    found: Answers = []
+    results: Answers = []
     best = torch.softmax(torch.cat(list(logits)), 1).max(1)
     numbers, scores = best.indices.tolist(), best.values.tolist()
     stops = np.cumsum([len(row) for row in logits]).tolist()
@@ -37,8 +37,8 @@ def entities(
         spans = offsets[ends[place] - len(row) : ends[place]]
         merged = _merge(message.texts[place], spans.tolist(), [names[number] for number in numbers[here]], scores[here])
         least = group.options.threshold or 0.0
-        found.append(Answer(data={"entities": [entity for entity in merged if entity["score"] >= least]}))
-    return found
+        results.append(Answer(data={"entities": [entity for entity in merged if entity["score"] >= least]}))
+    return results
 
 
 def _merge(text: str, spans: list[list[int]], kinds: list[str], scores: list[float]) -> list[dict[str, Any]]:

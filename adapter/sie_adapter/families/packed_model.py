@@ -66,8 +66,10 @@ class PackedModel:
     def _check_width(entry: ModelEntry, output: str, width: int) -> None:
         """Raises ModelLoadFailed INCOMPATIBLE unless the entry says so too."""
         if entry.outputs.get(output) != width:
-            found = entry.outputs.get(output)
-            raise load_failed("INCOMPATIBLE", f"{entry.id}: outputs.{output} is {found}, the model's is {width} wide")
+            declared = entry.outputs.get(output)
+            raise load_failed(
+                "INCOMPATIBLE", f"{entry.id}: outputs.{output} is {declared}, the model's is {width} wide"
+            )
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
         """The batch as it goes to the device. `queries`: bool [items]."""

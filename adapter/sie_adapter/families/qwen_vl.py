@@ -64,8 +64,8 @@ class QwenVL:
         self._tower = GridTower(self._features, self._patches, normalisation, compute)
 
     def _features(self, patches: Tensor, grids: Tensor) -> tuple[Tensor, ...]:
-        found = self._visual(patches, grid_thw=grids)
-        return (found.pooler_output, *(getattr(found, "deepstack_features", None) or ()))
+        output = self._visual(patches, grid_thw=grids)
+        return (output.pooler_output, *(getattr(output, "deepstack_features", None) or ()))
 
     def priced(self, recipe: Recipe) -> Recipe:
         unit = self._patches.edge * self._patches.merged
@@ -125,8 +125,8 @@ class _Projected(nn.Module):  # type: ignore[misc]  # torch is not followed by t
 
     def forward(self, states: Tensor) -> Tensor:
         """float32 [.., width] -> [.., width of a token vector]"""
-        found: Tensor = self.custom_text_proj(states)
-        return found
+        vectors: Tensor = self.custom_text_proj(states)
+        return vectors
 
 
 def axes_of(packed: Packed, token: int, grids: Sequence[Sequence[tuple[int, int]]]) -> Int64:

@@ -82,8 +82,8 @@ class _Clap:
         more = {}
         if self._fused:
             more["is_longer"] = torch.ones(len(features), 1, dtype=torch.bool, device=features.device)
-        found: Tensor = self._of_sound(self._sounds(input_features=features, **more).pooler_output.float())
-        return found
+        vectors: Tensor = self._of_sound(self._sounds(input_features=features, **more).pooler_output.float())
+        return vectors
 
 
 def _roberta(source: Any) -> Any:
@@ -110,8 +110,8 @@ class _Float32(nn.Module):  # type: ignore[misc]  # torch is not followed by the
 
     def forward(self, values: Tensor) -> Tensor:
         """[sounds, bins, frames, views]"""
-        found: Tensor = self.layer(values.float())
-        return found.to(self._dtype)
+        output: Tensor = self.layer(values.float())
+        return output.to(self._dtype)
 
 
 class SoundEncoder(TwoTowers):
@@ -157,7 +157,7 @@ class SoundEncoder(TwoTowers):
         return batch.sounds
 
     def _of_files(self, rows: Sequence[Sequence[Heard]]) -> Tensor:
-        sounds = [each for row in rows for each in row]
+        sounds = [sound for row in rows for sound in row]
         return torch.cat(
             [
                 self._of_sounds(to_device(np.stack(sounds[start:stop]), self._device))
@@ -172,8 +172,8 @@ def _recipe(folder: Path, entry: ModelEntry) -> SoundRecipe:
     """
     raw = read_json(folder / "config.json")
     if raw.get("model_type") != MODEL_TYPE:
-        found = raw.get("model_type")
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: model_type is {found}, a sound-encoder is {MODEL_TYPE}")
+        model_type = raw.get("model_type")
+        raise load_failed("INCOMPATIBLE", f"{entry.id}: model_type is {model_type}, a sound-encoder is {MODEL_TYPE}")
     config = read_processor(folder, "feature_extractor")
     if not config:
         raise load_failed(

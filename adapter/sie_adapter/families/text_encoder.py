@@ -107,8 +107,8 @@ class TextEncoder(PackedModel):
     def _beyond_sglang(self, builder: Builder) -> str:
         """As `engines.Facts`."""
         dense = self._parts.heads.get("dense")
-        others = self._parts.heads.keys() - {"dense", TOKEN_STATES}
-        if others or not isinstance(dense, DenseHead) or not dense.is_last_state:
+        extra_heads = self._parts.heads.keys() - {"dense", TOKEN_STATES}
+        if extra_heads or not isinstance(dense, DenseHead) or not dense.is_last_state:
             return "its vectors are not the states of its last token"
         named = getattr(builder.config, "architectures", None) or ["none"]
         return "" if named[0] in ARCHITECTURES else f"its architecture is {named[0]}, not one of {_OF_SGLANG}"

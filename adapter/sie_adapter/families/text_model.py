@@ -176,9 +176,9 @@ class Builder:
 
     def _expect_width(self, output: str, width: int) -> None:
         if self.entry.outputs[output] != width:
-            said = self.entry.outputs[output]
+            declared = self.entry.outputs[output]
             raise load_failed(
-                "INCOMPATIBLE", f"{self.entry.id}: outputs.{output} is {said}, the model's is {width} wide"
+                "INCOMPATIBLE", f"{self.entry.id}: outputs.{output} is {declared}, the model's is {width} wide"
             )
 
     def _sparse(self) -> Head:
@@ -208,8 +208,8 @@ class Builder:
         else None.
         """
         stored = self.modules.query_weights
-        asked = self.entry.head.query_encoder
-        if asked == "model" or (asked is None and stored is None):
+        requested = self.entry.head.query_encoder
+        if requested == "model" or (requested is None and stored is None):
             return None
         table = torch.zeros(self.backbone.get_input_embeddings().num_embeddings)
         if stored is not None:
@@ -263,23 +263,23 @@ class Builder:
         """The id of a marker, which PyLate writes with the space behind it; -1 for none."""
         if not token:
             return -1
-        known = (name for name in (token, *token.split()[:1]) if self.tokenizer.token_to_id(name) is not None)
-        return self._one_id("marker", next(known, token))
+        candidates = (name for name in (token, *token.split()[:1]) if self.tokenizer.token_to_id(name) is not None)
+        return self._one_id("marker", next(candidates, token))
 
-    def _one_id(self, what: str, token: str) -> int:
+    def _one_id(self, role: str, token: str) -> int:
         number = self.tokenizer.token_to_id(token)
         if number is None:
             raise load_failed(
-                "INCOMPATIBLE", f"{self.entry.id}: the {what} {token!r} is not one token of its vocabulary"
+                "INCOMPATIBLE", f"{self.entry.id}: the {role} {token!r} is not one token of its vocabulary"
             )
         return int(number)
 
     def _known_ids(self, words: Iterable[str]) -> frozenset[int]:
         """The ids of the words that are one token; the unknown token only if it is named."""
         unknown = _special(self.modules.folder, "unk_token")
-        known = {word: self.tokenizer.token_to_id(word) for word in words}
-        outside = None if unknown in known else self.tokenizer.token_to_id(unknown)
-        return frozenset(number for number in known.values() if number is not None and number != outside)
+        ids = {word: self.tokenizer.token_to_id(word) for word in words}
+        outside = None if unknown in ids else self.tokenizer.token_to_id(unknown)
+        return frozenset(number for number in ids.values() if number is not None and number != outside)
 
     # heads over a whole sequence, or over its tokens
 
@@ -406,9 +406,9 @@ def _saved_layer(path: Path) -> nn.Linear:
 def _special(folder: Path, name: str) -> str:
     """A special token by its role, as tokenizer_config.json or special_tokens_map.json names it."""
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
-        found = read_json(folder / file).get(name)
-        if found:
-            return found["content"] if isinstance(found, dict) else str(found)
+        token = read_json(folder / file).get(name)
+        if token:
+            return token["content"] if isinstance(token, dict) else str(token)
     return ""
 
 

@@ -23,12 +23,12 @@ class TorchTwin:
 
     def __init__(
         self,
-        made: Callable[[], PreTrainedModel],
+        build_model: Callable[[], PreTrainedModel],
         compute: Compute,
         max_tokens: int,
-        taken: Callable[[int], None],
+        add_bytes: Callable[[int], None],
     ) -> None:
-        self._made, self._compute, self._max_tokens, self._taken = made, compute, max_tokens, taken
+        self._made, self._compute, self._max_tokens, self._taken = build_model, compute, max_tokens, add_bytes
         self._lock = threading.Lock()
         self._loaded: tuple[PreTrainedModel, Backbone] | None = None
 

@@ -151,7 +151,7 @@ class VisionLanguage(PackedModel):
         if batch.images is None:
             return packed
         shown = batch.images.of(packed.order)
-        return _Pass(**{each.name: getattr(packed, each.name) for each in fields(Packed)}, shown=shown)
+        return _Pass(**{part.name: getattr(packed, part.name) for part in fields(Packed)}, shown=shown)
 
     def forward(self, packed: Packed) -> Tensor:
         """Hidden states of the last layer, [tokens, width], in packed order. Under inference mode only."""
@@ -174,8 +174,8 @@ class VisionLanguage(PackedModel):
 
 
 def _reader(folder: Path, entry: ModelEntry) -> type[Reader]:
-    found = str(read_json(folder / "config.json").get("model_type"))
-    if (reader := _READERS.get((entry.family, found))) is None:
-        known = " or ".join(model_type for family, model_type in _READERS if family == entry.family)
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: model_type is {found}, a {entry.family} is {known}")
+    model_type = str(read_json(folder / "config.json").get("model_type"))
+    if (reader := _READERS.get((entry.family, model_type))) is None:
+        listed = " or ".join(model_type for family, model_type in _READERS if family == entry.family)
+        raise load_failed("INCOMPATIBLE", f"{entry.id}: model_type is {model_type}, a {entry.family} is {listed}")
     return reader

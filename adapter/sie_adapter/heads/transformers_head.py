@@ -69,8 +69,8 @@ class TransformersHead:
 
     def __call__(self, states: Tensor) -> Tensor:
         """Logits of `states` [sequences, length, width], of sequences of equal length, in the precision of the head."""
-        given = states.float() if self._in_float32 else states
-        logits: Tensor = self._model(inputs_embeds=given).logits
+        inputs = states.float() if self._in_float32 else states
+        logits: Tensor = self._model(inputs_embeds=inputs).logits
         return logits
 
 

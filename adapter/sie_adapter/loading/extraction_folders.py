@@ -50,12 +50,12 @@ def _gliner(folder: Path) -> Described:
         "outputs": {"entities": 0},
         "max_tokens": min(limit for limit in limits if limit),
     }
-    found = [f"family gliner: gliner_config.json, windows of {words} words"]
+    findings = [f"family gliner: gliner_config.json, windows of {words} words"]
     if not encoder:
-        found.append(
+        findings.append(
             f"its backbone {raw.get('model_name')} is described elsewhere: the folder of that name, or the hub cache"
         )
-    return Described(entry, found)
+    return Described(entry, findings)
 
 
 def _gliner2(folder: Path, raw: dict[str, Any]) -> Described:

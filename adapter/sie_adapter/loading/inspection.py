@@ -57,7 +57,7 @@ class Inspection:
     assumed: list[str] = field(default_factory=list)
 
 
-def inspect(folder: Path, model: str, weights: Mapping[str, Any], known: ModelEntry | None = None) -> Inspection:
+def inspect(folder: Path, model: str, weights: Mapping[str, Any], current: ModelEntry | None = None) -> Inspection:
     """The entry of `model`, whose files lie in `folder` and whose `weights` say where a load finds them.
 
     With `known`, an entry of the catalogue for the same model, its choices stay and only the weights are new. Raises
@@ -68,9 +68,9 @@ def inspect(folder: Path, model: str, weights: Mapping[str, Any], known: ModelEn
     if not folder.is_dir():
         raise load_failed("NOT_FOUND", f"there is no folder {folder}")
     report = Inspection({"id": model, "description": "", "weights": dict(weights)})
-    if known is not None:
-        report.entry |= _choices(known, weights)
-        report.found.append(f"the catalogue knows {known.id}: its options stay, the weights are new")
+    if current is not None:
+        report.entry |= _choices(current, weights)
+        report.found.append(f"the catalogue knows {current.id}: its options stay, the weights are new")
     else:
         with reading(folder), quiet():
             _describe(folder, report)
@@ -109,12 +109,12 @@ def digests(folder: Path) -> dict[str, str]:
     """The SHA-256 of every file that decides a number, in hex, by its path below `folder`."""
     places = [folder, folder / "encoder_config", *(place for place in _module_folders(folder) if place != folder)]
     patterns = (*_DECIDING, *(() if any(folder.glob("*.safetensors")) else (PICKLED,)))
-    found = sorted({path for place in places for pattern in patterns for path in place.glob(pattern)})
-    made = {}
-    for path in found:
+    files = sorted({path for place in places for pattern in patterns for path in place.glob(pattern)})
+    digests = {}
+    for path in files:
         with reading(path), path.open("rb") as file:
-            made[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
-    return made
+            digests[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests
 
 
 def _module_folders(folder: Path) -> list[Path]:
@@ -123,11 +123,11 @@ def _module_folders(folder: Path) -> list[Path]:
     return [folder / name for name in names if (folder / name).is_dir()]
 
 
-def _choices(known: ModelEntry, weights: Mapping[str, Any]) -> dict[str, Any]:
+def _choices(current: ModelEntry, weights: Mapping[str, Any]) -> dict[str, Any]:
     """What an entry says beside its weights. Golden vectors are those of one commit."""
-    kept: dict[str, Any] = msgspec.to_builtins(known)
-    dropped = {"id", "weights", *(("golden",) if weights.get("revision") != known.weights.revision else ())}
-    return {name: value for name, value in kept.items() if name not in dropped}
+    fields: dict[str, Any] = msgspec.to_builtins(current)
+    dropped = {"id", "weights", *(("golden",) if weights.get("revision") != current.weights.revision else ())}
+    return {name: value for name, value in fields.items() if name not in dropped}
 
 
 # models of transformers
@@ -312,15 +312,15 @@ def _max_tokens(modules: Modules, config: PretrainedConfig, report: Inspection) 
         limits[f"max_seq_length of {modules.transformer.file}"] = modules.transformer.max_tokens
     else:
         limits["model_max_length of tokenizer_config.json"] = tokenizer_limit(modules.folder)
-    known = {name: limit for name, limit in limits.items() if limit and limit < UNLIMITED}
-    if not known:
+    bounds = {name: limit for name, limit in limits.items() if limit and limit < UNLIMITED}
+    if not bounds:
         report.assumed.append("max_tokens is 512: no file has a limit")
         return 512
-    name = min(known, key=known.__getitem__)
+    name = min(bounds, key=bounds.__getitem__)
     report.found.append(
-        f"max_tokens {known[name]}: {name}, the least of {', '.join(str(limit) for limit in known.values())}"
+        f"max_tokens {bounds[name]}: {name}, the least of {', '.join(str(limit) for limit in bounds.values())}"
     )
-    return int(known[name])
+    return int(bounds[name])
 
 
 def _head(

@@ -61,11 +61,11 @@ def family_of(name: str) -> Any:
     if name in FAMILIES:
         module, _, attribute = FAMILIES[name].implementation.partition(":")
         return getattr(importlib.import_module(module), attribute)
-    found = {point.name: point for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
-    if name in found:
-        return found[name].load()
-    known = ", ".join([*FAMILIES, *sorted(found)])
-    cause = f"this adapter has no family {name}, it has {known}; a package adds one by the entry point {ENTRY_POINTS}"
+    plugins = {point.name: point for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+    if name in plugins:
+        return plugins[name].load()
+    listed = ", ".join([*FAMILIES, *sorted(plugins)])
+    cause = f"this adapter has no family {name}, it has {listed}; a package adds one by the entry point {ENTRY_POINTS}"
     raise load_failed("INCOMPATIBLE", cause)
 
 
@@ -219,9 +219,9 @@ class Loader:
         if model.precision != compute.precision:
             reason = f"the family {resolved.entry.family} computes in {model.precision}"
         model.requested_precision, model.precision_reason = compute.requested, reason
-        told = (resolved.residency, reason)
-        if reason and resolved.load.precision and told not in self._told:
-            self._told.add(told)
+        notice = (resolved.residency, reason)
+        if reason and resolved.load.precision and notice not in self._told:
+            self._told.add(notice)
             _logger.warning(
                 "%s asks for %s and is served in %s: %s", resolved.residency, compute.requested, model.precision, reason
             )
@@ -238,11 +238,11 @@ class Loader:
             model.attention,
             *files,
         )
-        found = self.certificates.get(facts)
-        if found is None:
+        result = self.certificates.get(facts)
+        if result is None:
             if len(self.certificates) >= MAX_CERTIFICATES:
                 self.certificates.clear()
-            found = self.certificates[facts] = certificate.certify(model, folder, resolved, compute)
+            result = self.certificates[facts] = certificate.certify(model, folder, resolved, compute)
         elif hasattr(model, "backbone"):
             model.backbone.take_trial()
-        return certificate.as_map(found)
+        return certificate.as_map(result)

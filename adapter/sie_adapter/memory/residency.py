@@ -105,9 +105,9 @@ def same_weights(old: Resolved, new: Resolved) -> bool:
     def facts(resolved: Resolved) -> bytes:
         entry = resolved.entry
         # a family also keeps what these say: its heads, how rows are made, and limits of its own
-        kept = [entry.head, entry.pair, entry.run.pooling, entry.run.parameters]
+        retained = [entry.head, entry.pair, entry.run.pooling, entry.run.parameters]
         return msgspec.json.encode(
-            [entry.id, entry.weights, entry.family, entry.max_tokens, entry.outputs, resolved.load, *kept],
+            [entry.id, entry.weights, entry.family, entry.max_tokens, entry.outputs, resolved.load, *retained],
             order="sorted",
         )
 
@@ -273,8 +273,8 @@ class Residency:
     def release(self, model: str) -> None:
         """Unload `model`, or nothing. A batch that runs on it finishes first; its memory is free after that."""
         with self._lock:
-            found = self._residents.pop(model, None) is not None
-        if found:
+            was_loaded = self._residents.pop(model, None) is not None
+        if was_loaded:
             _logger.info("unloaded %s", model)
             self._collect()
 
@@ -333,24 +333,24 @@ class Residency:
         places from each other would never end.
         """
         with self._loading.shared() as share:
-            found = self._loaded_or_oom(model, resolved)
-        if isinstance(found, Resident):
-            return found
+            loaded = self._loaded_or_oom(model, resolved)
+        if isinstance(loaded, Resident):
+            return loaded
         self._count(model, "recoveries_attempted")
         is_changed = not share.was_alone
         with self._loading.exclusive():
-            while not isinstance(found, Resident):
+            while not isinstance(loaded, Resident):
                 self._collect()
                 self._count(model, "cache_clears")
                 if not is_changed and not self._shed(permission):
                     if not self._drop_next(permission, f"there was too little memory to load {model}"):
                         self._count(model, "terminal_failures")
-                        raise found
+                        raise loaded
                     self._count(model, "evictions_triggered")
                 is_changed = False
-                found = self._loaded_or_oom(model, resolved)
+                loaded = self._loaded_or_oom(model, resolved)
         self._count(model, "recoveries_succeeded")
-        return found
+        return loaded
 
     def _loaded_or_oom(self, model: str, resolved: Resolved) -> Resident | SIEError:
         """Raises ModelLoadFailed of any class but OOM."""

@@ -28,15 +28,15 @@ class SharedLock:
         share = Share()
         with self._changed:
             self._changed.wait_for(lambda: not self._is_exclusive)
-            others = self._shares
+            earlier = self._shares
             self._shares += 1
             self._taken += 1
-            taken = self._taken
+            number = self._taken
         try:
             yield share
         finally:
             with self._changed:
-                share.was_alone = not others and self._taken == taken
+                share.was_alone = not earlier and self._taken == number
                 self._shares -= 1
                 self._changed.notify_all()
 

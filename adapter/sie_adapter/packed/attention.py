@@ -68,7 +68,7 @@ class MaskRequest:
         keys = torch.arange(size)
         queries = torch.unique(torch.linspace(0, size - 1, 33).long())
         zero = torch.zeros((), dtype=torch.long)
-        seen = self.allows(zero, zero, queries[:, None], keys[None, :]).expand(len(queries), size)
+        visible = self.allows(zero, zero, queries[:, None], keys[None, :]).expand(len(queries), size)
         middle = size // 2
         row = self.allows(zero, zero, torch.tensor([[middle]]), keys[None, :]).expand(1, size)[0].nonzero().flatten()
         if middle not in row:
@@ -76,7 +76,7 @@ class MaskRequest:
         left, right = middle - int(row[0]), int(row[-1]) - middle
         pattern = Pattern(FAR if left == middle else left, FAR if middle + right == size - 1 else right)
         distance = keys[None, :] - queries[:, None]
-        if not torch.equal(seen, (distance >= -pattern.left) & (distance <= pattern.right)):
+        if not torch.equal(visible, (distance >= -pattern.left) & (distance <= pattern.right)):
             raise AttentionUnsupported("a mask that is not causal, bidirectional or a window of these")
         return pattern
 
@@ -125,7 +125,7 @@ def packed_attention(
     position_ids: Tensor | None = None,
     use_cache: bool | None = None,
     deterministic: bool | None = None,
-    **others: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of the interface. `query`: [1, heads, tokens, width], `key`, `value`: [1, key heads,
     tokens, width].
@@ -135,9 +135,9 @@ def packed_attention(
     on both sides if not causal. The mask has the last word, as in stock eager and sdpa: `sie_edge` is how many keys
     more than that it shows on a side.
     """
-    asked = [name for name, value in others.items() if value is not None]
-    if asked or dropout:
-        raise AttentionUnsupported(f"attention with {', '.join(asked) or 'dropout'}")
+    unsupported = [name for name, value in options.items() if value is not None]
+    if unsupported or dropout:
+        raise AttentionUnsupported(f"attention with {', '.join(unsupported) or 'dropout'}")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     reach = FAR if sliding_window is None else sliding_window - 1 + sie_edge
     pattern = Pattern(reach, 0 if causal else reach)
@@ -285,7 +285,7 @@ def _attend_varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     shares = query.shape[1] != key.shape[1]
-    found: Tensor = varlen_attn(
+    output: Tensor = varlen_attn(
         query,
         key,
         value,
@@ -297,7 +297,7 @@ def _attend_varlen(
         window_size=_window(pattern),
         enable_gqa=shares,
     )
-    return found
+    return output
 
 
 def _attend_flash(
@@ -306,7 +306,7 @@ def _attend_flash(
     from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]  # an optional extra that needs a GPU to build
 
     causal = pattern.right == 0
-    found: Tensor = flash_attn_varlen_func(
+    output: Tensor = flash_attn_varlen_func(
         query,
         key,
         value,
@@ -318,7 +318,7 @@ def _attend_flash(
         causal=causal,
         window_size=_window(pattern),
     )
-    return found
+    return output
 
 
 _VARLEN: dict[int, Callable[[Tensor, Tensor, Tensor, Tensor, int, float, Pattern], Tensor]] = {

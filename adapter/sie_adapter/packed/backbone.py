@@ -188,7 +188,7 @@ class Backbone:
         return {
             "inputs_embeds": embeddings,
             "visual_pos_masks": mask,
-            "deepstack_visual_embeds": [each.to(embeddings.dtype) for each in features.deeper],
+            "deepstack_visual_embeds": [layer.to(embeddings.dtype) for layer in features.deeper],
         }
 
     def _compile(self) -> None:
@@ -290,12 +290,12 @@ class Backbone:
         self._edge = trial.edge()
         self._compare(self._forward_packed(self.sample(self._lengths), kernel), reference, "the packed states")
 
-    def _compare(self, states: Tensor, reference: Tensor, what: str) -> None:
+    def _compare(self, states: Tensor, reference: Tensor, subject: str) -> None:
         """Raises AttentionUnsupported unless they are equal, token by token."""
         cosine = float(F.cosine_similarity(states.float(), reference.float(), dim=1).min())
         usual = _TRIAL_COSINE.get(self._compute.dtype, _TRIAL_COSINE_16)
         if not cosine >= (_TRIAL_COSINE_INT8 if self._compute.int8 else usual):
-            raise AttentionUnsupported(f"{what} and those of the stock path have cosine {cosine:.6f}")
+            raise AttentionUnsupported(f"{subject} and those of the stock path have cosine {cosine:.6f}")
 
     def take_trial(self) -> tuple[Packed, Tensor]:
         """The sequences of the trial and their states by the stock path, once: they are not kept."""
@@ -309,15 +309,15 @@ class Backbone:
         """
         if self._is_causal is not None:
             return self._is_causal
-        found = {self._ignores_last(self.sample(lengths)) for lengths in ((8,), (8, 9))}
-        return found.pop() if len(found) == 1 else None
+        verdicts = {self._ignores_last(self.sample(lengths)) for lengths in ((8,), (8, 9))}
+        return verdicts.pop() if len(verdicts) == 1 else None
 
     def _ignores_last(self, sample: Packed) -> bool:
         last = int(sample.bounds[1]) - 1
         near = ((sample.ids[last] + step) % self.vocabulary for step in (1, 2))
         changed = sample.ids.copy()
         changed[last] = next(token for token in near if token != self._pad)
-        before, after = (self.forward(each)[0] for each in (sample, replace(sample, ids=changed)))
+        before, after = (self.forward(batch)[0] for batch in (sample, replace(sample, ids=changed)))
         return bool(torch.equal(before, after))
 
     def sample(self, lengths: tuple[int, ...]) -> Packed:
@@ -350,7 +350,7 @@ def _of_part(features: Features | None, ids: Int64, tokens: slice) -> Features |
     if not within:
         return None
     part = slice(before, before + within)
-    return Features(features.token, features.values[part], tuple(each[part] for each in features.deeper))
+    return Features(features.token, features.values[part], tuple(layer[part] for layer in features.deeper))
 
 
 def _check_rotary(model: PreTrainedModel, max_tokens: int) -> None:

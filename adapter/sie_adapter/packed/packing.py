@@ -90,8 +90,8 @@ class Items:
     @cached_property
     def costs(self) -> Int64:
         """What each item costs on the device, in tokens, [items]."""
-        files = [each for each in (self.images, self.sounds) if each is not None]
-        return sum((each.costs(len(self.lengths)) for each in files), self.lengths)
+        files = [part for part in (self.images, self.sounds) if part is not None]
+        return sum((part.costs(len(self.lengths)) for part in files), self.lengths)
 
     @cached_property
     def starts(self) -> Int64:
@@ -143,23 +143,23 @@ def images(places: bytes, pixels: bytes, recipe: Recipe | None, keys: bytes = b"
         return None
     if recipe is None:
         raise MalformedBatch("images came for a model that takes none")
-    found = np.frombuffer(places, "<i4").reshape(-1, 5).astype(np.int64)
-    rows, sizes = found[:, 0], found[:, 1] * found[:, 2] * 3
-    if rows[0] < 0 or (np.diff(rows) < 0).any() or found[:, 1:].min() < 1:
+    records = np.frombuffer(places, "<i4").reshape(-1, 5).astype(np.int64)
+    rows, sizes = records[:, 0], records[:, 1] * records[:, 2] * 3
+    if rows[0] < 0 or (np.diff(rows) < 0).any() or records[:, 1:].min() < 1:
         raise MalformedBatch("the images are not in the order of their rows, or one is empty")
     if int(sizes.sum()) != len(pixels):
         raise MalformedBatch(f"the images have {int(sizes.sum())} bytes, {len(pixels)} came")
-    if len(keys) not in (0, IMAGE_KEY_BYTES * len(found)):
-        raise MalformedBatch(f"{len(found)} images came with {len(keys)} bytes of keys")
+    if len(keys) not in (0, IMAGE_KEY_BYTES * len(records)):
+        raise MalformedBatch(f"{len(records)} images came with {len(keys)} bytes of keys")
     parts = np.split(np.frombuffer(pixels, np.uint8), np.cumsum(sizes)[:-1])
-    own = [keys[image * IMAGE_KEY_BYTES : (image + 1) * IMAGE_KEY_BYTES] for image in range(len(found))]
+    own = [keys[image * IMAGE_KEY_BYTES : (image + 1) * IMAGE_KEY_BYTES] for image in range(len(records))]
     shown = [
         Shown(part.reshape(height, width, 3), upright_height, upright_width, key if any(key) else b"")
         for part, (height, width, upright_height, upright_width), key in zip(
-            parts, found[:, 1:].tolist(), own, strict=True
+            parts, records[:, 1:].tolist(), own, strict=True
         )
     ]
-    costs = [cost(recipe, Size(height, width)) for height, width in found[:, 1:3].tolist()]
+    costs = [cost(recipe, Size(height, width)) for height, width in records[:, 1:3].tolist()]
     return Files(rows, shown, np.array(costs, np.int64))
 
 
@@ -171,24 +171,24 @@ def sounds(places: bytes, features: bytes, recipe: SoundRecipe | None) -> Files[
         return None
     if recipe is None:
         raise MalformedBatch("sounds came for a model that takes none")
-    found = np.frombuffer(places, "<i4").reshape(-1, 4).astype(np.int64)
-    rows, sizes = found[:, 0], found[:, 1:].prod(axis=1)
-    if rows[0] < 0 or (np.diff(rows) < 0).any() or found[:, 1:].min() < 1:
+    records = np.frombuffer(places, "<i4").reshape(-1, 4).astype(np.int64)
+    rows, sizes = records[:, 0], records[:, 1:].prod(axis=1)
+    if rows[0] < 0 or (np.diff(rows) < 0).any() or records[:, 1:].min() < 1:
         raise MalformedBatch("the sounds are not in the order of their rows, or one is empty")
     if 4 * int(sizes.sum()) != len(features):
         raise MalformedBatch(f"the sounds have {4 * int(sizes.sum())} bytes, {len(features)} came")
     parts = np.split(np.frombuffer(features, "<f4"), np.cumsum(sizes)[:-1])
-    heard = [part.reshape(shape) for part, shape in zip(parts, found[:, 1:].tolist(), strict=True)]
-    return Files(rows, heard, np.array([recipe.cost(Shape(*each.shape)) for each in heard], np.int64))
+    arrays = [part.reshape(shape) for part, shape in zip(parts, records[:, 1:].tolist(), strict=True)]
+    return Files(rows, arrays, np.array([recipe.cost(Shape(*array.shape)) for array in arrays], np.int64))
 
 
-def expanded(batch: Items, wanted: Int64, filler: int, *, attended: bool) -> Items:
+def expanded(batch: Items, minimums: Int64, filler: int, *, attended: bool) -> Items:
     """The batch with items filled up with `filler` ids to at least `wanted` tokens [items]; the filling sees, and is
     seen if `attended`.
 
     Without filling `visible` stays None: the kernels for all sequences at once do not take it.
     """
-    lengths = np.maximum(batch.lengths, wanted)
+    lengths = np.maximum(batch.lengths, minimums)
     ids = np.full(int(lengths.sum()), filler, np.int32)
     within = np.arange(int(batch.lengths.sum())) - np.repeat(batch.starts, batch.lengths)
     ids[np.repeat(np.cumsum(lengths) - lengths, batch.lengths) + within] = batch.ids
@@ -353,14 +353,14 @@ def padded(packed: Packed, start: int, stop: int, columns: int, filler: int, row
         types = np.zeros(real.shape, np.int64)
         types[real] = packed.types[tokens]
     visible = packed.lengths if packed.visible is None else packed.visible
-    seen = _with_rows(places < visible[start:stop, None], rows, True)
-    return Padded(tokens, real, seen, ids, types)
+    attended = _with_rows(places < visible[start:stop, None], rows, True)
+    return Padded(tokens, real, attended, ids, types)
 
 
-def _with_rows(found: NDArray[np.bool_], rows: int, filling: bool) -> NDArray[np.bool_]:
+def _with_rows(mask: NDArray[np.bool_], rows: int, filling: bool) -> NDArray[np.bool_]:
     """With as many rows as are wanted, at least."""
-    more = rows - len(found)
-    return found if more <= 0 else np.concatenate([found, np.full((more, found.shape[1]), filling)])
+    more = rows - len(mask)
+    return mask if more <= 0 else np.concatenate([mask, np.full((more, mask.shape[1]), filling)])
 
 
 def _positions_around_pads(ids: Int64, numbering: Positions, starts: Int64, lengths: Int64) -> Int64:

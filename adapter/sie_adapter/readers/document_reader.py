@@ -81,9 +81,9 @@ class DocumentReader:
 
 
 def _kind(folder: Path, entry: ModelEntry) -> _Kind:
-    found = str(read_json(folder / "config.json").get("model_type"))
-    if found not in _KINDS:
+    model_type = str(read_json(folder / "config.json").get("model_type"))
+    if model_type not in _KINDS:
         raise load_failed(
-            "INCOMPATIBLE", f"{entry.id}: model_type is {found}, a document reader is {' or '.join(_KINDS)}"
+            "INCOMPATIBLE", f"{entry.id}: model_type is {model_type}, a document reader is {' or '.join(_KINDS)}"
         )
-    return _KINDS[found]
+    return _KINDS[model_type]

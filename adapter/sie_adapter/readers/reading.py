@@ -241,12 +241,12 @@ class _Loop:
             for row in self._beginning:
                 row.call.fail(error)
             begun = []
-        for each in begun:
+        for beginning in begun:
             row = self._beginning[0]
-            scores = row.prompt.rules.chosen((), each.logits.float())
+            scores = row.prompt.rules.chosen((), beginning.logits.float())
             if not row.add(best(scores[None])[0]):
                 try:
-                    self._slots.add(each)
+                    self._slots.add(beginning)
                 except NoRoom:
                     self._wait(self._beginning)
                     self._close()

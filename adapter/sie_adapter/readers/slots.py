@@ -165,9 +165,11 @@ class _Kept:
     def _more_bytes(self, states: States, slots: int, positions: int) -> int:
         """What is held at most while `_reserve` makes this room, above what is held now."""
         has_slots, has_positions = self._sizes()
-        each: int = sum(side.shape[1] * side.shape[3] * side.element_size() for layer in states for side in layer)
-        held = has_slots * has_positions * each
-        return slots * positions * each - held + held // len(states)
+        position_bytes: int = sum(
+            side.shape[1] * side.shape[3] * side.element_size() for layer in states for side in layer
+        )
+        held = has_slots * has_positions * position_bytes
+        return slots * positions * position_bytes - held + held // len(states)
 
     def _reserve(self, states: States, slots: int, positions: int) -> None:
         """Have room for so many; raises NoRoom. What a slot held before stays in it: finite numbers, which are
@@ -190,8 +192,8 @@ class _Kept:
         def grown(old: Tensor | None, like: Tensor) -> Tensor:
             new = like.new_zeros(slots, like.shape[1], positions, like.shape[3])
             if old is not None:
-                kept = min(positions, old.shape[2])
-                new[:used, :, :kept] = old[:used, :, :kept]
+                copied = min(positions, old.shape[2])
+                new[:used, :, :copied] = old[:used, :, :copied]
             return new
 
         before: list[Any] = self._layers or [(None, None)] * len(states)
@@ -259,8 +261,8 @@ class Slots:
 
     def has_room(self, rows: int, length: int) -> bool:
         """Whether so many rows more fit, whose prompts have at most `length` tokens."""
-        wanted = self._own.wanted_bytes(rows, length) + self._seen.wanted_bytes(rows, 0)
-        return not wanted or self._fits(wanted)
+        needed_bytes = self._own.wanted_bytes(rows, length) + self._seen.wanted_bytes(rows, 0)
+        return not needed_bytes or self._fits(needed_bytes)
 
     def add(self, begun: Begun) -> None:
         """Take a row in, behind the others. Raises NoRoom if it does not fit beside them."""

@@ -93,8 +93,8 @@ class Window:
         if not self.seek:  # a batch that failed as a whole is read again
             sound.segments, sound.tokens, sound.finish = [], 0, "stop"
         ids = written.ids[:-1] if written.ids[-1] in self.rules.ends else written.ids
-        found, used = segments(ids, sound.told.times, self.seek, self.frames)
-        sound.segments += found
+        new_segments, used = segments(ids, sound.told.times, self.seek, self.frames)
+        sound.segments += new_segments
         sound.tokens += len(written.ids)
         sound.finish = written.finish if sound.finish == "stop" else sound.finish
         seek = self.seek + used
@@ -152,8 +152,8 @@ class SoundReader:
 
     def prompt(self, features: Heard, options: ExtractOptions) -> Window:
         """The first window. Raises InvalidInput for what cannot be asked."""
-        asked = options.parameters
-        ids, place = self._told.start(asked.get("language") or "", asked.get("task") or "")
+        parameters = options.parameters
+        ids, place = self._told.start(parameters.get("language") or "", parameters.get("task") or "")
         before = self._words_before(options.instruction.strip())
         ids = [*before, *ids]
         place = place + len(before) if place >= 0 else place
@@ -186,10 +186,10 @@ class SoundReader:
     def _features(self, windows: Sequence[Window]) -> Tensor:
         """[windows, bins, frames]; what is missing at the end is 0."""
         bins = windows[0].sound.features.shape[2]
-        found = np.zeros((len(windows), self._frames, bins), np.float32)
-        for values, window in zip(found, windows, strict=True):
+        batch = np.zeros((len(windows), self._frames, bins), np.float32)
+        for values, window in zip(batch, windows, strict=True):
             values[: window.frames] = window.sound.features[0, window.seek : window.seek + window.frames]
-        return to_device(found, self._device).transpose(1, 2).to(self._dtype)
+        return to_device(batch, self._device).transpose(1, 2).to(self._dtype)
 
     def _begun(self, encoded: Tensor, sound: Sound) -> Begun:
         if sound.place >= 0 and sound.ids[sound.place] < 0:
@@ -197,21 +197,21 @@ class SoundReader:
         cache = empty(has_encoder=True)
         ids = torch.tensor([sound.ids], device=self._device)
         scores = self._scores(ids, encoder_hidden_states=encoded, past_key_values=cache)
-        own, seen = prompted(cache)
-        return Begun(own, scores[0], seen)
+        own, encoder_states = prompted(cache)
+        return Begun(own, scores[0], encoder_states)
 
     def _language(self, encoded: Tensor) -> int:
         """The id of the likeliest one."""
         first = torch.tensor([[self._told.first]], device=self._device)
         scores = self._scores(first, encoder_hidden_states=encoded, past_key_values=empty(has_encoder=True))[0]
-        known = torch.tensor(sorted(self._told.languages.values()), device=self._device)
-        return int(known[scores[known].argmax()])
+        languages = torch.tensor(sorted(self._told.languages.values()), device=self._device)
+        return int(languages[scores[languages].argmax()])
 
     def _scores(self, ids: Tensor, **named: Any) -> Tensor:
         """Of the token after the last of each row, [rows, vocabulary]."""
         states = self._model.model.decoder(input_ids=ids, use_cache=True, **named).last_hidden_state
-        found: Tensor = self._model.proj_out(states[:, -1])
-        return found
+        logits: Tensor = self._model.proj_out(states[:, -1])
+        return logits
 
     def step(self, ids: Tensor, slots: Slots) -> Tensor:
         """Scores of the token after `ids`. All windows have equally many states, so none of them is masked."""
@@ -230,12 +230,12 @@ class SoundReader:
         """What the client gets once all windows are read."""
         sound = prompt.sound
         entities = [
-            {**text_entity(text, sound.label), "seconds": [round(each.start_s, 2), round(each.end_s, 2)]}
-            for each in sound.segments
-            if (text := self._text(each.ids))
+            {**text_entity(text, sound.label), "seconds": [round(segment.start_s, 2), round(segment.end_s, 2)]}
+            for segment in sound.segments
+            if (text := self._text(segment.ids))
         ]
         data: dict[str, Any] = {
-            "text": self._text(number for each in sound.segments for number in each.ids),
+            "text": self._text(number for segment in sound.segments for number in segment.ids),
             "finish_reason": sound.finish,
             "completion_tokens": sound.tokens,
         }
@@ -249,8 +249,8 @@ class SoundReader:
 
 
 def _check_type(folder: Path, entry: ModelEntry) -> None:
-    if (found := read_json(folder / "config.json").get("model_type")) != MODEL_TYPE:
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: model_type is {found}, a sound-reader is {MODEL_TYPE}")
+    if (model_type := read_json(folder / "config.json").get("model_type")) != MODEL_TYPE:
+        raise load_failed("INCOMPATIBLE", f"{entry.id}: model_type is {model_type}, a sound-reader is {MODEL_TYPE}")
 
 
 def _check(folder: Path, entry: ModelEntry, model: Any) -> tuple[Told, SoundRecipe]:
@@ -268,9 +268,10 @@ def _check(folder: Path, entry: ModelEntry, model: Any) -> tuple[Told, SoundReci
     except UnknownExtractor as error:
         raise load_failed("INCOMPATIBLE", f"{entry.id}: {PROCESSOR}: {error}") from error
     check_rules(entry, model, config.max_target_positions, _REFUSED)
-    made, read = recipe.shape, (1, FRAMES_PER_STEP * config.max_source_positions, config.num_mel_bins)
-    if made != read:
-        cause = f"{PROCESSOR} makes {made.frames} frames of {made.bins} bins, the model reads {read[1]} of {read[2]}"
+    own_shape, read = recipe.shape, (1, FRAMES_PER_STEP * config.max_source_positions, config.num_mel_bins)
+    if own_shape != read:
+        shape = f"{own_shape.frames} frames of {own_shape.bins} bins"
+        cause = f"{PROCESSOR} makes {shape}, the model reads {read[1]} of {read[2]}"
     elif not recipe.whole:
         cause = f"{PROCESSOR} is not that of Whisper"
     elif getattr(rules, "no_timestamps_token_id", None) is None:

@@ -61,8 +61,8 @@ class _Kind(NamedTuple):
 
 def _see_whole(model: Any, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
     size = (pixels.shape[1], pixels.shape[2])
-    found: Tensor = model.model.get_image_features(pixels[None], [size]).pooler_output[0]
-    return found
+    features: Tensor = model.model.get_image_features(pixels[None], [size]).pooler_output[0]
+    return features
 
 
 def _see_merged(model: Any, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
@@ -87,8 +87,8 @@ def _see_rows(model: Any, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
 
 def _features(model: Any, patches: Tensor, grid: tuple[int, int]) -> Tensor:
     sizes = torch.tensor([[1, *grid]], device=patches.device)
-    found: Tensor = model.model.get_image_features(patches, sizes).pooler_output[0]
-    return found
+    features: Tensor = model.model.get_image_features(patches, sizes).pooler_output[0]
+    return features
 
 
 _KINDS: Mapping[str, _Kind] = {
@@ -161,10 +161,10 @@ class Transcriber:
     def prompt(self, image: Shown, options: ExtractOptions) -> PagePrompt:
         tasks = self._kind.tasks
         task = task_of(options, tasks.__contains__, list(tasks), otherwise=OCR)
-        told = options.instruction.strip() or tasks[task]
-        if any(number in self._special for number in self.tokenizer.encode(told, add_special_tokens=False).ids):
+        instruction = options.instruction.strip() or tasks[task]
+        if any(number in self._special for number in self.tokenizer.encode(instruction, add_special_tokens=False).ids):
             raise reserved("instruction")
-        content = [{"type": "image"}, *([{"type": "text", "text": told}] if told else [])]
+        content = [{"type": "image"}, *([{"type": "text", "text": instruction}] if instruction else [])]
         talk = [{"role": "user", "content": content}]
         text = self._words.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
         height, width, _ = image.pixels.shape
@@ -202,14 +202,14 @@ class Transcriber:
     def _pixels(self, image: Shown) -> Tensor:
         rule = self._normalisation
         levels = to_device(image.pixels.copy(), self._device).permute(2, 0, 1).float() * rule.rescale
-        mean, std = (torch.tensor(each, device=self._device).view(3, 1, 1) for each in (rule.mean, rule.std))
+        mean, std = (torch.tensor(values, device=self._device).view(3, 1, 1) for values in (rule.mean, rule.std))
         return ((levels - mean) / std).to(self._dtype)
 
     def _scores(self, **named: Any) -> Tensor:
         """Of the last token of each row, [rows, 1, vocabulary]."""
         states = self._model.model.language_model(use_cache=True, **named).last_hidden_state
-        found: Tensor = self._model.lm_head(states[:, -1:])
-        return found
+        logits: Tensor = self._model.lm_head(states[:, -1:])
+        return logits
 
     def step(self, ids: Tensor, slots: Slots) -> Tensor:
         positions = slots.positions

@@ -94,19 +94,19 @@ class Told:
         place = ids.index(None) if None in ids else -1
         return Start([-1 if number is None else number for number in ids], place)
 
-    def _language(self, asked: str) -> int:
-        code = asked.lower().strip("<|>")
+    def _language(self, name: str) -> int:
+        code = name.lower().strip("<|>")
         code = TO_LANGUAGE_CODE.get(code, code)
         if code not in self.languages:
             listed = ", ".join(sorted(self.languages)) or "none to choose"
             raise InvalidInput(f"language: the model has {listed}", reason="language", param="language")
         return self.languages[code]
 
-    def _task(self, asked: str) -> int:
-        if asked not in TASKS or asked not in self.tasks:
+    def _task(self, name: str) -> int:
+        if name not in TASKS or name not in self.tasks:
             listed = ", ".join(task for task in TASKS if task in self.tasks) or "none to choose"
             raise InvalidInput(f"task: the model has {listed}", reason="task", param="task")
-        return self.tasks[asked]
+        return self.tasks[name]
 
 
 class Segment(NamedTuple):
@@ -132,17 +132,17 @@ def segments(written: Sequence[int], times: int, seek: int, frames: int) -> tupl
     is_whole = is_time[-2:] == [False, True]
     if is_whole:
         ends.append(len(written))
-    found, first = [], 0
+    complete, first = [], 0
     for end in ends:
         part = written[first:end]
         start_s, end_s = (offset_s + (stamp - times) * STEP_S for stamp in (part[0], part[-1]))
-        found.append(Segment(start_s, end_s, part))
+        complete.append(Segment(start_s, end_s, part))
         first = end
     if is_whole:
-        return found, frames
-    *others, last = found
+        return complete, frames
+    *earlier, last = complete
     stamp = written[first]  # the one that begins what was cut off
-    return [*others, last._replace(ids=[*last.ids, stamp])], (written[first - 1] - times) * FRAMES_PER_STEP
+    return [*earlier, last._replace(ids=[*last.ids, stamp])], (written[first - 1] - times) * FRAMES_PER_STEP
 
 
 def _last(written: Sequence[int], times: int, frames: int) -> float:

@@ -69,8 +69,8 @@ class Reading(Generic[P, F_contra]):
                 results[number] = error
         readable = list(prompts)
         same = [ExtractOptions(())] * len(readable)  # options are in the prompts: one call, so that all run at once
-        found = by_options(readable, same, lambda some, _: self._results([prompts[number] for number in some]))
-        results.update(zip(readable, found, strict=True))
+        outputs = by_options(readable, same, lambda some, _: self._results([prompts[number] for number in some]))
+        results.update(zip(readable, outputs, strict=True))
         return [results[number] for number in numbers]
 
     def _prompt(self, files: Sequence[F_contra], options: ExtractOptions) -> P:
@@ -80,12 +80,12 @@ class Reading(Generic[P, F_contra]):
 
     def _results(self, prompts: Sequence[P]) -> list[Result]:
         written = self._read(self._kind, prompts, self._is_gone)
-        return [self._result(*each) for each in zip(prompts, written, strict=True)]
+        return [self._result(*pair) for pair in zip(prompts, written, strict=True)]
 
     def _result(self, prompt: P, written: Written) -> dict[str, Any]:
-        found = self._kind.result(prompt, written)
-        told = {"finish_reason": written.finish, "completion_tokens": len(written.ids)}
-        return {**found, "data": {**told, **found.get("data", {})}}
+        result = self._kind.result(prompt, written)
+        data = {"finish_reason": written.finish, "completion_tokens": len(written.ids)}
+        return {**result, "data": {**data, **result.get("data", {})}}
 
 
 def _miscounted(field: str, files: int) -> InvalidInput:
@@ -154,13 +154,13 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def task_of(
-    options: ExtractOptions, known: Callable[[str], bool], listed: Sequence[str], *, otherwise: str = ""
+    options: ExtractOptions, is_task: Callable[[str], bool], listed: Sequence[str], *, otherwise: str = ""
 ) -> str:
     """The task that a request names, or its entry, else `otherwise`. Raises InvalidInput if there is none, or the model
     has no such.
     """
     task = options.parameters.get("task") or otherwise
-    if task and known(task):
+    if task and is_task(task):
         return str(task)
     expected = f"the model has {', '.join(listed)}"
     cause = "no such task" if task else "expected one"
@@ -182,9 +182,9 @@ def tokens_left(options: ExtractOptions, prompt: int, limit: int, otherwise: int
     return min(int(options.parameters.get("max_new_tokens") or otherwise or left), left)
 
 
-def reserved(what: str) -> InvalidInput:
+def reserved(field: str) -> InvalidInput:
     """The error of a text of a client that holds a token of the prompt."""
-    return InvalidInput(f"{what}: it holds a token that the model reserves", reason="reserved_token", param=what)
+    return InvalidInput(f"{field}: it holds a token that the model reserves", reason="reserved_token", param=field)
 
 
 def attended(mask: Tensor, dtype: torch.dtype, *, is_eager: bool) -> Tensor:
@@ -211,8 +211,8 @@ class RowPositions(nn.Module):  # type: ignore[misc]  # torch is not followed by
     def forward(self, input_ids: Tensor, past: int = 0, position_ids: Tensor | None = None) -> Tensor:
         """Vectors to add to those of the tokens."""
         if self.given is None:
-            found: Tensor = self.own(input_ids, past, position_ids=position_ids)
-            return found
+            positions: Tensor = self.own(input_ids, past, position_ids=position_ids)
+            return positions
         return F.embedding(self.given + self.own.offset, self.own.weight)
 
 
@@ -239,8 +239,8 @@ class BartDecoder:
         scores = self._decode(
             torch.tensor([list(ids)], device=self._device), encoder_hidden_states=encoded, past_key_values=cache
         )
-        own, seen = prompted(cache)
-        return Begun(own, scores[0, -1], seen)
+        own, encoder_states = prompted(cache)
+        return Begun(own, scores[0, -1], encoder_states)
 
     def step(self, ids: Tensor, slots: Slots) -> Tensor:
         """Scores of the next token of each row, float32 [rows, vocabulary]."""

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 
 import sie_contracts
 from sie_cli.display import counted
-from sie_cli.doctor.finding import Finding, Found
-from sie_cli.doctor.look import Absent, Blind, Look
+from sie_cli.doctor.finding import CheckResult, Finding
+from sie_cli.doctor.look import CheckSkipped, ClusterProbe, NotApplicable
 
 CLOCK_S = 2.0  # keys end, logs and request ids are stamped by wall clocks; ages of work are not
 
 
-async def clock(look: Look) -> Found:
+async def clock(look: ClusterProbe) -> CheckResult:
     """Wall clocks of this machine, the gateways, the config service and the workers, against the broker's."""
     from sie_broker import BrokerError
     from sie_runtime.clock import BrokerClock
@@ -26,29 +26,29 @@ async def clock(look: Look) -> Found:
     try:
         names = [str(info.config["name"]) for info in await connection.stream_infos()]
         if not names:
-            raise Blind("the broker has no stream yet, whose time could be asked")
+            raise CheckSkipped("the broker has no stream yet, whose time could be asked")
         measured = BrokerClock(connection, names[0])
         await measured.measure()
     except BrokerError as error:
-        raise Blind(f"the broker does not tell its time: {error}") from error
+        raise CheckSkipped(f"the broker does not tell its time: {error}") from error
     own_s, margin_s = measured.ahead_s() or 0.0, measured.margin_s
     clocks = {f"this machine's clock (host {os.uname().nodename})": (own_s, margin_s)}
-    asked = [(f"the gateway at {told.url}", told) for told in await look.gateways()]
-    with contextlib.suppress(Absent, Blind):
-        asked.append(("the config service", await look.config()))
+    replies = [(f"the gateway at {reply.url}", reply) for reply in await look.gateways()]
+    with contextlib.suppress(NotApplicable, CheckSkipped):
+        replies.append(("the config service", await look.config()))
     clocks |= {
-        f"the clock of {whose}": (told.ahead_s + own_s, told.margin_s + margin_s)
-        for whose, told in asked
-        if told.ahead_s is not None
+        f"the clock of {whose}": (reply.ahead_s + own_s, reply.margin_s + margin_s)
+        for whose, reply in replies
+        if reply.ahead_s is not None
     }
     workers: dict[str, float] = {}
     unseen = ""
     try:
-        heard = await look.heard()
+        beats = await look.heartbeats()
         workers = {
-            name: beat.clock_ahead_s for name, beat in sorted(heard.workers.items()) if beat.clock_ahead_s is not None
+            name: beat.clock_ahead_s for name, beat in sorted(beats.workers.items()) if beat.clock_ahead_s is not None
         }
-    except (Absent, Blind):
+    except (NotApplicable, CheckSkipped):
         unseen = ", not seen: workers"
     clocks |= {f"the clock of worker {name}": (ahead_s, 0.0) for name, ahead_s in workers.items()}
     says = (
@@ -69,43 +69,43 @@ def _off(whose: str, ahead_s: float) -> Finding:
     return Finding(f"{whose} is {abs(ahead_s):.1f} s {way} the broker's", fix)
 
 
-async def versions(look: Look) -> Found:
+async def versions(look: ClusterProbe) -> CheckResult:
     """One version of everything, but during an upgrade."""
     by_version: dict[str, list[str]] = defaultdict(list)
     by_version[sie_contracts.__version__].append("this `sie`")
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         by_version[importlib.metadata.version("sie-cluster")].append("the installed package")
-    for told in await look.gateways():
-        if told.is_sie:
-            by_version[told.version].append(f"gateway {told.url}")
+    for reply in await look.gateways():
+        if reply.is_sie:
+            by_version[reply.version].append(f"gateway {reply.url}")
     missing = []
     try:
-        told = await look.config()
-        if told.is_sie:
-            by_version[told.version].append("config service")
-    except (Absent, Blind):
+        reply = await look.config()
+        if reply.is_sie:
+            by_version[reply.version].append("config service")
+    except (NotApplicable, CheckSkipped):
         missing.append("config service")
     try:
-        heard = await look.heard()
-        for name, beat in sorted(heard.workers.items()):
+        beats = await look.heartbeats()
+        for name, beat in sorted(beats.workers.items()):
             by_version[beat.version].append(f"sidecar {name}")
-    except (Absent, Blind):
-        heard = None
+    except (NotApplicable, CheckSkipped):
+        beats = None
         missing.append("sidecars")
-    with contextlib.suppress(Absent, Blind):
-        for each in await look.sockets():
-            if each.description is not None:
-                by_version[each.description.version].append(f"adapter {each.path}")
+    with contextlib.suppress(NotApplicable, CheckSkipped):
+        for socket in await look.sockets():
+            if socket.description is not None:
+                by_version[socket.description.version].append(f"adapter {socket.path}")
     if sum(map(len, by_version.values())) <= 2:
-        raise Blind("nothing of the cluster answers")
+        raise CheckSkipped("nothing of the cluster answers")
     findings = skew(by_version)
-    if heard is not None:
+    if beats is not None:
         findings += [
             Finding(
                 f"what {subject} announces cannot be read by this version",
                 "use the `sie` of the newest version in the cluster",
             )
-            for subject in sorted(heard.unreadable)
+            for subject in sorted(beats.unreadable)
         ]
     unseen = f", not seen: {', '.join(missing)}" if missing else ""
     return f"all {sie_contracts.__version__}{unseen}", findings

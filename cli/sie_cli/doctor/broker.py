@@ -6,9 +6,9 @@ import re
 from typing import TYPE_CHECKING
 
 from sie_cli.cluster import BROKER_URL, SOURCE
-from sie_cli.doctor.finding import Finding, Found
+from sie_cli.doctor.finding import CheckResult, Finding
 from sie_cli.doctor.gateway import broker_options
-from sie_cli.doctor.look import Blind, Look
+from sie_cli.doctor.look import CheckSkipped, ClusterProbe
 from sie_contracts.settings import public_url
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MIN_BROKER = (2, 12)
 
 
-async def broker(look: Look) -> Found:
+async def broker(look: ClusterProbe) -> CheckResult:
     """That it can be reached with these credentials, is new enough and has JetStream."""
     from sie_broker import BrokerError, BrokerUnavailable
 
@@ -58,7 +58,7 @@ async def broker(look: Look) -> Found:
             await connection.stream_infos()
         except BrokerError as error:
             if "no JetStream" not in str(error) and "not enabled" not in str(error):
-                raise Blind(f"streams cannot be listed, perhaps this user may not: {error}") from error
+                raise CheckSkipped(f"streams cannot be listed, perhaps this user may not: {error}") from error
             findings.append(_no_jetstream(url))
     return f"nats-server {version} at {url}, JetStream on", findings
 
@@ -71,7 +71,7 @@ def _no_jetstream(url: str) -> Finding:
     )
 
 
-async def streams(look: Look) -> Found:
+async def streams(look: ClusterProbe) -> CheckResult:
     """Streams and consumers, against what `sie topology check` wants."""
     from sie_broker import BrokerError
     from sie_cli.topology import steps_at
@@ -81,7 +81,7 @@ async def streams(look: Look) -> Found:
     try:
         steps = await steps_at(connection, look.settings)
     except BrokerError as error:
-        raise Blind(f"the broker does not tell: {error}") from error
+        raise CheckSkipped(f"the broker does not tell: {error}") from error
     return "streams and consumers are as this version and these settings want them", [
         _of_step(step, where) for step in steps
     ]
@@ -91,7 +91,7 @@ def _of_step(step: Step, where: str) -> Finding:
     if step.action == "create":
         wrong = f"{step.kind} {step.name} is missing" + (f": {step.reason}" if step.reason else "")
     else:
-        changes = ", ".join(f"{each.field} is {each.found}, wanted {each.wanted}" for each in step.changes)
+        changes = ", ".join(f"{change.field} is {change.found}, wanted {change.wanted}" for change in step.changes)
         wrong = f"{step.kind} {step.name} is not as wanted: {changes or step.reason}"
     if step.action == "refuse":
         return Finding(

@@ -19,7 +19,7 @@ from sie_cli.display import counted
 from sie_cli.doctor.checks import CHECKS
 from sie_cli.doctor.finding import Check, Finding
 from sie_cli.doctor.gpu import PROBE_S
-from sie_cli.doctor.look import Absent, Blind, Look, looking
+from sie_cli.doctor.look import CheckSkipped, ClusterProbe, NotApplicable, open_probe
 from sie_cli.doctor.settings import check_settings, faults_of
 from sie_cli.options import ManyOptions, flags_of, refuse, settings_options
 from sie_contracts.settings import SettingError, load
@@ -35,7 +35,7 @@ _SHOWN: Mapping[State, tuple[str, str]] = {
 }
 
 
-class Report(msgspec.Struct, frozen=True):
+class CheckReport(msgspec.Struct, frozen=True):
     """Of one check. `state`: fine, wrong, absent (nothing to look at), blind (it could not look). `says`: the line
     beside it.
     """
@@ -73,65 +73,65 @@ def doctor(data_dir: Path | None, as_json: bool, **values: Any) -> None:
         refuse(error)
     status = status_of(reports)
     if as_json:
-        told = {
+        document = {
             "status": {FINE: "fine", WRONG: "wrong", BLIND: "blind"}[status],
-            "checks": [_plain(each) for each in reports],
+            "checks": [_plain(report) for report in reports],
         }
-        click.echo(msgspec.json.format(msgspec.json.encode(told)).decode())
+        click.echo(msgspec.json.format(msgspec.json.encode(document)).decode())
     else:
         show(reports)
     sys.exit(status)
 
 
-def _plain(report: Report) -> dict[str, Any]:
+def _plain(report: CheckReport) -> dict[str, Any]:
     findings = [finding._asdict() for finding in report.findings]
     return {"check": report.check, "state": report.state, "says": report.says, "findings": findings}
 
 
-async def examined(flags: Mapping[str, str], environ: Mapping[str, str], named: Path | None) -> list[Report]:
+async def examined(flags: Mapping[str, str], environ: Mapping[str, str], named: Path | None) -> list[CheckReport]:
     """The reports of all checks, in their order. `named` is a data directory that was asked for. Raises SettingError
     for a wrong one.
     """
     faults, good_flags, good_environ = faults_of(flags, environ)
     cluster = Cluster.of(load(flags=good_flags, environ=good_environ), named, required=False)
     checks: dict[str, Check] = {"settings": check_settings(faults, good_flags, good_environ), **CHECKS}
-    async with looking(cluster) as look:
+    async with open_probe(cluster) as look:
         return list(await asyncio.gather(*(_report(name, check, look) for name, check in checks.items())))
 
 
-async def _report(name: str, check: Check, look: Look) -> Report:
+async def _report(name: str, check: Check, look: ClusterProbe) -> CheckReport:
     limit_s = PROBE_S + 1.0 if name == "gpu" else CHECK_S
     try:
         async with asyncio.timeout(limit_s):
             says, findings = await check(look)
-    except Absent as absent:
-        return Report(name, "absent", str(absent))
-    except Blind as blind:
-        return Report(name, "blind", str(blind))
+    except NotApplicable as absent:
+        return CheckReport(name, "absent", str(absent))
+    except CheckSkipped as blind:
+        return CheckReport(name, "blind", str(blind))
     except TimeoutError:
-        return Report(name, "blind", f"no end within {limit_s:g} s")
+        return CheckReport(name, "blind", f"no end within {limit_s:g} s")
     except BrokerError as error:
-        return Report(name, "blind", f"the broker went away meanwhile: {error}")
-    return Report(name, "wrong" if findings else "fine", "" if findings else says, findings)
+        return CheckReport(name, "blind", f"the broker went away meanwhile: {error}")
+    return CheckReport(name, "wrong" if findings else "fine", "" if findings else says, findings)
 
 
-def status_of(reports: list[Report]) -> int:
-    states = {each.state for each in reports}
+def status_of(reports: list[CheckReport]) -> int:
+    states = {report.state for report in reports}
     return WRONG if "wrong" in states else BLIND if "blind" in states else FINE
 
 
-def show(reports: list[Report]) -> None:
+def show(reports: list[CheckReport]) -> None:
     """Print for people: each check, under it what is wrong and the fix."""
-    width = max(len(each.check) for each in reports)
-    for each in reports:
-        word, colour = _SHOWN[each.state]
-        click.echo(f"{each.check:<{width}}  ", nl=False)
+    width = max(len(report.check) for report in reports)
+    for entry in reports:
+        word, colour = _SHOWN[entry.state]
+        click.echo(f"{entry.check:<{width}}  ", nl=False)
         click.secho(f"{word:<8}", fg=colour, nl=False)
-        click.echo(f"  {each.says}" if each.says else "")
-        for finding in each.findings:
+        click.echo(f"  {entry.says}" if entry.says else "")
+        for finding in entry.findings:
             click.secho(f"  {finding.wrong}", bold=True)
             click.echo(f"    fix: {finding.fix}")
-    found = sum(len(each.findings) for each in reports)
-    blind = [each.check for each in reports if each.state == "blind"]
-    what = counted(found, "finding") if found else "nothing is wrong" if not blind else "nothing wrong was found"
-    click.echo(f"\n{what}" + (f"; not looked at: {', '.join(blind)}" if blind else ""))
+    count = sum(len(report.findings) for report in reports)
+    blind = [report.check for report in reports if report.state == "blind"]
+    summary = counted(count, "finding") if count else "nothing is wrong" if not blind else "nothing wrong was found"
+    click.echo(f"\n{summary}" + (f"; not looked at: {', '.join(blind)}" if blind else ""))

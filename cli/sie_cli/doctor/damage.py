@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from sie_cli.display import counted
-from sie_cli.doctor.finding import Finding, Found
+from sie_cli.doctor.finding import CheckResult, Finding
 from sie_cli.doctor.gateway import broker_options
-from sie_cli.doctor.look import Blind, Look
+from sie_cli.doctor.look import CheckSkipped, ClusterProbe
 from sie_contracts.wire import topology
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ KEYS, KEYS_COPY, CATALOGUE, CATALOGUE_COPY, JOBS, SHARDS = (
 )
 
 
-async def damage(look: Look) -> Found:
+async def damage(look: ClusterProbe) -> CheckResult:
     """Check that every stream can be read, and that keys, catalogue and jobs have what their copies and shards have."""
     from sie_broker import BrokerError
     from sie_broker.nats.operator import damage as damage_of
@@ -51,7 +51,7 @@ async def damage(look: Look) -> Found:
         if {JOBS, SHARDS} <= names and not {JOBS, SHARDS} & wrong.keys():
             wrong |= await _jobs(broker)
     except BrokerError as error:
-        raise Blind(f"streams cannot be read, perhaps this user may not: {error}") from error
+        raise CheckSkipped(f"streams cannot be read, perhaps this user may not: {error}") from error
     return f"{counted(len(names), 'stream')} can be read", [
         Finding(f"{name} is damaged: {why}", f"`sie repair {name}{where}`{_then(name)}") for name, why in wrong.items()
     ]
@@ -61,8 +61,8 @@ def _then(stream: str) -> str:
     return ", then `sie restore FILE` with the last backup" if stream in (JOBS, SHARDS) else ""
 
 
-def _named(what: Iterable[str]) -> str:
-    names = list(what)
+def _named(models: Iterable[str]) -> str:
+    names = list(models)
     return ", ".join(names[:MAX_NAMED]) + (", ..." if len(names) > MAX_NAMED else "")
 
 
@@ -82,18 +82,18 @@ async def _keys(broker: NatsBroker) -> dict[str, str]:
 async def _catalogue(broker: NatsBroker) -> dict[str, str]:
     import msgspec
 
-    from sie_config_service.mirror import Stored
+    from sie_config_service.mirror import StoredModel
 
-    found: list[dict[str, Stored]] = []
+    buckets: list[dict[str, StoredModel]] = []
     for bucket in (topology.CATALOGUE_BUCKET, topology.CATALOGUE_COPY_BUCKET):
-        read: dict[str, Stored] = {}
+        read: dict[str, StoredModel] = {}
         for entry in await (await broker.key_value(bucket)).entries("model"):
             try:
-                read[entry.key] = msgspec.json.decode(entry.value or b"", type=Stored)
+                read[entry.key] = msgspec.json.decode(entry.value or b"", type=StoredModel)
             except msgspec.DecodeError:
                 return {f"KV_{bucket}": f"its record {entry.key} cannot be read"}
-        found.append(read)
-    present, copies = found
+        buckets.append(read)
+    present, copies = buckets
     lost = [copy for key, copy in copies.items() if key not in present or present[key].revision < copy.revision]
     lacking = [
         stored
@@ -101,7 +101,7 @@ async def _catalogue(broker: NatsBroker) -> dict[str, str]:
         if stored.source == "api" and (key not in copies or copies[key].revision < stored.revision)
     ]
     return {
-        stream: f"it lacks {counted(len(models), 'change')} over the API ({_named(each.model for each in models)})"
+        stream: f"it lacks {counted(len(models), 'change')} over the API ({_named(change.model for change in models)})"
         for stream, models in ((CATALOGUE, lost), (CATALOGUE_COPY, lacking))
         if models
     }

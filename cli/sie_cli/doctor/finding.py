@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from sie_cli.doctor.look import Look
+from sie_cli.doctor.look import ClusterProbe
 
 
 class Finding(NamedTuple):
@@ -15,5 +15,5 @@ class Finding(NamedTuple):
     fix: str
 
 
-Found = tuple[str, list[Finding]]
-Check = Callable[[Look], Awaitable[Found]]
+CheckResult = tuple[str, list[Finding]]
+Check = Callable[[ClusterProbe], Awaitable[CheckResult]]

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import msgspec
 
 from sie_cli.display import counted
-from sie_cli.doctor.finding import Finding, Found
-from sie_cli.doctor.look import Absent, Blind, Look
+from sie_cli.doctor.finding import CheckResult, Finding
+from sie_cli.doctor.look import CheckSkipped, ClusterProbe, NotApplicable
 
 PROBE_S = 60.0  # of `import torch` on a cold disk
 _CONTROL = Path("/dev/nvidiactl")  # there as soon as a driver is loaded, or was
@@ -24,28 +24,28 @@ _TORCH = (
 )
 
 
-async def gpu(look: Look) -> Found:
+async def gpu(look: ClusterProbe) -> CheckResult:
     """Driver, torch and its CUDA, where a GPU is there or asked for."""
-    asked = look.settings.device
+    device = look.settings.device
     driver, trouble = _driver()
     has_device = driver is not None or await asyncio.to_thread(_CONTROL.exists)
-    is_asked = asked.startswith("cuda")
-    if not is_asked and not has_device:
-        return f"none is here, and SIE_DEVICE={asked} asks for none", []
-    if asked == "cpu":
+    is_requested = device.startswith("cuda")
+    if not is_requested and not has_device:
+        return f"none is here, and SIE_DEVICE={device} asks for none", []
+    if device == "cpu":
         return "SIE_DEVICE=cpu asks for none", []
-    if not is_asked and importlib.util.find_spec("torch") is None:
-        raise Absent("a GPU is here, but no torch: no adapter runs in this environment")
+    if not is_requested and importlib.util.find_spec("torch") is None:
+        raise NotApplicable("a GPU is here, but no torch: no adapter runs in this environment")
     if importlib.util.find_spec("torch") is None:
-        return "", [Finding(f"SIE_DEVICE={asked}, but torch is not installed", "pip install 'sie-cluster[adapter]'")]
+        return "", [Finding(f"SIE_DEVICE={device}, but torch is not installed", "pip install 'sie-cluster[adapter]'")]
     torch = await _torch()
     return (
         f"torch {torch.version}, CUDA {torch.cuda or 'none'}, driver {driver or 'none'}, {counted(torch.count, 'GPU')}",
-        gpu_faults(asked, torch, driver, trouble),
+        gpu_faults(device, torch, driver, trouble),
     )
 
 
-class Driver(NamedTuple):
+class GpuDriver(NamedTuple):
     """Its version, and the newest CUDA that it runs, as (major, minor)."""
 
     version: str
@@ -55,7 +55,7 @@ class Driver(NamedTuple):
         return f"{self.version} (CUDA {self.cuda[0]}.{self.cuda[1]})"
 
 
-class Torch(msgspec.Struct, frozen=True):
+class TorchBuild(msgspec.Struct, frozen=True):
     """What torch says of itself. `cuda`: the version that it was built for, empty without."""
 
     version: str
@@ -64,14 +64,14 @@ class Torch(msgspec.Struct, frozen=True):
     count: int
 
 
-def gpu_faults(asked: str, torch: Torch, driver: Driver | None, trouble: str) -> list[Finding]:
-    """Of SIE_DEVICE `asked`. `trouble`: why there is no driver."""
-    instead = "or set SIE_DEVICE=cpu" if asked.startswith("cuda") else "or set SIE_DEVICE=cpu if that is meant"
+def gpu_faults(device: str, torch: TorchBuild, driver: GpuDriver | None, trouble: str) -> list[Finding]:
+    """Of SIE_DEVICE `device`. `trouble`: why there is no driver."""
+    instead = "or set SIE_DEVICE=cpu" if device.startswith("cuda") else "or set SIE_DEVICE=cpu if that is meant"
     if not torch.cuda:
         return [
             Finding(
                 f"torch {torch.version} is built without CUDA"
-                + (f", but SIE_DEVICE={asked}" if asked.startswith("cuda") else ""),
+                + (f", but SIE_DEVICE={device}" if device.startswith("cuda") else ""),
                 "install the build for this driver (`pip install torch --index-url "
                 f"https://download.pytorch.org/whl/...`), {instead}",
             )
@@ -90,14 +90,14 @@ def gpu_faults(asked: str, torch: Torch, driver: Driver | None, trouble: str) ->
             return [Finding(f"CUDA_VISIBLE_DEVICES={hidden} leaves no GPU", fix)]
         fix = f"`nvidia-smi` and the adapter's log say more, {instead}"
         return [Finding(f"torch {torch.version} cannot use the GPU of driver {driver}", fix)]
-    number = int(asked.partition(":")[2] or 0)
+    number = int(device.partition(":")[2] or 0)
     if number >= torch.count:
-        names = ", ".join(f"cuda:{each}" for each in range(torch.count))
-        return [Finding(f"SIE_DEVICE={asked}, but there is {names} alone", f"set SIE_DEVICE to {names}")]
+        names = ", ".join(f"cuda:{number}" for number in range(torch.count))
+        return [Finding(f"SIE_DEVICE={device}, but there is {names} alone", f"set SIE_DEVICE to {names}")]
     return []
 
 
-def _driver() -> tuple[Driver | None, str]:
+def _driver() -> tuple[GpuDriver | None, str]:
     """The driver, or why there is none."""
     try:
         import pynvml
@@ -109,15 +109,15 @@ def _driver() -> tuple[Driver | None, str]:
         return None, str(error)
     try:
         version, number = pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlSystemGetCudaDriverVersion()
-        return Driver(str(version), (number // 1000, number % 1000 // 10)), ""
+        return GpuDriver(str(version), (number // 1000, number % 1000 // 10)), ""
     except pynvml.NVMLError as error:
         return None, str(error)
     finally:
         pynvml.nvmlShutdown()
 
 
-async def _torch() -> Torch:
-    """Asked in a process of its own, which ends with what it took. Raises Blind."""
+async def _torch() -> TorchBuild:
+    """Asked in a process of its own, which ends with what it took. Raises CheckSkipped."""
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-c", _TORCH, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
@@ -125,13 +125,13 @@ async def _torch() -> Torch:
         async with asyncio.timeout(PROBE_S):
             out, err = await child.communicate()
     except TimeoutError as error:
-        raise Blind(f"torch was not imported within {PROBE_S:g} s") from error
+        raise CheckSkipped(f"torch was not imported within {PROBE_S:g} s") from error
     finally:
         if child.returncode is None:
             child.kill()
             await child.wait()
     try:
-        return msgspec.json.decode(out, type=Torch)
+        return msgspec.json.decode(out, type=TorchBuild)
     except msgspec.DecodeError as error:
         last = (err.decode(errors="replace").strip().splitlines() or ["no output"])[-1]
-        raise Blind(f"torch cannot be imported: {last[:200]}") from error
+        raise CheckSkipped(f"torch cannot be imported: {last[:200]}") from error

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from sie_cli.display import counted
-from sie_cli.doctor.finding import Finding, Found
-from sie_cli.doctor.look import Blind, Look
+from sie_cli.doctor.finding import CheckResult, Finding
+from sie_cli.doctor.look import CheckSkipped, ClusterProbe
 
 _ROOM = "give it a larger worker, or fewer models beside it"
 _ENTRY = (
@@ -24,16 +24,16 @@ _FIXES = {
 }
 
 
-async def loads(look: Look) -> Found:
+async def loads(look: ClusterProbe) -> CheckResult:
     """Failed loads of models on all workers: one finding for each worker and cause."""
     for gateway in await look.gateways():
         if gateway.is_sie and gateway.status == 200:
             answer = await look.get(gateway.url, "/v1/models", look.cluster.gateway_token)
             break
     else:
-        raise Blind("no gateway tells which models its workers have")
+        raise CheckSkipped("no gateway tells which models its workers have")
     if answer.status != 200:
-        raise Blind(f"{gateway.url}/v1/models answers {answer.trouble or answer.status}")
+        raise CheckSkipped(f"{gateway.url}/v1/models answers {answer.trouble or answer.status}")
     models = msgspec.convert(answer.json().get("models", []), list[dict[str, Any]])
     # the profiles that share a copy of the weights fail together: one finding for all of them
     failed: dict[tuple[str, str, str], list[str]] = {}

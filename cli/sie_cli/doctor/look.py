@@ -40,16 +40,16 @@ GATEWAYS_S = 1.5  # every gateway announces itself within it
 T = TypeVar("T")
 
 
-class Blind(Exception):
+class CheckSkipped(Exception):
     """A check could not look: the reason."""
 
 
-class Absent(Exception):
+class NotApplicable(Exception):
     """There is nothing here for a check to look at: the reason."""
 
 
 @dataclass(frozen=True)
-class Told:
+class ProbeResult:
     """One answer over HTTP, or `trouble`: why there is none. `ahead_s`: the server's wall clock less ours, by the id
     that it gave the request, at most `margin_s` off; None where it gave none.
     """
@@ -75,7 +75,7 @@ class Told:
 
 
 @dataclass
-class Heard:
+class Heartbeats:
     """Who announced itself at the broker so far, by name. It goes on to listen."""
 
     workers: dict[str, Heartbeat] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class Heard:
 
 
 @dataclass(frozen=True)
-class Socket:
+class AdapterSocket:
     """One socket of an adapter. `wrong` and `fix` where something is; `description` where it answered."""
 
     path: Path
@@ -116,7 +116,7 @@ class Socket:
     is_unseen: bool = False  # this user may not look
 
 
-class Look:
+class ClusterProbe:
     """What a run of doctor has seen of a cluster. Use `looking` to make one."""
 
     def __init__(self, cluster: Cluster) -> None:
@@ -143,71 +143,71 @@ class Look:
     async def _once(self, name: str, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         if name not in self._tasks:
             self._tasks[name] = asyncio.create_task(make(), name=name)
-        found: T = await asyncio.shield(self._tasks[name])
-        return found
+        result: T = await asyncio.shield(self._tasks[name])
+        return result
 
     # ---- HTTP
 
-    async def get(self, url: str, path: str, token: Secret | None = None) -> Told:
+    async def get(self, url: str, path: str, token: Secret | None = None) -> ProbeResult:
         """One question. Never raises for what a server or its absence does."""
         headers = {"authorization": f"Bearer {token.reveal()}"} if token else {}
         asked_s = time.time()
         try:
             async with asyncio.timeout(CALL_S):
-                answer = await self._client.get(url.rstrip("/") + path, headers=headers)
+                response = await self._client.get(url.rstrip("/") + path, headers=headers)
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError) as error:
-            return Told(public_url(url), trouble=str(error)[:200] or type(error).__name__)
+            return ProbeResult(public_url(url), trouble=str(error)[:200] or type(error).__name__)
         answered_s = time.time()
-        named_s = _named_s(answer.headers.get("x-sie-request-id", ""))
+        named_s = _time_of_id(response.headers.get("x-sie-request-id", ""))
         ahead_s = None if named_s is None else named_s - (asked_s + answered_s) / 2
-        return Told(
+        return ProbeResult(
             public_url(url),
-            answer.status_code,
-            answer.content,
+            response.status_code,
+            response.content,
             "",
-            answer.headers.get("x-sie-version", ""),
+            response.headers.get("x-sie-version", ""),
             ahead_s,
             (answered_s - asked_s) / 2,
         )
 
-    async def gateways(self) -> list[Told]:
+    async def gateways(self) -> list[ProbeResult]:
         """`/health` of each gateway that is named."""
         return await self._once("gateways", self._ask_gateways)
 
-    async def _ask_gateways(self) -> list[Told]:
+    async def _ask_gateways(self) -> list[ProbeResult]:
         cluster = self.cluster
         if cluster.is_named and self.settings.gateway_url is None and cluster.local() is None:
             # whoever answers at the default address is another one
-            return [Told(cluster.gateway_urls[0], trouble=f"nothing runs with {self.data_dir}")]
-        asked = (self.get(url, "/health", cluster.gateway_token) for url in cluster.gateway_urls)
-        return list(await asyncio.gather(*asked))
+            return [ProbeResult(cluster.gateway_urls[0], trouble=f"nothing runs with {self.data_dir}")]
+        requests = (self.get(url, "/health", cluster.gateway_token) for url in cluster.gateway_urls)
+        return list(await asyncio.gather(*requests))
 
     async def health(self) -> dict[str, Any]:
         """What the first gateway that answers tells; nothing where none does."""
-        for told in await self.gateways():
-            if told.status == 200 and told.is_sie:
-                return told.json()
+        for reply in await self.gateways():
+            if reply.status == 200 and reply.is_sie:
+                return reply.json()
         return {}
 
     async def is_standalone(self) -> bool:
-        found = await self.health()
-        return bool(found) and found.get("nats_url") is None
+        health = await self.health()
+        return bool(health) and health.get("nats_url") is None
 
     async def config_url(self) -> str:
         """Empty where nobody says where the config service is."""
         return self.settings.config_service_url or str((await self.health()).get("config_url") or "")
 
-    async def config(self) -> Told:
-        """The config service's epoch. Raises Absent, Blind."""
+    async def config(self) -> ProbeResult:
+        """The config service's epoch. Raises NotApplicable, CheckSkipped."""
         return await self._once("config", self.ask_config)
 
-    async def ask_config(self) -> Told:
+    async def ask_config(self) -> ProbeResult:
         """As `config`, asked anew."""
         if await self.is_standalone():
-            raise Absent("the catalogue is in the gateway's own process (--standalone)")
+            raise NotApplicable("the catalogue is in the gateway's own process (--standalone)")
         url = await self.config_url()
         if not url:
-            raise Blind("which config service? Give --config-service-url, or a gateway that tells its own")
+            raise CheckSkipped("which config service? Give --config-service-url, or a gateway that tells its own")
         return await self.get(url, "/v1/configs/epoch", self.config_token)
 
     @property
@@ -217,27 +217,27 @@ class Look:
         return self.cluster.config_token(writes=False) if is_known else None
 
     @staticmethod
-    def epoch_of(told: Told) -> ConfigEpoch | None:
+    def epoch_of(reply: ProbeResult) -> ConfigEpoch | None:
         try:
-            return msgspec.json.decode(told.body, type=ConfigEpoch) if told.status == 200 else None
+            return msgspec.json.decode(reply.body, type=ConfigEpoch) if reply.status == 200 else None
         except msgspec.DecodeError:
             return None
 
     # ---- the broker
 
     async def broker_url(self) -> str:
-        """Raises Absent, Blind."""
+        """Raises NotApplicable, CheckSkipped."""
         if self.settings.nats_url:
             return self.settings.nats_url
         health = await self.health()
         if health and health.get("nats_url") is None:
-            raise Absent("the queue is in the gateway's own process (--standalone)")
+            raise NotApplicable("the queue is in the gateway's own process (--standalone)")
         if not health:
-            raise Blind("which broker? Give --nats-url, or a gateway that tells its own")
+            raise CheckSkipped("which broker? Give --nats-url, or a gateway that tells its own")
         return str(health["nats_url"])
 
     async def broker(self) -> NatsBroker:
-        """A connection. Raises Absent, Blind, BrokerUnavailable."""
+        """A connection. Raises NotApplicable, CheckSkipped, BrokerUnavailable."""
         return await self._once("broker", self._connect)
 
     async def _connect(self) -> NatsBroker:
@@ -245,71 +245,71 @@ class Look:
         return self._open
 
     async def stream_broker(self) -> NatsBroker:
-        """The connection for a check that needs streams. Raises Absent, Blind."""
+        """The connection for a check that needs streams. Raises NotApplicable, CheckSkipped."""
         from sie_broker import BrokerUnavailable
 
         try:
             broker = await self.broker()
         except BrokerUnavailable as error:
-            raise Blind("there is no connection to the broker") from error
+            raise CheckSkipped("there is no connection to the broker") from error
         if not broker.server[1]:
-            raise Blind("the broker has no JetStream")
+            raise CheckSkipped("the broker has no JetStream")
         return broker
 
-    async def heard(self) -> Heard:
+    async def heartbeats(self) -> Heartbeats:
         """Announcements of a heartbeat's interval, or of less once all whom the gateways know were heard. Raises
         Absent, Blind.
         """
         return await self._once("heard", self._listen)
 
-    async def _listen(self) -> Heard:
+    async def _listen(self) -> Heartbeats:
         from sie_broker import BrokerUnavailable
 
         try:
             broker = await self.broker()
         except BrokerUnavailable as error:
-            raise Blind("there is no connection to the broker") from error
-        heard = Heard()
-        await broker.subscribe(f"{topology.HEALTH_SUBJECT}.*", heard.on_worker)
-        await broker.subscribe(f"{topology.GATEWAY_SUBJECT}.*", heard.on_gateway)
+            raise CheckSkipped("there is no connection to the broker") from error
+        beats = Heartbeats()
+        await broker.subscribe(f"{topology.HEALTH_SUBJECT}.*", beats.on_worker)
+        await broker.subscribe(f"{topology.GATEWAY_SUBJECT}.*", beats.on_gateway)
         begun_s = time.monotonic()
         expected = {info["name"] for info in (await self.health()).get("workers", ())}
         await asyncio.sleep(GATEWAYS_S)  # nothing ends it sooner: how many gateways there are nobody knows
         end_s = begun_s + self.settings.health_publish_interval_ms / 1000 + BEAT_MARGIN_S
-        while not (expected and expected <= heard.workers.keys() and heard.gateways) and time.monotonic() < end_s:
-            heard.came.clear()
+        while not (expected and expected <= beats.workers.keys() and beats.gateways) and time.monotonic() < end_s:
+            beats.came.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(asyncio.get_running_loop().time() + end_s - time.monotonic()):
-                    await heard.came.wait()
-        if expected and not heard.workers:
-            raise Blind(
+                    await beats.came.wait()
+        if expected and not beats.workers:
+            raise CheckSkipped(
                 "no heartbeat is heard, but the gateway hears some: the broker's user may not subscribe to them"
             )
-        return heard
+        return beats
 
     # ---- sockets
 
-    async def sockets(self) -> list[Socket]:
-        """Those of the workers on this machine. Raises Absent, Blind."""
+    async def sockets(self) -> list[AdapterSocket]:
+        """Those of the workers on this machine. Raises NotApplicable, CheckSkipped."""
         return await self._once("sockets", self._ask_sockets)
 
-    async def _ask_sockets(self) -> list[Socket]:
-        found = self._socket_paths()
-        if not found:
-            raise Absent(
+    async def _ask_sockets(self) -> list[AdapterSocket]:
+        paths = self._socket_paths()
+        if not paths:
+            raise NotApplicable(
                 "no worker on this machine: neither SIE_IPC_SOCKET_PATH is set nor is there a socket of `sie serve`"
             )
-        return list(await asyncio.gather(*map(ask_socket, found)))
+        return list(await asyncio.gather(*map(probe_socket, paths)))
 
     def _socket_paths(self) -> list[Path]:
         named, run = Path(self.settings.ipc_socket_path), sockets_folder(self.data_dir)
         if run.exists() and not os.access(run, os.R_OK | os.X_OK):
-            raise Blind(f"{run} belongs to another user: run as the one of `sie serve`")
-        found = [named] if self.cluster.is_given("SIE_IPC_SOCKET_PATH") or named.exists() else []
-        return found + sorted(run.glob("worker-*.sock"))
+            raise CheckSkipped(f"{run} belongs to another user: run as the one of `sie serve`")
+        paths = [named] if self.cluster.is_given("SIE_IPC_SOCKET_PATH") or named.exists() else []
+        return paths + sorted(run.glob("worker-*.sock"))
 
 
-async def ask_socket(path: Path) -> Socket:
+async def probe_socket(path: Path) -> AdapterSocket:
     """Look at a socket and ask the adapter behind it for its description."""
     restart = (
         f"start the adapter again, with SIE_IPC_SOCKET_PATH={path} as the sidecar has it; its log says why it ended"
@@ -317,40 +317,40 @@ async def ask_socket(path: Path) -> Socket:
     try:
         status = os.stat(path)
     except FileNotFoundError:
-        return Socket(path, f"{path}: there is no such socket, so no adapter listens", restart)
+        return AdapterSocket(path, f"{path}: there is no such socket, so no adapter listens", restart)
     except PermissionError:
-        return Socket(path, is_unseen=True)
+        return AdapterSocket(path, is_unseen=True)
     if not stat.S_ISSOCK(status.st_mode):
-        return Socket(
+        return AdapterSocket(
             path,
             f"{path} is no socket",
             "remove that file, or set SIE_IPC_SOCKET_PATH of sidecar and adapter to another one",
         )
     if status.st_mode & 0o077:
         wrong = f"{path} may be opened by other users (mode {stat.S_IMODE(status.st_mode):04o}, expected 0600)"
-        return Socket(path, wrong, f"chmod 600 {path}, and find out who changed it: the adapter makes it so")
+        return AdapterSocket(path, wrong, f"chmod 600 {path}, and find out who changed it: the adapter makes it so")
     if status.st_uid != os.geteuid():
-        return Socket(path, is_unseen=True)  # an adapter answers its own user alone
+        return AdapterSocket(path, is_unseen=True)  # an adapter answers its own user alone
     try:
         async with asyncio.timeout(CALL_S):
-            answer = await _described(path)
+            answer = await _describe(path)
     except TimeoutError:  # an OSError too
-        return Socket(
+        return AdapterSocket(
             path,
             f"{path}: the adapter takes connections, but no answer comes within {CALL_S:g} s",
             f"kill it; {restart}",
         )
     except (OSError, EOFError) as error:
-        return Socket(path, f"{path} refuses ({type(error).__name__}): nobody listens behind it", restart)
+        return AdapterSocket(path, f"{path} refuses ({type(error).__name__}): nobody listens behind it", restart)
     except ipc.FrameError:
         answer = None
     if not isinstance(answer, ipc.Description) or answer.protocol != ipc.PROTOCOL:
         wrong = f"{path}: what listens there does not speak protocol {ipc.PROTOCOL} of this version"
-        return Socket(path, wrong, "install the same version of sidecar and adapter")
-    return Socket(path, description=answer)
+        return AdapterSocket(path, wrong, "install the same version of sidecar and adapter")
+    return AdapterSocket(path, description=answer)
 
 
-async def _described(path: Path) -> ipc.Reply:
+async def _describe(path: Path) -> ipc.Reply:
     """Raises OSError, EOFError, FrameError."""
     reader, writer = await asyncio.open_unix_connection(str(path))
     try:
@@ -361,18 +361,18 @@ async def _described(path: Path) -> ipc.Reply:
         writer.close()
 
 
-def _named_s(request_id: str) -> float | None:
+def _time_of_id(request_id: str) -> float | None:
     """When a UUID of version 7 was made, seconds since 1970."""
     try:
-        found = uuid.UUID(request_id)
+        parsed = uuid.UUID(request_id)
     except ValueError:
         return None
-    return (found.int >> 80) / 1000 if found.version == 7 else None
+    return (parsed.int >> 80) / 1000 if parsed.version == 7 else None
 
 
 @contextlib.asynccontextmanager
-async def looking(cluster: Cluster) -> AsyncIterator[Look]:
-    look = Look(cluster)
+async def open_probe(cluster: Cluster) -> AsyncIterator[ClusterProbe]:
+    look = ClusterProbe(cluster)
     try:
         yield look
     finally:

@@ -8,37 +8,37 @@ import shutil
 from pathlib import Path
 
 from sie_cli.display import counted, size
-from sie_cli.doctor.finding import Finding, Found
-from sie_cli.doctor.look import Blind, Look
+from sie_cli.doctor.finding import CheckResult, Finding
+from sie_cli.doctor.look import CheckSkipped, ClusterProbe
 from sie_cli.serve.preflight import held_bytes
 from sie_contracts.settings import store_url
 
 MIN_FREE_BYTES = 256 << 20
 
 
-async def sockets(look: Look) -> Found:
+async def sockets(look: ClusterProbe) -> CheckResult:
     """The sockets between sidecars and adapters."""
-    found = await look.sockets()
-    findings = [Finding(each.wrong, each.fix) for each in found if each.wrong]
-    unseen = [str(each.path) for each in found if each.is_unseen]
+    probed = await look.sockets()
+    findings = [Finding(socket.wrong, socket.fix) for socket in probed if socket.wrong]
+    unseen = [str(socket.path) for socket in probed if socket.is_unseen]
     if unseen and not findings:
-        raise Blind(f"another user's: {', '.join(unseen)}; run as the worker's user")
-    return f"{counted(len(found), 'adapter')} answer" + ("s" if len(found) == 1 else ""), findings
+        raise CheckSkipped(f"another user's: {', '.join(unseen)}; run as the worker's user")
+    return f"{counted(len(probed), 'adapter')} answer" + ("s" if len(probed) == 1 else ""), findings
 
 
-async def disk(look: Look) -> Found:
+async def disk(look: ClusterProbe) -> CheckResult:
     """Room for weights, payloads and the queue, on the disks of this machine."""
     return await asyncio.to_thread(_disks, look)
 
 
-def _disks(look: Look) -> Found:
+def _disks(look: ClusterProbe) -> CheckResult:
     from sie_store.disk import usage
 
-    settings, findings, seen = look.settings, [], []
+    settings, findings, notes = look.settings, [], []
     cache = settings.cache_folder
     used, free = usage(cache, settings.disk_cache_bytes)
     percent = 100 * used / (used + free) if used + free else 100.0
-    seen.append(f"weights {cache} {percent:.0f} % used")
+    notes.append(f"weights {cache} {percent:.0f} % used")
     if percent > settings.disk_pressure_threshold_percent:
         findings.append(
             Finding(
@@ -50,7 +50,7 @@ def _disks(look: Look) -> Found:
     payloads = _payload_folder(look)
     if payloads is not None:
         free = usage(payloads).free
-        seen.append(f"payloads {size(free)} free")
+        notes.append(f"payloads {size(free)} free")
         if free < MIN_FREE_BYTES:
             fix = "free space there, or set SIE_PAYLOAD_STORE_URL to a larger folder or a bucket"
             wrong = (
@@ -63,12 +63,12 @@ def _disks(look: Look) -> Found:
     store = look.data_dir / "nats"
     if store.exists():
         free, room = usage(store).free, settings.queue_max_bytes - held_bytes(store)
-        seen.append(f"queue {size(free)} free")
+        notes.append(f"queue {size(free)} free")
         if free < room:
             fix = "free space there, give `sie serve` a --data-dir on a larger disk, or lower SIE_QUEUE_MAX_BYTES"
             wrong = f"the queue may grow by {size(room)}, but its disk ({store}) has {size(free)} left"
             findings.append(Finding(f"{wrong}: {_filled(store, look.data_dir)}", fix))
-    return ", ".join(seen), findings
+    return ", ".join(notes), findings
 
 
 def _filled(folder: Path, data_dir: Path) -> str:
@@ -84,7 +84,7 @@ def _filled(folder: Path, data_dir: Path) -> str:
     )
 
 
-def _payload_folder(look: Look) -> Path | None:
+def _payload_folder(look: ClusterProbe) -> Path | None:
     if look.settings.payload_store_url:
         store = store_url(look.settings.payload_store_url)
         return Path(store.path) if store.scheme == "file" else None

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 
-from sie_cli.doctor.finding import Finding, Found
+from sie_cli.doctor.finding import CheckResult, Finding
 from sie_cli.doctor.gateway import READY_FIX
-from sie_cli.doctor.look import Absent, Look
+from sie_cli.doctor.look import ClusterProbe, NotApplicable
 from sie_contracts.settings import BY_NAME
 
 
-async def ports(look: Look) -> Found:
+async def ports(look: ClusterProbe) -> CheckResult:
     """The ports of probes and metrics that this machine was told, or that its `sie serve` wrote down: that SIE answers,
     and is ready.
 
     The documented defaults are not looked at: whoever holds them may be anybody.
     """
-    findings, seen = [], []
-    asked = [
+    findings, notes = [], []
+    addresses = [
         (f"http://127.0.0.1:{port}", name)
         for name, port in (
             ("SIE_GATEWAY_METRICS_PORT", look.settings.gateway_metrics_port),
@@ -25,17 +25,17 @@ async def ports(look: Look) -> Found:
         )
         if port and look.cluster.is_given(name)
     ]
-    known = {url for url, _ in asked}
+    named = {url for url, _ in addresses}
     local = look.cluster.local()
-    asked += [(url, "") for url in (local.metrics_urls if local is not None else ()) if url not in known]
-    for url, name in asked:
+    addresses += [(url, "") for url in (local.metrics_urls if local is not None else ()) if url not in named]
+    for url, name in addresses:
         port = int(url.rpartition(":")[2])
         ready, metrics = await asyncio.gather(look.get(url, "/readyz"), look.get(url, "/metrics"))
         if ready.trouble and metrics.trouble:
             if await _is_open(port):
                 findings.append(_taken(name, port, look.serve))
             elif name:
-                seen.append(f"{port} is free")
+                notes.append(f"{port} is free")
             else:
                 wrong = f"nothing listens on port {port}, which `sie serve` wrote down in {look.data_dir}"
                 findings.append(Finding(wrong, f"run `{look.serve}` again: it takes the place of one that was killed"))
@@ -45,13 +45,13 @@ async def ports(look: Look) -> Found:
             reason = ready.body.decode(errors="replace").strip()[:300]
             findings.append(Finding(f"port {port}{f' ({name})' if name else ''}: {reason or 'not ready'}", READY_FIX))
         else:
-            seen.append(f"{port} is ready")
-    if not seen and not findings:
-        raise Absent(
+            notes.append(f"{port} is ready")
+    if not notes and not findings:
+        raise NotApplicable(
             "neither SIE_GATEWAY_METRICS_PORT nor SIE_WORKER_METRICS_PORT is given, and no `sie serve` wrote its ports "
             "down"
         )
-    return ", ".join(seen), findings
+    return ", ".join(notes), findings
 
 
 def _taken(name: str, port: int, serve: str) -> Finding:

@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 
 from sie_cli.display import counted
-from sie_cli.doctor.finding import Check, Finding, Found
-from sie_cli.doctor.look import Look
+from sie_cli.doctor.finding import Check, CheckResult, Finding
+from sie_cli.doctor.look import ClusterProbe
 from sie_contracts.settings import BY_NAME, Mode, SettingError, load
 
 
@@ -16,15 +16,15 @@ def faults_of(
     flags: Mapping[str, str], environ: Mapping[str, str]
 ) -> tuple[list[Finding], dict[str, str], dict[str, str]]:
     """What is wrong with single settings, then flags and environment without what cannot be read."""
-    found: list[Finding] = []
-    kept: tuple[dict[str, str], dict[str, str]] = ({}, {})
-    for given, left in zip((flags, environ), kept, strict=True):
-        for name, raw in given.items():
+    findings: list[Finding] = []
+    readable: tuple[dict[str, str], dict[str, str]] = ({}, {})
+    for values, left in zip((flags, environ), readable, strict=True):
+        for name, raw in values.items():
             if name in BY_NAME:
                 try:
                     BY_NAME[name].read(raw)
                 except SettingError as error:
-                    found.append(Finding(str(error), f"set {name} to {BY_NAME[name].expected}, or unset it"))
+                    findings.append(Finding(str(error), f"set {name} to {BY_NAME[name].expected}, or unset it"))
                     continue
             left[name] = raw
     for name in sorted(environ):
@@ -35,13 +35,13 @@ def faults_of(
                 if near
                 else f"unset {name}; `sie settings` shows all"
             )
-            found.append(Finding(f"{name} is set, but no such setting exists", fix))
-    while fault := _contradiction(*kept):
-        found.append(Finding(fault, "change one of the two that it names"))
+            findings.append(Finding(f"{name} is set, but no such setting exists", fix))
+    while fault := _contradiction(*readable):
+        findings.append(Finding(fault, "change one of the two that it names"))
         named = re.findall(r"[A-Z][A-Z0-9]*_[A-Z0-9_]+", fault)
-        if sum(left.pop(name, None) is not None for left in kept for name in named) == 0:
+        if sum(left.pop(name, None) is not None for left in readable for name in named) == 0:
             raise AssertionError(f"defaults that contradict each other: {fault}")
-    return found, *kept
+    return findings, *readable
 
 
 def _contradiction(flags: Mapping[str, str], environ: Mapping[str, str]) -> str:
@@ -56,17 +56,17 @@ def _contradiction(flags: Mapping[str, str], environ: Mapping[str, str]) -> str:
 def check_settings(faults: list[Finding], flags: Mapping[str, str], environ: Mapping[str, str]) -> Check:
     """Of what `faults_of` found, and of what is set in vain."""
 
-    async def check(look: Look) -> Found:
+    async def check(look: ClusterProbe) -> CheckResult:
         mode: Mode = "standalone" if await look.is_standalone() else "queue"
         idle = [
             Finding(warning, f"unset {warning.partition(' ')[0]}")
             for warning in load(flags=flags, environ=environ, mode=mode).warnings
             if "no such setting" not in warning
         ]
-        given = sum(source in ("flag", "environment") for source in look.cluster.sources.values())
+        count = sum(source in ("flag", "environment") for source in look.cluster.sources.values())
         says = (
-            f"{counted(given, 'setting')} given, each of them right"
-            if given
+            f"{counted(count, 'setting')} given, each of them right"
+            if count
             else "none is given: the defaults are in force"
         )
         return says, [*faults, *idle]

@@ -16,7 +16,7 @@ from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
 from sie_cli.gateway_client import gateway_client
 from sie_cli.jobs import told
 from sie_cli.jobs.following import fetch, follow, sending
-from sie_cli.jobs.submitting import Place, options
+from sie_cli.jobs.submitting import OutputPlace, options
 from sie_cli.options import AnyPosition
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def jobs() -> None:
 @_json
 @_options
 def submit(
-    cluster: Cluster, model: str, source: str, output: str | None, wait: bool, as_json: bool, **given: Any
+    cluster: Cluster, model: str, source: str, output: str | None, wait: bool, as_json: bool, **values: Any
 ) -> None:
     """Begin a job: ask MODEL about every row of INPUT. Prints its id.
 
@@ -117,13 +117,13 @@ def submit(
     refused, or it failed, expired, was cancelled, or is paused by an error. 2: no gateway answered, or an option is
     wrong. 130: Ctrl-C; the job goes on.
     """
-    place = Place.of(output)
-    asked = options(given, place)
+    place = OutputPlace.from_option(output)
+    job_options = options(values, place)
     with gateway_client(cluster, SCOPE, is_patient=True) as client:
         try:
             with display.transfers() as bars:
-                asked["on_upload"] = sending(bars, Path(source).name)
-                job = client.jobs.submit(model, source, **asked)
+                job_options["on_upload"] = sending(bars, Path(source).name)
+                job = client.jobs.submit(model, source, **job_options)
         except BaseException:
             place.unmade()
             raise
@@ -150,14 +150,14 @@ def submit(
 def list_command(cluster: Cluster, state: str | None, limit: int, as_json: bool) -> None:
     """Jobs, the newest first."""
     with gateway_client(cluster, SCOPE) as client:
-        found = [job.info for job in itertools.islice(client.jobs.list(state, min(limit + 1, 100)), limit + 1)]
-    has_more, found = len(found) > limit, found[:limit]
+        infos = [job.info for job in itertools.islice(client.jobs.list(state, min(limit + 1, 100)), limit + 1)]
+    has_more, infos = len(infos) > limit, infos[:limit]
     if as_json:
-        click.echo(display.document(found))
-    elif not found:
+        click.echo(display.document(infos))
+    elif not infos:
         click.echo("no jobs" if state is None else f"no jobs are {state}")
     else:
-        display.table(told.table(found))
+        display.table(told.table(infos))
     if has_more and not as_json:
         click.echo(f"these are the newest {limit}; --limit shows more", err=True)
 

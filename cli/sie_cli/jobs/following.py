@@ -40,13 +40,13 @@ def follow(job: Job, *, err: bool, as_json: bool = False, also: str = "") -> Non
     try:
         with _view(err=err, as_json=as_json) as show:
 
-            def look(info: JobInfo) -> None:
+            def update(info: JobInfo) -> None:
                 job.info = info
                 show(info)
                 if info.state == "paused" and info.error is not None:
                     raise _Stuck
 
-            job.wait(on_progress=look)
+            job.wait(on_progress=update)
     except (JobFailedError, _Stuck):
         return  # the view has shown it, and the status tells
     except KeyboardInterrupt:
@@ -65,7 +65,7 @@ def _view(*, err: bool, as_json: bool) -> Iterator[Callable[[JobInfo], None]]:
 
     console = Console(stderr=err, highlight=False)
     if as_json or not console.is_terminal:
-        yield Lines(err=err, as_json=as_json).show
+        yield ProgressLines(err=err, as_json=as_json).show
         return
     with Live(console=console, auto_refresh=False) as live:
         yield lambda info: live.update(picture(info, time.time()), refresh=True)
@@ -84,7 +84,7 @@ def picture(info: JobInfo, now_s: float) -> Group:
     return Group(bar, *(Text(line, "yellow" if line.startswith("waits") else "") for line in rest))
 
 
-class Lines:
+class ProgressLines:
     """One line for each change: of the state, of the percentage, of the codes of errors, of what it waits for."""
 
     def __init__(self, *, err: bool, as_json: bool) -> None:
@@ -94,10 +94,10 @@ class Lines:
 
     def show(self, info: JobInfo) -> None:
         trouble = info.trouble.code if info.trouble is not None else ""
-        known = (info.state, told.percent(info), sorted(info.errors), trouble)
-        if known == self._last:
+        shown = (info.state, told.percent(info), sorted(info.errors), trouble)
+        if shown == self._last:
             return
-        self._last = known
+        self._last = shown
         if self._as_json:
             click.echo(msgspec.json.encode(info).decode(), err=self._err)
         else:

@@ -41,33 +41,33 @@ def percent(info: JobInfo) -> int | None:
     return None if total is None else 100 if not total else 100 * info.counts.done // total
 
 
-def forecast(found: Forecast, deadline_s: float, now_s: float) -> str:
+def forecast(estimate: Forecast, deadline_s: float, now_s: float) -> str:
     """When it will be done, at which rate, and whether that is in time."""
-    workers = counted(found.workers, "worker")
+    workers = counted(estimate.workers, "worker")
     text = (
-        f"{found.rows_per_s:,.0f} rows/s by {workers}, done at {local(found.done_at, now_s)} ± "
-        f"{span(found.plus_minus_s)}"
+        f"{estimate.rows_per_s:,.0f} rows/s by {workers}, done at {local(estimate.done_at, now_s)} ± "
+        f"{span(estimate.plus_minus_s)}"
     )
     if not deadline_s:
         return text
-    if found.done_at + found.plus_minus_s <= deadline_s:
+    if estimate.done_at + estimate.plus_minus_s <= deadline_s:
         return f"{text}, before its deadline {local(deadline_s, now_s)}"
-    needed = found.workers_needed
+    needed = estimate.workers_needed
     wants = "" if needed is None else f": {counted(needed, 'worker')} would keep it"
     return f"{text}, perhaps after its deadline {local(deadline_s, now_s)}{wants}"
 
 
 def errors(info: JobInfo) -> str:
     """Rows with an error by its code, the most frequent first."""
-    found = sorted(info.errors.items(), key=lambda each: -each[1])
-    return ", ".join(f"{printable(code)} {count:,}" for code, count in found)
+    counts = sorted(info.errors.items(), key=lambda item: -item[1])
+    return ", ".join(f"{printable(code)} {count:,}" for code, count in counts)
 
 
-def problem(found: JobError) -> str:
+def problem(error: JobError) -> str:
     """Its code, message and field."""
     return printable(
-        f"{found.code}: {found.message}"
-        + (f" ({found.param})" if found.param and found.param not in found.message else "")
+        f"{error.code}: {error.message}"
+        + (f" ({error.param})" if error.param and error.param not in error.message else "")
     )
 
 
@@ -88,14 +88,14 @@ def progress(info: JobInfo, now_s: float) -> list[str]:
 
 
 def _deadline(info: JobInfo) -> float:
-    found = info.request.get("deadline")
-    return float(found) if isinstance(found, int | float) else 0.0
+    deadline = info.request.get("deadline")
+    return float(deadline) if isinstance(deadline, int | float) else 0.0
 
 
-def table(found: Iterable[JobInfo]) -> list[tuple[str, ...]]:
+def table(infos: Iterable[JobInfo]) -> list[tuple[str, ...]]:
     """A line for each job, and a header."""
     lines: list[tuple[str, ...]] = [("ID", "CREATED (UTC)", "STATE", "ROWS", "DONE", "ERRORS", "MODEL", "NAME")]
-    for info in found:
+    for info in infos:
         counts, share = info.counts, percent(info)
         total = "?" if counts.rows is None else f"{counts.rows:,}"
         done = f"{counts.done:,}" if share is None else f"{share} %"
@@ -108,7 +108,7 @@ def facts(info: JobInfo, now_s: float) -> dict[str, str]:
     """Everything that is known of a job."""
     counts, request = info.counts, info.request
     shards = "?" if counts.shards is None else f"{counts.shards:,}"
-    found = {
+    fields = {
         "id": info.id,
         "name": info.name,
         "state": info.state,
@@ -129,39 +129,39 @@ def facts(info: JobInfo, now_s: float) -> dict[str, str]:
         "output": info.output_url or f"kept with the job: sie jobs result {info.id} FOLDER",
         "fingerprint": info.fingerprint,
     }
-    asked = {name: value for name, value in request.items() if name not in ("model", "operation", "name")}
-    found |= {name: _plain(value) for name, value in _flat(asked)}
-    found |= {f"broken {number}": line for number, line in enumerate(info.broken, 1)}
-    return {name: printable(value) for name, value in found.items() if value}
+    requested = {name: value for name, value in request.items() if name not in ("model", "operation", "name")}
+    fields |= {name: _plain(value) for name, value in _flat(requested)}
+    fields |= {f"broken {number}": line for number, line in enumerate(info.broken, 1)}
+    return {name: printable(value) for name, value in fields.items() if value}
 
 
-def _flat(asked: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def _flat(request: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """The fields of input and output beside the others."""
-    found: list[tuple[str, Any]] = []
-    for name, value in asked.items():
+    fields: list[tuple[str, Any]] = []
+    for name, value in request.items():
         if name in ("input", "output") and isinstance(value, Mapping):
-            found += [(f"{name}.{inner}", each) for inner, each in value.items()]
+            fields += [(f"{name}.{inner}", inner_value) for inner, inner_value in value.items()]
         elif name == "deadline" and isinstance(value, int | float):
-            found.append((name, f"{moment(value)} UTC" if value else ""))
+            fields.append((name, f"{moment(value)} UTC" if value else ""))
         else:
-            found.append((name, value))
-    return found
+            fields.append((name, value))
+    return fields
 
 
 def _plain(value: Any) -> str:
     if isinstance(value, str):
         return value.replace("\n", "\\n")
     if isinstance(value, Mapping):
-        return ", ".join(f"{name}={_plain(each)}" for name, each in value.items())
+        return ", ".join(f"{name}={_plain(inner)}" for name, inner in value.items())
     if isinstance(value, Sequence):
         return ", ".join(map(_plain, value))
     return str(value)
 
 
-def failures(found: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+def failures(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """Rows that failed, as a table."""
     lines: list[tuple[str, ...]] = [("ROW", "ERROR")]
-    for row in found:
+    for row in rows:
         error = row.get("error")
         text = f"{error.get('code', '')}: {error.get('message', '')}" if isinstance(error, Mapping) else str(error)
         lines.append((printable(str(row.get("id", "?"))), printable(text)))

@@ -57,7 +57,7 @@ def host_of(beat: Heartbeat) -> Host:
 
 
 class Permits:
-    """Permits of one request to publish its chunks. `is_cold`: no worker of its lane had the model loaded when it came."""
+    """Permits of one request for its chunks. `is_cold`: no worker of its lane had the model loaded when it came."""
 
     def __init__(
         self,

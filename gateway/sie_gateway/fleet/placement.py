@@ -197,21 +197,17 @@ class Placer:
             if not live and not planner.models:  # the stream went with its pool
                 del self._planners[lane]
             raise
-        older = {beat.worker for beat in (*live, *silent) if not beat.reads_parts and beat.worker in workers}
-        older |= stored.older() - workers
         look = functools.partial(planner.step, stored.table, live, silent, backlog, self.now_s())
-        change = await asyncio.to_thread(self._changed, stored, look, older)
+        change = await asyncio.to_thread(self._changed, stored, look)
         if change is not None:
             await self._write(stored, change)
         elif not live and not planner.models:
             del self._planners[lane]
 
-    def _changed(
-        self, stored: StoredTable, look: Callable[[], Placement | None], older: Collection[str]
-    ) -> Change | None:
+    def _changed(self, stored: StoredTable, look: Callable[[], Placement | None]) -> Change | None:
         """Table to write after a step, None where the present one stands. In a thread."""
         placement = look()
-        return stored.change(placement, older, self._broker.max_payload) if placement is not None else None
+        return stored.change(placement, self._broker.max_payload) if placement is not None else None
 
     async def _write(self, stored: StoredTable, change: Change) -> None:
         """Write a changed table unless another gateway was first; then its table is read, and the next look goes on

@@ -130,9 +130,8 @@ class Residencies:
             raise QueueUnavailable("the broker did not take the message to the worker") from error
 
     async def _send(self, beat: Heartbeat, action: messages.ResidencyAction, residency: str) -> None:
-        if beat.takes_residency:  # an older worker would not hear it
-            data = messages.encode(messages.Residency(action, residency))
-            await self._bus.send(topology.residency_subject(beat.worker), data)
+        data = messages.encode(messages.Residency(action, residency))
+        await self._bus.send(topology.residency_subject(beat.worker), data)
 
     def drop_pool(self, pool: str) -> None:
         """The pool is there no more."""
@@ -168,8 +167,8 @@ class Residencies:
         if since_s is None or since_s >= AGAIN_S:
             table = self._placer.table(lane)
             hosts = table.hosts.get(wish.model, ()) if table is not None else ()
-            able = {beat.worker: beat for beat in workers if beat.takes_residency}
-            if (host := next((able[name] for name in hosts if name in able), None)) is not None:
+            beats = {beat.worker: beat for beat in workers}
+            if (host := next((beats[name] for name in hosts if name in beats), None)) is not None:
                 await self._send(host, "load", residency)
                 wish.sent_s = now_s
         return False

@@ -88,6 +88,7 @@ def assembled(
         at_once=settings.jobs_at_once if url is not None else 0,
         storage=settings.stream_storage,
         replicas=replicas,
+        now_s=now_s,
     )
     sweeper = Sweeper(jobs, LeaderLease(leases, "jobs"), settings.jobs_keep_s, now_s, has_store=url is not None)
     return JobParts(files, jobs, Results(ledger, engine), bucket, keeper, sweeper)

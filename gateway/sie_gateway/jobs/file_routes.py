@@ -226,7 +226,7 @@ async def page(gateway: Gateway, request: Request) -> Response:
     )
     files = [_shown(record) for record in listed.files]
     first, last = (files[0].id, files[-1].id) if files else (None, None)
-    return json_response(api.FilePage(data=files, has_more=listed.has_more, first_id=first, last_id=last), to=request)
+    return json_response(api.FilePage(data=files, has_more=listed.has_more, first_id=first, last_id=last))
 
 
 async def show(gateway: Gateway, request: Request) -> Response:

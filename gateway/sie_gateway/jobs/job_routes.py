@@ -209,7 +209,7 @@ async def page(gateway: Gateway, request: Request) -> Response:
     query, call = request.query_params, _call(request)
     jobs_page = gateway.jobs.page(call, _limit(request, 50, 1000), query.get("after", ""), query.get("state", ""))
     if call.dialect is sdk_versions.NATIVE:
-        return json_response(jobs_page, to=request)
+        return json_response(jobs_page)
     return json_response({"object": "list", "data": [as_public(info) for info in jobs_page.data]})
 
 
@@ -248,7 +248,7 @@ async def manifest(gateway: Gateway, request: Request) -> Response:
     """Raises InvalidInput, NotFound, QueueUnavailable."""
     job = gateway.jobs.find(_call(request), request.path_params["job"])
     after = int(number(request.query_params, "after", 0, 0, 1 << 31))
-    return json_response(await gateway.results.manifest(job, after, _limit(request, 1000, 10_000)), to=request)
+    return json_response(await gateway.results.manifest(job, after, _limit(request, 1000, 10_000)))
 
 
 async def part(gateway: Gateway, request: Request) -> Response:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -113,8 +112,7 @@ class Native:
         """See Work."""
         plan = await self._workplace.plan()
         if plan is None:
-            former = self._job.id if _is_unique(self._job.id) else ""
-            await shards.claim(self._places.output, _owner(self._job), former=former)
+            await shards.claim(self._places.output, _owner(self._job))
             plan = await self._workplace.keep_plan(await (self._retried() if self._job.retry_of else self._planned()))
         self._count, self._again, self._planned_rows = len(plan.spans), plan.again, plan.rows
         return plan
@@ -340,11 +338,6 @@ def _owner(job: JobRecord) -> str:
     again when the key is sent again after the job was forgotten.
     """
     return f"{job.id} {job.created_s!r}"
-
-
-def _is_unique(job_id: str) -> bool:
-    """Whether no other job ever has the id: it was made of the time and chance, and of nothing that a client sent."""
-    return uuid.UUID(job_id.rpartition("-")[2]).version == 7
 
 
 def manifest(job: JobRecord, state: str, shards: dict[int, ShardRecord], unread: Sequence[Unread]) -> api.JobManifest:

@@ -135,7 +135,7 @@ class _Sums:
 
 
 class JobRun:
-    """`work` makes the Work of a job. `now_s`: the wall clock."""
+    """`work` makes the Work of a job. `now_s`: seconds since 1970 at the broker."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class JobRun:
         job: JobRecord,
         leader: str,
         work: Callable[[JobRecord, Progress], Work],
-        now_s: Callable[[], float] = time.time,
+        now_s: Callable[[], float],
     ) -> None:
         self._ledger = ledger
         self._id = job.id

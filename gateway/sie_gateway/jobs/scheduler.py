@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Callable
 
 from sie_broker import BrokerError, Store
@@ -62,13 +61,17 @@ class Keeper:
         at_once: int,
         storage: str,
         replicas: int,
+        now_s: Callable[[], float],
     ) -> None:
-        """`storage` and `replicas`: of the bucket of leases, which other duties use too."""
+        """`storage` and `replicas`: of the bucket of leases, which other duties use too. `now_s`: seconds since 1970 at
+        the broker.
+        """
         self._ledger = ledger
         self._leases = leases_of(broker, storage=storage, replicas=replicas)
         self._name = name
         self._work = work
         self._at_once = at_once
+        self._now_s = now_s
         # Of jobs that others run, the one first that was not looked at for longest: a lease is observed over time. It
         # has at most as many as all other gateways run at once.
         self._observed: dict[str, LeaderLease] = {}
@@ -108,7 +111,7 @@ class Keeper:
                     running.task.cancel()
 
     async def _acquire(self) -> None:
-        now_s = time.time()
+        now_s = self._now_s()
         due = sorted((job for job in self._ledger if is_due(job, now_s)), key=lambda job: (job.created_s, job.id))
         waiting = {job.id: job for job in due if job.id not in self._running}
         self._observed = {job_id: lease for job_id, lease in self._observed.items() if job_id in waiting}
@@ -119,7 +122,7 @@ class Keeper:
             lease = self._observed.pop(job.id, None)
             lease = self._observed[job.id] = lease or LeaderLease(self._leases, f"job.{job.id}", lease_s=LEASE_S)
             if await lease.acquire():
-                run = JobRun(self._ledger, job, self._name, self._work)
+                run = JobRun(self._ledger, job, self._name, self._work, self._now_s)
                 task = asyncio.create_task(run.run(), name=f"job {job.id}")
                 task.add_done_callback(lambda _: self._ledger.woken.set())
                 self._running[job.id] = _Running(job.id, task, self._observed.pop(job.id))

@@ -53,7 +53,7 @@ async def page(gateway: Gateway, request: Request) -> Response:
     """A page of the list. Raises InvalidInput, PoolNotFound, QueueUnavailable."""
     _checked(request, *FILTERS, "before", "limit")
     before, limit = _whole(request, "before", 0, 0, 1 << 53), _whole(request, "limit", 50, 1, 200)
-    return json_response(await gateway.dead_letters.page(_filter(gateway, request), before, limit), to=request)
+    return json_response(await gateway.dead_letters.page(_filter(gateway, request), before, limit))
 
 
 async def show(gateway: Gateway, request: Request) -> Response:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import logging
 import math
 from collections.abc import Iterable
@@ -28,22 +27,11 @@ if TYPE_CHECKING:
     from sie_gateway.state import Gateway
 
 _logger = logging.getLogger("sie.gateway.residency")
-GZIP_OVER = 4096  # bytes: the headers of a short reply are as long as what it would save
 
 
-def json_response(body: Any, status: int = 200, *, to: Request | None = None) -> Response:
-    """A struct or builtins as JSON; compressed where it is long and `to` takes that (RFC 9110, 12.5.3)."""
-    data, headers = msgspec.json.encode(body), {}
-    if to is not None:
-        headers["Vary"] = "Accept-Encoding"
-        if len(data) > GZIP_OVER and _takes_gzip(to.headers.get("accept-encoding", "")):
-            data, headers["Content-Encoding"] = gzip.compress(data, 1, mtime=0), "gzip"
-    return Response(data, status, headers, "application/json")
-
-
-def _takes_gzip(accepted: str) -> bool:
-    codings = (coding.partition(";") for coding in accepted.lower().split(","))
-    return any(name.strip() == "gzip" and rest.replace(" ", "") not in ("q=0", "q=0.0") for name, _, rest in codings)
+def json_response(body: Any, status: int = 200) -> Response:
+    """A struct or builtins as JSON."""
+    return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
 def number(query: QueryParams, name: str, default: float, least: float, most: float) -> float:
@@ -76,14 +64,14 @@ async def _listed(gateway: Gateway, query: QueryParams) -> dict[str, Any]:
 async def models(gateway: Gateway, request: Request) -> Response:
     """The catalogue. Raises InvalidInput."""
     listed = await _listed(gateway, request.query_params)
-    return json_response({"object": "list", "data": listed["models"], **listed}, to=request)
+    return json_response({"object": "list", "data": listed["models"], **listed})
 
 
 async def models_of_infinity(gateway: Gateway, request: Request) -> Response:
     """The catalogue, as Infinity's client reads it: it takes no other owner than Infinity. Raises InvalidInput."""
     listed = await _listed(gateway, request.query_params)
     listed["models"] = [{**info, "owned_by": "infinity"} for info in listed["models"]]
-    return json_response({"object": "list", "data": listed["models"], **listed}, to=request)
+    return json_response({"object": "list", "data": listed["models"], **listed})
 
 
 async def model(gateway: Gateway, request: Request) -> Response:
@@ -135,9 +123,7 @@ def _residency_reply(request: Request, state: ResidencyState, status: int, place
             lane=str(placed_model.lane),
             state=placed_model.state,
             workers=[
-                WorkerResidency(
-                    worker=beat.worker, state=status.state, in_flight=status.queued, asked=beat.takes_residency
-                )
+                WorkerResidency(worker=beat.worker, state=status.state, in_flight=status.queued)
                 for beat, status in placed_model.reports
             ],
         )

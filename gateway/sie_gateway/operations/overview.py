@@ -61,12 +61,12 @@ async def page(_gateway: Gateway, request: Request) -> Response:
 
 async def cluster(gateway: Gateway, request: Request) -> Response:
     """The state of the cluster in brief."""
-    return json_response(gateway.status.shown(request.query_params.get("filter", ""), _grant(request)), to=request)
+    return json_response(gateway.status.shown(request.query_params.get("filter", ""), _grant(request)))
 
 
 async def placement(gateway: Gateway, request: Request) -> Response:
     """Placement: the workers that host each model."""
-    return json_response(gateway.status.placed(request.query_params.get("filter", ""), _grant(request)), to=request)
+    return json_response(gateway.status.placed(request.query_params.get("filter", ""), _grant(request)))
 
 
 async def doctor(gateway: Gateway, _request: Request) -> Response:
@@ -81,13 +81,13 @@ async def history(gateway: Gateway, request: Request) -> Response:
     step_s = int(number(query, "step_s", STEP_S, STEP_S, 600))
     if step_s % STEP_S:
         raise InvalidInput(f"step_s: expected a multiple of {STEP_S}", reason="schema", param="step_s")
-    return json_response(gateway.status.history.since(since_s, step_s), to=request)
+    return json_response(gateway.status.history.since(since_s, step_s))
 
 
 async def requests(gateway: Gateway, request: Request) -> Response:
     """The requests of the last hour that are kept, of the caller. Raises InvalidInput."""
     most = int(number(request.query_params, "limit", 50, 1, 1000))
-    return json_response({"requests": gateway.status.history.requests(most, _grant(request))}, to=request)
+    return json_response({"requests": gateway.status.history.requests(most, _grant(request))})
 
 
 async def request(gateway: Gateway, request: Request) -> Response:
@@ -103,9 +103,7 @@ async def request(gateway: Gateway, request: Request) -> Response:
 
 async def request_log(gateway: Gateway, request: Request) -> Response:
     """Lines of this gateway's log about a request; empty where it has none, or none any more."""
-    return json_response(
-        {"lines": gateway.status.log.lines_of(request.path_params["request"], _grant(request))}, to=request
-    )
+    return json_response({"lines": gateway.status.log.lines_of(request.path_params["request"], _grant(request))})
 
 
 _FILTER = Parameter("filter", "query", str, "Only models with this in their name.")

