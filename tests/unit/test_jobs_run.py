@@ -187,7 +187,7 @@ async def test_a_job_runs_to_its_end_and_its_record_says_so(world: World, caplog
     await until(lambda: world.output.closed == world.output.made > 0, "its work is closed")
     assert "is left" not in caplog.text
     assert len(await ledger.shards(JOB.id)) == 6
-    await ledger.forget(JOB.id)
+    await ledger.remove(JOB.id)
     assert await ledger.shards(JOB.id) == {}
     await until(lambda: not list(ledger), "it is forgotten")
 

@@ -146,10 +146,10 @@ def test_the_tail_of_the_log_is_bounded() -> None:
             logger.info("%s", "x" * 10 * MAX_CHARS, extra={"request_id": f"r{number}"})
         logger.info("of no request")
     logger.info("not kept", extra={"request_id": "r9"})
-    assert tail.of("r6", ANYBODY) == []
-    (line,) = tail.of("r7", ANYBODY)
+    assert tail.lines_of("r6", ANYBODY) == []
+    (line,) = tail.lines_of("r7", ANYBODY)
     assert len(line["message"]) == MAX_CHARS
-    assert len(tail.of(f"r{MAX_LINES + 6}", ANYBODY)) == 1
+    assert len(tail.lines_of(f"r{MAX_LINES + 6}", ANYBODY)) == 1
 
 
 async def test_a_worker_that_ends_without_a_word_is_seen_while_somebody_looks(cluster: InProcess) -> None:

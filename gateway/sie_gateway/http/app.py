@@ -130,13 +130,13 @@ def error_response(error: Exception, call: Call) -> Response:
         if error.status_code == 404:
             error = NotFound("no such path")
         elif error.status_code == 405:
-            taken = f"this path takes {headers.get('Allow') or 'nothing'} here"
+            allowed_text = f"this path takes {headers.get('Allow') or 'nothing'} here"
             elsewhere = (
                 "; the config service, config_url in /health, takes the rest"
                 if call.path.startswith(config_routes.PREFIX)
                 else ""
             )
-            error = MethodNotAllowed(taken + elsewhere)
+            error = MethodNotAllowed(allowed_text + elsewhere)
         else:
             error = InvalidInput(str(error.detail), reason="malformed")
     if not isinstance(error, SIEError):
@@ -165,10 +165,10 @@ class ClientVersions:
         """What a client says of itself: of it only `1.2` of `1.2.3` is looked at and told, so nothing else of it
         reaches the log.
         """
-        found = _MINOR.match(version)
-        if found is not None and found[0] not in self._met and len(self._met) < MAX_VERSIONS:
-            self._met.add(found[0])
-            _logger.info("a client of version %s is in use", found[0])
+        match = _MINOR.match(version)
+        if match is not None and match[0] not in self._met and len(self._met) < MAX_VERSIONS:
+            self._met.add(match[0])
+            _logger.info("a client of version %s is in use", match[0])
 
 
 class Edge:
@@ -328,7 +328,7 @@ class Edge:
 
 
 def _healthy_workers(gateway: Gateway) -> int:
-    return sum(seen.info.healthy for seen in gateway.status.workers())
+    return sum(worker.info.healthy for worker in gateway.status.workers())
 
 
 def metrics_app(gateway: Gateway, readiness: Readiness) -> App:

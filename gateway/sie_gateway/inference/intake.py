@@ -134,8 +134,8 @@ class Reader:
         if more <= 0:
             return
         intake = self._intake
-        others = intake.held_bytes - self._counted
-        if others and intake.held_bytes + more > intake.max_bytes:
+        held_elsewhere = intake.held_bytes - self._counted
+        if held_elsewhere and intake.held_bytes + more > intake.max_bytes:
             held, most = intake.held_bytes >> 20, intake.max_bytes >> 20
             raise QueueFull(
                 f"body: the bodies in this gateway take {held} MiB of memory, {most} are allowed "
@@ -192,5 +192,5 @@ def bounded(receive: Receive, *, limit: int = CONTROL_BYTES, within_s: float = C
     return receive_bounded
 
 
-def _too_large(found: str, limit: int) -> PayloadTooLarge:
-    return PayloadTooLarge(f"body: {found}", param="body", extras={"limit": limit})
+def _too_large(size: str, limit: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"body: {size}", param="body", extras={"limit": limit})

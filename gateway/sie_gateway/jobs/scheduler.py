@@ -1,4 +1,4 @@
-"""Which gateway runs which job: one leader a job, by a lease; the oldest jobs first.
+"""Assignment of jobs to gateways: one leader a job, by a lease; the oldest jobs first.
 
 A leader that dies is replaced after LEASE_S. For a moment two gateways may run one job: its output stays right, since
 objects and records of shards are created once (see the package).
@@ -85,7 +85,7 @@ class Keeper:
                 try:
                     await self._renew()
                     if self._ledger.is_read:
-                        await self._take()
+                        await self._acquire()
                     trouble.passed()
                 except BrokerError as error:
                     trouble.met(error)
@@ -110,7 +110,7 @@ class Keeper:
                     _logger.warning("job %s has another leader", job_id)
                     running.task.cancel()
 
-    async def _take(self) -> None:
+    async def _acquire(self) -> None:
         now_s = self._now_s()
         due = sorted((job for job in self._ledger if is_due(job, now_s)), key=lambda job: (job.created_s, job.id))
         waiting = {job.id: job for job in due if job.id not in self._running}
@@ -129,7 +129,7 @@ class Keeper:
                 free -= 1
 
     def _looked_at(self, waiting: dict[str, JobRecord]) -> list[JobRecord]:
-        """Of jobs by age, those whose lease is asked for in one look: half of them were seen to have another leader,
+        """Jobs by age whose lease is requested in one round: half of them were seen to have another leader,
         which may have died; the rest, the oldest first, nobody may lead. So neither keeps the other from its turn.
         """
         fresh = [job for job_id, job in waiting.items() if job_id not in self._observed]
@@ -139,13 +139,13 @@ class Keeper:
     async def _leave(self) -> None:
         """Stop all, and leave their leases to others at once."""
         running, self._running = self._running, {}
-        for each in running.values():
-            each.fence.cancel()
-            each.task.cancel()
-        await asyncio.gather(*(each.task for each in running.values()), return_exceptions=True)
-        for job_id, each in running.items():
+        for entry in running.values():
+            entry.fence.cancel()
+            entry.task.cancel()
+        await asyncio.gather(*(entry.task for entry in running.values()), return_exceptions=True)
+        for job_id, entry in running.items():
             with contextlib.suppress(BrokerError):  # then the lease lapses, and this gateway counts as one that died
-                await self._hand_over(job_id, each)
+                await self._hand_over(job_id, entry)
 
     async def _hand_over(self, job_id: str, running: _Running) -> None:
         """Leave a job to others, which has no task here any more. Raises BrokerError."""
