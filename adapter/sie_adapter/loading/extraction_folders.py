@@ -18,7 +18,7 @@ class Described:
     """A part of an entry, the facts that it was made from, and what no file says."""
 
     entry: dict[str, Any]
-    found: list[str]
+    findings: list[str]
     assumed: list[str] = field(default_factory=list)
 
 
