@@ -11,16 +11,16 @@ import argparse
 import random
 import time
 
-from sie_sidecar.batching.batch import Batch, BatchKey, Device, Job, Limits, Waiting, next_batch
+from sie_sidecar.batching.batch import Batch, BatchKey, BatchLimits, DeviceLoad, Job, Waiting, next_batch
 
-DEVICE = Device(sent=1, lanes=1, depth=2, more_expected=True)
+DEVICE = DeviceLoad(sent=1, lanes=1, depth=2, more_expected=True)
 
 
 def measured(models: int, depth: int, requests: int, rounds: int) -> tuple[float, float]:
     """Microseconds a job and a batch, with `depth` jobs waiting all the time."""
     chance = random.Random(1)
     keys = [BatchKey(f"m{number}", "1", "encode", "", "") for number in range(models)]
-    limits = Limits(16384, requests, wait_s=0.0)
+    limits = BatchLimits(16384, requests, wait_s=0.0)
     waiting: Waiting[int] = Waiting()
     now_s, batches, jobs = 0.0, 0, 0
 

@@ -38,11 +38,11 @@ def run(
     """
     weights = engine.residency.ensure(entry.id, entry).weights
     options = run_options(Catalogue({entry.id: entry}).resolve(entry.id), body, operation, strict=True)[1].run
-    work = rowing.Work([Input(text) for text in texts], Input(query) if query else None, options)
+    work = rowing.RowInput([Input(text) for text in texts], Input(query) if query else None, options)
     layout = weights.rows[operation]
     (made,) = layouts.make(ModelTokenizer(weights.tokenizer, min(entry.max_tokens, weights.max_tokens)), layout, [work])
     message = rowing.to_batch(
-        "test", entry.id, operation, layout.layout, [rowing.Part(made.rows, work)], pooling=options.pooling
+        "test", entry.id, operation, layout.layout, [rowing.BatchPart(made.rows, work)], pooling=options.pooling
     )
     replies: list[Any] = []
     job = DeviceJob(message, replies.append)

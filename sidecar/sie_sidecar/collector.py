@@ -12,13 +12,13 @@ import sie_contracts
 from sie_contracts.wire.ipc import Description
 from sie_runtime.metrics import Scrape, epoch_number
 from sie_runtime.metrics_table import OOM, OTHER
-from sie_sidecar.health import Health
+from sie_sidecar.health import WorkerHealth
 
 
 class WorkerCollector(Collector):
     """Reads the state of the worker's parts at each scrape."""
 
-    def __init__(self, health: Health) -> None:
+    def __init__(self, health: WorkerHealth) -> None:
         self._health = health
         self._scrape = Scrape("worker")
 
@@ -51,9 +51,11 @@ class WorkerCollector(Collector):
         yield counter("sie_model_swaps", worker.hosting.swaps if worker else 0)
         yield counter("sie_idle_evictions", worker.hosting.idle_evictions if worker else 0)
         yield counter("sie_tower_outputs", health.towers.counts())
-        known = sorted({hosted.name for hosted in all_hosted} | health.remedies.models())
+        model_names = sorted({hosted.name for hosted in all_hosted} | health.remedies.models())
         for remedy in OOM:
-            yield counter(f"sie_oom_{remedy}", {(model,): health.remedies.count(model, remedy) for model in known})
+            yield counter(
+                f"sie_oom_{remedy}", {(model,): health.remedies.count(model, remedy) for model in model_names}
+            )
 
     def _device(self, description: Description | None) -> Iterator[Metric]:
         """As the adapter told last. What is not known is absent, never zero."""

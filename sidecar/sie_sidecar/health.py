@@ -20,13 +20,13 @@ from sie_contracts.wire.topology import Lane
 from sie_runtime.connection import because
 from sie_runtime.feed import CatalogueFeed
 from sie_sidecar.device.link import AdapterGone, AdapterLink
-from sie_sidecar.metrics import Remedies, Towers
+from sie_sidecar.metrics import OomCounts, TowerCounts
 from sie_sidecar.worker import Worker
 
 _logger = logging.getLogger("sie.sidecar.health")
 
 
-class Health:
+class WorkerHealth:
     """`changed` asks for a heartbeat at once."""
 
     def __init__(
@@ -38,7 +38,7 @@ class Health:
         self._id = worker_id
         self._link = link
         self.feed = feed
-        self.remedies, self.towers = Remedies(), Towers()
+        self.remedies, self.towers = OomCounts(), TowerCounts()
         self._change = asyncio.Event()
         self.worker: Worker | None = None
         self.leaving = False

@@ -1,4 +1,4 @@
-"""The metrics of the sidecar: `Metrics` what is counted where it happens, `Live` what is read when somebody scrapes.
+"""The metrics of the sidecar: `SidecarMetrics` counts at each event, `Live` reads at each scrape.
 
 The adapter has no port: what it counts comes with its description.
 """
@@ -22,7 +22,7 @@ from sie_sidecar.prepare.media_pool import RESULTS
 _OUTCOMES = ("taken", "duplicate", "unknown", "unconfirmed", "fenced", "cancelled", "late", "changed", "handed_back")
 
 
-class Metrics:
+class SidecarMetrics:
     """A series whose labels are known from the start is there from the start."""
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class _Counts:
         return iter({*self._before, *self._now})
 
 
-class Remedies:
+class OomCounts:
     """How often what was done about memory that ran out."""
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ class Remedies:
         return {model for model, _ in self._counts}
 
 
-class Towers:
+class TowerCounts:
     """How often the output of a tower was there when it was needed."""
 
     def __init__(self) -> None:
@@ -183,11 +183,14 @@ def of_models(registry: CollectorRegistry) -> tuple[dict[str, dict[str, float]],
             for sample in metric.samples:
                 labels: Mapping[str, str] = sample.labels
                 if "model" in labels and sample.name.endswith("_bucket") and labels.get("phase", "total") == "total":
-                    found, bound = cumulative.setdefault(labels["model"], {}), float(labels["le"])
-                    found[bound] = found.get(bound, 0.0) + sample.value
+                    buckets, bound = cumulative.setdefault(labels["model"], {}), float(labels["le"])
+                    buckets[bound] = buckets.get(bound, 0.0) + sample.value
             if cumulative:
                 histograms[metric.name] = {
-                    model: {"buckets": sorted(found)[:-1], "counts": [int(found[bound]) for bound in sorted(found)]}
-                    for model, found in cumulative.items()
+                    model: {
+                        "buckets": sorted(buckets)[:-1],
+                        "counts": [int(buckets[bound]) for bound in sorted(buckets)],
+                    }
+                    for model, buckets in cumulative.items()
                 }
     return counters, histograms

@@ -24,15 +24,15 @@ from sie_runtime.feed import CatalogueFeed, ConfigSource, config_source, package
 from sie_runtime.http.server import HttpServer
 from sie_runtime.http.websocket import WebSocketProtocol
 from sie_runtime.process import Stop, Tasks, Trouble, retry
-from sie_sidecar.batching.batch import Limits
+from sie_sidecar.batching.batch import BatchLimits
 from sie_sidecar.collector import WorkerCollector
 from sie_sidecar.device.link import AdapterGone, AdapterLink
-from sie_sidecar.health import Health
-from sie_sidecar.intake.pool_membership import Admission
-from sie_sidecar.metrics import Metrics
+from sie_sidecar.health import WorkerHealth
+from sie_sidecar.intake.pool_membership import PoolMembership
+from sie_sidecar.metrics import SidecarMetrics
 from sie_sidecar.models.models import MAX_ATTEMPTS
-from sie_sidecar.status import Status, worker_app
-from sie_sidecar.worker import Identity, Worker
+from sie_sidecar.status import WorkerStatus, worker_app
+from sie_sidecar.worker import Worker, WorkerIdentity
 from sie_store.payloads import open_store
 
 DRAIN_S = 9.0
@@ -44,13 +44,13 @@ PING_ANSWER_S = 0.25  # an answer on its way is not silence, also at a stale mul
 _logger = logging.getLogger("sie.sidecar")
 
 
-def limits_of(settings: Settings, mode: Mode) -> Limits:
+def limits_of(settings: Settings, mode: Mode) -> BatchLimits:
     """The batch bounds: standalone and queue mode have knobs of their own; the cost budget holds in both."""
     if mode == "standalone":
         requests, wait_ms = settings.max_batch_requests, settings.max_batch_wait_ms
     else:
         requests, wait_ms = settings.batcher_max_batch_requests, settings.batcher_coalesce_ms
-    return Limits(settings.max_batch_cost, requests, wait_ms / 1000, settings.bulk_max_overtakes)
+    return BatchLimits(settings.max_batch_cost, requests, wait_ms / 1000, settings.bulk_max_overtakes)
 
 
 def connections_of(settings: Settings, lanes: int) -> int:
@@ -74,7 +74,7 @@ async def serve(
     worker_id = settings.worker_id or default_worker_id()
     tracer = tracing.start(settings.tracing, "sidecar", worker_id)
     lane = Lane(settings.pool, settings.profile, settings.bundle)
-    metrics = Metrics()
+    metrics = SidecarMetrics()
     feed = CatalogueFeed(
         broker,
         source,
@@ -88,10 +88,10 @@ async def serve(
     stale_s = ping_s * settings.worker_readyz_stale_mult + PING_ANSWER_S
     size = functools.partial(connections_of, settings)
     link = AdapterLink(settings.ipc_socket_path, size=size, ping_s=ping_s, stale_s=stale_s, clock=time.monotonic)
-    health = Health(settings, broker, lane, worker_id, link, feed)
+    health = WorkerHealth(settings, broker, lane, worker_id, link, feed)
     metrics.registry.register(WorkerCollector(health))
     feed.on_change(health.changed)
-    status = Status(settings, health, metrics, lane, worker_id, limits_of(settings, mode))
+    status = WorkerStatus(settings, health, metrics, lane, worker_id, limits_of(settings, mode))
     http = HttpServer(
         worker_app(health, metrics, status),
         host,
@@ -117,7 +117,7 @@ async def serve(
         )
         tasks.start(health.run(), "heartbeats")
         tasks.start(status.run(), "status")
-        identity = Identity(
+        identity = WorkerIdentity(
             worker_id,
             lane,
             limits_of(settings, mode),
@@ -128,10 +128,10 @@ async def serve(
         worker = Worker(
             identity, settings, broker, feed, link, metrics, on_failure=stop.request, on_change=health.changed
         )
-        admission: Admission | None = None
+        admission: PoolMembership | None = None
         following: asyncio.Task[None] | None = None
         if settings.pool_admission_enabled and settings.gateway_url is not None:
-            admission = Admission(
+            admission = PoolMembership(
                 settings.gateway_url, settings.config_read_token, worker_id, lane.pool, time.monotonic
             )
             health.asks = True
@@ -198,7 +198,7 @@ async def _verified(queue: Queue, stream: str) -> bool:
     return True
 
 
-async def _follow(admission: Admission, worker: Worker, health: Health, stop: Stop) -> None:
+async def _follow(admission: PoolMembership, worker: Worker, health: WorkerHealth, stop: Stop) -> None:
     """Serve the assigned pool, and the next one as soon as that is another, until `stop`."""
     trouble = Trouble(_logger, "the assigned pool cannot be served yet")
     while not stop.requested:
@@ -218,7 +218,7 @@ async def _follow(admission: Admission, worker: Worker, health: Health, stop: St
 
 
 async def _preload(
-    settings: Settings, feed: CatalogueFeed, link: AdapterLink, worker: Worker, health: Health, stop: Stop
+    settings: Settings, feed: CatalogueFeed, link: AdapterLink, worker: Worker, health: WorkerHealth, stop: Stop
 ) -> None:
     """Load SIE_PRELOAD_MODELS; the worker is not ready before. An unknown name ends the process.
 
@@ -232,12 +232,12 @@ async def _preload(
         pass
     if stop.requested:
         return
-    resolved = [each for name in settings.preload_models for each in _known(feed.catalogue, name, settings.bundle)]
-    for index, wanted in enumerate(resolved):
-        left = ", ".join(each.canonical for each in resolved[index:])
+    resolved = [entry for name in settings.preload_models for entry in _known(feed.catalogue, name, settings.bundle)]
+    for index, model in enumerate(resolved):
+        left = ", ".join(entry.canonical for entry in resolved[index:])
         health.preloading = left
         while not stop.requested:
-            hosted = worker.hosting.of(wanted, feed.catalogue.revisions.get(wanted.entry.id, 0))
+            hosted = worker.hosting.of(model, feed.catalogue.revisions.get(model.entry.id, 0))
             try:
                 await worker.hosting.ensure(hosted)
                 break
@@ -245,7 +245,7 @@ async def _preload(
                 await link.wait_connected()
             except SIEError as error:
                 if error.extras.get("permanent") or hosted.attempts >= MAX_ATTEMPTS:
-                    _logger.error("preloading %s is given up: %s", wanted.canonical, error)
+                    _logger.error("preloading %s is given up: %s", model.canonical, error)
                     break
                 health.preloading = f"{left} ({error})"
                 await stop.wait_for(PRELOAD_RETRY_S)
@@ -279,21 +279,21 @@ async def _in_a_bundle(feed: CatalogueFeed, bundle: str) -> None:
 def _known(catalogue: Catalogue, name: str, bundle: str) -> tuple[Resolved, ...]:
     """The model, or each of an alias. Raises SettingError."""
     try:
-        found = resolve_all(catalogue, name)
+        entries = resolve_all(catalogue, name)
     except ModelNotFound as error:
         like = error.extras.get("suggestions")
         fix = f"did you mean {' or '.join(like)}?" if like else "`sie models list` shows all"
         raise SettingError("SIE_PRELOAD_MODELS", f"{error.message}; {fix}") from error
     except BundleConflict as error:
         raise SettingError("SIE_PRELOAD_MODELS", error.message) from error
-    for resolved in found:
+    for resolved in entries:
         if bundle not in (able := catalogue.bundles_of(resolved.entry)):
             message = (
                 f"{resolved.canonical} is served by bundle {' or '.join(able)}, and this worker is of {bundle} "
                 "(SIE_BUNDLE)"
             )
             raise SettingError("SIE_PRELOAD_MODELS", message)
-    return found
+    return entries
 
 
 async def _upkeep(worker: Worker, stop: Stop) -> None:

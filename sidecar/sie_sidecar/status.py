@@ -24,10 +24,10 @@ from sie_contracts.wire.topology import Lane
 from sie_runtime.http.asgi import App, Receive, Scope, Send, headers_of, refuse_upgrade
 from sie_runtime.http.server import probes
 from sie_runtime.http.websocket import Frames, Seats
-from sie_sidecar.batching.batch import Limits
-from sie_sidecar.health import Health
-from sie_sidecar.metrics import Metrics, of_models
-from sie_sidecar.models.models import Hosted
+from sie_sidecar.batching.batch import BatchLimits
+from sie_sidecar.health import WorkerHealth
+from sie_sidecar.metrics import SidecarMetrics, of_models
+from sie_sidecar.models.models import ModelState
 from sie_sidecar.worker import Worker
 
 EVERY_S = 0.2
@@ -36,11 +36,17 @@ MAX_SOCKETS = 32
 PATH = "/ws/status"
 
 
-class Status:
+class WorkerStatus:
     """The frames of one worker."""
 
     def __init__(
-        self, settings: Settings, health: Health, metrics: Metrics, lane: Lane, worker_id: str, limits: Limits
+        self,
+        settings: Settings,
+        health: WorkerHealth,
+        metrics: SidecarMetrics,
+        lane: Lane,
+        worker_id: str,
+        limits: BatchLimits,
     ) -> None:
         self._settings = settings
         self._health = health
@@ -81,18 +87,18 @@ class Status:
 
     def _admit(self, scope: Scope) -> None:
         """Raises NotFound, Unauthenticated."""
-        wanted, given = self._settings.config_read_token, headers_of(scope).get("authorization", "")
-        given = given[7:] if given[:7].lower() == "bearer " else given
-        if wanted is not None and not wanted.matches(given.strip()):
+        expected, token = self._settings.config_read_token, headers_of(scope).get("authorization", "")
+        token = token[7:] if token[:7].lower() == "bearer " else token
+        if expected is not None and not expected.matches(token.strip()):
             raise Unauthenticated(
-                "the config read token is needed" if not given else "this token is not the config read token"
+                "the config read token is needed" if not token else "this token is not the config read token"
             )
         if scope["path"] != PATH:
             raise NotFound("no such path")
 
     def _frame(self) -> str:
         worker, health = self._health.worker, self._health
-        hosted = {each.name: each for each in worker.hosting.all()} if worker else {}
+        hosted = {state.name: state for state in worker.hosting.all()} if worker else {}
         counters, histograms = self._summed
         ran = health.description.batches if health.description else None
         batches = {} if ran is None else {"batches": [msgspec.structs.asdict(batch) for batch in ran]}
@@ -106,7 +112,7 @@ class Status:
                 "gpu_count": health.gpu_count,
                 "bundle": self._lane.bundle,
                 "bundle_config_hash": health.feed.catalogue.epoch,
-                "loaded_models": [name for name, each in hosted.items() if each.state == "loaded"],
+                "loaded_models": [name for name, state in hosted.items() if state.state == "loaded"],
                 "max_batch_requests": self._limits.requests,
                 "server": {**self._server, "uptime_seconds": round(time.monotonic() - self._started_s, 3)},
                 "gpus": self._devices(),
@@ -119,22 +125,22 @@ class Status:
 
     def _devices(self) -> list[dict[str, Any]]:
         """The adapter's one device; none while there is no adapter."""
-        found = self._health.description
-        if found is None:
+        description = self._health.description
+        if description is None:
             return []
         return [
             {
-                "device": found.device,
-                "name": found.gpu or platform.machine(),
-                "gpu_type": self._settings.gpu_type or found.gpu or found.device.partition(":")[0],
-                "utilization_pct": found.utilization_percent,
-                "memory_used_bytes": found.memory_used_bytes,
-                "memory_total_bytes": found.memory_total_bytes,
-                "memory_threshold_pct": found.threshold_percent,
+                "device": description.device,
+                "name": description.gpu or platform.machine(),
+                "gpu_type": self._settings.gpu_type or description.gpu or description.device.partition(":")[0],
+                "utilization_pct": description.utilization_percent,
+                "memory_used_bytes": description.memory_used_bytes,
+                "memory_total_bytes": description.memory_total_bytes,
+                "memory_threshold_pct": description.threshold_percent,
             }
         ]
 
-    def _models(self, worker: Worker | None, hosted: dict[str, Hosted]) -> list[dict[str, Any]]:
+    def _models(self, worker: Worker | None, hosted: dict[str, ModelState]) -> list[dict[str, Any]]:
         """The models of this bundle, and those that are here for another reason, by falling memory."""
         pending = worker.inventory.pending_inputs() if worker else {}
         catalogue = self._health.feed.catalogue
@@ -167,11 +173,13 @@ class Status:
         return sorted(rows, key=lambda row: -row["memory_bytes"])
 
     def _config(self, name: str, entry: ModelEntry, run: RunDefaults) -> dict[str, Any]:
-        known = self._configs.get(name)
-        if known is None or known[0] is not entry or known[1] is not run:
+        cached = self._configs.get(name)
+        if cached is None or cached[0] is not entry or cached[1] is not run:
             present = self._health.feed.catalogue.entries
-            self._configs = {model: kept for model, kept in self._configs.items() if model.partition(":")[0] in present}
-            known = self._configs[name] = (
+            self._configs = {
+                model: config for model, config in self._configs.items() if model.partition(":")[0] in present
+            }
+            cached = self._configs[name] = (
                 entry,
                 run,
                 {
@@ -183,9 +191,9 @@ class Status:
                     "max_sequence_length": entry.max_tokens,
                 },
             )
-        return known[2]
+        return cached[2]
 
-    def _batching(self, worker: Worker, hosted: Hosted) -> dict[str, Any]:
+    def _batching(self, worker: Worker, hosted: ModelState) -> dict[str, Any]:
         """How deliveries are gathered, which is one decision for the whole worker, and how full this model's batches
         are.
 
@@ -205,7 +213,7 @@ class Status:
         }
 
 
-def worker_app(health: Health, metrics: Metrics, status: Status) -> App:
+def worker_app(health: WorkerHealth, metrics: SidecarMetrics, status: WorkerStatus) -> App:
     """The application of the worker's port: metrics, probes and `/ws/status`."""
     plain = probes(health.not_ready, metrics.registry)
 

@@ -25,28 +25,28 @@ from sie_runtime.clock import BrokerClock
 from sie_runtime.failpoints import failpoint
 from sie_runtime.feed import CatalogueFeed
 from sie_runtime.process import Stop, Tasks, retry
-from sie_sidecar.batching.batch import Limits
+from sie_sidecar.batching.batch import BatchLimits
 from sie_sidecar.batching.sizing import quantum_of
 from sie_sidecar.device.device import DeviceQueue
 from sie_sidecar.device.dispatch import Dispatch
 from sie_sidecar.device.in_flight import InFlight
 from sie_sidecar.device.isolate import Isolate
 from sie_sidecar.device.link import AdapterLink
-from sie_sidecar.device.poison import Marks
-from sie_sidecar.intake.intake import Intake
+from sie_sidecar.device.poison import PoisonMarks
+from sie_sidecar.intake.intake import WorkIntake
 from sie_sidecar.intake.leases import Leases, open_ledger
-from sie_sidecar.intake.pull import Source
-from sie_sidecar.metrics import Metrics
+from sie_sidecar.intake.pull import WorkSource
+from sie_sidecar.metrics import SidecarMetrics
 from sie_sidecar.models.hosting import Hosting
 from sie_sidecar.models.inventory import Inventory
-from sie_sidecar.models.loading import Loading, Loras, Residency
-from sie_sidecar.models.models import Hosted
-from sie_sidecar.prepare.fetching import Fetching
+from sie_sidecar.models.loading import Loading, LoraLoads, ResidencyRequests
+from sie_sidecar.models.models import ModelState
+from sie_sidecar.prepare.fetching import PayloadFetching
 from sie_sidecar.prepare.media_pool import MediaPool
 from sie_sidecar.prepare.prepare import Prepare
 from sie_sidecar.prepare.tokens import TokenizerPool
-from sie_sidecar.results.dead_letters import DeadLetters
-from sie_sidecar.results.settle import Settle, Settlement
+from sie_sidecar.results.dead_letters import DeadLetterWriter
+from sie_sidecar.results.settle import ResultDelivery, Settle
 from sie_store.payloads import PayloadStore
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ _logger = logging.getLogger("sie.sidecar.worker")
 
 
 @dataclass(frozen=True)
-class Identity:
+class WorkerIdentity:
     """What a worker is: its `id`, whose placement table and stream it goes by, and what it has beside the broker.
 
     `ledger`: the file of the deliveries in flight, None where a broker does not outlive this process. `store`: of large
@@ -65,7 +65,7 @@ class Identity:
 
     id: str
     lane: Lane
-    limits: Limits
+    limits: BatchLimits
     ledger: Path | None = None
     store: PayloadStore | None = None
     tracer: Tracer | None = None
@@ -76,12 +76,12 @@ class Worker:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: WorkerIdentity,
         settings: Settings,
         broker: Broker,
         feed: CatalogueFeed,
         link: AdapterLink,
-        metrics: Metrics,
+        metrics: SidecarMetrics,
         on_failure: Callable[[], None],
         on_change: Callable[[], None],
     ) -> None:
@@ -106,12 +106,14 @@ class Worker:
             on_failed=lambda hosted, error: metrics.not_loaded(hosted.name, error),
             on_role=lambda hosted: self.source.pulling.refill_all(),
         )
-        self._loras = Loras(link, clock)
-        self._marks = Marks(broker, worker_id, broker_s)
+        self._loras = LoraLoads(link, clock)
+        self._marks = PoisonMarks(broker, worker_id, broker_s)
         self._tokenizers = TokenizerPool(settings.preprocessor_workers)
         self._media = MediaPool(settings.image_workers, metrics.count_file)
         self.loading = Loading(feed, link, self.hosting, self._loras, self._work, clock)
-        self._residency = Residency(self.loading, self._work, lambda model: self.source.assignment.unloaded(model))
+        self._residency = ResidencyRequests(
+            self.loading, self._work, lambda model: self.source.assignment.unloaded(model)
+        )
         self._residency_subject = topology.residency_subject(worker_id)
         self.inventory = Inventory(
             self.hosting,
@@ -121,14 +123,14 @@ class Worker:
         )
         self.device = DeviceQueue(settings, worker_id, limits, link, self.inventory, metrics, identity.tracer, clock)
         quantum = quantum_of(settings)
-        settlement = Settlement(broker, self.leases, metrics, clock)
-        dead_letters = DeadLetters(broker, lane.pool, worker_id, metrics, broker_s)
-        fetching = Fetching(identity.store, clock) if identity.store is not None else None
+        settlement = ResultDelivery(broker, self.leases, metrics, clock)
+        dead_letters = DeadLetterWriter(broker, lane.pool, worker_id, metrics, broker_s)
+        fetching = PayloadFetching(identity.store, clock) if identity.store is not None else None
         # the stages, the last one first: each hands its items to later ones
         self._settle = Settle(worker_id, settlement, dead_letters, self.inventory, fetching, metrics, self._work, clock)
         self._isolate = Isolate(self.device, self._marks, self.loading, self._settle, metrics, self._work)
         self.dispatch = Dispatch(self.device, self._isolate, self.loading, self._settle, quantum, metrics, self._work)
-        self.intake = Intake(
+        self.intake = WorkIntake(
             self.leases,
             self.inventory,
             self.device,
@@ -138,7 +140,7 @@ class Worker:
             metrics,
             identity.tracer,
         )
-        self.source = Source(
+        self.source = WorkSource(
             broker, lane, worker_id, broker_s, self.device, self.loading, self.inventory, self.intake.take
         )
         self._prepare = Prepare(
@@ -154,7 +156,7 @@ class Worker:
 
     async def start(self, stop: Stop) -> None:
         """Hand back what a killed predecessor had in flight, and take in what comes, however late the broker answers,
-        unless `stop` comes first. `Source.pull` has it come.
+        unless `stop` comes first. `WorkSource.pull` has it come.
         """
         with contextlib.suppress(BrokerError):  # then by this machine's clock, until an answer comes
             await self.broker_clock.measure()
@@ -206,7 +208,7 @@ class Worker:
         """Whether something may be about to wait for the device."""
         return bool(self.intake.arrived or self._is_tokenising()) or self.source.pulling.more_expected()
 
-    def _on_loaded(self, hosted: Hosted) -> None:
+    def _on_loaded(self, hosted: ModelState) -> None:
         self._metrics.loaded(hosted.name, certified=hosted.ready is not None and bool(hosted.ready.loaded.certificate))
         self.source.pulling.refill_all()
         self._work.start(self._loras.preload(hosted), "loras")
@@ -241,7 +243,7 @@ class Worker:
             self._loras.stop(),
             self._marks.close(),
             self._media.close(),
-            *(each.stop() for each in self._heard),
+            *(subscription.stop() for subscription in self._heard),
         )
         if self._ledger:
             self._ledger.close()

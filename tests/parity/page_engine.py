@@ -28,8 +28,8 @@ from sie_contracts.wire.ipc import BatchDone, Rows, RunBatch
 from sie_contracts.wire.messages import Failed, Input, Ok, Operation, RunOptions
 from sie_sidecar.prepare import layouts
 from sie_sidecar.prepare import rows as rowing
-from sie_sidecar.prepare.media_frames import Heard
-from sie_sidecar.prepare.rows import OF_QUERY, Made, Part, Work
+from sie_sidecar.prepare.media_frames import SoundFeatures
+from sie_sidecar.prepare.rows import OF_QUERY, BatchPart, RowInput, WorkRows
 from sie_sidecar.prepare.tokens import ModelTokenizer
 
 Given = str | Image.Image | Sequence[Image.Image] | bytes | Input  # bytes: a sound file
@@ -68,7 +68,7 @@ class Served:
         work, made = self._made(operation, given, query, options)
         assert made.error is None, made.error
         assert not made.unfit, made.unfit
-        return self.batch(operation, [Part(made.rows, work, asker=self.asker)], lora=work.options.lora)
+        return self.batch(operation, [BatchPart(made.rows, work, asker=self.asker)], lora=work.options.lora)
 
     def extract(self, asked: Sequence[tuple[Sequence[bytes], RunOptions]]) -> list[Any]:
         """Of each input, which is its image files and what is asked of them, the result or its error: all of them one
@@ -77,12 +77,12 @@ class Served:
         layout, parts = self.weights.rows["extract"], []
         for files, options in asked:
             inputs = [Input(text=None if files else "", images=tuple(files))]
-            work = Work(inputs, None, options, seen(inputs, layout))
+            work = RowInput(inputs, None, options, seen(inputs, layout))
             (made,) = layouts.make(self.tokenizer, layout, [work])
-            parts.append(Part(made.rows, work))
+            parts.append(BatchPart(made.rows, work))
         return self.answers(self.batch("extract", parts))
 
-    def rows(self, operation: Operation, given: Sequence[Given], query: Given | None = None) -> Made:
+    def rows(self, operation: Operation, given: Sequence[Given], query: Given | None = None) -> WorkRows:
         """The rows of the inputs, or why there are none."""
         return self._made(operation, given, query, {})[1]
 
@@ -93,14 +93,14 @@ class Served:
         assert isinstance(reply, BatchDone), reply
         return [_value(reply, outcome) for outcome in reply.outcomes]
 
-    def batch(self, operation: Operation, parts: list[Part], **named: Any) -> RunBatch:
+    def batch(self, operation: Operation, parts: list[BatchPart], **named: Any) -> RunBatch:
         """What the sidecar sends."""
         layout = self.weights.rows[operation].layout
         return rowing.to_batch("b", self.entry.id, operation, layout, parts, **named)
 
     def _made(
         self, operation: Operation, given: Sequence[Given], query: Given | None, options: dict[str, Any]
-    ) -> tuple[Work, Made]:
+    ) -> tuple[RowInput, WorkRows]:
         _, asked = run_options(Catalogue({self.entry.id: self.entry}).resolve(self.entry.id), options, operation)
         layout, inputs = self.weights.rows[operation], [_input(each) for each in given]
         images: dict[int, Any] = {**seen(inputs, layout)} if layout.images is not None else {}
@@ -110,7 +110,7 @@ class Served:
                 images[OF_QUERY] = seen([question], layout)[0]
             except InvalidInput as error:
                 images[OF_QUERY] = error
-        work = Work(inputs, question, asked.run, images, _heard(inputs, layout))
+        work = RowInput(inputs, question, asked.run, images, _heard(inputs, layout))
         (made,) = layouts.make(self.tokenizer, layout, [work])
         return work, made
 
@@ -127,7 +127,7 @@ def _value(reply: BatchDone, outcome: object) -> Any:
     return np.frombuffer(reply.block, part.dtype, int(np.prod(part.shape)), part.offset).reshape(part.shape)
 
 
-def _heard(inputs: Sequence[Input], layout: Rows) -> dict[int, Heard]:
+def _heard(inputs: Sequence[Input], layout: Rows) -> dict[int, SoundFeatures]:
     """The features of the inputs that have a sound, by their index, as worker processes make them."""
     given = {index: each.audio for index, each in enumerate(inputs) if each.audio}
     if not given:
@@ -137,7 +137,8 @@ def _heard(inputs: Sequence[Input], layout: Rows) -> dict[int, Heard]:
     assert layout.sounds is not None
     made = {index: sounds.prepare(file, layout.sounds) for index, file in given.items()}
     return {
-        index: Heard(each.values.tobytes(), each.shape, each.digest(), each.seconds) for index, each in made.items()
+        index: SoundFeatures(each.values.tobytes(), each.shape, each.digest(), each.seconds)
+        for index, each in made.items()
     }
 
 

@@ -38,7 +38,7 @@ from sie_contracts.wire.ipc import BatchDone, Rows
 from sie_contracts.wire.messages import Failed, Input, Ok, Operation, Outcome
 from sie_sidecar.prepare import layouts
 from sie_sidecar.prepare import rows as rowing
-from sie_sidecar.prepare.rows import Row, Work
+from sie_sidecar.prepare.rows import RowInput, TokenRow
 from sie_sidecar.prepare.tokens import ModelTokenizer
 
 TAU = 0.98
@@ -83,14 +83,14 @@ class Scoring:
         """Add the largest difference of a score to the table, and how they rank."""
         table.record(kind, path_of(self.attention), self.precision, Scores(float(difference), tau))
 
-    def rows(self, asked: Sequence[Asked]) -> list[list[Row]]:
+    def rows(self, asked: Sequence[Asked]) -> list[list[TokenRow]]:
         """The rows of each request, tokenised together."""
         layout: Rows = self.resident.weights.rows[self.operation]
         return [made.rows for made in layouts.make(self.tokenizer, layout, [self._work(each) for each in asked])]
 
     def run(self, asked: Sequence[Asked]) -> list[list[Outcome]]:
         """The outcomes of each request; all of them are one batch."""
-        parts = [rowing.Part(made, self._work(each)) for made, each in zip(self.rows(asked), asked, strict=True)]
+        parts = [rowing.BatchPart(made, self._work(each)) for made, each in zip(self.rows(asked), asked, strict=True)]
         layout: Rows = self.resident.weights.rows[self.operation]
         message = rowing.to_batch("parity", self.entry.id, self.operation, layout.layout, parts)
         with torch.inference_mode():
@@ -112,11 +112,11 @@ class Scoring:
             found.append(outcome.data)
         return found
 
-    def _work(self, asked: Asked) -> Work:
+    def _work(self, asked: Asked) -> RowInput:
         resolved = Catalogue({self.entry.id: self.entry}).resolve(self.entry.id)
         _, options = run_options(resolved, {"params": dict(asked.parameters)}, self.operation, strict=True)
         inputs = [text if isinstance(text, Input) else Input(text) for text in asked.texts]
-        return Work(inputs, None if asked.query is None else Input(asked.query), options.run)
+        return RowInput(inputs, None if asked.query is None else Input(asked.query), options.run)
 
 
 def score_of(outcome: Outcome) -> float:

@@ -37,7 +37,7 @@ from sie_contracts.settings import Settings
 from sie_contracts.wire.ipc import BatchDone, Refused, Reply, RunBatch
 from sie_contracts.wire.messages import Input, Ok, RunOptions
 from sie_sidecar.prepare import layouts, rows
-from sie_sidecar.prepare.rows import Work
+from sie_sidecar.prepare.rows import RowInput
 from sie_sidecar.prepare.tokens import ModelTokenizer
 
 # architecture: linear layers of its attention and of its MLP
@@ -87,9 +87,11 @@ class Served:
         operation = self.entry.tasks[0]
         options = RunOptions(outputs=() if operation == "score" else ("dense",), normalize=False)
         query = Input(TEXTS[0]) if operation == "score" else None
-        work, layout = Work([Input(text) for text in texts], query, options), self.weights.rows[operation]
+        work, layout = RowInput([Input(text) for text in texts], query, options), self.weights.rows[operation]
         (made,) = layouts.make(tokenizer, layout, [work])
-        return rows.to_batch("lora", self.entry.id, operation, layout.layout, [rows.Part(made.rows, work)], lora=lora)
+        return rows.to_batch(
+            "lora", self.entry.id, operation, layout.layout, [rows.BatchPart(made.rows, work)], lora=lora
+        )
 
     def answers(self, lora: str = "", texts: Sequence[str] = TEXTS) -> np.ndarray:
         """float32 [texts, width], or scores float64 [texts]."""

@@ -20,7 +20,7 @@ from sie_contracts.media.images import Recipe
 from sie_contracts.wire.ipc import Rows
 from sie_contracts.wire.messages import Input
 from sie_sidecar.prepare import images
-from sie_sidecar.prepare.media_frames import Prepared
+from sie_sidecar.prepare.media_frames import PreparedImage
 
 
 def randomised(model: Any, spread: float = 0.3) -> Any:
@@ -64,7 +64,7 @@ def png(picture: Image.Image) -> bytes:
     return written.getvalue()
 
 
-def seen(inputs: Sequence[Input], layout: Rows) -> dict[int, list[Prepared]]:
+def seen(inputs: Sequence[Input], layout: Rows) -> dict[int, list[PreparedImage]]:
     """The pixels of the inputs that have images, by their index, as worker processes make them."""
     assert layout.images is not None
     return {
@@ -74,7 +74,7 @@ def seen(inputs: Sequence[Input], layout: Rows) -> dict[int, list[Prepared]]:
     }
 
 
-def prepared(file: bytes, recipe: Recipe) -> Prepared:
+def prepared(file: bytes, recipe: Recipe) -> PreparedImage:
     """The pixels of an image file, as a worker process makes them."""
     made = images.prepare(file, recipe)
-    return Prepared(made.pixels, *made.size, made.upright, made.digest())
+    return PreparedImage(made.pixels, *made.size, made.upright, made.digest())

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from inprocess import InProcess
 
 from sie_contracts.wire.batch_times import BatchTimes
-from sie_sidecar.batching.batch import Batch, BatchKey, Device, Job, Limits, Wait, Waiting, next_batch
-from sie_sidecar.batching.sizing import LEAD_S, MAX_LOSS, SHARE, UNKNOWN_S, Ahead, Ask, binds, fitting
+from sie_sidecar.batching.batch import Batch, BatchKey, BatchLimits, DeviceLoad, Job, Waiting, WaitUntil, next_batch
+from sie_sidecar.batching.sizing import LEAD_S, MAX_LOSS, SHARE, UNKNOWN_S, Ask, DeviceForecast, binds, fitting
 
-LIMITS = Limits(cost=4096, requests=64, wait_s=0.005)
+LIMITS = BatchLimits(cost=4096, requests=64, wait_s=0.005)
 KEY = BatchKey("m", "1", "encode", "", "")
 
 
@@ -184,7 +184,7 @@ def job(
 
 
 def taken(queue: Waiting[int], now_s: float = 1.0) -> Batch[int]:
-    batch = next_batch(queue, now_s, LIMITS, Device(0, 1, 1, False))
+    batch = next_batch(queue, now_s, LIMITS, DeviceLoad(0, 1, 1, False))
     assert isinstance(batch, Batch)
     return batch
 
@@ -219,10 +219,10 @@ def test_a_long_text_counts_by_the_time_that_it_takes() -> None:
 
 def test_where_a_deadline_binds_nothing_is_sealed_long_before_the_device_is_free() -> None:
     queue = waiting([job(number, now_s=1.0) for number in range(64)])
-    running = Device(1, 1, 2, False, 0.5)
-    assert next_batch(queue, 1.0, LIMITS, running) == Wait(1.5 - LEAD_S)
-    assert isinstance(next_batch(queue, 1.5 - LEAD_S, LIMITS, Device(1, 1, 2, False, LEAD_S)), Batch)
-    overdue = Device(1, 1, 2, False, 0.0)
+    running = DeviceLoad(1, 1, 2, False, 0.5)
+    assert next_batch(queue, 1.0, LIMITS, running) == WaitUntil(1.5 - LEAD_S)
+    assert isinstance(next_batch(queue, 1.5 - LEAD_S, LIMITS, DeviceLoad(1, 1, 2, False, LEAD_S)), Batch)
+    overdue = DeviceLoad(1, 1, 2, False, 0.0)
     assert isinstance(next_batch(queue, 1.6, LIMITS, overdue), Batch), (
         "a prediction that was too short holds nobody back"
     )
@@ -243,15 +243,15 @@ def test_a_batch_is_sealed_early_only_where_three_and_more_fit_into_the_budget()
 
 def test_jobs_with_little_time_do_not_wait_behind_a_batch_of_which_nothing_is_known() -> None:
     queue = waiting([job(0), job(1)], times=None)
-    assert next_batch(queue, 1.0, LIMITS, Device(1, 1, 2, False)) is None
-    assert isinstance(next_batch(queue, 1.0, LIMITS, Device(1, 2, 3, False)), Batch), "another lane is free"
+    assert next_batch(queue, 1.0, LIMITS, DeviceLoad(1, 1, 2, False)) is None
+    assert isinstance(next_batch(queue, 1.0, LIMITS, DeviceLoad(1, 2, 3, False)), Batch), "another lane is free"
     queue = waiting([job(0, UNKNOWN_S + 1)], times=None)
-    assert isinstance(next_batch(queue, 1.0, LIMITS, Device(1, 1, 2, False)), Batch)
+    assert isinstance(next_batch(queue, 1.0, LIMITS, DeviceLoad(1, 1, 2, False)), Batch)
 
 
 def test_jobs_with_time_are_sent_ahead_of_the_device() -> None:
     queue = waiting([job(number, 60.0, now_s=1.0) for number in range(64)])
-    batch = next_batch(queue, 1.0, LIMITS, Device(1, 1, 2, False, 0.5))
+    batch = next_batch(queue, 1.0, LIMITS, DeviceLoad(1, 1, 2, False, 0.5))
     assert isinstance(batch, Batch)
     assert len(batch.jobs) == 64
 
@@ -322,7 +322,7 @@ def test_ample_budgets_have_the_throughput_that_they_had() -> None:
 
 
 def test_the_device_is_busy_for_what_was_sent_and_is_not_done() -> None:
-    ahead = Ahead()
+    ahead = DeviceForecast()
     assert ahead.busy_s(0.0, 1) == 0.0
     ahead.sent(1, 2.0, 0.0, 1)
     ahead.sent(2, 1.0, 0.5, 1)

@@ -22,7 +22,7 @@ from sie_gateway.inference import body as bodies
 from sie_gateway.inference import images
 from sie_gateway.inference.chunk import Limits, plan
 from sie_sidecar.prepare import layouts
-from sie_sidecar.prepare.rows import Part, Work, to_batch
+from sie_sidecar.prepare.rows import BatchPart, RowInput, to_batch
 from sie_sidecar.prepare.tokens import ModelTokenizer
 
 LAYOUT = Rows("raw", documents=DocumentLimits(1 << 20))
@@ -36,8 +36,8 @@ def tokenizer() -> ModelTokenizer:
     return ModelTokenizer(words.to_str().encode(), 16)
 
 
-def work(*inputs: Input, query: Input | None = None) -> Work:
-    return Work(inputs, query, RunOptions())
+def work(*inputs: Input, query: Input | None = None) -> RowInput:
+    return RowInput(inputs, query, RunOptions())
 
 
 # the gateway
@@ -167,7 +167,7 @@ class Parser:
 def test_the_files_of_a_batch_reach_the_model_in_their_places(tokenizer: ModelTokenizer) -> None:
     items = [work(Input(document=Document(b"a,b", "csv")), Input("river")), work(Input(document=Document(FILE)))]
     made = layouts.make(tokenizer, LAYOUT, items)
-    parts = [Part(each.rows, item) for each, item in zip(made, items, strict=True)]
+    parts = [BatchPart(each.rows, item) for each, item in zip(made, items, strict=True)]
     message = to_batch("b", "org/parser", "extract", "raw", parts)
     outcomes = run_raw(Parser(), message).outcomes
     assert [outcome.data["data"] for outcome in outcomes if isinstance(outcome, Ok)] == [
@@ -180,7 +180,7 @@ def test_the_files_of_a_batch_reach_the_model_in_their_places(tokenizer: ModelTo
 def test_a_batch_without_documents_names_none(tokenizer: ModelTokenizer) -> None:
     item = work(Input("river"))
     (made,) = layouts.make(tokenizer, LAYOUT, [item])
-    message = to_batch("b", "org/parser", "extract", "raw", [Part(made.rows, item)])
+    message = to_batch("b", "org/parser", "extract", "raw", [BatchPart(made.rows, item)])
     assert message.documents == ()
     (outcome,) = run_raw(Parser(), message).outcomes
     assert isinstance(outcome, Ok)

@@ -32,8 +32,8 @@ from sie_gateway.inference.inbox import Fragments, Inbox, NoRoom
 from sie_gateway.metrics import Metrics as GatewayMetrics
 from sie_runtime import failpoints
 from sie_sidecar.intake.leases import Leases
-from sie_sidecar.metrics import Metrics
-from sie_sidecar.results.settle import Settlement, failed, part_bytes
+from sie_sidecar.metrics import SidecarMetrics
+from sie_sidecar.results.settle import ResultDelivery, failed, part_bytes
 
 WIDTH = 1024
 
@@ -164,7 +164,7 @@ class Side:
         self.worker = worker
         self.inbox = Inbox(gateway, self.metrics, fragments)
         self.leases = Leases(10.0, lambda: True, time.monotonic)
-        self.settlement = Settlement(worker, self.leases, Metrics(), time.monotonic)
+        self.settlement = ResultDelivery(worker, self.leases, SidecarMetrics(), time.monotonic)
         self._sequence = 0
 
     async def answer(self, result: WorkResult, *, reply: str = "", budget_s: float = 60.0) -> Delivered:

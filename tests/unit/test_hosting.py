@@ -16,7 +16,7 @@ from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.wire import ipc
 from sie_sidecar.device.link import AdapterGone, AdapterLink
 from sie_sidecar.models.hosting import Hosting
-from sie_sidecar.models.models import Hosted
+from sie_sidecar.models.models import ModelState
 
 
 class Link:
@@ -82,7 +82,7 @@ class Sidecar:
         catalogue = Catalogue(entries)
         self.a, self.b, self.c = (self.hosting.of(catalogue.resolve(name)) for name in entries)
 
-    async def load(self, *models: Hosted) -> None:
+    async def load(self, *models: ModelState) -> None:
         for hosted in models:
             await self.hosting.ensure(hosted)
 

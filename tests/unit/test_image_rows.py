@@ -14,8 +14,8 @@ from sie_contracts.media.images import ImageTokens, Recipe, Size
 from sie_contracts.wire.ipc import Rows
 from sie_contracts.wire.messages import Input, RunOptions
 from sie_sidecar.prepare import layouts
-from sie_sidecar.prepare.media_frames import Prepared
-from sie_sidecar.prepare.rows import Part, Work, to_batch
+from sie_sidecar.prepare.media_frames import PreparedImage
+from sie_sidecar.prepare.rows import BatchPart, RowInput, to_batch
 from sie_sidecar.prepare.tokens import ModelTokenizer
 
 RECIPE = Recipe("squash", height=4, width=6, tokens=9)
@@ -30,13 +30,13 @@ def tokenizer() -> ModelTokenizer:
     return ModelTokenizer(words.to_str().encode(), 16)
 
 
-def prepared(seed: int, height: int = 4, width: int = 6) -> Prepared:
+def prepared(seed: int, height: int = 4, width: int = 6) -> PreparedImage:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8).tobytes()
-    return Prepared(pixels, height, width, Size(100 + seed, 50), hashlib.sha256(pixels).digest())
+    return PreparedImage(pixels, height, width, Size(100 + seed, 50), hashlib.sha256(pixels).digest())
 
 
-def work(*inputs: Input, **seen: list[Prepared] | InvalidInput) -> Work:
-    return Work(inputs, None, RunOptions(), {int(name[1:]): each for name, each in seen.items()})
+def work(*inputs: Input, **seen: list[PreparedImage] | InvalidInput) -> RowInput:
+    return RowInput(inputs, None, RunOptions(), {int(name[1:]): each for name, each in seen.items()})
 
 
 def test_an_input_with_images_is_a_row_without_ids_that_costs_what_its_images_cost(tokenizer: ModelTokenizer) -> None:
@@ -94,7 +94,7 @@ def test_images_reach_the_adapter_with_their_rows_and_sizes(tokenizer: ModelToke
     """Of two work items in one batch."""
     first = work(Input(images=(FILE,)), Input("river"), _0=[prepared(0)])
     second = work(Input(images=(FILE, FILE)), _0=[prepared(1), prepared(2, 2, 3)])
-    parts = [Part(made.rows, each) for each in (first, second) for made in layouts.make(tokenizer, LAYOUT, [each])]
+    parts = [BatchPart(made.rows, each) for each in (first, second) for made in layouts.make(tokenizer, LAYOUT, [each])]
     batch = to_batch("b", "m", "encode", "text", parts)
     found = images(batch.images, batch.pixels, RECIPE)
     assert found is not None
@@ -112,7 +112,7 @@ def test_images_reach_the_adapter_with_their_rows_and_sizes(tokenizer: ModelToke
 def test_a_batch_without_images_has_no_bytes_of_them(tokenizer: ModelTokenizer) -> None:
     asked = work(Input("river"))
     (made,) = layouts.make(tokenizer, LAYOUT, [asked])
-    batch = to_batch("b", "m", "encode", "text", [Part(made.rows, asked)])
+    batch = to_batch("b", "m", "encode", "text", [BatchPart(made.rows, asked)])
     assert (batch.images, batch.pixels) == (b"", b"")
     assert images(batch.images, batch.pixels, RECIPE) is None
 
@@ -145,7 +145,7 @@ def test_images_have_keys_by_their_pixels_and_who_asked(tokenizer: ModelTokenize
     """X16. Without a name nobody is known to have asked: such an image serves no other."""
     asked = work(Input(images=(FILE, FILE, FILE)), _0=[prepared(0), prepared(1), prepared(0)])
     (made,) = layouts.make(tokenizer, LAYOUT, [asked])
-    parts = [Part(made.rows, asked, asker=asker) for asker in ("a", "b", "", "a")]
+    parts = [BatchPart(made.rows, asked, asker=asker) for asker in ("a", "b", "", "a")]
     batch = to_batch("b", "m", "encode", "text", parts)
     found = images(batch.images, batch.pixels, RECIPE, batch.image_keys)
     assert found is not None

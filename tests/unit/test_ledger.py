@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from inprocess import until
 
-from sie_sidecar.intake.leases import SLOT_BYTES, SLOTS, Ledger, open_ledger
+from sie_sidecar.intake.leases import SLOT_BYTES, SLOTS, LeaseLedger, open_ledger
 
 NOW_S = 1_000_000.0
 REPLY = "$JS.ACK.WORK__default.cpu__default__interactive__m.1.%d.1.1700000000000000000.0"
 
 
-def opened(path: Path, now_s: float = NOW_S) -> Ledger:
+def opened(path: Path, now_s: float = NOW_S) -> LeaseLedger:
     ledger = open_ledger(path, lambda: now_s)
     assert ledger is not None
     return ledger

@@ -27,7 +27,7 @@ from sie_contracts.errors import InvalidInput, QueueFull, ResourceExhausted, Shu
 from sie_contracts.media.images import Recipe, Size
 from sie_contracts.media.sounds import SoundRecipe
 from sie_sidecar.prepare import images, media_frames, media_pool, sounds
-from sie_sidecar.prepare.media_frames import Heard, Prepared
+from sie_sidecar.prepare.media_frames import PreparedImage, SoundFeatures
 from sie_sidecar.prepare.media_pool import MediaPool
 
 SMALL = Recipe("crop", height=16, width=16, shorter=16)
@@ -84,8 +84,8 @@ async def test_a_sound_becomes_the_features_that_the_function_makes_beside_image
         heard, seen, wrong = await asyncio.gather(*files, return_exceptions=True)
         assert len(pool.pids) <= 2
     expected = sounds.prepare(sound, recipe)
-    assert heard == Heard(expected.values.tobytes(), recipe.shape, expected.digest(), 0.4)
-    assert isinstance(seen, Prepared)
+    assert heard == SoundFeatures(expected.values.tobytes(), recipe.shape, expected.digest(), 0.4)
+    assert isinstance(seen, PreparedImage)
     assert isinstance(wrong, InvalidInput)
     assert wrong.message.startswith("undecodable: the first bytes are of no sound format")
     assert Counter(counted) == {("sound", "prepared"): 1, ("image", "prepared"): 1, ("sound", "undecodable"): 1}

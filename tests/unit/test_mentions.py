@@ -13,7 +13,7 @@ from sie_contracts.wire.ipc import Group, RunBatch
 from sie_contracts.wire.messages import Input, Mention, RunOptions
 from sie_gateway.inference.body import Item
 from sie_gateway.inference.entities import MAX_LABEL, MAX_MENTIONS, mentions
-from sie_sidecar.prepare.rows import Part, Row, Work, to_batch
+from sie_sidecar.prepare.rows import BatchPart, RowInput, TokenRow, to_batch
 
 TEXT = "Ada met 😀 Bob"
 ADA, BOB = Mention("person", 0, 3), Mention("person", 10, 13)
@@ -65,10 +65,12 @@ def test_they_count_in_a_message() -> None:
 
 
 def test_they_reach_the_options_of_their_own_text() -> None:
-    row = Row(np.zeros(2, np.int32), 2)
+    row = TokenRow(np.zeros(2, np.int32), 2)
     parts = [
-        Part([row, row], Work([Input("one"), Input(TEXT, mentions=(ADA, BOB))], None, RunOptions(labels=("knows",)))),
-        Part([row], Work([Input("two")], None, RunOptions())),
+        BatchPart(
+            [row, row], RowInput([Input("one"), Input(TEXT, mentions=(ADA, BOB))], None, RunOptions(labels=("knows",)))
+        ),
+        BatchPart([row], RowInput([Input("two")], None, RunOptions())),
     ]
     batch = to_batch("b", "org/model", "extract", "raw", parts)
     assert batch.mentions == ((), (ADA, BOB), ())

@@ -32,7 +32,7 @@ from sie_runtime import metrics as runtime_metrics
 from sie_runtime.metrics import TURN_S, Fold, Maker, Scrape, epoch_number
 from sie_runtime.metrics_table import FOLDED, LABELS, MAX_SERIES, OOM, OTHER, TABLE, Metric
 from sie_runtime.metrics_table import Process as Kind
-from sie_sidecar.metrics import Metrics, Remedies, Towers, of_models
+from sie_sidecar.metrics import OomCounts, SidecarMetrics, TowerCounts, of_models
 
 CANARY = "ZyKanarienvogel"
 CONTRACT = {
@@ -239,7 +239,7 @@ def test_what_is_gone_makes_room_for_the_gauges_of_what_comes() -> None:
 
 def test_ten_thousand_models_make_a_bounded_number_of_series() -> None:
     """B4: of a worker that ran all of them, and of the gateway that asked for them, for as many keys."""
-    worker, gateway = Metrics(), GatewayMetrics()
+    worker, gateway = SidecarMetrics(), GatewayMetrics()
     done, note = BatchDone("b", (), b"", 1.0, padding=2), BatchNote(items=1, tokens=10)
     for number in range(10_000):
         model, endpoint = f"org/model-{number}", ("encode", "score", "extract", "embeddings")[number % 4]
@@ -309,7 +309,7 @@ def test_the_page_is_what_the_table_says() -> None:
     ],
 )
 def test_a_chunk_is_counted_by_what_became_of_its_inputs(codes: tuple[str, ...], status: str) -> None:
-    metrics = Metrics()
+    metrics = SidecarMetrics()
     metrics.answered("m", "embeddings", result(*codes))
     (sample,) = (
         sample
@@ -324,7 +324,7 @@ def test_counters_and_histograms_of_models_are_sums_over_the_other_labels() -> N
     """One list of buckets for each model, whatever its endpoints; phases are parts of the total and are not added to
     it.
     """
-    metrics = Metrics()
+    metrics = SidecarMetrics()
     for endpoint in ("encode", "score"):
         metrics.answered("m", endpoint, result("", ""))
     counters, histograms = of_models(metrics.registry)
@@ -340,7 +340,7 @@ def described(pid: int, *shortages: Shortages) -> Description:
 
 
 def test_outputs_of_towers_are_counted_over_all_adapters() -> None:
-    towers = Towers()
+    towers = TowerCounts()
     assert towers.counts() == {("hit",): 0, ("miss",): 0}
     towers.told(msgspec.structs.replace(described(1), towers=TowerUse(9, 1, 100)))
     towers.told(msgspec.structs.replace(described(2), towers=TowerUse(0, 2)))
@@ -349,17 +349,17 @@ def test_outputs_of_towers_are_counted_over_all_adapters() -> None:
 
 def test_what_an_adapter_did_about_memory_is_counted_over_its_successors_too() -> None:
     """A counter never falls: an adapter that starts counts from zero."""
-    oom_counters = Remedies()
-    oom_counters.told(described(1, Shortages("m", cache_clears=2)))
-    oom_counters.told(described(1, Shortages("m", cache_clears=3, batch_splits=1)))
-    assert oom_counters.count("m", "cache_clears") == 3
-    oom_counters.told(described(2))
-    oom_counters.told(described(2, Shortages("m", cache_clears=1), Shortages("other", terminal_failures=1)))
-    assert (oom_counters.count("m", "cache_clears"), oom_counters.count("m", "batch_splits")) == (4, 1)
-    oom_counters.told(described(2, Shortages("m")))  # a container's adapter has the same pid each time
-    assert (oom_counters.count("m", "cache_clears"), oom_counters.count("other", "terminal_failures")) == (4, 1)
-    assert oom_counters.models() == {"m", "other"}
-    assert oom_counters.count("nobody", "cache_clears") == 0
+    oom_counts = OomCounts()
+    oom_counts.told(described(1, Shortages("m", cache_clears=2)))
+    oom_counts.told(described(1, Shortages("m", cache_clears=3, batch_splits=1)))
+    assert oom_counts.count("m", "cache_clears") == 3
+    oom_counts.told(described(2))
+    oom_counts.told(described(2, Shortages("m", cache_clears=1), Shortages("other", terminal_failures=1)))
+    assert (oom_counts.count("m", "cache_clears"), oom_counts.count("m", "batch_splits")) == (4, 1)
+    oom_counts.told(described(2, Shortages("m")))  # a container's adapter has the same pid each time
+    assert (oom_counts.count("m", "cache_clears"), oom_counts.count("other", "terminal_failures")) == (4, 1)
+    assert oom_counts.models() == {"m", "other"}
+    assert oom_counts.count("nobody", "cache_clears") == 0
 
 
 def test_the_epoch_is_told_as_the_number_that_grows() -> None:
@@ -374,9 +374,9 @@ def test_what_may_never_happen_has_its_series_from_the_start() -> None:
         (GatewayMetrics(), "sie_gateway_provisioning_responses_total"),
         (GatewayMetrics(), "sie_gateway_queue_payload_offloads_total"),
         (GatewayMetrics(), "sie_gateway_queue_publish_seconds_count"),
-        (Metrics(), "sie_dead_letters_total"),
-        (Metrics(), "sie_settlements_total"),
-        (Metrics(), "sie_adapter_deaths_total"),
+        (SidecarMetrics(), "sie_dead_letters_total"),
+        (SidecarMetrics(), "sie_settlements_total"),
+        (SidecarMetrics(), "sie_adapter_deaths_total"),
     ):
         values = [
             sample.value for family in metrics.registry.collect() for sample in family.samples if sample.name == name

@@ -33,7 +33,7 @@ from sie_gateway.http.auth import Gate
 from sie_gateway.inference.results import Finished
 from sie_gateway.streams.backlog import Backlog
 from sie_runtime.metrics_table import OTHER, TABLE
-from sie_sidecar.metrics import Metrics
+from sie_sidecar.metrics import SidecarMetrics
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 WAIT_S = 30
@@ -193,7 +193,7 @@ async def test_a_certificate_that_misses_a_bound_is_counted(tmp_path: Path) -> N
 
 
 def test_a_batch_is_counted_with_its_fill_its_padding_and_its_time() -> None:
-    metrics = Metrics()
+    metrics = SidecarMetrics()
     metrics.ran("m", BatchNote(items=3, tokens=80), BatchDone("b", (), b"", 20.0, 5.0, padding=20), 0.5)
     found = {
         sample.name: sample.value

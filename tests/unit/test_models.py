@@ -8,7 +8,7 @@ from fake_adapter import TOKENIZER, toy_entry
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.wire import ipc
-from sie_sidecar.models.models import MAX_TURN_S, Hosted, Models
+from sie_sidecar.models.models import MAX_TURN_S, ModelState, ModelStates
 
 NAMES = ("toy/a", "toy/b", "toy/c", "toy/d")
 
@@ -19,18 +19,18 @@ class Device:
     def __init__(self) -> None:
         self.now_s = 100.0
         self.assigned: frozenset[str] | None = None
-        self.models = Models(lambda: self.now_s, 1.0, assigned=lambda: self.assigned)
+        self.models = ModelStates(lambda: self.now_s, 1.0, assigned=lambda: self.assigned)
         catalogue = Catalogue({name: toy_entry(name) for name in NAMES})
         self.all = [self.models.of(catalogue.resolve(name)) for name in NAMES]
 
-    def load(self, *models: Hosted, memory_bytes: int = 1, load_s: float = 0.0) -> None:
+    def load(self, *models: ModelState, memory_bytes: int = 1, load_s: float = 0.0) -> None:
         for hosted in models:
             loaded = ipc.LoadedModel(hosted.name, "local", "f", "float32", "toy", memory_bytes)
             self.models.loaded(hosted, ipc.Ready(loaded, TOKENIZER, 512, {"encode": ipc.Rows()}), load_s)
             self.now_s += 5
 
-    def may_drop(self, idle_s: float = 1.0) -> list[str]:
-        return [hosted.name for hosted in self.models.may_drop(idle_s)]
+    def evictable(self, idle_s: float = 1.0) -> list[str]:
+        return [hosted.name for hosted in self.models.evictable(idle_s)]
 
 
 @pytest.fixture
@@ -44,28 +44,28 @@ def test_only_models_without_work_that_were_not_used_lately_may_go(device: Devic
     device.models.take(b)
     device.models.take(c)
     device.models.let_go(c)
-    assert device.may_drop() == ["toy/a"]
-    assert device.may_drop(0.0) == ["toy/a", "toy/c"]
+    assert device.evictable() == ["toy/a"]
+    assert device.evictable(0.0) == ["toy/a", "toy/c"]
     device.models.let_go(b)
     device.now_s += 5
-    assert device.may_drop() == ["toy/a", "toy/b", "toy/c"]
+    assert device.evictable() == ["toy/a", "toy/b", "toy/c"]
     device.models.take(a)
-    assert device.may_drop() == ["toy/b", "toy/c"]
+    assert device.evictable() == ["toy/b", "toy/c"]
 
 
 def test_the_least_recently_used_model_goes_first_then_the_largest(device: Device) -> None:
     for memory_bytes, hosted in enumerate(device.all, 1):
         device.load(hosted, memory_bytes=memory_bytes)
-    assert device.may_drop() == ["toy/a", "toy/d", "toy/c", "toy/b"]
+    assert device.evictable() == ["toy/a", "toy/d", "toy/c", "toy/b"]
     device.all[0].used(device.now_s)
     device.now_s += 5
-    assert device.may_drop() == ["toy/b", "toy/d", "toy/c", "toy/a"]
+    assert device.evictable() == ["toy/b", "toy/d", "toy/c", "toy/a"]
 
 
 def test_models_that_are_placed_elsewhere_go_before_all_others(device: Device) -> None:
     device.load(*device.all)
     device.assigned = frozenset({"toy/a", "toy/c"})
-    assert device.may_drop() == ["toy/b", "toy/d", "toy/a", "toy/c"]
+    assert device.evictable() == ["toy/b", "toy/d", "toy/a", "toy/c"]
 
 
 def test_work_that_waits_before_a_gate_keeps_no_model(device: Device) -> None:
@@ -77,7 +77,7 @@ def test_work_that_waits_before_a_gate_keeps_no_model(device: Device) -> None:
     device.models.park(a, lambda: waiting)
     assert device.models.busy(b) == [a]
     waiting = 2
-    assert (device.models.busy(b), device.may_drop(0.0)) == ([], ["toy/b", "toy/a"])
+    assert (device.models.busy(b), device.evictable(0.0)) == ([], ["toy/b", "toy/a"])
 
 
 def test_the_model_whose_turn_ends_first_is_closed_when_the_load_waited_and_the_turn_is_over(device: Device) -> None:

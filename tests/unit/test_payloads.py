@@ -29,7 +29,7 @@ from sie_gateway.inference.results import STAGES
 from sie_gateway.metrics import Metrics
 from sie_gateway.streams.publish import Offload, life_s
 from sie_sidecar.device.in_flight import InFlight
-from sie_sidecar.prepare.fetching import Fetching
+from sie_sidecar.prepare.fetching import PayloadFetching
 from sie_store.object_stores import StoreError
 from sie_store.payloads import PayloadMissing, PayloadStore, open_store
 
@@ -279,7 +279,7 @@ async def test_fetched_inputs_are_bounded_in_bytes_and_what_fails_holds_nothing(
     a typed error.
     """
     store, now_s = opened(str(tmp_path)), time.monotonic
-    fetching = Fetching(store, now_s, max_bytes=50_000)
+    fetching = PayloadFetching(store, now_s, max_bytes=50_000)
 
     async def work(size: int, budget_s: float = 10.0, count: int = 1) -> InFlight:
         key = await store.put(messages.encode(Payload((Input("x" * size),))), period=1, timeout_s=10)

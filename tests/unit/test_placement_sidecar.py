@@ -28,7 +28,7 @@ from sie_gateway.fleet.assignments import assigned
 from sie_sidecar import process
 from sie_sidecar.intake import pull
 from sie_sidecar.intake.pool_membership import CLOSED_AFTER_S, admitted
-from sie_sidecar.intake.pull import AHEAD_AGAIN_S, OLD_S, Assignment, role
+from sie_sidecar.intake.pull import AHEAD_AGAIN_S, OLD_S, HostAssignment, role
 
 LANE = Lane("_default", "_default", "default")
 ENTRIES = [toy_entry(f"toy/{number}") for number in range(12)]
@@ -79,7 +79,7 @@ class Host:
         self.changes = 0
         self.is_up = True
         self.broker = server.connect("w1")
-        self.assignment = Assignment(
+        self.assignment = HostAssignment(
             self.broker,
             LANE,
             "w1",

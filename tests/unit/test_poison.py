@@ -18,7 +18,7 @@ from sie_contracts.media.contents import content_keys
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.messages import Input, RunOptions, WorkItem
 from sie_contracts.wire.topology import POISON_BUCKET, POISON_LIFETIME_S
-from sie_sidecar.device.poison import MAX_MARKS, Mark, Marks, after_death
+from sie_sidecar.device.poison import MAX_MARKS, Mark, PoisonMarks, after_death
 
 POISON = "INFERENCE_ERROR poison"
 
@@ -190,8 +190,8 @@ class Times:
         return self.now_s
 
 
-async def marks_of(server: MemoryServer, worker: str, now_s: Times) -> Marks:
-    marks = Marks(server.connect(worker), worker, now_s)
+async def marks_of(server: MemoryServer, worker: str, now_s: Times) -> PoisonMarks:
+    marks = PoisonMarks(server.connect(worker), worker, now_s)
     await marks.open()
     return marks
 
@@ -281,7 +281,7 @@ def test_a_content_is_all_that_decides_what_runs(one: str, other: str, width: in
 
 async def test_marks_are_bounded() -> None:
     server, now_s = MemoryServer(), Times()
-    marks = Marks(server.connect("one"), "one", now_s)
+    marks = PoisonMarks(server.connect("one"), "one", now_s)
     await marks.suspected("m", [str(number) for number in range(MAX_MARKS + 10)])
     assert marks.of("0") is None
     assert marks.of(str(MAX_MARKS + 9)) is not None

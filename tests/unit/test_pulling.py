@@ -18,11 +18,11 @@ from sie_broker import Delivery
 from sie_broker.memory import MemoryBroker, MemoryServer
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.topology import Lane
-from sie_sidecar.batching.batch import Limits, Load
+from sie_sidecar.batching.batch import BatchLimits, Load
 from sie_sidecar.intake.pull import Pulling
 
 LANE = Lane("_default", "cpu", "default")
-LIMITS = Limits(cost=1000, requests=10, wait_s=0.01)
+LIMITS = BatchLimits(cost=1000, requests=10, wait_s=0.01)
 STREAM = topology.work_stream(LANE.pool, storage="memory", replicas=1, max_bytes=-1, max_age_s=0.0)
 
 

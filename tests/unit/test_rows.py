@@ -21,7 +21,7 @@ from sie_contracts.wire.ipc import Layout, Rows, Side
 from sie_contracts.wire.messages import Input, RunOptions, Truncate
 from sie_sidecar.prepare.layouts import NOWHERE, QUERY_SHARE, make
 from sie_sidecar.prepare.long_text import HARD_TEXT
-from sie_sidecar.prepare.rows import Row, Work, offsets_of, texts_of, types_of
+from sie_sidecar.prepare.rows import RowInput, TokenRow, offsets_of, texts_of, types_of
 from sie_sidecar.prepare.tokens import ModelTokenizer
 
 KINDS = {
@@ -64,16 +64,16 @@ def plain(kind: str, text: str) -> list[int]:
     return list(library(kind)(text, add_special_tokens=False)["input_ids"])
 
 
-def work(texts: Sequence[str], query: str | None = None, **options: Any) -> Work:
-    return Work([Input(text) for text in texts], None if query is None else Input(query), RunOptions(**options))
+def work(texts: Sequence[str], query: str | None = None, **options: Any) -> RowInput:
+    return RowInput([Input(text) for text in texts], None if query is None else Input(query), RunOptions(**options))
 
 
-def rows_of(kind: str, layout: Layout | Rows, item: Work) -> list[Row]:
+def rows_of(kind: str, layout: Layout | Rows, item: RowInput) -> list[TokenRow]:
     (made,) = make(ours(kind), Rows(layout) if isinstance(layout, str) else layout, [item])
     return made.rows
 
 
-def check_pair(kind: str, row: Row, left: str, right: str, limit: int, truncate: Truncate, strategy: str) -> None:
+def check_pair(kind: str, row: TokenRow, left: str, right: str, limit: int, truncate: Truncate, strategy: str) -> None:
     """Against the library where it can cut one of the two alone; `truncated` and the count always."""
     whole = library(kind)([left], [right])
     length = len(whole["input_ids"][0])

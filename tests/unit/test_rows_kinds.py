@@ -39,7 +39,7 @@ from sie_contracts.wire.messages import Input, RunOptions, Truncate, Vectors
 from sie_sidecar.batching.cost import VECTOR_BYTES
 from sie_sidecar.prepare import rows
 from sie_sidecar.prepare.layouts import make
-from sie_sidecar.prepare.rows import Made, Part, Work, to_batch
+from sie_sidecar.prepare.rows import BatchPart, RowInput, WorkRows, to_batch
 
 ENCODE = Described("text", tokens=True)
 CLASSES = Described("text", pairs=True)
@@ -50,11 +50,11 @@ MAXSIM = {"outputs": ("multivector",)}
 OTHER_LAYOUTS: tuple[Layout, ...] = ("pair", "hypotheses", "pieces", "sides", "spans", "passages", "raw")
 
 
-def work(*inputs: Input, query: Input | None = None, **options: Any) -> Work:
-    return Work(inputs, query, RunOptions(**options))
+def work(*inputs: Input, query: Input | None = None, **options: Any) -> RowInput:
+    return RowInput(inputs, query, RunOptions(**options))
 
 
-def made_of(kind: str, described: Described, item: Work) -> Made:
+def made_of(kind: str, described: Described, item: RowInput) -> WorkRows:
     (made,) = make(ours(kind), described, [item])
     return made
 
@@ -200,8 +200,8 @@ def test_a_pair_needs_a_text_and_ids_are_none() -> None:
 # vectors
 
 
-def frame_of(operation: Any, described: Described, item: Work, made: Made) -> RunBatch:
-    return to_batch("b", "m", operation, described.layout, [Part(made.rows, item)])
+def frame_of(operation: Any, described: Described, item: RowInput, made: WorkRows) -> RunBatch:
+    return to_batch("b", "m", operation, described.layout, [BatchPart(made.rows, item)])
 
 
 def test_vectors_travel_in_the_place_of_ids() -> None:
@@ -287,7 +287,7 @@ def test_work_items_of_all_kinds_tokenised_together_are_as_alone() -> None:
         assert list(found.unfit) == list(alone.unfit)
 
 
-def same(left: Sequence[rows.Row], right: Sequence[rows.Row]) -> bool:
+def same(left: Sequence[rows.TokenRow], right: Sequence[rows.TokenRow]) -> bool:
     return [(row.ids.tolist(), row.full, row.vectors) for row in left] == [
         (row.ids.tolist(), row.full, row.vectors) for row in right
     ]

@@ -15,7 +15,18 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sie_sidecar.batching.batch import Batch, BatchKey, Device, Job, Limits, Load, Wait, Waiting, credit, next_batch
+from sie_sidecar.batching.batch import (
+    Batch,
+    BatchKey,
+    BatchLimits,
+    DeviceLoad,
+    Job,
+    Load,
+    Waiting,
+    WaitUntil,
+    credit,
+    next_batch,
+)
 
 MODELS = ("m0", "m1", "m2")
 LORAS = ("", "l1", "l2", "l3")
@@ -35,7 +46,7 @@ class Scheduling(RuleBasedStateMachine):
         depth=st.integers(1, 3),
     )
     def begin(self, cost: int, requests: int, wait: int, overtakes: int, depth: int) -> None:
-        self.limits = Limits(cost, requests, wait * TICK_S, overtakes, reorder_s=20 * TICK_S)
+        self.limits = BatchLimits(cost, requests, wait * TICK_S, overtakes, reorder_s=20 * TICK_S)
         self.depth = depth
         self.waiting: Waiting[int] = Waiting()
         self.here: list[Job[int]] = []
@@ -125,11 +136,11 @@ class Scheduling(RuleBasedStateMachine):
                 }
                 self.due[bulk] = (job, len(keys))
         action = next_batch(
-            self.waiting, self.now_s, self.limits, Device(len(self.at_device), 1, self.depth, self.more_expected)
+            self.waiting, self.now_s, self.limits, DeviceLoad(len(self.at_device), 1, self.depth, self.more_expected)
         )
         if isinstance(action, Batch):
             self.check(action)
-        elif isinstance(action, Wait):
+        elif isinstance(action, WaitUntil):
             heads = [job for bulk in (False, True) if (job := self.oldest(bulk)) is not None]
             assert action.until_s == min(job.arrived_s for job in heads) + self.limits.wait_s > self.now_s
             assert self.at_device or self.more_expected
@@ -212,15 +223,15 @@ TestScheduling = Scheduling.TestCase
 
 # by hand
 
-BOUNDS = Limits(cost=1000, requests=2, wait_s=0.01)
-BUSY = Device(sent=1, lanes=1, depth=2, more_expected=False)
+BOUNDS = BatchLimits(cost=1000, requests=2, wait_s=0.01)
+BUSY = DeviceLoad(sent=1, lanes=1, depth=2, more_expected=False)
 
 
 def key(model: str = "m", lora: str = "", *, padded: bool = False) -> BatchKey:
     return BatchKey(model, "1", "encode", "", lora, padded)
 
 
-def formed(jobs: Sequence[Job[str]], limits: Limits, now_s: float = 1.0) -> list[str]:
+def formed(jobs: Sequence[Job[str]], limits: BatchLimits, now_s: float = 1.0) -> list[str]:
     """The batches of a busy device, one after the other, as the works of each joined."""
     waiting: Waiting[str] = Waiting()
     for job in jobs:
@@ -234,7 +245,7 @@ def formed(jobs: Sequence[Job[str]], limits: Limits, now_s: float = 1.0) -> list
 @pytest.mark.parametrize("padded", [False, True])
 def test_the_bytes_of_pixels_bound_a_batch_too(padded: bool) -> None:
     """What goes to the adapter in one frame; an image over the bound runs alone."""
-    bounds = Limits(cost=1000, requests=10, wait_s=0.01, media_bytes=100)
+    bounds = BatchLimits(cost=1000, requests=10, wait_s=0.01, media_bytes=100)
     sizes = [60, 40, 60, 30, 20, 500, 10]
     jobs = [
         Job(key(padded=padded), 1, number / 1000, str(number), media_bytes=size) for number, size in enumerate(sizes)
@@ -271,7 +282,7 @@ def test_a_full_batch_goes_though_another_model_waits_for_its_own_to_fill() -> N
     batch = next_batch(waiting, 0.002, BOUNDS, BUSY)
     assert isinstance(batch, Batch)
     assert batch.key == key("y")
-    assert next_batch(waiting, 0.002, BOUNDS, BUSY) == Wait(0.01)
+    assert next_batch(waiting, 0.002, BOUNDS, BUSY) == WaitUntil(0.01)
 
 
 def test_where_rows_are_padded_jobs_of_like_cost_run_together() -> None:
@@ -292,8 +303,8 @@ def test_like_cost_overtakes_within_the_age_bound_only() -> None:
         Job(key(padded=True), 100 if number == 1 else 10, number / 10, "L" if number == 1 else "s")
         for number in range(6)
     ]
-    assert formed(spaced, Limits(1000, 2, 0.01, reorder_s=0.25)) == ["ss", "sL", "ss"]
-    assert formed(spaced, Limits(1000, 2, 0.01, reorder_s=0.05)) == ["s", "L", "s", "s", "s", "s"]
+    assert formed(spaced, BatchLimits(1000, 2, 0.01, reorder_s=0.25)) == ["ss", "sL", "ss"]
+    assert formed(spaced, BatchLimits(1000, 2, 0.01, reorder_s=0.05)) == ["s", "L", "s", "s", "s", "s"]
 
 
 def test_a_batch_that_may_be_overtaken_no_more_goes_as_it_is() -> None:
@@ -302,7 +313,7 @@ def test_a_batch_that_may_be_overtaken_no_more_goes_as_it_is() -> None:
     waiting.add(Job(key(), 1, 0.0, "b", bulk=True))
     for number in range(20):
         waiting.add(Job(key(), 1, 0.0, str(number)))
-    bounds = Limits(cost=1000, requests=2, wait_s=60.0, bulk_max_overtakes=3)
+    bounds = BatchLimits(cost=1000, requests=2, wait_s=60.0, bulk_max_overtakes=3)
     order = []
     while isinstance(batch := next_batch(waiting, 0.001, bounds, BUSY), Batch):
         order.append("b" if batch.jobs[0].bulk else "i")
@@ -310,7 +321,7 @@ def test_a_batch_that_may_be_overtaken_no_more_goes_as_it_is() -> None:
 
 
 def test_credit_is_what_two_batches_for_each_lane_can_take_beyond_what_is_held() -> None:
-    limits = Limits(cost=1000, requests=10, wait_s=0.01)
+    limits = BatchLimits(cost=1000, requests=10, wait_s=0.01)
     assert credit(Load(0, 0, 1), 500.0, limits) == 4
     assert credit(Load(0, 0, 2), 500.0, limits) == 8
     assert credit(Load(1400, 3, 1), 500.0, limits) == 1, "room for less than one of them"

@@ -24,7 +24,7 @@ from sie_cli.serve.ports import free_port
 from sie_cli.serve.standalone import standalone
 from sie_cli.serve.supervisor import Child
 from sie_contracts.settings import Mode, Settings
-from sie_sidecar.batching.batch import Limits
+from sie_sidecar.batching.batch import BatchLimits
 from sie_sidecar.process import limits_of
 
 QUEUE = {"config": ("config",), "gateway": ("gateway",), "sidecar": ("sidecar",), "adapter": ("adapter",)}
@@ -101,14 +101,14 @@ def test_the_production_example_value_by_value(tmp_path: Path) -> None:
     for each in settings.values():
         assert each.tracing.enabled
         assert (each.tracing.endpoint, each.tracing.protocol) == ("http://collector:4317", "grpc")
-    assert limits_of(settings["sidecar"], "queue") == Limits(16384, 12, 0.005)
+    assert limits_of(settings["sidecar"], "queue") == BatchLimits(16384, 12, 0.005)
 
 
 def test_the_production_example_standalone_value_by_value(tmp_path: Path) -> None:
     found = served(tmp_path, exported(PRODUCTION, {}), "--standalone")
     assert found.settings.keys() == STANDALONE.keys()
     alone, adapter = found.settings["standalone"], found.settings["adapter"]
-    assert limits_of(alone, "standalone") == Limits(16384, 128, 0.005)
+    assert limits_of(alone, "standalone") == BatchLimits(16384, 128, 0.005)
     assert alone.max_concurrent_requests == 1024
     assert (adapter.device, adapter.models_dir, alone.models_dir) == (
         "cuda",
@@ -137,8 +137,8 @@ def test_the_development_example_value_by_value(tmp_path: Path, monkeypatch: pyt
         assert not adapter.tracing.enabled
         assert adapter.memory_pressure_threshold_percent == 85
     cost = 4096 if device == "cpu" else 16384  # measured on a CPU
-    assert limits_of(alone.settings["standalone"], "standalone") == Limits(cost, 8, 0.001)
-    expected = Limits(4096, 64, 0.002) if device == "cpu" else Limits(16384, 12, 0.005)
+    assert limits_of(alone.settings["standalone"], "standalone") == BatchLimits(cost, 8, 0.001)
+    expected = BatchLimits(4096, 64, 0.002) if device == "cpu" else BatchLimits(16384, 12, 0.005)
     assert limits_of(queued.settings["sidecar"], "queue") == expected
     assert alone.warnings == []
     assert queued.warnings == [

@@ -15,17 +15,17 @@ from inprocess import settings_of
 
 from sie_contracts.settings import Mode, load
 from sie_contracts.wire.messages import Truncate
-from sie_sidecar.batching.batch import Batch, BatchKey, Device, Job, Limits, Wait, Waiting, next_batch
+from sie_sidecar.batching.batch import Batch, BatchKey, BatchLimits, DeviceLoad, Job, Waiting, WaitUntil, next_batch
 from sie_sidecar.batching.sizing import WINDOW, WINDOW_S, Quantum, quantum_of
 from sie_sidecar.prepare.tokens import INLINE_CHARACTERS, TokenizerPool, Tokens
 from sie_sidecar.process import limits_of
 
 KEY = BatchKey("toy/one", "local", "encode", "", "")
-IDLE = Device(sent=0, lanes=1, depth=2, more_expected=False)
-EXPECTING = Device(sent=0, lanes=1, depth=2, more_expected=True)
+IDLE = DeviceLoad(sent=0, lanes=1, depth=2, more_expected=False)
+EXPECTING = DeviceLoad(sent=0, lanes=1, depth=2, more_expected=True)
 
 
-def limits(mode: Mode = "queue", **environ: str) -> Limits:
+def limits(mode: Mode = "queue", **environ: str) -> BatchLimits:
     return limits_of(settings_of(mode, **environ), mode)
 
 
@@ -33,7 +33,7 @@ def jobs(count: int, cost: int = 1, *, every_s: float = 0.0, bulk: bool = False)
     return [Job(KEY, cost, number * every_s, number, bulk) for number in range(count)]
 
 
-def batches_of(waiting: Sequence[Job[int]], bounds: Limits, now_s: float = 0.0) -> list[Batch[int]]:
+def batches_of(waiting: Sequence[Job[int]], bounds: BatchLimits, now_s: float = 0.0) -> list[Batch[int]]:
     """All batches that an idle device is given when these jobs wait."""
     queue: Waiting[int] = Waiting()
     for job in waiting:
@@ -45,11 +45,11 @@ def batches_of(waiting: Sequence[Job[int]], bounds: Limits, now_s: float = 0.0) 
     return formed
 
 
-def sizes(waiting: Sequence[Job[int]], bounds: Limits) -> list[int]:
+def sizes(waiting: Sequence[Job[int]], bounds: BatchLimits) -> list[int]:
     return [len(batch.jobs) for batch in batches_of(waiting, bounds)]
 
 
-def sent_at(arrivals: Sequence[Job[int]], bounds: Limits) -> list[tuple[float, int]]:
+def sent_at(arrivals: Sequence[Job[int]], bounds: BatchLimits) -> list[tuple[float, int]]:
     """Seconds and size of each batch for jobs that arrive at their own times, more being expected until the last has
     come.
     """
@@ -64,7 +64,7 @@ def sent_at(arrivals: Sequence[Job[int]], bounds: Limits) -> list[tuple[float, i
         if isinstance(action, Batch):
             formed.append((now_s, len(action.jobs)))
             continue
-        events = [job.arrived_s for job in coming[:1]] + ([action.until_s] if isinstance(action, Wait) else [])
+        events = [job.arrived_s for job in coming[:1]] + ([action.until_s] if isinstance(action, WaitUntil) else [])
         now_s = min(events)
     return formed
 
@@ -115,7 +115,7 @@ def test_batcher_max_requests_bounds_the_items_of_a_batch_in_queue_mode_only() -
     assert len(load(environ={"SIE_BATCHER_MAX_BATCH_REQUESTS": "6"}, mode="standalone").warnings) == 1
 
 
-def order_of(waiting: Sequence[Job[int]], bounds: Limits) -> str:
+def order_of(waiting: Sequence[Job[int]], bounds: BatchLimits) -> str:
     return "".join("b" if batch.jobs[0].bulk else "i" for batch in batches_of(waiting, bounds))
 
 

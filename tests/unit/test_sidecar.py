@@ -47,7 +47,7 @@ async def test_a_renewal_that_the_broker_did_not_hear_renews_nothing() -> None:
         if not hears:
             raise BrokerUnavailable("no echo")
 
-    leases = Leases(10.0, lambda: True, lambda: now_s, heard=heard)
+    leases = Leases(10.0, lambda: True, lambda: now_s, flushed=heard)
     lease = leases.hold(Delivered(5, b"work"))  # type: ignore[arg-type]
     now_s = 7.0
     await leases.renew_all()

@@ -20,8 +20,8 @@ from sie_contracts.wire.messages import Input, RunOptions
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import images
 from sie_sidecar.prepare import layouts
-from sie_sidecar.prepare.media_frames import Heard
-from sie_sidecar.prepare.rows import Part, Work, to_batch
+from sie_sidecar.prepare.media_frames import SoundFeatures
+from sie_sidecar.prepare.rows import BatchPart, RowInput, to_batch
 from sie_sidecar.prepare.tokens import ModelTokenizer
 
 RECIPE = SoundRecipe(1000, 400, 40, 20, 8, 50, high=500.0)
@@ -36,13 +36,13 @@ def tokenizer() -> ModelTokenizer:
     return ModelTokenizer(words.to_str().encode(), 16)
 
 
-def heard(seed: int) -> Heard:
+def heard(seed: int) -> SoundFeatures:
     features = np.random.default_rng(seed).normal(size=RECIPE.shape).astype(np.float32).tobytes()
-    return Heard(features, RECIPE.shape, hashlib.sha256(features).digest(), 0.4)
+    return SoundFeatures(features, RECIPE.shape, hashlib.sha256(features).digest(), 0.4)
 
 
-def work(*inputs: Input, **made: Heard | InvalidInput) -> Work:
-    return Work(inputs, None, RunOptions(), sounds={int(name[1:]): each for name, each in made.items()})
+def work(*inputs: Input, **made: SoundFeatures | InvalidInput) -> RowInput:
+    return RowInput(inputs, None, RunOptions(), sounds={int(name[1:]): each for name, each in made.items()})
 
 
 # the gateway
@@ -116,12 +116,12 @@ def test_a_model_that_reads_sounds_by_itself_gets_them_beside_the_texts(tokenize
     """A sound that is read whole costs as much as there is of it."""
     whole = SoundRecipe(1000, 400, 40, 20, 8, 50, high=500.0, filling="pad", levels="relative", whole=True)
     values = np.zeros((1, 90, 8), np.float32).tobytes()
-    long = Heard(values, Shape(1, 90, 8), hashlib.sha256(values).digest(), 1.8)
+    long = SoundFeatures(values, Shape(1, 90, 8), hashlib.sha256(values).digest(), 1.8)
     layout = Rows("raw", sounds=whole)
     asked = work(Input("river"), Input(audio=FILE), _1=long)
     (made,) = layouts.make(tokenizer, layout, [asked])
     assert [(row.cost, row.media_bytes) for row in made.rows] == [(1, 0), (36, len(values))]
-    batch = to_batch("b", "m", "extract", "raw", [Part(made.rows, asked)])
+    batch = to_batch("b", "m", "extract", "raw", [BatchPart(made.rows, asked)])
     found = sounds(batch.sounds, batch.features, whole)
     assert found is not None
     assert (batch.texts, found.tokens.tolist()) == (("river", ""), [36])
@@ -138,14 +138,14 @@ def test_sounds_that_cannot_be_run_are_refused_for_their_input_alone(tokenizer: 
     assert (set(deaf.unfit), deaf.unfit[0].reason) == ({0}, "unsupported_modality")
     (both,) = layouts.make(tokenizer, LAYOUT, [work(Input(audio=FILE, images=(b"x",)), _0=heard(0))])
     assert both.unfit[0].reason == "unsupported_modality"
-    asked = Work([Input("river")], Input(audio=FILE), RunOptions())
+    asked = RowInput([Input("river")], Input(audio=FILE), RunOptions())
     assert "audio: the model takes none in a query" in str(layouts.make(tokenizer, LAYOUT, [asked])[0].error)
 
 
 def test_sounds_reach_the_adapter_with_their_rows_and_shapes(tokenizer: ModelTokenizer) -> None:
     """Of two work items in one batch."""
     first, second = work(Input("river"), Input(audio=FILE), _1=heard(1)), work(Input(audio=FILE), _0=heard(2))
-    parts = [Part(made.rows, each) for each in (first, second) for made in layouts.make(tokenizer, LAYOUT, [each])]
+    parts = [BatchPart(made.rows, each) for each in (first, second) for made in layouts.make(tokenizer, LAYOUT, [each])]
     batch = to_batch("b", "m", "encode", "text", parts)
     found = sounds(batch.sounds, batch.features, RECIPE)
     assert found is not None

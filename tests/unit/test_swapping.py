@@ -17,7 +17,7 @@ from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.wire import ipc
 from sie_sidecar.device.link import AdapterLink
 from sie_sidecar.models.hosting import Hosting
-from sie_sidecar.models.models import MAX_TURN_S, Hosted
+from sie_sidecar.models.models import MAX_TURN_S, ModelState
 
 
 class OneModel:
@@ -65,7 +65,7 @@ class Worker:
         self.all = [self.hosting.of(catalogue.resolve(name)) for name in catalogue.entries]
         self.a, self.b = self.all[:2]
 
-    async def run(self, hosted: Hosted, running_s: float = 0.002, items: int = 1) -> str:
+    async def run(self, hosted: ModelState, running_s: float = 0.002, items: int = 1) -> str:
         """Work items that came together; returns the model that was loaded while they ran, at their start and end."""
         self.hosting.take(hosted, items)
         try:
@@ -109,7 +109,7 @@ async def test_two_busy_models_take_turns_and_every_item_runs_on_its_own() -> No
     worker = Worker(0.02)
     ran = {"toy/a": 0, "toy/b": 0}
 
-    async def client(hosted: Hosted) -> None:
+    async def client(hosted: ModelState) -> None:
         for number in range(60):
             assert await worker.run(hosted, items=1 + number % 3) == hosted.name
             ran[hosted.name] += 1
@@ -136,7 +136,7 @@ def test_loads_of_a_few_seconds_take_half_of_the_time_at_most_and_every_model_ha
     for_s, pass_s = 10 * round_s, turn_s / 20
     longest_s = 0.0
 
-    async def client(worker: Worker, hosted: Hosted, end_s: float) -> None:
+    async def client(worker: Worker, hosted: ModelState, end_s: float) -> None:
         nonlocal longest_s
         while (asked_s := loop.time()) < end_s:
             await worker.run(hosted, pass_s)

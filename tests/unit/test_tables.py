@@ -25,7 +25,7 @@ from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.fleet.placement import Placer
 from sie_gateway.fleet.planner import Waiting
-from sie_sidecar.intake.pull import Assignment
+from sie_sidecar.intake.pull import HostAssignment
 
 LANE = Lane("_default", "l4", "default")
 KEY = topology.lane_key(LANE)
@@ -149,12 +149,12 @@ async def _exercise(brokers: list[Broker]) -> None:
     item = EXAMPLES["work-1"]
     for number in range(MODELS):
         placers[0].note(LANE, [msgspec.structs.replace(item, model=f"organisation/model-{number:05}")])
-    early = Assignment(
+    early = HostAssignment(
         brokers[2], LANE, "w001", clock, lambda model: False, lambda model: False, lambda: None, lambda: True
     )
     await early.start()
     await placers[0].step()
-    late = Assignment(
+    late = HostAssignment(
         brokers[2], LANE, "w002", clock, lambda model: False, lambda model: False, lambda: None, lambda: True
     )
     await late.start()

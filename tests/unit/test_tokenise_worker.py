@@ -105,7 +105,7 @@ def test_a_changed_entry_is_another_tokenizer() -> None:
     hosting = Hosting(_NoLink(), lambda: 0.0, lambda: None)  # type: ignore[arg-type]
     hosted = hosting.of(Catalogue.resolve_profile(ENTRY, "default", ENTRY.id))
     hosted.tokenizer = ModelTokenizer(TOKENIZER, ENTRY.max_tokens)
-    hosted.unload()
+    hosted.mark_unloaded()
     assert hosting.of(Catalogue.resolve_profile(ENTRY, "default", ENTRY.id)).tokenizer is not None
     assert hosting.of(Catalogue.resolve_profile(toy_entry(max_tokens=9), "default", ENTRY.id)).tokenizer is None
 

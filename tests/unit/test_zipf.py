@@ -92,7 +92,7 @@ async def served(arrivals: list[tuple[float, str]]) -> tuple[int, list[float]]:
                 link.world.use(name)
                 break
             except ModelLoading:  # it went for a load that still goes on: as the worker does
-                hosted.unload()
+                hosted.mark_unloaded()
         await asyncio.sleep(RUN_S)
         hosting.let_go(hosted)
         took_s.append(loop.time() - at_s)

@@ -20,7 +20,18 @@ from dataclasses import dataclass, field, fields
 from sie_cli.replay.trace import TraceError, TraceRequest
 from sie_contracts.settings import Settings
 from sie_gateway.inference import chunk
-from sie_sidecar.batching.batch import Batch, BatchKey, Device, Job, Limits, Load, Wait, Waiting, credit, next_batch
+from sie_sidecar.batching.batch import (
+    Batch,
+    BatchKey,
+    BatchLimits,
+    DeviceLoad,
+    Job,
+    Load,
+    Waiting,
+    WaitUntil,
+    credit,
+    next_batch,
+)
 from sie_sidecar.batching.sizing import Quantum
 
 ACTIVE_S = 1.0  # a consumer that delivered this recently shares the credit
@@ -45,8 +56,8 @@ class ReplayPlan:
     target_p50_ms: float = 50
 
     @property
-    def limits(self) -> Limits:
-        return Limits(
+    def limits(self) -> BatchLimits:
+        return BatchLimits(
             int(self.max_batch_cost),
             int(self.max_batch_requests),
             self.max_wait_ms / 1000,
@@ -344,12 +355,12 @@ class _ReplayWorker:
         replay = self._replay
         while True:
             more = bool(self._arrived) or self._tokenising or self._has_pending()
-            device = Device(self._sent, len(self._lanes), replay.plan.depth, more)
+            device = DeviceLoad(self._sent, len(self._lanes), replay.plan.depth, more)
             action = next_batch(self._waiting, replay.now_s, self._limits, device)
             if not isinstance(action, Batch):
                 break
             self._start(action)
-        if isinstance(action, Wait) and not replay.now_s < self._wake_s <= action.until_s:
+        if isinstance(action, WaitUntil) and not replay.now_s < self._wake_s <= action.until_s:
             self._wake_s = action.until_s
             replay.at(action.until_s, self._dispatch)
 

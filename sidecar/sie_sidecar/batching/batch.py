@@ -50,7 +50,7 @@ class BatchKey(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Limits:
+class BatchLimits:
     """Bounds of a batch: tokens, work items, seconds that the oldest may wait, overtakes of bulk work, and bytes of
     pixels and features.
 
@@ -66,7 +66,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceLoad:
     """`running` batches of `lanes` that can run at once, and `sent` batches out of `depth` that may be sent ahead.
 
     `more_expected`: deliveries are on their way or not yet tokenised, so an idle device may wait for them, within the
@@ -104,7 +104,7 @@ class Job(Generic[T]):
 
 @dataclass(frozen=True)
 class Batch(Generic[T]):
-    """Jobs of one key, the cheapest first. Within `Limits.cost` unless it is a single job."""
+    """Jobs of one key, the cheapest first. Within `BatchLimits.cost` unless it is a single job."""
 
     key: BatchKey
     jobs: tuple[Job[T], ...]
@@ -117,14 +117,14 @@ class Batch(Generic[T]):
 
 
 @dataclass(frozen=True)
-class Wait:
+class WaitUntil:
     """Nothing to send before `until_s`, unless something arrives or a batch ends."""
 
     until_s: float
 
 
 @dataclass(eq=False)
-class _Queue(Generic[T]):
+class _KeyQueue(Generic[T]):
     """The jobs of one key, in order of arrival."""
 
     key: BatchKey
@@ -136,10 +136,10 @@ class _Queue(Generic[T]):
     def head_s(self) -> float:
         return self.jobs[0].arrived_s
 
-    def is_ready(self, now_s: float, limits: Limits, *, idle: bool) -> bool:
+    def is_ready(self, now_s: float, limits: BatchLimits, *, idle: bool) -> bool:
         return idle or self.is_full(limits) or now_s >= self.head_s + limits.wait_s
 
-    def is_full(self, limits: Limits) -> bool:
+    def is_full(self, limits: BatchLimits) -> bool:
         """Whether a batch of its jobs could not grow any more."""
         return self.alone > 0 or self.cost >= limits.cost or len(self.jobs) >= limits.requests
 
@@ -148,22 +148,22 @@ class _Queue(Generic[T]):
         self.cost += job.cost
         self.alone += job.alone
 
-    def take(self, limits: Limits, begins_s: float, times: BatchTimes) -> list[Job[T]]:
+    def take(self, limits: BatchLimits, begins_s: float, times: BatchTimes) -> list[Job[T]]:
         """The oldest job and what runs with it from `begins_s` on, in order of arrival. An oversize job runs alone."""
         places = self._together(limits)
         places = sorted(places[: fitting(self._asks(places, begins_s), times)])
         if places[-1] == len(places) - 1:
-            taken = [self.jobs.popleft() for _ in places]
+            jobs = [self.jobs.popleft() for _ in places]
         else:
             chosen = set(places)
             ahead = [self.jobs.popleft() for _ in range(places[-1] + 1)]
-            taken = [ahead[place] for place in places]
+            jobs = [ahead[place] for place in places]
             self.jobs.extendleft(reversed([job for place, job in enumerate(ahead) if place not in chosen]))
-        self.cost -= sum(job.cost for job in taken)
-        self.alone -= sum(job.alone for job in taken)
-        return taken
+        self.cost -= sum(job.cost for job in jobs)
+        self.alone -= sum(job.alone for job in jobs)
+        return jobs
 
-    def binds(self, limits: Limits, begins_s: float, times: BatchTimes) -> bool:
+    def binds(self, limits: BatchLimits, begins_s: float, times: BatchTimes) -> bool:
         """Whether a deadline matters to when the next batch runs."""
         return binds(self._asks(self._together(limits), begins_s), times)
 
@@ -171,18 +171,18 @@ class _Queue(Generic[T]):
         jobs = map(self.jobs.__getitem__, places)
         return [Ask(job.time_cost or job.cost, job.deadline_s - begins_s, job.budget_s) for job in jobs]
 
-    def _together(self, limits: Limits) -> list[int]:
+    def _together(self, limits: BatchLimits) -> list[int]:
         """The oldest job and those that may run with it, in the order in which a smaller batch would take them."""
         if self.jobs[0].alone:
             return [0]
         return self._alike(limits) if self.key.padded else self._first(limits)
 
     def remove(self, job: Job[T]) -> None:
-        del self.jobs[next(place for place, other in enumerate(self.jobs) if other is job)]
+        del self.jobs[next(place for place, queued in enumerate(self.jobs) if queued is job)]
         self.cost -= job.cost
         self.alone -= job.alone
 
-    def _first(self, limits: Limits) -> list[int]:
+    def _first(self, limits: BatchLimits) -> list[int]:
         cost = number = size = 0
         for job in self.jobs:
             cost, size = cost + job.cost, size + job.media_bytes
@@ -192,7 +192,7 @@ class _Queue(Generic[T]):
             number += 1
         return list(range(number))
 
-    def _alike(self, limits: Limits) -> list[int]:
+    def _alike(self, limits: BatchLimits) -> list[int]:
         """The head, and of the jobs that came soon after it those whose cost is nearest to its own, the
         nearest first.
         """
@@ -212,7 +212,7 @@ class _Queue(Generic[T]):
         return places
 
 
-class _Model(Generic[T]):
+class _ModelLine(Generic[T]):
     """The queues of one residency, the one whose turn is next first. `entry` is the number of its entry among the heads
     of its line.
     """
@@ -221,43 +221,43 @@ class _Model(Generic[T]):
         self.name = name
         self.head_s = head_s  # when its oldest job arrived
         self.entry = 0
-        self.queues: dict[BatchKey, _Queue[T]] = {}
+        self.queues: dict[BatchKey, _KeyQueue[T]] = {}
 
-    def pick(self, now_s: float, limits: Limits, *, idle: bool) -> _Queue[T] | None:
+    def pick(self, now_s: float, limits: BatchLimits, *, idle: bool) -> _KeyQueue[T] | None:
         return next((queue for queue in self.queues.values() if queue.is_ready(now_s, limits, idle=idle)), None)
 
 
-class _Line(Generic[T]):
+class _PriorityLine(Generic[T]):
     """The jobs of one priority. `_heads` is a heap of (head, entry, model); what is not its model's last entry is
     dropped at the top.
     """
 
     def __init__(self) -> None:
-        self.models: dict[str, _Model[T]] = {}
-        self._heads: list[tuple[float, int, _Model[T]]] = []
+        self.models: dict[str, _ModelLine[T]] = {}
+        self._heads: list[tuple[float, int, _ModelLine[T]]] = []
         self._entries = count(1)
 
-    def queues(self) -> Iterator[_Queue[T]]:
+    def queues(self) -> Iterator[_KeyQueue[T]]:
         return (queue for model in self.models.values() for queue in model.queues.values())
 
     def add(self, job: Job[T], *, in_order: bool) -> None:
         """Behind all others, or to its place in the order of arrival if it was taken before."""
         model = self.models.get(job.key.residency)
         if model is None:
-            model = self.models[job.key.residency] = _Model(job.key.residency, job.arrived_s)
+            model = self.models[job.key.residency] = _ModelLine(job.key.residency, job.arrived_s)
             self._enter(model)
         queue = model.queues.get(job.key)
         if queue is None:
-            queue = model.queues[job.key] = _Queue(job.key)
+            queue = model.queues[job.key] = _KeyQueue(job.key)
         place = len(queue.jobs)
         if not in_order:
-            place = next((index for index, other in enumerate(queue.jobs) if other.arrived_s > job.arrived_s), place)
+            place = next((index for index, queued in enumerate(queue.jobs) if queued.arrived_s > job.arrived_s), place)
         queue.insert(job, place)
         if job.arrived_s < model.head_s:
             model.head_s = job.arrived_s
             self._enter(model)
 
-    def oldest(self) -> _Model[T] | None:
+    def oldest(self) -> _ModelLine[T] | None:
         """The model whose oldest job has waited longest."""
         while self._heads:
             _, entry, model = self._heads[0]
@@ -266,7 +266,7 @@ class _Line(Generic[T]):
             heapq.heappop(self._heads)
         return None
 
-    def pick(self, now_s: float, limits: Limits, *, idle: bool) -> _Queue[T] | None:
+    def pick(self, now_s: float, limits: BatchLimits, *, idle: bool) -> _KeyQueue[T] | None:
         """The queue to send from now, if any is ready."""
         model = self.oldest()
         if model is None:
@@ -278,20 +278,20 @@ class _Line(Generic[T]):
         full = (queue for queue in self.queues() if queue.is_full(limits))
         return min(full, key=lambda queue: queue.head_s, default=None)
 
-    def pick_oldest(self) -> _Queue[T]:
+    def pick_oldest(self) -> _KeyQueue[T]:
         """The queue of the oldest job, ready or not."""
         model = self.oldest()
         assert model is not None
         return min(model.queues.values(), key=lambda queue: queue.head_s)
 
-    def take(self, queue: _Queue[T], limits: Limits, begins_s: float, times: BatchTimes) -> list[Job[T]]:
+    def take(self, queue: _KeyQueue[T], limits: BatchLimits, begins_s: float, times: BatchTimes) -> list[Job[T]]:
         model = self.models[queue.key.residency]
-        taken = queue.take(limits, begins_s, times)
+        jobs = queue.take(limits, begins_s, times)
         del model.queues[queue.key]
         if queue.jobs:
             model.queues[queue.key] = queue  # behind the others
         self._place(model)
-        return taken
+        return jobs
 
     def remove(self, job: Job[T]) -> None:
         model = self.models[job.key.residency]
@@ -302,7 +302,7 @@ class _Line(Generic[T]):
         if job.arrived_s == model.head_s or not model.queues:
             self._place(model)
 
-    def _place(self, model: _Model[T]) -> None:
+    def _place(self, model: _ModelLine[T]) -> None:
         """After its oldest job may have gone."""
         if not model.queues:
             del self.models[model.name]
@@ -311,7 +311,7 @@ class _Line(Generic[T]):
         model.head_s = min(queue.head_s for queue in model.queues.values())
         self._enter(model)
 
-    def _enter(self, model: _Model[T]) -> None:
+    def _enter(self, model: _ModelLine[T]) -> None:
         """Give a model its place by its head; of equal heads, behind the others."""
         model.entry = next(self._entries)
         heapq.heappush(self._heads, (model.head_s, model.entry, model))
@@ -321,7 +321,7 @@ class Waiting(Generic[T]):
     """All tokenised jobs that are not sent yet, by priority, model and key, in order of arrival."""
 
     def __init__(self) -> None:
-        self.lines: tuple[_Line[T], _Line[T]] = (_Line(), _Line())  # interactive, bulk
+        self.lines: tuple[_PriorityLine[T], _PriorityLine[T]] = (_PriorityLine(), _PriorityLine())  # interactive, bulk
         self.overtakes = 0  # interactive batches sent since the last bulk one, while bulk work waited
         self.cost = 0
         self._length = 0
@@ -367,7 +367,9 @@ class Waiting(Generic[T]):
     def __iter__(self) -> Iterator[Job[T]]:
         return (job for line in self.lines for queue in line.queues() for job in queue.jobs)
 
-    def seal(self, queue: _Queue[T], now_s: float, limits: Limits, device: Device) -> Batch[T] | Wait | None:
+    def next_batch(
+        self, queue: _KeyQueue[T], now_s: float, limits: BatchLimits, device: DeviceLoad
+    ) -> Batch[T] | WaitUntil | None:
         """The batch that `queue` gives now. Where a budget binds, none before the device is about to be free: until
         then it may grow.
         """
@@ -377,10 +379,10 @@ class Waiting(Generic[T]):
             and (device.busy_s > LEAD_S or not times.is_known)
             and queue.binds(limits, begins_s, times)
         ):
-            return Wait(begins_s - LEAD_S) if times.is_known else None
+            return WaitUntil(begins_s - LEAD_S) if times.is_known else None
         return self._seal(queue, limits, begins_s)
 
-    def _seal(self, queue: _Queue[T], limits: Limits, begins_s: float) -> Batch[T]:
+    def _seal(self, queue: _KeyQueue[T], limits: BatchLimits, begins_s: float) -> Batch[T]:
         bulk, times = queue.jobs[0].bulk, self._times_of(queue.key.residency)
         jobs = tuple(sorted(self.lines[bulk].take(queue, limits, begins_s, times), key=lambda job: job.cost))
         cost = sum(job.cost for job in jobs)
@@ -390,7 +392,9 @@ class Waiting(Generic[T]):
         return Batch(queue.key, jobs, cost)
 
 
-def next_batch(waiting: Waiting[T], now_s: float, limits: Limits, device: Device) -> Batch[T] | Wait | None:
+def next_batch(
+    waiting: Waiting[T], now_s: float, limits: BatchLimits, device: DeviceLoad
+) -> Batch[T] | WaitUntil | None:
     """The batch to send now, or until when to wait, or None while nothing can be sent before a batch ends or a job
     arrives.
     """
@@ -402,15 +406,19 @@ def next_batch(waiting: Waiting[T], now_s: float, limits: Limits, device: Device
     first = interactive.pick(now_s, limits, idle=idle)
     if first is None:
         second = bulk.pick(now_s, limits, idle=idle)
-        return Wait(min(heads) + limits.wait_s) if second is None else waiting.seal(second, now_s, limits, device)
+        return (
+            WaitUntil(min(heads) + limits.wait_s)
+            if second is None
+            else waiting.next_batch(second, now_s, limits, device)
+        )
     if not bulk.models:
-        return waiting.seal(first, now_s, limits, device)
+        return waiting.next_batch(first, now_s, limits, device)
     if limits.bulk_max_overtakes == 0:  # no overtaking either way: first come, first served
         second = bulk.pick(now_s, limits, idle=idle)
-        return waiting.seal(first if second is None or heads[0] <= heads[1] else second, now_s, limits, device)
+        return waiting.next_batch(first if second is None or heads[0] <= heads[1] else second, now_s, limits, device)
     if waiting.overtakes < limits.bulk_max_overtakes:
-        return waiting.seal(first, now_s, limits, device)
-    return waiting.seal(bulk.pick(now_s, limits, idle=idle) or bulk.pick_oldest(), now_s, limits, device)
+        return waiting.next_batch(first, now_s, limits, device)
+    return waiting.next_batch(bulk.pick(now_s, limits, idle=idle) or bulk.pick_oldest(), now_s, limits, device)
 
 
 def _time_cost(batch: Batch[T]) -> float:
@@ -425,7 +433,7 @@ class Load(NamedTuple):
     lanes: int
 
 
-def credit(load: Load, mean_cost: float, limits: Limits) -> int:
+def credit(load: Load, mean_cost: float, limits: BatchLimits) -> int:
     """Deliveries of `mean_cost` tokens to have outstanding: what READY_PER_LANE batches for each lane can take beyond
     what is held.
     """

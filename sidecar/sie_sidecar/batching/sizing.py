@@ -75,20 +75,20 @@ def binds(asks: Sequence[Ask], times: BatchTimes) -> bool:
 
 def _cost(asking: Sequence[Ask], full: float, times: BatchTimes) -> float:
     """The smallest batch that jobs ask for, may ask for, and would be in time in."""
-    found = full
-    asked = 0.0
+    smallest_cost = full
+    asking_cost = 0.0
     for cost, left_s, _ in sorted(asking, key=lambda ask: ask.left_s):
-        wanted = times.tokens(SHARE * left_s)
-        if wanted >= found:
+        fitting_cost = times.tokens(SHARE * left_s)
+        if fitting_cost >= smallest_cost:
             break  # the others have more time
-        asked += cost
-        smallest = max(wanted, times.efficient(full, MAX_LOSS * asked / full))
-        if smallest < found and times.seconds(smallest) <= left_s:
-            found = smallest
-    return found
+        asking_cost += cost
+        smallest = max(fitting_cost, times.efficient(full, MAX_LOSS * asking_cost / full))
+        if smallest < smallest_cost and times.seconds(smallest) <= left_s:
+            smallest_cost = smallest
+    return smallest_cost
 
 
-class Ahead:
+class DeviceForecast:
     """When a device of `lanes` is free of the batches that were sent to it, as predicted. Pure: the caller has the
     clock. A batch has a number that no other one at the device has.
     """
@@ -199,8 +199,8 @@ class Rate:
     def ended(self, tokens: int, now_s: float) -> None:
         """A batch of so many tokens is done; 0 if it failed: its time was spent all the same."""
         spent_s = now_s - self._since_s
-        kept = math.exp(-spent_s / MEMORY_S)
-        self._tokens = self._tokens * kept + tokens
-        self._busy_s = self._busy_s * kept + spent_s
+        decay = math.exp(-spent_s / MEMORY_S)
+        self._tokens = self._tokens * decay + tokens
+        self._busy_s = self._busy_s * decay + spent_s
         self._since_s = now_s
         self._running -= 1

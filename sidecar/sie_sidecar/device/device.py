@@ -20,14 +20,14 @@ from sie_contracts.wire import ipc
 from sie_contracts.wire.messages import BatchNote
 from sie_contracts.wire.trace_context import Context
 from sie_sidecar.batching import batch as batches
-from sie_sidecar.batching.batch import Batch, BatchKey, Job, Limits, Load, Wait, Waiting
-from sie_sidecar.batching.sizing import Ahead, Rate
+from sie_sidecar.batching.batch import Batch, BatchKey, BatchLimits, Job, Load, Waiting, WaitUntil
+from sie_sidecar.batching.sizing import DeviceForecast, Rate
 from sie_sidecar.device.in_flight import InFlight, changed, runnable
 from sie_sidecar.device.link import AdapterLink
-from sie_sidecar.metrics import Metrics
+from sie_sidecar.metrics import SidecarMetrics
 from sie_sidecar.models.inventory import Inventory
 from sie_sidecar.prepare import rows
-from sie_sidecar.prepare.rows import Part, Work
+from sie_sidecar.prepare.rows import BatchPart, RowInput
 from sie_sidecar.results import spans
 
 if TYPE_CHECKING:
@@ -46,10 +46,10 @@ class DeviceQueue:
         self,
         settings: Settings,
         worker_id: str,
-        limits: Limits,
+        limits: BatchLimits,
         link: AdapterLink,
         inventory: Inventory,
-        metrics: Metrics,
+        metrics: SidecarMetrics,
         tracer: Tracer | None,
         clock: Callable[[], float],
     ) -> None:
@@ -71,7 +71,7 @@ class DeviceQueue:
         self._writers: set[str] = set()  # consumers whose work is written
         self.number = 0  # batches that were ever sent
         self.rate = Rate()
-        self._ahead = Ahead()
+        self._ahead = DeviceForecast()
 
     @property
     def lanes(self) -> int:
@@ -162,18 +162,20 @@ class DeviceQueue:
         self._written[id(flight)].set()
         return True
 
-    def next(self, *, more_expected: bool) -> Batch[InFlight] | Wait | None:
+    def next(self, *, more_expected: bool) -> Batch[InFlight] | WaitUntil | None:
         """The batch to send now, which counts as sent, or until when to wait; None: until something changes.
 
         `more_expected`: deliveries are on their way, or are being tokenised.
         """
         now_s, lanes, depth = self.clock(), self.lanes, self.depth
         allowed = depth if self.link.connected and not self.is_taken else 0
-        device = batches.Device(self.sent, min(lanes, depth), allowed, more_expected, self._ahead.busy_s(now_s, lanes))
+        device = batches.DeviceLoad(
+            self.sent, min(lanes, depth), allowed, more_expected, self._ahead.busy_s(now_s, lanes)
+        )
         action = batches.next_batch(self.waiting, now_s, self.limits, device)
         if not isinstance(action, Batch) and allowed and len(self._written) < WRITTEN_AT_ONCE:
             single = replace(self.limits, requests=1)
-            device = batches.Device(0, WRITTEN_AT_ONCE, WRITTEN_AT_ONCE, False)
+            device = batches.DeviceLoad(0, WRITTEN_AT_ONCE, WRITTEN_AT_ONCE, False)
             action = batches.next_batch(self.writing, now_s, single, device) or action
         if isinstance(action, Batch):
             for job in action.jobs:
@@ -188,9 +190,11 @@ class DeviceQueue:
         """It takes a place at the adapter, until `end`."""
         if batch.writes:
             flight = batch.jobs[0].work
-            gone = self._written[id(flight)] = asyncio.Event()
+            abandoned = self._written[id(flight)] = asyncio.Event()
             # an answer may take longer than anybody waits: then its row makes room for others
-            asyncio.get_running_loop().call_later(min(max(0.0, flight.deadline_s - self.clock()), _LONGEST_S), gone.set)
+            asyncio.get_running_loop().call_later(
+                min(max(0.0, flight.deadline_s - self.clock()), _LONGEST_S), abandoned.set
+            )
             return
         self.sent += 1
         self._ahead.sent(id(batch), self.waiting.seconds(batch), self.clock(), self.lanes)
@@ -263,8 +267,8 @@ def _frame(batch: Batch[InFlight], name: str, span: Span | None) -> tuple[ipc.Ru
     for job in batch.jobs:
         item = job.work.item
         run, chosen = runnable(job.work)
-        work = Work([item.inputs[index] for index in chosen], item.query, item.options)
-        parts.append(Part(run, work, spans.context_of(job.work), item.asker))
+        work = RowInput([item.inputs[index] for index in chosen], item.query, item.options)
+        parts.append(BatchPart(run, work, spans.context_of(job.work), item.asker))
     first, key = batch.jobs[0].work, batch.key
     ready = first.hosted.ready if first.hosted is not None else None
     above = span or first.span

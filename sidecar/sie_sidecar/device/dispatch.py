@@ -18,14 +18,14 @@ from sie_contracts.errors import LoraLoading, ModelLoading
 from sie_contracts.wire import ipc
 from sie_contracts.wire.messages import BatchNote
 from sie_runtime.process import Tasks
-from sie_sidecar.batching.batch import Batch, Wait
+from sie_sidecar.batching.batch import Batch, WaitUntil
 from sie_sidecar.batching.sizing import Quantum
 from sie_sidecar.device import recording
 from sie_sidecar.device.device import DeviceQueue
 from sie_sidecar.device.in_flight import InFlight, cut, merge, runnable, unsettled
 from sie_sidecar.device.isolate import Isolate
 from sie_sidecar.device.link import AdapterGone
-from sie_sidecar.metrics import Metrics
+from sie_sidecar.metrics import SidecarMetrics
 from sie_sidecar.models.loading import Loading
 from sie_sidecar.results.settle import Settle
 
@@ -40,7 +40,7 @@ class Dispatch:
         loading: Loading,
         settle: Settle,
         quantum: Quantum,
-        metrics: Metrics,
+        metrics: SidecarMetrics,
         work: Tasks,
     ) -> None:
         """`quantum` learns how long answers take."""
@@ -75,7 +75,7 @@ class Dispatch:
             if isinstance(action, Batch):
                 self._work.start(self._run(action), "batch")
                 continue
-            timeout_s = max(0.0, action.until_s - self._clock()) if isinstance(action, Wait) else None
+            timeout_s = max(0.0, action.until_s - self._clock()) if isinstance(action, WaitUntil) else None
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
                     await device.wake.wait()
@@ -128,13 +128,13 @@ class Dispatch:
 
     def _fit(self, batch: Batch[InFlight]) -> Batch[InFlight]:
         """Without what must not run: late or cancelled since it was prepared, or suspect by what was learnt since."""
-        wanted = self._settle.still_wanted([job.work for job in batch.jobs])
-        suspects = [flight for flight in wanted if self._isolate.is_suspect(flight)]
+        pending = self._settle.still_wanted([job.work for job in batch.jobs])
+        suspects = [flight for flight in pending if self._isolate.is_suspect(flight)]
         for flight in suspects:
             self._isolate.add(flight)
-        if len(wanted) == len(batch.jobs) and not suspects:
+        if len(pending) == len(batch.jobs) and not suspects:
             return batch
-        jobs = tuple(job for job in batch.jobs if job.work in wanted and job.work not in suspects)
+        jobs = tuple(job for job in batch.jobs if job.work in pending and job.work not in suspects)
         return Batch(batch.key, jobs, sum(job.cost for job in jobs))
 
     def _answer(self, batch: Batch[InFlight], done: ipc.BatchDone, note: BatchNote) -> None:
@@ -183,7 +183,7 @@ class Dispatch:
         """The adapter went away with this batch. If the device had it, its inputs are suspects."""
         for flight in flights:
             if flight.hosted is not None:
-                flight.hosted.unload()
+                flight.hosted.mark_unloaded()
         if suspects:
             self._work.start(self._isolate.suspect(flights), "suspects")
         else:
@@ -192,7 +192,7 @@ class Dispatch:
     def _again(self, flights: list[InFlight]) -> None:
         for flight in flights:
             if flight.hosted is not None:
-                flight.hosted.unload()
+                flight.hosted.mark_unloaded()
             flight.move("preparing")
             flight.sealed_s = 0.0
         for flight in self._settle.still_wanted(flights):

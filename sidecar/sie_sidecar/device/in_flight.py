@@ -25,8 +25,8 @@ from sie_contracts.wire.messages import ArraySlice, Failed, Ok, Outcome, Stages,
 from sie_sidecar.batching.batch import Job
 from sie_sidecar.device.poison import Mark
 from sie_sidecar.intake.leases import Lease
-from sie_sidecar.models.models import Hosted
-from sie_sidecar.prepare.rows import Row
+from sie_sidecar.models.models import ModelState
+from sie_sidecar.prepare.rows import TokenRow
 
 if TYPE_CHECKING:
     from sie_runtime.spans import Span
@@ -46,11 +46,11 @@ class InFlight:
     received_s: float
     deadline_s: float  # when it is late for certain
     due_s: float = math.inf  # when its budget is over: before `deadline_s`, by the doubt about the broker's clock
-    hosted: Hosted | None = None
+    hosted: ModelState | None = None
     entry: ModelEntry | None = None  # of its model when `hosted` was found, None until then: it is run by no other
     fingerprint: str = ""  # of the copy that runs it, once it is at the device
     layout: ipc.Layout = "text"
-    rows: list[Row] = field(default_factory=list)
+    rows: list[TokenRow] = field(default_factory=list)
     shared: int = 0
     refused: SIEError | None = None  # why it has no rows
     unfit: Mapping[int, SIEError] = field(default_factory=dict)  # why an input must not run
@@ -85,11 +85,11 @@ class InFlight:
         """Whether its model's entry changed since it was taken in."""
         return self.hosted is not None and self.hosted.resolved.entry is not self.entry
 
-    def of_input(self, index: int) -> list[Row]:
+    def of_input(self, index: int) -> list[TokenRow]:
         """The rows that only this input has."""
-        each = (len(self.rows) - self.shared) // len(self.item.inputs)
-        first = self.shared + index * each
-        return self.rows[first : first + each]
+        count = (len(self.rows) - self.shared) // len(self.item.inputs)
+        first = self.shared + index * count
+        return self.rows[first : first + count]
 
     @property
     def is_whole(self) -> bool:
@@ -105,7 +105,7 @@ class InFlight:
         common = next((row for row in self.rows[: self.shared] if row.truncated), None)
         return [self.unfit.get(index) or self._too_long(common, index) for index in range(len(self.item.inputs))]
 
-    def _too_long(self, common: Row | None, index: int) -> SIEError | None:
+    def _too_long(self, common: TokenRow | None, index: int) -> SIEError | None:
         if self.item.options.truncate != "NONE":
             return None
         row = common or next((row for row in self.of_input(index) if row.truncated), None)
@@ -117,7 +117,7 @@ def unsettled(flights: Iterable[InFlight]) -> int:
     return sum(not flight.settled for flight in flights)
 
 
-def runnable(flight: InFlight) -> tuple[list[Row], list[int]]:
+def runnable(flight: InFlight) -> tuple[list[TokenRow], list[int]]:
     """The rows that go to the device, and the inputs they belong to: all, but for those that are stopped."""
     if flight.is_whole:
         return flight.rows, list(range(len(flight.item.inputs)))
@@ -135,7 +135,7 @@ def changed() -> NotReady:
     )
 
 
-def too_long(row: Row) -> InvalidInput:
+def too_long(row: TokenRow) -> InvalidInput:
     """Why an input over the limit does not run that must not be cut."""
     limit = len(row.ids)
     return InvalidInput(
@@ -149,10 +149,10 @@ def merge(flight: InFlight, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...
     """One outcome per input, told of which not all was read: of those that ran, and of those that were stopped."""
     ran = iter(outcomes)
     common = any(row.truncated for row in flight.rows[: flight.shared])
-    found: list[Outcome] = []
+    outcomes_by_input: list[Outcome] = []
     for index, error in enumerate(flight.stopped()):
         if error is not None:
-            found.append(Failed(error.info()))
+            outcomes_by_input.append(Failed(error.info()))
             continue
         outcome = next(ran)
         if isinstance(outcome, Ok):
@@ -161,8 +161,8 @@ def merge(flight: InFlight, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...
                 outcome = msgspec.structs.replace(outcome, truncated=True)
             if any(image.animated for row in rows for image in row.images):
                 outcome = msgspec.structs.replace(outcome, first_of_several=True)
-        found.append(outcome)
-    return tuple(found)
+        outcomes_by_input.append(outcome)
+    return tuple(outcomes_by_input)
 
 
 def cut(outcomes: tuple[Outcome, ...], block: memoryview) -> tuple[tuple[Outcome, ...], bytes]:
@@ -197,7 +197,7 @@ def only(flight: InFlight, index: int) -> InFlight:
 
 def joined(parts: Sequence[tuple[Outcome, bytes]]) -> tuple[tuple[Outcome, ...], bytes]:
     """Outcomes that each came with a block of their own, with one block for all of them."""
-    found: list[Outcome] = []
+    outcomes: list[Outcome] = []
     start = 0
     for outcome, block in parts:
         if isinstance(outcome, Ok):
@@ -206,9 +206,9 @@ def joined(parts: Sequence[tuple[Outcome, bytes]]) -> tuple[tuple[Outcome, ...],
                 for name, piece in outcome.outputs.items()
             }
             outcome = msgspec.structs.replace(outcome, outputs=outputs)
-        found.append(outcome)
+        outcomes.append(outcome)
         start += len(block)
-    return tuple(found), b"".join(block for _, block in parts)
+    return tuple(outcomes), b"".join(block for _, block in parts)
 
 
 def _size(piece: ArraySlice) -> int:

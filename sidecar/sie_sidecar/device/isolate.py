@@ -24,10 +24,10 @@ from sie_runtime.process import Tasks
 from sie_sidecar.device.device import DeviceQueue
 from sie_sidecar.device.in_flight import InFlight, joined, merge, only, runnable
 from sie_sidecar.device.link import AdapterGone
-from sie_sidecar.device.poison import Marks, refusal
-from sie_sidecar.metrics import Metrics
+from sie_sidecar.device.poison import PoisonMarks, refusal
+from sie_sidecar.metrics import SidecarMetrics
 from sie_sidecar.models.loading import Loading
-from sie_sidecar.models.models import Hosted
+from sie_sidecar.models.models import ModelState
 from sie_sidecar.results.settle import Settle
 
 SLICE_S = 0.05
@@ -38,7 +38,13 @@ class Isolate:
     """All suspects of this worker. One task runs `run`."""
 
     def __init__(
-        self, device: DeviceQueue, marks: Marks, loading: Loading, settle: Settle, metrics: Metrics, work: Tasks
+        self,
+        device: DeviceQueue,
+        marks: PoisonMarks,
+        loading: Loading,
+        settle: Settle,
+        metrics: SidecarMetrics,
+        work: Tasks,
     ) -> None:
         self._device = device
         self._marks = marks
@@ -129,7 +135,7 @@ class Isolate:
             except AdapterGone:
                 continue
             except ModelLoading:  # evicted since
-                hosted.unload()
+                hosted.mark_unloaded()
                 continue
             except LoraLoading:  # evicted for others since
                 hosted.loras.discard(lora)
@@ -140,7 +146,7 @@ class Isolate:
             return done.outcomes[0], done.block, (done, note)
 
     async def _run_alone(
-        self, flight: InFlight, single: InFlight, key: str, hosted: Hosted
+        self, flight: InFlight, single: InFlight, key: str, hosted: ModelState
     ) -> tuple[ipc.BatchDone, BatchNote]:
         started = False
 
@@ -157,7 +163,7 @@ class Isolate:
         try:
             return await self._device.run(batch, on_started)
         except AdapterGone as gone:
-            hosted.unload()
+            hosted.mark_unloaded()
             self._device.give_back()
             if started and gone.died and self._device.number == number:
                 await self._marks.died(flight.item.model, [key])

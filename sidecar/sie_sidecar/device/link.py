@@ -33,7 +33,7 @@ class AdapterGone(Exception):
         self.died = died
 
 
-class _Connection:
+class _AdapterConnection:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
@@ -60,14 +60,14 @@ class _Connection:
 
 
 @contextlib.asynccontextmanager
-async def _cancelled_when(gone: asyncio.Event | None, connection: _Connection) -> AsyncIterator[None]:
+async def _cancelled_when(abandoned: asyncio.Event | None, connection: _AdapterConnection) -> AsyncIterator[None]:
     """Within: the batch on this connection is cancelled once `gone` is set. It is answered all the same."""
-    if gone is None:
+    if abandoned is None:
         yield
         return
 
     async def cancel() -> None:
-        await gone.wait()
+        await abandoned.wait()
         with contextlib.suppress(AdapterGone):  # whoever waits for the answer learns of it
             await connection.send(ipc.frame(ipc.Cancel()))
 
@@ -79,9 +79,9 @@ async def _cancelled_when(gone: asyncio.Event | None, connection: _Connection) -
         await asyncio.wait([cancelling])
 
 
-async def _connect(path: str) -> _Connection:
+async def _connect(path: str) -> _AdapterConnection:
     try:
-        return _Connection(*await asyncio.open_unix_connection(path, limit=1 << 20))
+        return _AdapterConnection(*await asyncio.open_unix_connection(path, limit=1 << 20))
     except OSError as error:
         raise AdapterGone(f"{path}: {error.strerror or error}") from error
 
@@ -102,10 +102,10 @@ class AdapterLink:
         self._ping_s = ping_s
         self._stale_s = stale_s
         self._clock = clock
-        self._idle: asyncio.LifoQueue[_Connection] = asyncio.LifoQueue()
-        self._more: asyncio.LifoQueue[_Connection] = asyncio.LifoQueue()  # for batches that hold no lane
-        self._all: list[_Connection] = []
-        self._control: _Connection | None = None
+        self._idle: asyncio.LifoQueue[_AdapterConnection] = asyncio.LifoQueue()
+        self._more: asyncio.LifoQueue[_AdapterConnection] = asyncio.LifoQueue()  # for batches that hold no lane
+        self._all: list[_AdapterConnection] = []
+        self._control: _AdapterConnection | None = None
         self._control_lock = asyncio.Lock()  # one question at a time
         self._loads = asyncio.Semaphore(1)
         self._lost = asyncio.Event()
@@ -169,7 +169,7 @@ class AdapterLink:
             listener(connected)
 
     async def _open(self) -> None:
-        opened: list[_Connection] = []
+        opened: list[_AdapterConnection] = []
         try:
             control = await _connect(self.path)
             opened.append(control)
@@ -237,11 +237,11 @@ class AdapterLink:
             return self._unwrapped(answer)
 
     @staticmethod
-    async def _exchange(connection: _Connection, question: ipc.Request) -> ipc.Reply:
+    async def _exchange(connection: _AdapterConnection, question: ipc.Request) -> ipc.Reply:
         await connection.send(ipc.frame(question))
         return await connection.receive()
 
-    async def _next(self, pool: asyncio.LifoQueue[_Connection]) -> _Connection:
+    async def _next(self, pool: asyncio.LifoQueue[_AdapterConnection]) -> _AdapterConnection:
         """A connection that comes back, unless the adapter goes away first."""
         getting = asyncio.ensure_future(pool.get())
         lost = asyncio.ensure_future(self._lost.wait())
@@ -259,7 +259,7 @@ class AdapterLink:
         return getting.result()
 
     @contextlib.asynccontextmanager
-    async def _borrowed(self, *, more: bool = False) -> AsyncIterator[_Connection]:
+    async def _borrowed(self, *, more: bool = False) -> AsyncIterator[_AdapterConnection]:
         """A connection that comes back. `more`: one beside those for batches, opened if need be; whoever asks bounds
         their number.
         """
@@ -311,7 +311,7 @@ class AdapterLink:
         return done.digest
 
     async def run_batch(
-        self, batch: ipc.RunBatch, on_started: Callable[[], None], gone: asyncio.Event | None = None
+        self, batch: ipc.RunBatch, on_started: Callable[[], None], abandoned: asyncio.Event | None = None
     ) -> ipc.BatchDone:
         """Run one batch; `on_started` is called when the device takes it. Raises AdapterGone, or the SIEError of a
         refused batch. Of a batch that is written `gone` is set when nobody waits for it any more.
@@ -326,9 +326,9 @@ class AdapterLink:
             raise PayloadTooLarge(
                 f"the input is too large to run: {error}", extras={"limit": ipc.MAX_REQUEST_BYTES}
             ) from error
-        async with self._borrowed(more=gone is not None) as connection:
+        async with self._borrowed(more=abandoned is not None) as connection:
             await connection.send(frame)
-            async with _cancelled_when(gone, connection):
+            async with _cancelled_when(abandoned, connection):
                 answer = await connection.receive()
                 if isinstance(answer, ipc.BatchStarted):
                     on_started()

@@ -61,7 +61,7 @@ def refusal() -> InferenceFailed:
     return InferenceFailed("this input ended the inference process twice", reason="poison")
 
 
-class Marks:
+class PoisonMarks:
     """All marks that this worker knows. `now_s` is broker time."""
 
     def __init__(self, broker: Store, worker: str, now_s: Callable[[], float]) -> None:
@@ -99,13 +99,13 @@ class Marks:
 
     def of(self, key: str) -> Mark | None:
         """The mark of a content; one that is past its life is forgotten here."""
-        found = self._known.get(key)
-        if found is None:
+        entry = self._known.get(key)
+        if entry is None:
             return None
-        if self._now_s() - found[0].at_s >= POISON_LIFETIME_S:
+        if self._now_s() - entry[0].at_s >= POISON_LIFETIME_S:
             self._forget(key)
             return None
-        return found[0]
+        return entry[0]
 
     async def died(self, model: str, keys: Iterable[str]) -> None:
         """These contents were being run when an adapter died: one death more for each of them.
@@ -128,10 +128,10 @@ class Marks:
 
     async def clear(self, keys: Iterable[str]) -> None:
         """These contents were answered."""
-        found = [(key, self._known[key]) for key in dict.fromkeys(keys) if key in self._known]
-        for key, _ in found:
+        marked = [(key, self._known[key]) for key in dict.fromkeys(keys) if key in self._known]
+        for key, _ in marked:
             self._forget(key)
-        await self._write([Write(key, None, revision) for key, (_, revision) in found if revision])
+        await self._write([Write(key, None, revision) for key, (_, revision) in marked if revision])
 
     async def _write(self, writes: list[Write]) -> None:
         if not self._is_open or not writes:
@@ -160,21 +160,21 @@ class Marks:
                 self._written(write, revision)
 
     def _written(self, write: Write, revision: int) -> None:
-        found = self._known.get(write.key)
-        if found is not None and write.value is not None and found[1] < revision:
-            self._known[write.key] = (found[0], revision)
+        entry = self._known.get(write.key)
+        if entry is not None and write.value is not None and entry[1] < revision:
+            self._known[write.key] = (entry[0], revision)
 
     def _on_lost(self) -> None:
         self._known = OrderedDict((key, (mark, 0)) for key, (mark, _) in self._known.items())
 
     def _on_mark(self, key: str, mark: Mark | None, revision: int) -> None:
-        found = self._known.get(key)
-        if found is not None and found[1] >= revision:
+        entry = self._known.get(key)
+        if entry is not None and entry[1] >= revision:
             return
         if mark is None:
-            if found is not None and found[1]:
+            if entry is not None and entry[1]:
                 self._forget(key)
-        elif found is None or found[0].deaths <= mark.deaths:
+        elif entry is None or entry[0].deaths <= mark.deaths:
             self._keep(key, mark, revision)
 
     def _keep(self, key: str, mark: Mark, revision: int) -> None:
@@ -185,8 +185,8 @@ class Marks:
             self._forget(next(iter(self._known)))
 
     def _forget(self, key: str) -> None:
-        found = self._known.pop(key, None)
-        if found is not None:
-            self._models[found[0].model] -= 1
-            if not self._models[found[0].model]:
-                del self._models[found[0].model]
+        entry = self._known.pop(key, None)
+        if entry is not None:
+            self._models[entry[0].model] -= 1
+            if not self._models[entry[0].model]:
+                del self._models[entry[0].model]

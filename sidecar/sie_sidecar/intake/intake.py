@@ -25,7 +25,7 @@ from sie_sidecar.batching.sizing import Quantum
 from sie_sidecar.device.device import DeviceQueue
 from sie_sidecar.device.in_flight import InFlight
 from sie_sidecar.intake.leases import Leases
-from sie_sidecar.metrics import Metrics
+from sie_sidecar.metrics import SidecarMetrics
 from sie_sidecar.models.inventory import Inventory
 from sie_sidecar.results import spans
 from sie_sidecar.results.settle import Settle
@@ -48,7 +48,7 @@ class Gathered(NamedTuple):
     characters: int
 
 
-class Intake:
+class WorkIntake:
     """What the broker delivers to this worker."""
 
     def __init__(
@@ -59,7 +59,7 @@ class Intake:
         settle: Settle,
         broker_clock: BrokerClock,
         quantum: Quantum,
-        metrics: Metrics,
+        metrics: SidecarMetrics,
         tracer: Tracer | None,
     ) -> None:
         self._leases = leases
@@ -79,8 +79,10 @@ class Intake:
         """A new work item in flight; None if the delivery is of one that is, or cannot be read."""
         now_s = self._clock()
         self._metrics.deliveries.labels("true" if delivery.delivered > 1 else "false").inc()
-        if (known := self._leases.adopt(delivery)) is not None:
-            _logger.info("delivery %d of work that is in flight here: its lease had lapsed", known.delivery.delivered)
+        if (lease_in_hand := self._leases.adopt(delivery)) is not None:
+            _logger.info(
+                "delivery %d of work that is in flight here: its lease had lapsed", lease_in_hand.delivery.delivered
+            )
             return None
         lease = self._leases.hold(delivery)
         try:

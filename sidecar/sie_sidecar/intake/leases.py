@@ -34,7 +34,7 @@ _SIZE = (1 + SLOTS) * SLOT_BYTES
 _logger = logging.getLogger("sie.sidecar.leases")
 
 
-class Ledger:
+class LeaseLedger:
     """One process at a time writes it. `now_s` is broker time, in seconds."""
 
     def __init__(self, path: Path, file: int, now_s: Callable[[], float]) -> None:
@@ -70,7 +70,7 @@ class Ledger:
 
         Later ones may be somebody else's by now. What cannot be read is left out, with one line in the log.
         """
-        found: list[tuple[float, str]] = []
+        readable: list[tuple[float, str]] = []
         broken = 0
         _, renewed_s = _HEADER.unpack_from(self._map)
         for at in range(SLOT_BYTES, _SIZE, SLOT_BYTES):
@@ -81,12 +81,12 @@ class Ledger:
             if length > SLOT_BYTES - _SLOT.size or checksum != _checksum(held_s, data):
                 broken += 1
             elif self._now_s() - max(held_s, renewed_s) < within_s:
-                found.append((held_s, data.decode()))
+                readable.append((held_s, data.decode()))
         if broken:
             _logger.warning("%s: %d entries cannot be read, their leases will lapse", self.path, broken)
         self._map[:] = bytes(_SIZE)
         self.renewed()
-        return [reply for _, reply in sorted(found)]
+        return [reply for _, reply in sorted(readable)]
 
     def close(self) -> None:
         """Stop writing; the file goes if nothing is held."""
@@ -109,7 +109,7 @@ def _reserve(file: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def open_ledger(path: Path, now_s: Callable[[], float]) -> Ledger | None:
+def open_ledger(path: Path, now_s: Callable[[], float]) -> LeaseLedger | None:
     """The ledger at `path`, made if it is not there; None, with one line in the log, where none can be kept: work goes
     on without.
     """
@@ -123,7 +123,7 @@ def open_ledger(path: Path, now_s: Callable[[], float]) -> Ledger | None:
                 _logger.warning("%s is no ledger of leases and is made anew", path)
                 os.ftruncate(file, 0)
             _reserve(file)
-        return Ledger(path, file, now_s)
+        return LeaseLedger(path, file, now_s)
     except OSError as error:
         _logger.warning(
             "%s: %s; if this process is killed its work waits for the end of its leases", path, error.strerror or error
@@ -155,16 +155,16 @@ class Leases:
         ack_wait_s: float,
         is_alive: Callable[[], bool],
         clock: Callable[[], float],
-        ledger: Ledger | None = None,
-        heard: Callable[[float], Awaitable[None]] | None = None,
+        ledger: LeaseLedger | None = None,
+        flushed: Callable[[float], Awaitable[None]] | None = None,
     ) -> None:
-        """`heard`: returns when the broker has received all that was sent, or raises BrokerError after
+        """`flushed`: returns when the broker has received all that was sent, or raises BrokerError after
         so many seconds.
         """
         self._ack_wait_s = ack_wait_s
         self._ledger = ledger
         self._is_alive = is_alive
-        self._heard = heard
+        self._flushed = flushed
         self._clock = clock
         self._held: dict[tuple[str, int], Lease] = {}  # by pool and sequence: each pool's stream counts from 1
         self.empty = asyncio.Event()
@@ -274,8 +274,8 @@ class Leases:
                 if self._held.get(_place(lease.delivery)) is lease:
                     await lease.delivery.in_progress()
                     renewed.append(lease)
-            if self._heard is not None:
-                await self._heard(self._ack_wait_s / 3)
+            if self._flushed is not None:
+                await self._flushed(self._ack_wait_s / 3)
         except BrokerError as error:
             _logger.warning("leases could not be renewed: %s", error)
             return

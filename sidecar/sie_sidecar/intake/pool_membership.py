@@ -50,7 +50,7 @@ def admitted(own: str, answered: tuple[str, ...], silent_s: float) -> str | None
     return own if own in answered else next(iter(answered), None)
 
 
-class Admission:
+class PoolMembership:
     """Asks until `stop`, of several gateways the next one where one does not answer. `asked` is set after the first
     attempt at all of them, `changed` each time another pool is to be served.
     """
@@ -99,14 +99,14 @@ class Admission:
 
     async def _ask_any(self) -> str:
         """Take the first answer that there is; returns why there was none, or nothing."""
-        told = []
+        reasons = []
         for url in list(self._urls):
             trouble = await self._ask(url)
             if not trouble:
                 return ""
-            told.append(trouble)
+            reasons.append(trouble)
             self._urls.append(self._urls.pop(0))  # the one that answered last is asked first
-        return "; ".join(dict.fromkeys(told))
+        return "; ".join(dict.fromkeys(reasons))
 
     async def _ask(self, url: str) -> str:
         """Take a gateway's answer; returns why there was none, or nothing."""
@@ -118,10 +118,10 @@ class Admission:
         if answer.status_code != 200:
             return f"status {answer.status_code}"
         try:
-            found = _answer.decode(answer.content)
+            assignments = _answer.decode(answer.content)
         except msgspec.DecodeError as error:
             return f"not the expected answer: {error}"
-        if found.worker != self._worker:
+        if assignments.worker != self._worker:
             return "it answered for another worker"
-        self._answered, self.pinned, self._answered_s = found.pools, found.pinned_models, self._clock()
+        self._answered, self.pinned, self._answered_s = assignments.pools, assignments.pinned_models, self._clock()
         return ""

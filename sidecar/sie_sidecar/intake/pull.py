@@ -27,7 +27,7 @@ from sie_contracts.wire import messages, topology
 from sie_contracts.wire.records import Placement
 from sie_contracts.wire.topology import Lane
 from sie_sidecar.batching import batch
-from sie_sidecar.batching.batch import Limits, Load
+from sie_sidecar.batching.batch import BatchLimits, Load
 from sie_sidecar.device.device import DeviceQueue
 from sie_sidecar.device.in_flight import InFlight
 from sie_sidecar.models.inventory import Inventory
@@ -59,7 +59,7 @@ def role(hosts: tuple[str, ...], worker: str, *, loaded: bool, held: bool, waits
     return "none" if held else "probe"
 
 
-class Assignment:
+class HostAssignment:
     """The table of one lane as this worker knows it."""
 
     def __init__(
@@ -154,8 +154,8 @@ class Assignment:
         mine = self.models() or ()
         for model in {*mine, *self._waiting}:
             for priority in get_args(messages.Priority):
-                for made in (topology.work_consumer, topology.slot_consumer):
-                    self._consumers.setdefault(made(self._lane, priority, model, 0.0).name, set()).add(model)
+                for consumer_name in (topology.work_consumer, topology.slot_consumer):
+                    self._consumers.setdefault(consumer_name(self._lane, priority, model, 0.0).name, set()).add(model)
         self._ahead_s = {model: at_s for model, at_s in self._ahead_s.items() if model in mine}
 
     def models(self) -> frozenset[str] | None:
@@ -190,9 +190,9 @@ class Assignment:
             for model in sorted(self._mine or ())
             if now_s - self._ahead_s.get(model, -AHEAD_AGAIN_S) >= AHEAD_AGAIN_S
         )
-        found = [model for model in due if self._of(model) == "ahead"]
-        self._ahead_s.update(dict.fromkeys(found, now_s))
-        return found
+        models = [model for model in due if self._of(model) == "ahead"]
+        self._ahead_s.update(dict.fromkeys(models, now_s))
+        return models
 
     def unloaded(self, model: str) -> None:
         """An operator had it unloaded: it is not loaded ahead of work within AHEAD_AGAIN_S."""
@@ -208,12 +208,12 @@ class Assignment:
             await self._record.follow()
         before, self._seen = self._seen, frozenset()
         if self.is_old():
-            others = set(loaded) - (self.models() or frozenset())
+            unassigned = set(loaded) - (self.models() or frozenset())
             stream = topology.stream_name(self._lane.pool)
-            counts = await self._broker.subject_counts(stream, topology.lane_filter(self._lane)) if others else {}
+            counts = await self._broker.subject_counts(stream, topology.lane_filter(self._lane)) if unassigned else {}
             self._seen = frozenset(
                 model
-                for model in others
+                for model in unassigned
                 for subject in (topology.work_subject, topology.slot_subject)
                 if any(counts.get(subject(self._lane, priority, model)) for priority in get_args(messages.Priority))
             )
@@ -227,7 +227,7 @@ class Assignment:
 ACTIVE_S = 1.0  # a consumer that delivered this recently is active
 
 
-class _Consumer:
+class _ConsumerState:
     """What is known of one durable consumer: how its deliveries look lately. `mean_cost` in tokens."""
 
     def __init__(self) -> None:
@@ -245,7 +245,7 @@ class Pulling:
         self,
         queue: Queue,
         lane: Lane,
-        limits: Limits,
+        limits: BatchLimits,
         on_delivery: Callable[[Delivery], None],
         room: Callable[[bool], Load | None],
         clock: Callable[[], float],
@@ -259,8 +259,8 @@ class Pulling:
         self._role = role
         self._stream = topology.stream_name(lane.pool)
         self._bulk = f"{lane.consumer_prefix()}bulk__"
-        self._consumers: dict[str, _Consumer] = {}
-        self._active: dict[str, _Consumer] = {}
+        self._consumers: dict[str, _ConsumerState] = {}
+        self._active: dict[str, _ConsumerState] = {}
         self._short: dict[
             str, None
         ] = {}  # in order: what delivered since it was looked at, or has less than an idle device would get
@@ -288,13 +288,13 @@ class Pulling:
         if self._notices is None:  # before the start, when a reconnect asks as well, and after the end
             return
         before, self._announced = set(self._consumers), set()
-        found = [
+        names = [
             name for name in await self._queue.consumers(self._stream) if name.startswith(self._lane.consumer_prefix())
         ]
-        for name in before.difference(found, self._announced):
+        for name in before.difference(names, self._announced):
             self._forget(name)
-        for name in found:
-            self._consumers.setdefault(name, _Consumer())
+        for name in names:
+            self._consumers.setdefault(name, _ConsumerState())
         self.refill_all()
 
     async def _on_consumer(self, name: str, exists: bool) -> None:
@@ -302,22 +302,22 @@ class Pulling:
             return
         if exists:
             self._announced.add(name)
-            self._consumers.setdefault(name, _Consumer())
+            self._consumers.setdefault(name, _ConsumerState())
             self._refill([name])
         else:
             self._forget(name)
 
     def _forget(self, name: str) -> None:
         self._consumers.pop(name, None)
-        for known in (self._active, self._short):
-            known.pop(name, None)
+        for consumers in (self._active, self._short):
+            consumers.pop(name, None)
         self._more.discard(name)
         self._pulls.want(name, 0)
 
     def note(self, delivery: Delivery) -> None:
         """Account for a delivery, whatever is in it: it used up credit."""
         name = delivery.consumer
-        consumer = self._active[name] = self._consumers.setdefault(name, _Consumer())
+        consumer = self._active[name] = self._consumers.setdefault(name, _ConsumerState())
         consumer.delivered_s = self._clock()
         self._short[name] = None
         if delivery.pending:
@@ -381,7 +381,7 @@ class Pulling:
                 self._active.pop(name, None)
                 self._more.discard(name)
 
-    def _share(self, load: Load, consumer: _Consumer) -> int:
+    def _share(self, load: Load, consumer: _ConsumerState) -> int:
         credit = batch.credit(load, consumer.mean_cost, self._limits)
         return min(credit, max(1, credit // max(1, len(self._active))))
 
@@ -396,7 +396,7 @@ class Pulling:
         await asyncio.gather(self._pulls.stop(), *([notices.stop()] if notices is not None else []))
 
 
-class Source:
+class WorkSource:
     """Pulls from one pool at a time. `take` makes a work item of a delivery; None: there is none to wait for."""
 
     def __init__(
@@ -426,7 +426,7 @@ class Source:
     def _open(self, lane: Lane) -> None:
         """Go by the table and the stream of a lane from now on."""
         self.lane = lane
-        self.assignment = Assignment(
+        self.assignment = HostAssignment(
             self._broker,
             lane,
             self._worker_id,

@@ -21,7 +21,7 @@ from sie_contracts.errors import SIEError
 from sie_contracts.models.catalogue import Resolved
 from sie_contracts.wire import ipc
 from sie_sidecar.device.link import AdapterGone, AdapterLink
-from sie_sidecar.models.models import Hosted, Models
+from sie_sidecar.models.models import ModelState, ModelStates
 
 IDLE_S = 1.0  # a model with less than this between its uses is not worth a reload
 RELIEVE_S = 1.0
@@ -33,11 +33,11 @@ def _one() -> int:
     return 1
 
 
-def _names(models: list[Hosted]) -> tuple[str, ...]:
+def _names(models: list[ModelState]) -> tuple[str, ...]:
     return tuple(hosted.name for hosted in models)
 
 
-class Hosting(Models):
+class Hosting(ModelStates):
     """The models of this worker, with the adapter that loads and drops them."""
 
     def __init__(
@@ -48,9 +48,9 @@ class Hosting(Models):
         swap_after_s: float = 1.0,
         *,
         assigned: Callable[[], frozenset[str] | None] = lambda: None,
-        on_loaded: Callable[[Hosted], object] = lambda hosted: None,
-        on_failed: Callable[[Hosted, SIEError], object] = lambda hosted, error: None,
-        on_role: Callable[[Hosted], object] = lambda hosted: None,
+        on_loaded: Callable[[ModelState], object] = lambda hosted: None,
+        on_failed: Callable[[ModelState, SIEError], object] = lambda hosted, error: None,
+        on_role: Callable[[ModelState], object] = lambda hosted: None,
     ) -> None:
         """A model that does not fit waits for the others' work to end, for `swap_after_s` at most before one of them is
         closed to more. `assigned`: the models that this worker is a host of, None while not known. `on_role`: a
@@ -70,14 +70,14 @@ class Hosting(Models):
         self._on_failed = on_failed
         self._on_role = on_role
         link.listeners.append(self._on_link)
-        link.attach(lambda: _names(self.may_drop(IDLE_S)), self._on_dropped)
+        link.attach(lambda: _names(self.evictable(IDLE_S)), self._on_dropped)
 
-    def let_go(self, hosted: Hosted) -> None:
+    def let_go(self, hosted: ModelState) -> None:
         super().let_go(hosted)
         if hosted.is_quiet:
             self._look_again()
 
-    def park(self, hosted: Hosted, items: Callable[[], int]) -> None:
+    def park(self, hosted: ModelState, items: Callable[[], int]) -> None:
         super().park(hosted, items)
         if hosted.is_quiet:
             self._look_again()
@@ -85,7 +85,7 @@ class Hosting(Models):
     def _on_link(self, connected: bool) -> None:
         if not connected:
             for hosted in self.all():
-                hosted.unload()
+                hosted.mark_unloaded()
             self._look_again()
         self._on_change()
 
@@ -95,7 +95,9 @@ class Hosting(Models):
             self._on_role(hosted)
         self._on_change()
 
-    async def ensure(self, hosted: Hosted, items: Callable[[], int] | None = None, *, past_gate: bool = False) -> None:
+    async def ensure(
+        self, hosted: ModelState, items: Callable[[], int] | None = None, *, past_gate: bool = False
+    ) -> None:
         """Return when the model is loaded and its gate is open, or when nobody needs it any more. Raises
         ModelLoadFailed, AdapterGone.
 
@@ -111,9 +113,9 @@ class Hosting(Models):
             hosted.wanted.remove(count)
 
     async def _until_ready(
-        self, hosted: Hosted, items: Callable[[], int], wanted: Callable[[], int], *, past_gate: bool
+        self, hosted: ModelState, items: Callable[[], int], waiting_items: Callable[[], int], *, past_gate: bool
     ) -> None:
-        while wanted() and (hosted.state != "loaded" or (hosted.makes_room and not past_gate)):
+        while waiting_items() and (hosted.state != "loaded" or (hosted.makes_room and not past_gate)):
             if hosted.makes_room and not past_gate:
                 await self._before_gate(hosted, items)
                 continue
@@ -136,11 +138,11 @@ class Hosting(Models):
             load.cancel()
         await asyncio.gather(*loads, return_exceptions=True)
 
-    async def _load(self, hosted: Hosted) -> None:
+    async def _load(self, hosted: ModelState) -> None:
         resolved, asked_s = hosted.resolved, self._clock()
         hosted.state, hosted.swapped = "loading", False
         self._on_change()
-        closed: Hosted | None = None
+        closed: ModelState | None = None
         try:
             ready, began_s = None, asked_s
             while (
@@ -164,23 +166,23 @@ class Hosting(Models):
             self._on_change()
 
     @staticmethod
-    def _still_loads(hosted: Hosted, resolved: Resolved) -> bool:
+    def _still_loads(hosted: ModelState, resolved: Resolved) -> bool:
         """Whether somebody waits for this very model: a load that nobody needs would drop one that somebody needs."""
         return hosted.is_wanted and hosted.resolved.entry == resolved.entry
 
-    async def _asked_to_load(self, hosted: Hosted, resolved: Resolved) -> ipc.Ready | None:
+    async def _asked_to_load(self, hosted: ModelState, resolved: Resolved) -> ipc.Ready | None:
         """The loaded model, or None if it did not fit beside models that had work meanwhile or were on their way.
         Raises AdapterGone, ModelLoadFailed.
         """
-        offered = [other for other in self.may_drop(0.0) if other is not hosted]
+        offered = [candidate for candidate in self.evictable(0.0) if candidate is not hosted]
         left_over = self.left_over(self._described())
-        beside, number, uses = self.busy(hosted), self._asked + 1, [other.uses for other in offered]
+        beside, number, uses = self.busy(hosted), self._asked + 1, [candidate.uses for candidate in offered]
         self._asked, hosted.arriving = number, True
         try:
             entry, may_drop = msgspec.to_builtins(resolved.entry), (*left_over, *_names(offered))
             return await self._link.ensure_ready(ipc.EnsureReady(hosted.name, entry, resolved.profile, may_drop))
         except SIEError as error:
-            came = self._asked > number or uses != [other.uses for other in offered]
+            came = self._asked > number or uses != [candidate.uses for candidate in offered]
             if error.extras.get("error_class") == "OOM" and (
                 beside or came or self.busy(hosted) or await self._went_to_earlier_loads(error, left_over)
             ):
@@ -217,7 +219,7 @@ class Hosting(Models):
         """What the adapter held when it last described itself."""
         return self._link.description.models if self._link.description else ()
 
-    async def _before_gate(self, hosted: Hosted, items: Callable[[], int]) -> None:
+    async def _before_gate(self, hosted: ModelState, items: Callable[[], int]) -> None:
         """Wait until the gate opens; work that is past it is finished first."""
         self.park(hosted, items)
         try:
@@ -225,13 +227,13 @@ class Hosting(Models):
         finally:
             self.unpark(hosted, items)
 
-    async def _make_room(self, hosted: Hosted, asked_s: float, closed: Hosted | None) -> Hosted | None:
+    async def _make_room(self, hosted: ModelState, asked_s: float, closed: ModelState | None) -> ModelState | None:
         """Return when one more of the other models has no work, or nobody wants this one any more. Once `hosted` has
         waited `swap_after_s`, the model whose turn is over first is closed to new work, when it is, until `hosted` had
         its load; returns it.
         """
         had_work = self.busy(hosted)
-        while hosted.is_wanted and had_work and all(other in self.busy(hosted) for other in had_work):
+        while hosted.is_wanted and had_work and all(busy_model in self.busy(hosted) for busy_model in had_work):
             if closed is not None and (closed.state != "loaded" or not closed.makes_room):
                 self._open(closed)  # its room went to another load
                 closed = None
@@ -261,17 +263,17 @@ class Hosting(Models):
         """Wake those who wait for room, in the order in which they came: else two models could take turns for ever
         beside a third.
         """
-        for _, waiter in sorted(self._waiters, key=lambda each: each[0]):
+        for _, waiter in sorted(self._waiters, key=lambda entry: entry[0]):
             if not waiter.done():
                 waiter.set_result(None)
 
-    def _close(self, hosted: Hosted) -> None:
+    def _close(self, hosted: ModelState) -> None:
         """New work of it waits before its gate."""
         hosted.makes_room = True
         self._gates[hosted.name] = asyncio.Event()
         self._on_role(hosted)
 
-    def _open(self, hosted: Hosted) -> None:
+    def _open(self, hosted: ModelState) -> None:
         """It takes new work again, and may be closed for another one."""
         hosted.makes_room = False
         if (gate := self._gates.pop(hosted.name, None)) is not None:
@@ -279,17 +281,17 @@ class Hosting(Models):
         self._on_role(hosted)
         self._look_again()
 
-    def _ready(self, hosted: Hosted, ready: ipc.Ready, load_s: float) -> None:
+    def _ready(self, hosted: ModelState, ready: ipc.Ready, load_s: float) -> None:
         self.loaded(hosted, ready, load_s)
         how = f"{ready.loaded.engine}, {ready.loaded.precision}, {ready.loaded.attention}"
         _logger.info("%s loaded in %.2f s: %s", hosted.name, ready.load_s, how, extra={"model": hosted.name})
         self._on_loaded(hosted)
 
-    async def release(self, hosted: Hosted) -> None:
+    async def release(self, hosted: ModelState) -> None:
         """Unload a model that nothing is held for; work that comes meanwhile waits, and loads it again. Raises
         AdapterGone, SIEError.
         """
-        hosted.unload()
+        hosted.mark_unloaded()
         self._on_role(hosted)
         hosted.state = "unloading"
         releasing = asyncio.create_task(self._release(hosted), name=f"release:{hosted.name}")
@@ -297,11 +299,11 @@ class Hosting(Models):
         self._on_change()
         await asyncio.shield(releasing)
 
-    async def unload_when_idle(self, hosted: Hosted) -> bool:
+    async def unload_when_idle(self, hosted: ModelState) -> bool:
         """Unload the model once its load has ended and nothing is in flight for it; whether this call did. Raises
         AdapterGone, SIEError.
 
-        After `Hosted.retain` it stays.
+        After `ModelState.retain` it stays.
         """
         if hosted.leaves:  # another call waits
             return False
@@ -316,7 +318,7 @@ class Hosting(Models):
         finally:
             hosted.leaves = False
 
-    async def _release(self, hosted: Hosted) -> None:
+    async def _release(self, hosted: ModelState) -> None:
         try:
             await self._link.ask(ipc.Release(hosted.name))
         finally:
@@ -341,7 +343,7 @@ class Hosting(Models):
 
     async def relieve(self) -> None:
         """Let the adapter unload idle models if memory is above its threshold."""
-        may_drop = _names(self.may_drop(IDLE_S))
+        may_drop = _names(self.evictable(IDLE_S))
         if not may_drop:
             return
         try:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from sie_sidecar.device.in_flight import InFlight
 from sie_sidecar.intake.leases import Lease
 from sie_sidecar.models.hosting import Hosting
-from sie_sidecar.models.models import Hosted
+from sie_sidecar.models.models import ModelState
 
 
 class Inventory:
@@ -48,7 +48,7 @@ class Inventory:
         """Whether something of it was delivered that hosting does not count yet."""
         return model in self._coming
 
-    def keep_model(self, flight: InFlight, hosted: Hosted) -> None:
+    def keep_model(self, flight: InFlight, hosted: ModelState) -> None:
         """It needs this model, which must not be evicted from now on."""
         flight.hosted, flight.entry = hosted, hosted.resolved.entry
         self._hosting.take(hosted)

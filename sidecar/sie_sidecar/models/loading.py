@@ -31,7 +31,7 @@ from sie_runtime.process import Tasks
 from sie_sidecar.device.in_flight import InFlight, unsettled
 from sie_sidecar.device.link import AdapterGone, AdapterLink
 from sie_sidecar.models.hosting import Hosting
-from sie_sidecar.models.models import Hosted
+from sie_sidecar.models.models import ModelState
 
 HOLD_S = 5.0
 COOL_DOWN_S = 30.0
@@ -39,8 +39,8 @@ MAX_REMEMBERED = 1000  # clients choose the names
 _Key = tuple[str, str]
 
 
-class Loras:
-    """Loads LoRAs for models that are loaded. `Hosted.loras` are those that the adapter has, less what it has dropped
+class LoraLoads:
+    """Loads LoRAs for models that are loaded. `ModelState.loras` are those that the adapter has, less those it dropped
     and not yet told.
     """
 
@@ -51,7 +51,7 @@ class Loras:
         self._turns: dict[str, asyncio.Lock] = {}
         self._failures: dict[_Key, tuple[float, ErrorInfo]] = {}
 
-    def turn(self, hosted: Hosted) -> asyncio.Lock:
+    def turn(self, hosted: ModelState) -> asyncio.Lock:
         """Held by a batch whose LoRA was dropped while it waited, until it has run: no other LoRA of this model begins
         to load meanwhile.
 
@@ -59,7 +59,7 @@ class Loras:
         """
         return self._turns.setdefault(hosted.name, asyncio.Lock())
 
-    async def ensure(self, hosted: Hosted, name: str, *, in_turn: bool = False) -> None:
+    async def ensure(self, hosted: ModelState, name: str, *, in_turn: bool = False) -> None:
         """Return when `name` is loaded for a loaded model. Raises LoraLoading after HOLD_S, LoraLoadFailed,
         ModelLoading, AdapterGone.
         """
@@ -78,7 +78,7 @@ class Loras:
             raise LoraLoading(f"the LoRA {shown} is being loaded", extras={"lora_id": shown, "lora": shown})
         load.result()
 
-    async def preload(self, hosted: Hosted) -> None:
+    async def preload(self, hosted: ModelState) -> None:
         """Load what the profiles of a loaded model name, one after the other. What fails is logged; who asks for it is
         told why.
         """
@@ -95,7 +95,7 @@ class Loras:
             load.cancel()
         await asyncio.gather(*loads, return_exceptions=True)
 
-    def _load_of(self, hosted: Hosted, name: str) -> asyncio.Task[None]:
+    def _load_of(self, hosted: ModelState, name: str) -> asyncio.Task[None]:
         key = (hosted.name, name)
         load = self._loads.get(key)
         if load is None:
@@ -104,7 +104,7 @@ class Loras:
             load.add_done_callback(lambda task: task.cancelled() or task.exception())
         return load
 
-    async def _load(self, hosted: Hosted, name: str) -> None:
+    async def _load(self, hosted: ModelState, name: str) -> None:
         key = (hosted.name, name)
         try:
             async with self.turn(hosted):
@@ -118,10 +118,10 @@ class Loras:
         finally:
             del self._loads[key]
 
-    async def _ask(self, hosted: Hosted, name: str) -> None:
+    async def _ask(self, hosted: ModelState, name: str) -> None:
         digest = await self._link.ensure_lora(ipc.EnsureLora(hosted.name, name))
         if len(hosted.lora_digests) >= MAX_REMEMBERED:
-            hosted.forget_loras()
+            hosted.reset_loras()
         hosted.loras.add(name)
         hosted.lora_digests[name] = digest
 
@@ -147,7 +147,7 @@ class Loading:
         feed: CatalogueFeed,
         link: AdapterLink,
         hosting: Hosting,
-        loras: Loras,
+        loras: LoraLoads,
         work: Tasks,
         clock: Callable[[], float],
     ) -> None:
@@ -168,7 +168,7 @@ class Loading:
             lambda catalogue: catalogue.revisions.get(item.model, 0) >= item.config_revision, max(0.0, within_s)
         )
 
-    def find(self, item: WorkItem) -> Hosted | None:
+    def find(self, item: WorkItem) -> ModelState | None:
         """The residency for this work, or None if this worker's catalogue does not know that revision of the model."""
         entry = self._feed.catalogue.entries.get(item.model)
         if entry is None or entry.revision != item.revision or self.revision(item.model) < item.config_revision:
@@ -176,7 +176,7 @@ class Loading:
         resolved = self._feed.catalogue.resolve_profile(entry, item.profile, item.model)
         return self.hosting.of(resolved, self.revision(item.model))
 
-    async def restored(self, item: WorkItem, hosted: Hosted) -> bool:
+    async def restored(self, item: WorkItem, hosted: ModelState) -> bool:
         """Whether the config service replaced the revision that `hosted` cannot load. Waits for that until RESTORED_S
         after the failed load, where the worker had an earlier revision loaded.
         """
@@ -198,14 +198,14 @@ class Loading:
                 hosted = self.hosting.of(resolved, self.revision(resolved.entry.id))
                 self._work.start(self._load(hosted), "load ahead")
 
-    async def _load(self, hosted: Hosted) -> None:
+    async def _load(self, hosted: ModelState) -> None:
         try:
             await self.hosting.ensure(hosted)
         except (SIEError, AdapterGone) as error:  # nobody waits for it; work that comes is answered with the reason
             _logger.warning("%s could not be loaded ahead: %s", hosted.name, error, extra={"model": hosted.name})
 
     async def ensure(
-        self, hosted: Hosted, flights: Sequence[InFlight], *, past_gate: bool = False, in_turn: bool = False
+        self, hosted: ModelState, flights: Sequence[InFlight], *, past_gate: bool = False, in_turn: bool = False
     ) -> None:
         """Return when the model of these work items and their LoRA are loaded, or none of them is left to run.
 
@@ -220,7 +220,7 @@ class Loading:
             for flight in flights:
                 flight.waited_for_load(self._clock() - began_s)
 
-    async def _ensure(self, hosted: Hosted, flights: Sequence[InFlight], *, past_gate: bool, in_turn: bool) -> None:
+    async def _ensure(self, hosted: ModelState, flights: Sequence[InFlight], *, past_gate: bool, in_turn: bool) -> None:
         lora, items = flights[0].item.options.lora, functools.partial(unsettled, flights)
         until_s = max(flight.deadline_s for flight in flights)
         while (left_s := until_s - self._clock()) > 0:
@@ -238,7 +238,7 @@ class Loading:
                     async with asyncio.timeout(until_s - self._clock()):
                         await self._link.wait_connected()
             except ModelLoading:  # evicted before its LoRA came
-                hosted.unload()
+                hosted.mark_unloaded()
             else:
                 if hosted.state == "loaded":  # else it was evicted while its LoRA was loaded
                     return
@@ -252,7 +252,7 @@ class Loading:
         return functools.partial(self.hosting.unpark, flight.hosted, count)
 
 
-class Residency:
+class ResidencyRequests:
     """Obeys `messages.Residency`. `work` keeps the unloads that wait. `on_unloaded` gets the id of an entry."""
 
     def __init__(self, loading: Loading, work: Tasks, on_unloaded: Callable[[str], None]) -> None:
@@ -264,19 +264,19 @@ class Residency:
     async def on_message(self, message: CoreMessage) -> None:
         """A gateway passes on what an operator asks. Nothing answers: heartbeats report the state."""
         try:
-            asked = messages.decode_residency(message.data)
+            request = messages.decode_residency(message.data)
         except msgspec.DecodeError as error:
             _logger.error("what an operator asks could not be read: %s", error)
             return
-        hosted = self._hosting.find(asked.model)
-        if asked.action == "load":
+        hosted = self._hosting.find(request.model)
+        if request.action == "load":
             if hosted is not None:
                 hosted.retain()
-            self._loading.ahead([asked.model])
+            self._loading.ahead([request.model])
         elif hosted is not None and hosted.state in ("loading", "loaded"):
             self._work.start(self._unload(hosted), "unload")
 
-    async def _unload(self, hosted: Hosted) -> None:
+    async def _unload(self, hosted: ModelState) -> None:
         try:
             if await self._hosting.unload_when_idle(hosted):
                 _logger.info("%s is unloaded, as an operator asked", hosted.name, extra={"model": hosted.name})

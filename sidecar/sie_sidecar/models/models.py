@@ -38,13 +38,13 @@ MAX_TURN_S = 5.0  # that a load gives its model: the next one is held for SIE_LO
 
 def _image_cost(ready: ipc.Ready) -> tuple[int, int]:
     """What an image costs, and how many ids stand for it, as `layouts` makes its row: the most of all operations."""
-    found = []
+    costs = []
     for rows in ready.rows.values():
         if (recipe := rows.images) is not None:
             blocks, ids = max_blocks(recipe), rows.image_tokens
             count = len(ids.before) + (ids.count or blocks) + len(ids.after) if ids else 0
-            found.append((recipe.tokens + blocks * recipe.block_tokens, count))
-    return max((patches + ids for patches, ids in found), default=0), max((ids for _, ids in found), default=0)
+            costs.append((recipe.tokens + blocks * recipe.block_tokens, count))
+    return max((patches + ids for patches, ids in costs), default=0), max((ids for _, ids in costs), default=0)
 
 
 def _precision(loaded: ipc.LoadedModel) -> ServedPrecision:
@@ -52,7 +52,7 @@ def _precision(loaded: ipc.LoadedModel) -> ServedPrecision:
     return ServedPrecision(loaded.precision, loaded.requested_precision, loaded.precision_reason)
 
 
-class Hosted:
+class ModelState:
     """One residency on this worker. `held` counts its work items here, whatever stage they are in."""
 
     def __init__(self, resolved: Resolved) -> None:
@@ -135,12 +135,12 @@ class Hosted:
         loaded, entry = self.ready.loaded.fingerprint, self.resolved.entry
         if (loaded, profile) not in self._fingerprints:
             self._fingerprints[loaded, profile] = profile_fingerprint(loaded, entry, profile)
-        found = self._fingerprints[loaded, profile]
+        fingerprint = self._fingerprints[loaded, profile]
         # a LoRA counts by what its files hold: they may change under one name
         for part in (options.lora and (self.lora_digests.get(options.lora) or options.lora), options.variant):
             if part:
-                found = hashlib.sha256(f"{found} {part}".encode()).hexdigest()[:16]
-        return found
+                fingerprint = hashlib.sha256(f"{fingerprint} {part}".encode()).hexdigest()[:16]
+        return fingerprint
 
     def status(self, now_s: float, fetched: Fetched | None = None) -> ModelStatus:
         loaded = self.ready.loaded if self.ready else None
@@ -175,15 +175,15 @@ class Hosted:
         # a new exception each time: a kept one would collect the frames of everybody who ever met it
         return SIEError.from_info(self.error.info())
 
-    def unload(self) -> None:
+    def mark_unloaded(self) -> None:
         """The adapter does not hold it any more."""
         self._fingerprints.clear()
-        self.forget_loras()
+        self.reset_loras()
         if self.state == "loaded":
             self.state = "available"
         self.ready = None
 
-    def forget_failure(self) -> None:
+    def reset_failure(self) -> None:
         """Its next load is tried as the first."""
         self.attempts = 0
         if self.state == "failed":
@@ -192,15 +192,15 @@ class Hosted:
     def retain(self) -> None:
         """An operator wants it loaded: it is not unloaded when idle, and a load that failed is tried again."""
         self.leaves = False
-        self.forget_failure()
+        self.reset_failure()
 
-    def forget_loras(self) -> None:
+    def reset_loras(self) -> None:
         """A LoRA that is not known is asked for again, which costs nothing if the adapter has it."""
         self.loras.clear()
         self.lora_digests.clear()
 
 
-class Models:
+class ModelStates:
     """All residencies of this worker."""
 
     def __init__(
@@ -219,11 +219,11 @@ class Models:
         self._swap_after_s = swap_after_s
         self._assigned = assigned
         self._fetching = fetching
-        self._hosted: dict[str, Hosted] = {}
-        self._of_model: dict[str, list[Hosted]] = {}
+        self._hosted: dict[str, ModelState] = {}
+        self._of_model: dict[str, list[ModelState]] = {}
         self._room_bytes: float | None = None  # for models, when last no load was under way
 
-    def all(self) -> list[Hosted]:
+    def all(self) -> list[ModelState]:
         return list(self._hosted.values())
 
     def statuses(self) -> tuple[ModelStatus, ...]:
@@ -261,94 +261,94 @@ class Models:
             ) * device.memory_total_bytes - beside_bytes
         return max(1, int(self._room_bytes * len(sizes) / sum(sizes))) if sizes and self._room_bytes is not None else 0
 
-    def of(self, resolved: Resolved, revision: int = 0) -> Hosted:
+    def of(self, resolved: Resolved, revision: int = 0) -> ModelState:
         """The residency that serves `resolved`, the entry of a model at `revision`. An entry that changed since is
         another one: the old copy is not used for it.
         """
         hosted = self._hosted.get(resolved.residency)
         if hosted is None:
-            hosted = self._hosted[resolved.residency] = Hosted(resolved)
+            hosted = self._hosted[resolved.residency] = ModelState(resolved)
             self._of_model.setdefault(resolved.entry.id, []).append(hosted)
         elif hosted.resolved.entry != resolved.entry:
             hosted.resolved = resolved
-            hosted.unload()
+            hosted.mark_unloaded()
             hosted.tokenizer = None  # that of another model
-            hosted.forget_failure()
+            hosted.reset_failure()
         hosted.revision = revision
         return hosted
 
-    def find(self, residency: str) -> Hosted | None:
+    def find(self, residency: str) -> ModelState | None:
         """The residency of this name, None where nothing here ever asked for it."""
         return self._hosted.get(residency)
 
-    def take(self, hosted: Hosted, items: int = 1) -> None:
+    def take(self, hosted: ModelState, items: int = 1) -> None:
         """Hold `items` more work items for `hosted`. From now on no request permits to unload it."""
         hosted.took(items, self._clock())
 
-    def let_go(self, hosted: Hosted) -> None:
+    def let_go(self, hosted: ModelState) -> None:
         """One work item of `hosted` is settled."""
         hosted.took(-1, self._clock())
 
-    def park(self, hosted: Hosted, items: Callable[[], int]) -> None:
+    def park(self, hosted: ModelState, items: Callable[[], int]) -> None:
         """So many of the work items of `hosted` need it again later, and not now: it may go meanwhile."""
         hosted.before_gate.append(items)
 
-    def unpark(self, hosted: Hosted, items: Callable[[], int]) -> None:
+    def unpark(self, hosted: ModelState, items: Callable[[], int]) -> None:
         """They need it now."""
         hosted.before_gate.remove(items)
 
-    def idle(self, seconds: float) -> list[Hosted]:
+    def idle(self, seconds: float) -> list[ModelState]:
         """Loaded models without work, other than what waits before the gate, that were last used this long ago."""
         before_s = self._clock() - seconds
         loaded = (hosted for hosted in self._hosted.values() if hosted.state == "loaded")
         return [hosted for hosted in loaded if hosted.is_quiet and hosted.used_s <= before_s]
 
-    def may_drop(self, idle_s: float) -> list[Hosted]:
+    def evictable(self, idle_s: float) -> list[ModelState]:
         """The models that were idle for so long, in the order in which they may go: those that are placed elsewhere
         come first. Of these, and of the others, the least recently used one, then the largest one first.
         """
         assigned = self._assigned()
-        elsewhere: list[Hosted] = []
-        here: list[Hosted] = []
-        for hosted in sorted(self.idle(idle_s), key=lambda each: each.used_s):
+        elsewhere: list[ModelState] = []
+        here: list[ModelState] = []
+        for hosted in sorted(self.idle(idle_s), key=lambda state: state.used_s):
             is_elsewhere = assigned is not None and hosted.resolved.entry.id not in assigned
             (elsewhere if is_elsewhere else here).append(hosted)
         return [
             hosted
             for group in (elsewhere, here)
-            for hosted in (*group[:1], *sorted(group[1:], key=lambda each: -each.memory_bytes))
+            for hosted in (*group[:1], *sorted(group[1:], key=lambda state: -state.memory_bytes))
         ]
 
-    def busy(self, hosted: Hosted) -> list[Hosted]:
+    def busy(self, hosted: ModelState) -> list[ModelState]:
         """The other models that take memory now: loaded with work, or on their way."""
-        others = (other for other in self._hosted.values() if other is not hosted)
-        return [other for other in others if other.arriving or (other.state == "loaded" and not other.is_quiet)]
+        states = (state for state in self._hosted.values() if state is not hosted)
+        return [state for state in states if state.arriving or (state.state == "loaded" and not state.is_quiet)]
 
-    def left_over(self, found: Iterable[ipc.LoadedModel]) -> list[str]:
+    def left_over(self, loaded_models: Iterable[ipc.LoadedModel]) -> list[str]:
         """Of the models that the adapter holds, those that an earlier process of this worker left: nobody here has
         asked for them.
         """
-        known = {hosted.name for hosted in self._hosted.values() if hosted.state in ("loading", "loaded")}
-        return [loaded.model for loaded in found if loaded.model not in known]
+        names = {hosted.name for hosted in self._hosted.values() if hosted.state in ("loading", "loaded")}
+        return [loaded.model for loaded in loaded_models if loaded.model not in names]
 
-    def next_to_close(self, had_work: list[Hosted], asked_s: float) -> tuple[Hosted | None, float | None]:
+    def next_to_close(self, had_work: list[ModelState], asked_s: float) -> tuple[ModelState | None, float | None]:
         """Which of these models is closed to new work, for a load that does not fit beside them and was asked for at
         `asked_s`; and in how many seconds: once the load has waited long enough, and the turn of the model is over.
         None while all of them make room for other loads.
         """
-        able = [other for other in had_work if other.state == "loaded" and not other.makes_room]
+        able = [state for state in had_work if state.state == "loaded" and not state.makes_room]
         first = min(able, key=self._turn_ends_s, default=None)
         if first is None:
             return None, None
         return first, max(asked_s + self._swap_after_s, self._turn_ends_s(first)) - self._clock()
 
-    def _turn_ends_s(self, hosted: Hosted) -> float:
+    def _turn_ends_s(self, hosted: ModelState) -> float:
         """A model that was loaded for its own work gets to it for as long as its load took, at most MAX_TURN_S: else
         there would only be loads.
         """
         return hosted.loaded_s + max(self._swap_after_s, min(hosted.load_s, MAX_TURN_S))
 
-    def loaded(self, hosted: Hosted, ready: ipc.Ready, load_s: float) -> None:
+    def loaded(self, hosted: ModelState, ready: ipc.Ready, load_s: float) -> None:
         """The adapter has loaded `hosted`, in so many seconds."""
         hosted.ready, hosted.error, hosted.attempts = ready, None, 0
         hosted.loaded_revision = hosted.revision
@@ -356,7 +356,7 @@ class Models:
         hosted.state, hosted.used_s, hosted.loaded_s = "loaded", self._clock(), self._clock()
         hosted.memory_bytes, hosted.load_s = ready.loaded.memory_bytes, load_s
 
-    def failed(self, hosted: Hosted, error: SIEError) -> SIEError:
+    def failed(self, hosted: ModelState, error: SIEError) -> SIEError:
         """The adapter has refused to load `hosted`. Returns the error that is remembered."""
         error_class = error.extras.get("error_class", "UNKNOWN")
         hosted.attempts += 1
@@ -366,9 +366,9 @@ class Models:
         hosted.state, hosted.failed_s = "failed", self._clock()
         return hosted.error
 
-    def dropped(self, names: Iterable[str]) -> list[Hosted]:
+    def dropped(self, names: Iterable[str]) -> list[ModelState]:
         """The adapter has unloaded these models. Returns the residencies that are known of them."""
-        gone = [self._hosted[name] for name in names if name in self._hosted]
-        for hosted in gone:
-            hosted.unload()
-        return gone
+        unloaded = [self._hosted[name] for name in names if name in self._hosted]
+        for hosted in unloaded:
+            hosted.mark_unloaded()
+        return unloaded

@@ -27,7 +27,7 @@ MAX_MISSES = 3  # a shared folder may show a new file a moment late
 _logger = logging.getLogger("sie.sidecar.fetching")
 
 
-class Fetching:
+class PayloadFetching:
     """The reading side of the payload store. `held_bytes` is what was fetched and is not given back."""
 
     def __init__(self, store: PayloadStore, clock: Callable[[], float], max_bytes: int = MAX_BYTES) -> None:

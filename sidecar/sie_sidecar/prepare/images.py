@@ -70,9 +70,9 @@ class Pixels(NamedTuple):
 
     def digest(self) -> bytes:
         """SHA-256 of the pixels and their size."""
-        found = hashlib.sha256(b"%d x %d\n" % self.size)
-        found.update(self.pixels)
-        return found.digest()
+        digest = hashlib.sha256(b"%d x %d\n" % self.size)
+        digest.update(self.pixels)
+        return digest.digest()
 
 
 def prepare(data: bytes, recipe: Recipe) -> Pixels:
@@ -94,13 +94,13 @@ def prepare(data: bytes, recipe: Recipe) -> Pixels:
 
 
 def _prepared(data: bytes, recipe: Recipe) -> Pixels:
-    found, animated = _decoded(data, recipe)
-    upright = Size(found.height, found.width)
+    image, animated = _decoded(data, recipe)
+    upright = Size(image.height, image.width)
     check(recipe, upright)
     for step in resizes(recipe, upright):
-        found = found.resize((step.width, step.height), _FILTERS[recipe.resample])
+        image = image.resize((step.width, step.height), _FILTERS[recipe.resample])
     size = pixels_of(recipe, upright)
-    return Pixels(_placed(found, recipe, size).tobytes(), size, upright, animated)
+    return Pixels(_placed(image, recipe, size).tobytes(), size, upright, animated)
 
 
 def _decoded(data: bytes, recipe: Recipe) -> tuple[Image.Image, bool]:
@@ -140,13 +140,13 @@ def _rgb(image: Image.Image) -> Image.Image:
         return _of_16_bits(image)
     if "A" not in image.getbands() and image.info.get("transparency") is None:
         return image if image.mode == "RGB" else image.convert("RGB")
-    found = Image.new("RGB", image.size)
+    canvas = Image.new("RGB", image.size)
     rows = max(1, _STRIP_PIXELS // image.width)
     for top in range(0, image.height, rows):
         strip = image.crop((0, top, image.width, min(top + rows, image.height))).convert("RGBA")
         white = Image.new("RGBA", strip.size, (255, 255, 255, 255))
-        found.paste(Image.alpha_composite(white, strip).convert("RGB"), (0, top))
-    return found
+        canvas.paste(Image.alpha_composite(white, strip).convert("RGB"), (0, top))
+    return canvas
 
 
 def _of_16_bits(image: Image.Image) -> Image.Image:

@@ -19,14 +19,14 @@ from sie_contracts.wire.messages import Input, RunOptions, Truncate, Vectors
 from sie_sidecar.batching import cost
 from sie_sidecar.prepare import image_rows
 from sie_sidecar.prepare.image_rows import Beside
-from sie_sidecar.prepare.media_frames import Heard
+from sie_sidecar.prepare.media_frames import SoundFeatures
 from sie_sidecar.prepare.rows import (
     COST_CHARACTERS,
     HYPOTHESIS,
-    Made,
-    Row,
-    Seen,
-    Work,
+    PreparedImages,
+    RowInput,
+    TokenRow,
+    WorkRows,
     checked_work,
     is_cut,
     prompted,
@@ -43,88 +43,90 @@ MAX_TOKENS = 8 << 20
 _NONE = np.zeros(0, np.int32)
 
 
-def make(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work]) -> list[Made]:
+def make(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[RowInput]) -> list[WorkRows]:
     """The rows of work items of one model that agree in how texts are cut; their texts are tokenised together."""
     options = items[0].options
     limit = min(options.max_tokens, tokenizer.max_tokens) if options.max_tokens else tokenizer.max_tokens
     checked = [checked_work(tokenizer, layout, item) for item in items]
     fitting = [item for item, error, _ in checked if error is None]
-    made = iter(_LAYOUTS[layout.layout](tokenizer, layout, fitting, options.truncate, limit))
-    found = []
+    text_rows = iter(_LAYOUTS[layout.layout](tokenizer, layout, fitting, options.truncate, limit))
+    results = []
     for _, error, unfit in checked:
         if error is not None:
-            found.append(Made([], error=error))
+            results.append(WorkRows([], error=error))
         elif unfit:
-            each = next(made)
-            found.append(Made(each.rows, each.shared, each.error, unfit))
+            result = next(text_rows)
+            results.append(WorkRows(result.rows, result.shared, result.error, unfit))
         else:
-            found.append(next(made))
-    return [image_rows.unreserved(each, layout) for each in found]
+            results.append(next(text_rows))
+    return [image_rows.unreserved(result, layout) for result in results]
 
 
-def _text(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], truncate: Truncate, limit: int) -> list[Made]:
+def _text(
+    tokenizer: ModelTokenizer, layout: Rows, items: Sequence[RowInput], truncate: Truncate, limit: int
+) -> list[WorkRows]:
     sides = [layout.query if item.options.is_query else layout.document for item in items for _ in item.inputs]
-    paired = [given for item in items for given in item.inputs if given.pair is not None] if layout.pairs else []
+    paired = [source for item in items for source in item.inputs if source.pair is not None] if layout.pairs else []
     pairs = _pairs(tokenizer, paired, truncate, limit)
     contents: list[_Content] = []
     for item in items:
         contents += _contents(tokenizer, layout, item, pairs)
     rows = iter(_sided(tokenizer, contents, sides, truncate, limit))
-    return [Made([next(rows) for _ in item.inputs]) for item in items]
+    return [WorkRows([next(rows) for _ in item.inputs]) for item in items]
 
 
 # A text to tokenise, with images before it or not, ids without special tokens to cut, or a row that is made.
-_Content = str | Ids | Beside | Row
+_Content = str | Ids | Beside | TokenRow
 
 
-def _contents(tokenizer: ModelTokenizer, layout: Rows, item: Work, pairs: Iterator[Row]) -> list[_Content]:
+def _contents(tokenizer: ModelTokenizer, layout: Rows, item: RowInput, pairs: Iterator[TokenRow]) -> list[_Content]:
     """What each input is made from, its prompt around it."""
-    found: list[_Content] = []
+    contents: list[_Content] = []
     prompt: tuple[Ids, Ids] | None = None
-    for index, given in enumerate(item.inputs):
-        if given.audio:
-            found.append(_heard(item.sounds[index], layout))
-        elif given.images:
-            found.append(_seen(given, item.images[index], layout, item.options))
-        elif given.vectors is not None:
-            found.append(_given(given.vectors))
-        elif given.tokens is not None:
+    for index, source in enumerate(item.inputs):
+        if source.audio:
+            contents.append(_heard(item.sounds[index], layout))
+        elif source.images:
+            contents.append(_seen(source, item.images[index], layout, item.options))
+        elif source.vectors is not None:
+            contents.append(_given(source.vectors))
+        elif source.tokens is not None:
             prompt = prompt or tokenizer.around(item.options.prefix, item.options.suffix)
-            found.append(np.concatenate((prompt[0], tokenizer.content(given.tokens), prompt[1])))
-        elif given.pair is not None:
-            found.append(next(pairs))
+            contents.append(np.concatenate((prompt[0], tokenizer.content(source.tokens), prompt[1])))
+        elif source.pair is not None:
+            contents.append(next(pairs))
         else:
-            found.append(prompted(given, item.options, layout.empty))
-    return found
+            contents.append(prompted(source, item.options, layout.empty))
+    return contents
 
 
-def _seen(given: Input, images: Seen | InvalidInput, layout: Rows, options: RunOptions) -> _Content:
+def _seen(source: Input, images: PreparedImages | InvalidInput, layout: Rows, options: RunOptions) -> _Content:
     assert not isinstance(images, InvalidInput)
     if layout.image_tokens is None or not layout.image_tokens.beside_text:
         return image_rows.alone(images, layout)
     ids, costs = image_rows.ids_of(images, layout), image_rows.cost_of(images, layout)
-    return Beside(options.prefix, images, ids, costs, (given.text or "") + options.suffix)
+    return Beside(options.prefix, images, ids, costs, (source.text or "") + options.suffix)
 
 
-def _heard(sound: Heard | InvalidInput, layout: Rows) -> Row:
+def _heard(sound: SoundFeatures | InvalidInput, layout: Rows) -> TokenRow:
     """The row of a sound: a text beside it is not read."""
     assert layout.sounds is not None
-    assert isinstance(sound, Heard)
-    return Row(_NONE, 0, expanded=layout.sounds.cost(sound.shape), sound=sound)
+    assert isinstance(sound, SoundFeatures)
+    return TokenRow(_NONE, 0, expanded=layout.sounds.cost(sound.shape), sound=sound)
 
 
-def _given(vectors: Vectors) -> Row:
-    return Row(_NONE, 0, expanded=cost.vectors(len(vectors.data)), vectors=vectors)
+def _given(vectors: Vectors) -> TokenRow:
+    return TokenRow(_NONE, 0, expanded=cost.vectors(len(vectors.data)), vectors=vectors)
 
 
-def _pairs(tokenizer: ModelTokenizer, inputs: Sequence[Input], truncate: Truncate, limit: int) -> Iterator[Row]:
+def _pairs(tokenizer: ModelTokenizer, inputs: Sequence[Input], truncate: Truncate, limit: int) -> Iterator[TokenRow]:
     """The row of each pair; its second text is cut."""
     if not inputs:
         return iter(())
     template = tokenizer.pair
     room = max(0, limit - template.special)
-    lefts = tokenizer.contents([given.text or "" for given in inputs], room, truncate)
-    rights = tokenizer.contents([given.pair or "" for given in inputs], room, truncate)
+    lefts = tokenizer.contents([source.text or "" for source in inputs], room, truncate)
+    rights = tokenizer.contents([source.pair or "" for source in inputs], room, truncate)
     return (
         _joined(template, left, right, room, truncate, cut_first=False)
         for left, right in zip(lefts, rights, strict=True)
@@ -132,8 +134,8 @@ def _pairs(tokenizer: ModelTokenizer, inputs: Sequence[Input], truncate: Truncat
 
 
 def _sides(
-    tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], truncate: Truncate, limit: int
-) -> list[Made]:
+    tokenizer: ModelTokenizer, layout: Rows, items: Sequence[RowInput], truncate: Truncate, limit: int
+) -> list[WorkRows]:
     contents: list[_Content] = []
     sides: list[Side] = []
     for item in items:
@@ -144,7 +146,7 @@ def _sides(
         contents += _contents(tokenizer, layout, item, iter(()))
         sides += [layout.query, *(_document_side(tokenizer, layout.document, options) for _ in item.inputs)]
     rows = iter(_sided(tokenizer, contents, sides, truncate, limit))
-    return [Made([next(rows) for _ in range(1 + len(item.inputs))], shared=1) for item in items]
+    return [WorkRows([next(rows) for _ in range(1 + len(item.inputs))], shared=1) for item in items]
 
 
 def _document_side(tokenizer: ModelTokenizer, side: Side, options: RunOptions) -> Side:
@@ -161,11 +163,11 @@ def _document_side(tokenizer: ModelTokenizer, side: Side, options: RunOptions) -
 
 def _sided(
     tokenizer: ModelTokenizer, contents: Sequence[_Content], sides: list[Side], truncate: Truncate, limit: int
-) -> list[Row]:
+) -> list[TokenRow]:
     """One row per content, with what its side adds; texts of one side are tokenised together."""
-    rows: dict[int, Row] = {}
+    rows: dict[int, TokenRow] = {}
     for side in dict.fromkeys(sides):
-        chosen = [index for index, other in enumerate(sides) if other == side]
+        chosen = [index for index, candidate in enumerate(sides) if candidate == side]
         first, last = (tokenizer.first, tokenizer.last) if side.special else (_NONE, _NONE)
         if side.marker >= 0:
             first = np.concatenate([first[:1], np.array([side.marker], np.int32), first[1:]])
@@ -176,7 +178,7 @@ def _sided(
         tokenised = iter(tokenizer.contents(texts, room, truncate))
         for index in chosen:
             content = contents[index]
-            if isinstance(content, Row):
+            if isinstance(content, TokenRow):
                 rows[index] = content
                 continue
             if isinstance(content, Beside):
@@ -187,48 +189,54 @@ def _sided(
             else:
                 own = content[1:] if len(content) and content[0] == side.marker else content
                 tokens = Tokens(cut(own, room, truncate), len(own))
-            rows[index] = Row(np.concatenate((first, tokens.ids, last)), tokens.full + special, expanded=side.expanded)
+            rows[index] = TokenRow(
+                np.concatenate((first, tokens.ids, last)), tokens.full + special, expanded=side.expanded
+            )
     return [rows[index] for index in range(len(contents))]
 
 
-def _pair(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], truncate: Truncate, limit: int) -> list[Made]:
+def _pair(
+    tokenizer: ModelTokenizer, layout: Rows, items: Sequence[RowInput], truncate: Truncate, limit: int
+) -> list[WorkRows]:
     template = tokenizer.pair
     room = max(0, limit - template.special)
     queries = tokenizer.contents([query_of(item) for item in items], room, truncate)
     most = min(room, items[0].options.document_tokens or room) if items else room
-    documents = iter(tokenizer.contents([given.text or "" for item in items for given in item.inputs], most, truncate))
-    made = []
+    documents = iter(
+        tokenizer.contents([source.text or "" for item in items for source in item.inputs], most, truncate)
+    )
+    results = []
     for item, query in zip(items, queries, strict=True):
-        made.append(
-            Made([_joined(template, query, next(documents), room, truncate, cut_first=False) for _ in item.inputs])
+        results.append(
+            WorkRows([_joined(template, query, next(documents), room, truncate, cut_first=False) for _ in item.inputs])
         )
-    return made
+    return results
 
 
 def _hypotheses(
-    tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], truncate: Truncate, limit: int
-) -> list[Made]:
+    tokenizer: ModelTokenizer, layout: Rows, items: Sequence[RowInput], truncate: Truncate, limit: int
+) -> list[WorkRows]:
     template = tokenizer.pair
     room = max(0, limit - template.special)
-    texts = iter(tokenizer.contents([given.text or "" for item in items for given in item.inputs], room, truncate))
+    texts = iter(tokenizer.contents([source.text or "" for item in items for source in item.inputs], room, truncate))
     said = list(dict.fromkeys(text for item in items for text in _said(item.options)))
     hypotheses = dict(zip(said, tokenizer.contents(said, room, truncate), strict=True))
-    made = []
+    results = []
     for item in items:
         rights = [hypotheses[text] for text in _said(item.options)]
         lefts = [next(texts) for _ in item.inputs]
         beside = template.special + np.array([len(right.ids) for right in rights])
         tokens = sum(int(np.minimum(limit, len(left.ids) + beside).sum()) for left in lefts)
         if tokens > MAX_TOKENS:
-            made.append(
-                Made([], error=too_many(f"the items have {tokens} tokens with each of their labels", MAX_TOKENS))
+            results.append(
+                WorkRows([], error=too_many(f"the items have {tokens} tokens with each of their labels", MAX_TOKENS))
             )
             continue
         rows = []
         for left in lefts:
             rows += [_joined(template, left, right, room, truncate, cut_first=True) for right in rights]
-        made.append(Made(rows))
-    return made
+        results.append(WorkRows(rows))
+    return results
 
 
 def _said(options: RunOptions) -> list[str]:
@@ -239,72 +247,79 @@ def _said(options: RunOptions) -> list[str]:
 
 def _joined(
     template: PairTemplate, left: Tokens, right: Tokens, room: int, truncate: Truncate, *, cut_first: bool
-) -> Row:
+) -> TokenRow:
     """A pair as the tokenizer's own template has it: one is cut to the room that the other leaves, which keeps at least
     its share.
     """
-    kept, given = (right, left) if cut_first else (left, right)
-    kept_ids = _kept(kept, given, room, truncate)
-    given_ids = cut(given.ids, room - len(kept_ids), truncate)
+    whole, shortened = (right, left) if cut_first else (left, right)
+    kept_ids = _kept(whole, shortened, room, truncate)
+    given_ids = cut(shortened.ids, room - len(kept_ids), truncate)
     left_ids, right_ids = (given_ids, kept_ids) if cut_first else (kept_ids, given_ids)
     parts = (template.first, left_ids, template.middle, right_ids, template.last)
     ids = np.concatenate(parts)
     types = (
         np.repeat(np.array(template.types, np.uint8), [len(part) for part in parts]) if any(template.types) else None
     )
-    return Row(ids, left.full + right.full + template.special, types)
+    return TokenRow(ids, left.full + right.full + template.special, types)
 
 
-def _kept(kept: Tokens, given: Tokens, room: int, truncate: Truncate) -> Ids:
+def _kept(whole: Tokens, shortened: Tokens, room: int, truncate: Truncate) -> Ids:
     """The ids of the side of a pair that keeps its share."""
-    return cut(kept.ids, max(int(room * QUERY_SHARE), room - given.full), truncate)
+    return cut(whole.ids, max(int(room * QUERY_SHARE), room - shortened.full), truncate)
 
 
 def _pieces(
-    tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], truncate: Truncate, limit: int
-) -> list[Made]:
+    tokenizer: ModelTokenizer, layout: Rows, items: Sequence[RowInput], truncate: Truncate, limit: int
+) -> list[WorkRows]:
     items = [_said_of(item, layout.empty) for item in items]
-    made = iter(_text_pieces(tokenizer, [item for item in items if not item.images], truncate, limit))
+    text_rows = iter(_text_pieces(tokenizer, [item for item in items if not item.images], truncate, limit))
     return [
-        _pieces_with_images(tokenizer, layout, item, truncate, limit) if item.images else next(made) for item in items
+        _pieces_with_images(tokenizer, layout, item, truncate, limit) if item.images else next(text_rows)
+        for item in items
     ]
 
 
-def _said_of(item: Work, empty: str) -> Work:
+def _said_of(item: RowInput, empty: str) -> RowInput:
     """With `empty` in the place of a text where there is nothing else."""
     if not empty:
         return item
 
-    def said(given: Input) -> Input:
-        return given if given.text or given.images else Input(empty)
+    def with_text(source: Input) -> Input:
+        return source if source.text or source.images else Input(empty)
 
-    return item._replace(query=item.query and said(item.query), inputs=[said(given) for given in item.inputs])
+    return item._replace(
+        query=item.query and with_text(item.query), inputs=[with_text(source) for source in item.inputs]
+    )
 
 
-def _pieces_with_images(tokenizer: ModelTokenizer, layout: Rows, item: Work, truncate: Truncate, limit: int) -> Made:
+def _pieces_with_images(
+    tokenizer: ModelTokenizer, layout: Rows, item: RowInput, truncate: Truncate, limit: int
+) -> WorkRows:
     """As those of texts; no image is cut."""
     query = query_of(item)
     shown = query if truncate == "NONE" else tokenizer.prefix_of(query, int(limit * QUERY_SHARE))
     rows = []
-    for index, given in enumerate(item.inputs):
-        text = given.text or ""
+    for index, source in enumerate(item.inputs):
+        text = source.text or ""
         read = _document(tokenizer, text, item.options.document_tokens)
         row = image_rows.of_pieces(tokenizer, layout, item, index, (shown, read), truncate, limit)
         rows.append(replace(row, full=row.full + (shown != query) + (read != text)))
-    return Made(rows)
+    return WorkRows(rows)
 
 
-def _text_pieces(tokenizer: ModelTokenizer, items: Sequence[Work], truncate: Truncate, limit: int) -> list[Made]:
+def _text_pieces(
+    tokenizer: ModelTokenizer, items: Sequence[RowInput], truncate: Truncate, limit: int
+) -> list[WorkRows]:
     """Each piece by itself, then joined: the answer stands after the last, so no end of the template is ever cut.
 
     A query in a piece of its own keeps its share of the limit, as one beside the document does. The piece with the
     document loses its end to what the others leave. Source: README of Qwen3-Reranker, the library mxbai-rerank.
     """
     share = int(limit * QUERY_SHARE)
-    others = dict.fromkeys(
+    texts = dict.fromkeys(
         _filled(piece, query_of(item), "") for item in items for piece in item.options.pieces if not is_cut(piece)
     )
-    contents = dict(zip(others, tokenizer.contents(list(others), tokenizer.max_tokens + 1, "END"), strict=True))
+    contents = dict(zip(texts, tokenizer.contents(list(texts), tokenizer.max_tokens + 1, "END"), strict=True))
     filled: list[str] = []
     shortened: list[bool] = []
     beyond: list[bool] = []
@@ -314,12 +329,12 @@ def _text_pieces(tokenizer: ModelTokenizer, items: Sequence[Work], truncate: Tru
         # a character has at most four bytes, and a token at least one
         shown = tokenizer.prefix_of(query, share) if is_beside and 4 * len(query) > share else query
         shortened.append(shown != query)
-        read = [_document(tokenizer, given.text or "", item.options.document_tokens) for given in item.inputs]
-        beyond += [text != given.text for text, given in zip(read, item.inputs, strict=True)]
+        read = [_document(tokenizer, source.text or "", item.options.document_tokens) for source in item.inputs]
+        beyond += [text != source.text for text, source in zip(read, item.inputs, strict=True)]
         filled += [_filled(item.options.pieces[place], shown, text) for text in read]
     documents = iter(tokenizer.contents(filled, limit, "NONE" if truncate == "NONE" else "END"))
     ended = iter(beyond)
-    made = []
+    results = []
     for item, was_cut in zip(items, shortened, strict=True):
         place, pieces = _place(item.options), item.options.pieces
         around = [contents[_filled(piece, query_of(item), "")] for piece in pieces if not is_cut(piece)]
@@ -332,10 +347,10 @@ def _text_pieces(tokenizer: ModelTokenizer, items: Sequence[Work], truncate: Tru
         rows = []
         for _ in item.inputs:
             document = next(documents)
-            kept = cut(document.ids, limit - len(before) - len(after), "END")
-            rows.append(Row(np.concatenate((before, kept, after)), full + document.full + next(ended)))
-        made.append(Made(rows))
-    return made
+            document_ids = cut(document.ids, limit - len(before) - len(after), "END")
+            rows.append(TokenRow(np.concatenate((before, document_ids, after)), full + document.full + next(ended)))
+        results.append(WorkRows(rows))
+    return results
 
 
 def _document(tokenizer: ModelTokenizer, text: str, most: int) -> str:
@@ -358,11 +373,11 @@ def _filled(piece: tuple[str, ...], query: str, document: str) -> str:
 
 
 def _spans(
-    tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], truncate: Truncate, limit: int
-) -> list[Made]:
+    tokenizer: ModelTokenizer, layout: Rows, items: Sequence[RowInput], truncate: Truncate, limit: int
+) -> list[WorkRows]:
     first, last = tokenizer.first, tokenizer.last
     special = len(first) + len(last)
-    texts = [given.text or "" for item in items for given in item.inputs]
+    texts = [source.text or "" for item in items for source in item.inputs]
     rows = []
     for content, offsets in tokenizer.spans(texts, max(0, limit - special), truncate):
         places = np.concatenate(
@@ -370,65 +385,71 @@ def _spans(
         )
         carried = int(offsets.max(initial=0)) // COST_CHARACTERS
         rows.append(
-            Row(np.concatenate((first, content.ids, last)), content.full + special, offsets=places, expanded=carried)
+            TokenRow(
+                np.concatenate((first, content.ids, last)), content.full + special, offsets=places, expanded=carried
+            )
         )
-    taken = iter(rows)
-    return [Made([next(taken) for _ in item.inputs]) for item in items]
+    row_iterator = iter(rows)
+    return [WorkRows([next(row_iterator) for _ in item.inputs]) for item in items]
 
 
 def _passages(
-    tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], truncate: Truncate, limit: int
-) -> list[Made]:
+    tokenizer: ModelTokenizer, layout: Rows, items: Sequence[RowInput], truncate: Truncate, limit: int
+) -> list[WorkRows]:
     template = tokenizer.pair
     room = max(0, limit - template.special)
     instructions = tokenizer.contents([item.options.instruction for item in items], room, truncate)
-    found = iter(tokenizer.spans([given.text or "" for item in items for given in item.inputs], room, truncate))
-    made = []
+    spans = iter(tokenizer.spans([source.text or "" for item in items for source in item.inputs], room, truncate))
+    results = []
     for item, instruction in zip(items, instructions, strict=True):
         rows = []
         for _ in item.inputs:
-            content, places = next(found)
+            content, places = next(spans)
             row = _joined(template, instruction, content, room, truncate, cut_first=False)
-            kept = len(row.ids) - template.special - len(_kept(instruction, content, room, truncate))
-            own = cut(places, kept, truncate)
+            length = len(row.ids) - template.special - len(_kept(instruction, content, room, truncate))
+            own = cut(places, length, truncate)
             offsets = np.full((len(row.ids), 2), NOWHERE, np.int32)
             last = len(row.ids) - len(template.last)
             offsets[last - len(own) : last] = own
             carried = int(own.max(initial=0)) // COST_CHARACTERS
-            rows.append(Row(row.ids, row.full, row.types, offsets=offsets, expanded=carried))
-        made.append(Made(rows))
-    return made
+            rows.append(TokenRow(row.ids, row.full, row.types, offsets=offsets, expanded=carried))
+        results.append(WorkRows(rows))
+    return results
 
 
-def _raw(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[Work], truncate: Truncate, limit: int) -> list[Made]:
+def _raw(
+    tokenizer: ModelTokenizer, layout: Rows, items: Sequence[RowInput], truncate: Truncate, limit: int
+) -> list[WorkRows]:
     """The model reads the texts; the ids are only counted, so nothing is cut here. Images travel beside their text, and
     so does a sound or a document.
     """
-    made = []
+    results = []
     for item in items:
         texts = texts_of(item)
         contents = tokenizer.contents(texts, 1 << 30, "NONE")
         shared = int(item.query is not None)
         rows = []
-        for number, (each, text) in enumerate(zip(contents, texts, strict=True)):
+        for number, (content, text) in enumerate(zip(contents, texts, strict=True)):
             images, sound = item.images.get(number - shared), item.sounds.get(number - shared)
             beside = len(text) // COST_CHARACTERS
             if number >= shared and (document := item.inputs[number - shared].document) is not None:
-                tokens = documents.cost(len(document.data)) + beside + len(each.ids)
-                rows.append(Row(each.ids, len(each.ids), expanded=tokens, document=document))
+                tokens = documents.cost(len(document.data)) + beside + len(content.ids)
+                rows.append(TokenRow(content.ids, len(content.ids), expanded=tokens, document=document))
                 continue
             if sound is not None:
-                heard = _heard(sound, layout)
-                rows.append(Row(each.ids, len(each.ids), expanded=heard.expanded + beside, sound=heard.sound))
+                sound_row = _heard(sound, layout)
+                rows.append(
+                    TokenRow(content.ids, len(content.ids), expanded=sound_row.expanded + beside, sound=sound_row.sound)
+                )
                 continue
             if images is None:
-                rows.append(Row(each.ids, len(each.ids), expanded=beside))
+                rows.append(TokenRow(content.ids, len(content.ids), expanded=beside))
                 continue
             assert not isinstance(images, InvalidInput)
-            tokens = image_rows.cost_of(images, layout) + beside + len(each.ids)
-            rows.append(Row(each.ids, len(each.ids), expanded=tokens, images=images))
-        made.append(Made(rows, shared=shared))
-    return made
+            tokens = image_rows.cost_of(images, layout) + beside + len(content.ids)
+            rows.append(TokenRow(content.ids, len(content.ids), expanded=tokens, images=images))
+        results.append(WorkRows(rows, shared=shared))
+    return results
 
 
 _LAYOUTS = {

@@ -159,7 +159,7 @@ class LongTexts:
 
         The number is exact when it is at most `room`, or with `count_all`, which reads each text to its end.
         """
-        readings = [_Reading(self._pieces(text, room * FIRST_CHARACTERS_PER_TOKEN, from_end)) for text in texts]
+        readings = [_TextReading(self._pieces(text, room * FIRST_CHARACTERS_PER_TOKEN, from_end)) for text in texts]
         going = readings
         while going:
             pieces = [(reading, piece) for reading in going if (piece := next(reading.pieces, None)) is not None]
@@ -205,14 +205,14 @@ class LongTexts:
             text = "".join(
                 rng.choice(rng.choice((HARD_TEXT, added or HARD_TEXT, spelt, (" ", " a")))) for _ in range(100)
             )
-            bounds = [0, *(found.start() for found in places.finditer(text)), len(text)]
-            whole, *pieces = self._encode([(text, 0), *(self._piece(text, *each) for each in pairwise(bounds))])
+            bounds = [0, *(match.start() for match in places.finditer(text)), len(text)]
+            whole, *pieces = self._encode([(text, 0), *(self._piece(text, *bound) for bound in pairwise(bounds))])
             if whole != list(chain.from_iterable(pieces)):
                 return False
         return True
 
 
-class _Reading:
+class _TextReading:
     """One text being read: the ids so far, no more than are needed, and their number."""
 
     def __init__(self, pieces: Iterator[tuple[str, int]]) -> None:
@@ -234,8 +234,8 @@ def _forward(text: str, size: int, places: re.Pattern[str]) -> Iterator[tuple[in
     """Bounds of pieces of at least `size` characters, growing, from the start of the text."""
     start = 0
     while start < len(text):
-        found = places.search(text, start + size)
-        end = found.start() if found else len(text)
+        match = places.search(text, start + size)
+        end = match.start() if match else len(text)
         yield start, end
         start, size = end, min(size * GROWTH, MAX_PIECE_CHARACTERS)
 
@@ -244,10 +244,10 @@ def _backward(text: str, size: int, places: re.Pattern[str]) -> Iterator[tuple[i
     """As `_forward`, from the end; of the places in a window the first one is taken, so a piece may be shorter."""
     end = len(text)
     while end:
-        low, above, found = max(0, end - size), end, None
-        while low and (found := places.search(text, low, above)) is None:
+        low, above, match = max(0, end - size), end, None
+        while low and (match := places.search(text, low, above)) is None:
             low, above = max(0, low - size), low
-        start = found.start() if found else 0
+        start = match.start() if match else 0
         yield start, end
         end, size = start, min(size * GROWTH, MAX_PIECE_CHARACTERS)
 
@@ -256,23 +256,23 @@ def _pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     """The places that the pipeline's steps allow; those of an unknown pipeline are a guess to be tried."""
     normalizers, steps = _steps(tokenizer.normalizer, "normalizers"), _steps(tokenizer.pre_tokenizer, "pretokenizers")
     marks = any(step.get("content") == "\u2581" for step in normalizers)
-    known = all(_is_local(step) for step in normalizers) and all(_is_known(step) for step in steps)
+    is_supported = all(_is_local(step) for step in normalizers) and all(_is_known(step) for step in steps)
     kinds = {step["type"] for step in steps if _splits(step) and (step["type"] == "Metaspace" or not marks)}
     if not kinds and all(map(_is_known, steps)) and not _spaces_begin_tokens(tokenizer):
         return None
     wider = []
-    if known and kinds & _WHITE_SPACE_SPLITTERS:
+    if is_supported and kinds & _WHITE_SPACE_SPLITTERS:
         wider.append(_WHITE_SPACE)
         if any(step.get("handle_chinese_chars") for step in normalizers):
             wider.append(_IDEOGRAPHS)
-    elif known and kinds & {"Split", "ByteLevel"} and not any(step.get("add_prefix_space") for step in steps):
+    elif is_supported and kinds & {"Split", "ByteLevel"} and not any(step.get("add_prefix_space") for step in steps):
         wider.append(_CLAUSE)
     replaced = [
         step["pattern"]["String"] for step in normalizers if step["type"] == "Replace" and "String" in step["pattern"]
     ]
     tokens = list(tokenizer.get_added_tokens_decoder().values())
     # these change the start of each stretch between added tokens, so a cut must not follow one
-    at_start = not known or any(step["type"] in ("Prepend", "Strip") for step in normalizers)
+    at_start = not is_supported or any(step["type"] in ("Prepend", "Strip") for step in normalizers)
     for pattern in (re.compile("|".join((_SPACE, *wider))), re.compile(_NARROW)):
         straddled = any(pattern.search(token.content + (" " if token.rstrip or at_start else "")) for token in tokens)
         # of a word alone, what it follows matters
@@ -286,7 +286,7 @@ def _steps(component: Any, key: str) -> list[dict[str, Any]]:
     """The steps of a normalizer or pre-tokenizer as its serialised form names them, sequences unrolled."""
 
     def unrolled(state: dict[str, Any]) -> Iterable[dict[str, Any]]:
-        return [step for each in state[key] for step in unrolled(each)] if state["type"] == "Sequence" else [state]
+        return [step for child in state[key] for step in unrolled(child)] if state["type"] == "Sequence" else [state]
 
     return [] if component is None else list(unrolled(json.loads(component.__getstate__())))
 
@@ -315,9 +315,9 @@ def _splits(step: dict[str, Any]) -> bool:
     """Whether a pre-tokenizer is known to begin a word at white space after anything else."""
     kind = step["type"]
     if kind == "Split":
-        kept = step["behavior"] == "Isolated" or (step["behavior"] == "Removed" and step["invert"])
+        is_kept = step["behavior"] == "Isolated" or (step["behavior"] == "Removed" and step["invert"])
         alternatives = re.split(r"\|(?![^(]*\))", step["pattern"].get("Regex", ""))
-        return kept and set(alternatives) <= _KNOWN_ALTERNATIVES
+        return is_kept and set(alternatives) <= _KNOWN_ALTERNATIVES
     return (
         kind in _WHITE_SPACE_SPLITTERS
         or bool(kind == "Metaspace" and step["split"])

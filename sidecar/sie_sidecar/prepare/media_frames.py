@@ -73,7 +73,7 @@ class MadeSound(msgspec.Struct, frozen=True, tag=True):
         return Shape(self.views, self.frames, self.bins)
 
 
-class Prepared(NamedTuple):
+class PreparedImage(NamedTuple):
     """`pixels`: uint8 [height, width, 3], row by row. `upright`: the size of the file's image as a person sees it.
     `digest`: SHA-256 of pixels and size. `animated`: the file has more images, which were not read.
     """
@@ -86,7 +86,7 @@ class Prepared(NamedTuple):
     animated: bool = False
 
 
-class Heard(NamedTuple):
+class SoundFeatures(NamedTuple):
     """`features`: float32 [views, frames, bins], little-endian. `digest`: SHA-256 of features and shape. `seconds`: of
     the file.
     """

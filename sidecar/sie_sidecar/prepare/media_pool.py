@@ -33,7 +33,16 @@ from sie_contracts.media.sounds import SoundRecipe
 from sie_contracts.wire.child_frames import Hello, Unusable
 from sie_contracts.wire.ipc import FrameError, read_frame
 from sie_sidecar.prepare import media_frames
-from sie_sidecar.prepare.media_frames import Heard, ImageJob, Job, Made, MadeImage, MadeSound, Prepared, SoundJob
+from sie_sidecar.prepare.media_frames import (
+    ImageJob,
+    Job,
+    Made,
+    MadeImage,
+    MadeSound,
+    PreparedImage,
+    SoundFeatures,
+    SoundJob,
+)
 
 DEADLINE_S = 10.0  # of one file, from the moment that a worker is given it
 MEMORY_BYTES = 2 << 30  # address space of a worker: 100 megapixels take 1.3 GB on their way
@@ -47,7 +56,7 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
-class _File(Protocol[T_co]):
+class _MediaFile(Protocol[T_co]):
     """A file, and what is made of it."""
 
     @property
@@ -58,12 +67,12 @@ class _File(Protocol[T_co]):
 
     def job(self, number: int) -> Job: ...
 
-    def outcome(self, made: Made) -> T_co:
+    def outcome(self, reply: Made) -> T_co:
         """Raises _Lost if it cannot be true."""
 
 
 @dataclass(frozen=True)
-class _Image:
+class _ImageFile:
     data: bytes
     recipe: Recipe
     noun = "image"
@@ -71,21 +80,23 @@ class _Image:
     def job(self, number: int) -> Job:
         return ImageJob(number, self.recipe, self.data)
 
-    def outcome(self, made: Made) -> Prepared:
-        if not isinstance(made, MadeImage):
-            raise _Lost("its answer is no image")
+    def outcome(self, reply: Made) -> PreparedImage:
+        if not isinstance(reply, MadeImage):
+            raise _WorkerLost("its answer is no image")
         try:
-            check(self.recipe, made.upright)
-            expected = pixels_of(self.recipe, made.upright)
+            check(self.recipe, reply.upright)
+            expected = pixels_of(self.recipe, reply.upright)
         except InvalidInput as error:
-            raise _Lost("it claims an image that is refused") from error
-        if made.size != expected or len(made.pixels) != 3 * made.height * made.width:
-            raise _Lost("its pixels are not of the size that the recipe gives")
-        return Prepared(made.pixels, made.height, made.width, made.upright, made.digest, animated=made.animated)
+            raise _WorkerLost("it claims an image that is refused") from error
+        if reply.size != expected or len(reply.pixels) != 3 * reply.height * reply.width:
+            raise _WorkerLost("its pixels are not of the size that the recipe gives")
+        return PreparedImage(
+            reply.pixels, reply.height, reply.width, reply.upright, reply.digest, animated=reply.animated
+        )
 
 
 @dataclass(frozen=True)
-class _Sound:
+class _SoundFile:
     data: bytes
     recipe: SoundRecipe
     noun = "sound"
@@ -93,21 +104,21 @@ class _Sound:
     def job(self, number: int) -> Job:
         return SoundJob(number, self.recipe, self.data)
 
-    def outcome(self, made: Made) -> Heard:
-        if not isinstance(made, MadeSound):
-            raise _Lost("its answer is no sound")
-        if not self.recipe.can_make(made.shape) or len(made.features) != 4 * math.prod(made.shape):
-            raise _Lost("its features are not of the shape that the recipe gives")
-        return Heard(made.features, made.shape, made.digest, made.seconds)
+    def outcome(self, reply: Made) -> SoundFeatures:
+        if not isinstance(reply, MadeSound):
+            raise _WorkerLost("its answer is no sound")
+        if not self.recipe.can_make(reply.shape) or len(reply.features) != 4 * math.prod(reply.shape):
+            raise _WorkerLost("its features are not of the shape that the recipe gives")
+        return SoundFeatures(reply.features, reply.shape, reply.digest, reply.seconds)
 
 
-NOUNS = (_Image.noun, _Sound.noun)
+NOUNS = (_ImageFile.noun, _SoundFile.noun)
 
 
-class _Waiting(Generic[T]):
+class _PendingFile(Generic[T]):
     """A file, and who waits for its outcome."""
 
-    def __init__(self, file: _File[T]) -> None:
+    def __init__(self, file: _MediaFile[T]) -> None:
         self.file = file
         self.noun = file.noun
         self.done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
@@ -116,11 +127,11 @@ class _Waiting(Generic[T]):
         if not self.done.done():
             self.done.set_exception(error)
 
-    def succeed(self, made: Made) -> None:
+    def succeed(self, reply: Made) -> None:
         """Raises _Lost if what was made cannot be true."""
-        found = self.file.outcome(made)
+        outcome = self.file.outcome(reply)
         if not self.done.done():
-            self.done.set_result(found)
+            self.done.set_result(outcome)
 
 
 class MediaPool:
@@ -141,9 +152,9 @@ class MediaPool:
         self._count = count
         self._deadline_s = deadline_s
         self._memory_bytes = memory_bytes
-        self._queue: asyncio.Queue[_Waiting[Any]] = asyncio.Queue()
+        self._queue: asyncio.Queue[_PendingFile[Any]] = asyncio.Queue()
         self._keepers: list[asyncio.Task[None]] = []
-        self._workers: set[_Worker] = set()
+        self._workers: set[_MediaProcess] = set()
         self._free = 0  # keepers that wait for a file
         self._number = 0
         self._closed = False
@@ -159,24 +170,24 @@ class MediaPool:
         return tuple(sorted(worker.pid for worker in self._workers))
 
     @overload
-    async def prepare(self, data: bytes, recipe: Recipe) -> Prepared: ...
+    async def prepare(self, data: bytes, recipe: Recipe) -> PreparedImage: ...
 
     @overload
-    async def prepare(self, data: bytes, recipe: SoundRecipe) -> Heard: ...
+    async def prepare(self, data: bytes, recipe: SoundRecipe) -> SoundFeatures: ...
 
-    async def prepare(self, data: bytes, recipe: Recipe | SoundRecipe) -> Prepared | Heard:
+    async def prepare(self, data: bytes, recipe: Recipe | SoundRecipe) -> PreparedImage | SoundFeatures:
         """The pixels of an image file, or the features of a sound file. Raises InvalidInput, reason invalid_media, for
         a file that is unusable; its message begins with the cause. Raises QueueFull, ResourceExhausted or ShuttingDown
         where it is not the file.
         """
         if isinstance(recipe, Recipe):
-            return await self._prepared(_Image(data, recipe))
-        return await self._prepared(_Sound(data, recipe))
+            return await self._prepared(_ImageFile(data, recipe))
+        return await self._prepared(_SoundFile(data, recipe))
 
-    async def _prepared(self, file: _File[T]) -> T:
+    async def _prepared(self, file: _MediaFile[T]) -> T:
         try:
             self._admit(file)
-            found = await self._put(_Waiting(file))
+            outcome = await self._put(_PendingFile(file))
         except InvalidInput as error:
             self._count(file.noun, cause_of(error)[0])
             raise
@@ -184,9 +195,9 @@ class MediaPool:
             self._count(file.noun, "failed")
             raise
         self._count(file.noun, "prepared")
-        return found
+        return outcome
 
-    def _admit(self, file: _File[Any]) -> None:
+    def _admit(self, file: _MediaFile[Any]) -> None:
         """Raises SIEError for what cannot wait here."""
         if self._closed:
             raise ShuttingDown("the media workers have ended")
@@ -197,7 +208,7 @@ class MediaPool:
             message = f"{self.waiting} files wait for {self._most} media workers"
             raise QueueFull(message, extras={"queue_depth": self.waiting})
 
-    def _put(self, job: _Waiting[T]) -> asyncio.Future[T]:
+    def _put(self, job: _PendingFile[T]) -> asyncio.Future[T]:
         self._queue.put_nowait(job)
         if self.waiting > self._free and len(self._keepers) < self._most:
             self._keepers.append(asyncio.create_task(self._keep(), name="media worker"))
@@ -213,7 +224,7 @@ class MediaPool:
             self._queue.get_nowait().fail(ShuttingDown("the media workers have ended"))
 
     async def _keep(self) -> None:
-        worker: _Worker | None = None
+        worker: _MediaProcess | None = None
         try:
             while True:
                 job = await self._next()
@@ -226,7 +237,7 @@ class MediaPool:
                         worker = None
                     worker = worker or await self._start()
                     worker = await self._serve(job, worker)
-                except _NotStarted as error:
+                except _WorkerNotStarted as error:
                     _logger.error("a media worker could not be started: %s", error)
                     job.fail(ResourceExhausted("no media worker could be started"))
                 except Exception as error:  # whoever waits is owed an outcome
@@ -241,27 +252,27 @@ class MediaPool:
             if worker is not None:
                 await self._end(worker)
 
-    async def _next(self) -> _Waiting[Any]:
+    async def _next(self) -> _PendingFile[Any]:
         self._free += 1
         try:
             return await self._queue.get()
         finally:
             self._free -= 1
 
-    async def _serve(self, job: _Waiting[Any], worker: _Worker) -> _Worker | None:
+    async def _serve(self, job: _PendingFile[Any], worker: _MediaProcess) -> _MediaProcess | None:
         """Answer `job`. Returns who takes the next file: this worker, or the one that was started in its place."""
         self._number += 1
         try:
             async with asyncio.timeout(self._deadline_s):
-                made = _usable(await worker.run(job.file.job(self._number)))
-            job.succeed(made)
+                reply = _usable(await worker.run(job.file.job(self._number)))
+            job.succeed(reply)
         except InvalidInput as error:
             job.fail(error)
             return worker
         except TimeoutError:
             how = f"took longer than {self._deadline_s:g} s"
             job.fail(fault("timeout", f"decoding the {job.noun} {how}"))
-        except _Lost as error:
+        except _WorkerLost as error:
             status = await worker.ended()
             how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}: {error}"
             if status == -signal.SIGKILL:  # by nobody here: the kernel wanted memory, and the file may be a good one
@@ -274,25 +285,25 @@ class MediaPool:
         await self._end(worker)
         try:
             return await self._start()
-        except _NotStarted as error:  # the next file tries again
+        except _WorkerNotStarted as error:  # the next file tries again
             _logger.error("a media worker could not be started: %s", error)
             return None
 
-    async def _start(self) -> _Worker:
-        worker = await _Worker.start(self._memory_bytes)
+    async def _start(self) -> _MediaProcess:
+        worker = await _MediaProcess.start(self._memory_bytes)
         self._workers.add(worker)
         return worker
 
-    async def _end(self, worker: _Worker) -> None:
+    async def _end(self, worker: _MediaProcess) -> None:
         self._workers.discard(worker)
         await worker.end()
 
 
-class _NotStarted(Exception):
+class _WorkerNotStarted(Exception):
     """No process, no memory, or its imports fail."""
 
 
-class _Lost(Exception):
+class _WorkerLost(Exception):
     """The worker ended, or says what it must not."""
 
 
@@ -304,7 +315,7 @@ def _usable(answer: Made | Unusable) -> Made:
     return answer
 
 
-class _Worker:
+class _MediaProcess:
     """One process and its socket."""
 
     def __init__(
@@ -325,7 +336,7 @@ class _Worker:
         return bool(ended.poll(0))
 
     @staticmethod
-    async def start(memory_bytes: int) -> _Worker:
+    async def start(memory_bytes: int) -> _MediaProcess:
         """Raises _NotStarted. It gets the paths of this process's modules, and no other part of its environment."""
         ours, theirs = socket.socketpair()
         with theirs:
@@ -342,7 +353,7 @@ class _Worker:
                     stdin=theirs.fileno(),
                     stdout=asyncio.subprocess.DEVNULL,
                     env={
-                        "PYTHONPATH": os.pathsep.join(each for each in sys.path if each),
+                        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
                         "OPENBLAS_NUM_THREADS": "1",  # the workers are what runs at once; threads take address space
                     },
                     start_new_session=True,  # Ctrl-C is for the sidecar, which drains first
@@ -350,16 +361,16 @@ class _Worker:
             except BaseException as error:
                 ours.close()
                 if isinstance(error, OSError):
-                    raise _NotStarted(str(error)) from error
+                    raise _WorkerNotStarted(str(error)) from error
                 raise
-        worker = _Worker(process, *await asyncio.open_unix_connection(sock=ours, limit=1 << 20))
+        worker = _MediaProcess(process, *await asyncio.open_unix_connection(sock=ours, limit=1 << 20))
         try:
             async with asyncio.timeout(START_S):
                 if not isinstance(await worker._read(), Hello):
-                    raise _NotStarted("its first words are wrong")
-        except (_Lost, TimeoutError) as error:
+                    raise _WorkerNotStarted("its first words are wrong")
+        except (_WorkerLost, TimeoutError) as error:
             status = await worker.ended()
-            raise _NotStarted(f"it ended with status {status}, its last lines are above") from error
+            raise _WorkerNotStarted(f"it ended with status {status}, its last lines are above") from error
         except BaseException:
             await worker.end()
             raise
@@ -372,17 +383,17 @@ class _Worker:
                 self._writer.write(part)
             await self._writer.drain()
         except OSError as error:
-            raise _Lost("it does not read") from error
+            raise _WorkerLost("it does not read") from error
         answer = await self._read()
         if isinstance(answer, Hello) or answer.number != job.number:
-            raise _Lost("its answer is to something else")
+            raise _WorkerLost("its answer is to something else")
         return answer
 
     async def _read(self) -> media_frames.Answer:
         try:
             return media_frames.answer(await read_frame(self._reader, media_frames.MAX_ANSWER_BYTES))
         except (EOFError, FrameError, OSError, msgspec.DecodeError) as error:
-            raise _Lost(str(error)) from error
+            raise _WorkerLost(str(error)) from error
 
     async def ended(self) -> int:
         """The status with which a lost process ended by itself; 0 if it had to be killed."""

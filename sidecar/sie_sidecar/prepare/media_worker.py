@@ -36,23 +36,23 @@ def main() -> None:
 
 def _answer(job: media_frames.Job) -> tuple[bytes, bytes]:
     try:
-        made = _image(job) if isinstance(job, media_frames.ImageJob) else _sound(job)
-        return media_frames.frame(made)
+        reply = _image(job) if isinstance(job, media_frames.ImageJob) else _sound(job)
+        return media_frames.frame(reply)
     except InvalidInput as error:
         raised = type(error.__cause__).__name__ if error.__cause__ else ""
         return media_frames.frame(Unusable(job.number, *cause_of(error), raised))
 
 
 def _image(job: media_frames.ImageJob) -> media_frames.MadeImage:
-    made = images.prepare(job.data, job.recipe)
-    return media_frames.MadeImage(job.number, *made.size, *made.upright, made.animated, made.digest(), made.pixels)
+    image = images.prepare(job.data, job.recipe)
+    return media_frames.MadeImage(job.number, *image.size, *image.upright, image.animated, image.digest(), image.pixels)
 
 
 def _sound(job: media_frames.SoundJob) -> media_frames.MadeSound:
     from sie_sidecar.prepare import sounds  # numpy and libsndfile, which a worker without sounds does not need
 
-    made = sounds.prepare(job.data, job.recipe)
-    return media_frames.MadeSound(job.number, *made.shape, made.seconds, made.digest(), made.values.tobytes())
+    sound = sounds.prepare(job.data, job.recipe)
+    return media_frames.MadeSound(job.number, *sound.shape, sound.seconds, sound.digest(), sound.values.tobytes())
 
 
 def _send(sidecar: socket.socket, parts: tuple[bytes, bytes]) -> None:

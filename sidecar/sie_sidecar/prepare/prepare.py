@@ -18,15 +18,15 @@ from sie_contracts.media.sounds import SoundRecipe
 from sie_contracts.wire.ipc import Rows
 from sie_contracts.wire.messages import WorkItem
 from sie_sidecar.device.in_flight import InFlight, changed
-from sie_sidecar.intake.pull import Source
+from sie_sidecar.intake.pull import WorkSource
 from sie_sidecar.models.inventory import Inventory
 from sie_sidecar.models.loading import Loading
-from sie_sidecar.models.models import Hosted
+from sie_sidecar.models.models import ModelState
 from sie_sidecar.prepare import layouts, tokenizer_requests
-from sie_sidecar.prepare.fetching import Fetching
-from sie_sidecar.prepare.media_frames import Heard, Prepared
+from sie_sidecar.prepare.fetching import PayloadFetching
+from sie_sidecar.prepare.media_frames import PreparedImage, SoundFeatures
 from sie_sidecar.prepare.media_pool import MediaPool
-from sie_sidecar.prepare.rows import OF_QUERY, Seen, Work, effort_of
+from sie_sidecar.prepare.rows import OF_QUERY, PreparedImages, RowInput, effort_of
 from sie_sidecar.prepare.tokens import TokenizerPool
 from sie_sidecar.results.settle import Settle
 
@@ -40,11 +40,11 @@ class Prepare:
 
     def __init__(
         self,
-        source: Source,
+        source: WorkSource,
         loading: Loading,
         inventory: Inventory,
         settle: Settle,
-        fetching: Fetching | None,
+        fetching: PayloadFetching | None,
         tokenizers: TokenizerPool,
         media: MediaPool,
         clock: Callable[[], float],
@@ -143,7 +143,7 @@ class Prepare:
             flight.given_up = changed()
             self._settle.answer_all([flight], flight.given_up)
 
-    async def _tokenise(self, group: Sequence[InFlight], hosted: Hosted, together: int) -> None:
+    async def _tokenise(self, group: Sequence[InFlight], hosted: ModelState, together: int) -> None:
         assert hosted.tokenizer is not None
         assert hosted.ready is not None
         operation = group[0].item.operation
@@ -153,62 +153,64 @@ class Prepare:
         if any(_has_files(flight.item) for flight in group):
             work = await asyncio.gather(*(self._work(flight.item, layout) for flight in group))
         else:  # without tasks, which would take 0.13 ms of a short text
-            work = [Work(flight.item.inputs, flight.item.query, flight.item.options) for flight in group]
-        effort = sum(effort_of(layout, each) for each in work)
-        made = await self._tokenizers.run(
+            work = [RowInput(flight.item.inputs, flight.item.query, flight.item.options) for flight in group]
+        effort = sum(effort_of(layout, rows) for rows in work)
+        results = await self._tokenizers.run(
             effort, functools.partial(layouts.make, hosted.tokenizer, layout, work), together
         )
-        for flight, each in zip(group, made, strict=True):
+        for flight, rows in zip(group, results, strict=True):
             flight.layout, flight.rows, flight.shared, flight.refused = (
                 layout.layout,
-                each.rows,
-                each.shared,
-                each.error,
+                rows.rows,
+                rows.shared,
+                rows.error,
             )
-            flight.unfit = each.unfit
+            flight.unfit = rows.unfit
 
-    async def _work(self, item: WorkItem, layout: Rows) -> Work:
+    async def _work(self, item: WorkItem, layout: Rows) -> RowInput:
         """With its images and sounds, as far as the model takes them."""
         images, sounds = await asyncio.gather(self._seen(item, layout.images), self._heard(item, layout.sounds))
-        return Work(item.inputs, item.query, item.options, images, sounds)
+        return RowInput(item.inputs, item.query, item.options, images, sounds)
 
-    async def _seen(self, item: WorkItem, recipe: Recipe | None) -> Mapping[int, Seen | InvalidInput]:
+    async def _seen(self, item: WorkItem, recipe: Recipe | None) -> Mapping[int, PreparedImages | InvalidInput]:
         """The pixels of the inputs that have images, by their index, and of the query, or why they have none."""
         if recipe is None:
             return {}
-        shown = {index: given.images for index, given in enumerate(item.inputs) if given.images}
+        files = {index: source.images for index, source in enumerate(item.inputs) if source.images}
         if item.query is not None and item.query.images:
-            shown[OF_QUERY] = item.query.images
-        found = await asyncio.gather(*(self._pixels(images, recipe) for images in shown.values()))
-        return dict(zip(shown, found, strict=True))
+            files[OF_QUERY] = item.query.images
+        pixels = await asyncio.gather(*(self._pixels(images, recipe) for images in files.values()))
+        return dict(zip(files, pixels, strict=True))
 
-    async def _heard(self, item: WorkItem, recipe: SoundRecipe | None) -> Mapping[int, Heard | InvalidInput]:
+    async def _heard(self, item: WorkItem, recipe: SoundRecipe | None) -> Mapping[int, SoundFeatures | InvalidInput]:
         """The features of the inputs that have a sound, by their index, or why they have none."""
         if recipe is None:
             return {}
-        given = {index: each.audio for index, each in enumerate(item.inputs) if each.audio}
-        found = await asyncio.gather(*(self._features(audio, recipe) for audio in given.values()))
-        return dict(zip(given, found, strict=True))
+        sounds = {index: source.audio for index, source in enumerate(item.inputs) if source.audio}
+        features = await asyncio.gather(*(self._features(audio, recipe) for audio in sounds.values()))
+        return dict(zip(sounds, features, strict=True))
 
-    async def _features(self, audio: bytes, recipe: SoundRecipe) -> Heard | InvalidInput:
+    async def _features(self, audio: bytes, recipe: SoundRecipe) -> SoundFeatures | InvalidInput:
         try:
             return await self._media.prepare(audio, recipe)
         except InvalidInput as error:
             error.message, error.param = f"audio: {error.message}", "audio"
             return error
 
-    async def _pixels(self, images: Sequence[bytes], recipe: Recipe) -> Seen | InvalidInput:
-        found = await asyncio.gather(*(self._media.prepare(image, recipe) for image in images), return_exceptions=True)
-        for place, each in enumerate(found):
-            if isinstance(each, InvalidInput):
-                each.message, each.param = f"images[{place}]: {each.message}", f"images[{place}]"
-                return each
-            if isinstance(each, BaseException):
-                raise each
-        return [each for each in found if isinstance(each, Prepared)]
+    async def _pixels(self, images: Sequence[bytes], recipe: Recipe) -> PreparedImages | InvalidInput:
+        outcomes = await asyncio.gather(
+            *(self._media.prepare(image, recipe) for image in images), return_exceptions=True
+        )
+        for place, outcome in enumerate(outcomes):
+            if isinstance(outcome, InvalidInput):
+                outcome.message, outcome.param = f"images[{place}]: {outcome.message}", f"images[{place}]"
+                return outcome
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return [outcome for outcome in outcomes if isinstance(outcome, PreparedImage)]
 
     async def _answer_by_tokenizer(
-        self, group: Sequence[InFlight], hosted: Hosted, loaded_s: float, together: int
+        self, group: Sequence[InFlight], hosted: ModelState, loaded_s: float, together: int
     ) -> None:
         """Answer what needs no more than the tokenizer, which stays when the model is unloaded."""
         tokenizer = hosted.tokenizer
@@ -216,11 +218,11 @@ class Prepare:
 
         async def answer(flight: InFlight) -> None:
             item = flight.item
-            work = Work(item.inputs, None, item.options)
+            work = RowInput(item.inputs, None, item.options)
             flight.loaded_s, flight.fingerprint = loaded_s, hosted.fingerprint(item.profile, item.options)
             try:
-                made = functools.partial(tokenizer_requests.answer, tokenizer, item.operation, work)
-                outcomes = await self._tokenizers.run(tokenizer_requests.effort_of(work), made, together)
+                work_call = functools.partial(tokenizer_requests.answer, tokenizer, item.operation, work)
+                outcomes = await self._tokenizers.run(tokenizer_requests.effort_of(work), work_call, together)
             except SIEError as error:
                 self._settle.answer_all([flight], error)
                 return
@@ -231,7 +233,7 @@ class Prepare:
 
 
 def _has_files(item: WorkItem) -> bool:
-    for given in item.inputs:
-        if given.images or given.audio:
+    for source in item.inputs:
+        if source.images or source.audio:
             return True
     return item.query is not None and bool(item.query.images or item.query.audio)

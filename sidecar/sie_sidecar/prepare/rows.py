@@ -21,11 +21,11 @@ from sie_contracts.wire.ipc import IMAGE_KEY_BYTES, Group, Layout, Rows, RunBatc
 from sie_contracts.wire.messages import Input, Mention, Operation, RunOptions, Vectors
 from sie_contracts.wire.trace_context import NONE, Context
 from sie_sidecar.batching import cost
-from sie_sidecar.prepare.media_frames import Heard, Prepared
+from sie_sidecar.prepare.media_frames import PreparedImage, SoundFeatures
 from sie_sidecar.prepare.tokens import Ids, ModelTokenizer
 
 # The images of an input as pixels.
-Seen = Sequence[Prepared]
+PreparedImages = Sequence[PreparedImage]
 
 OF_QUERY = -1
 HYPOTHESIS = "This text is about {}."
@@ -39,7 +39,7 @@ COST_CHARACTERS = 64  # text that travels beside few tokens counts as a token fo
 
 
 @dataclass(frozen=True)
-class Row:
+class TokenRow:
     """Ids of one row, int32 [length], special tokens included. `full` is its length before truncation.
 
     `types`: uint8 [length] where a pair has them. `offsets`: int32 [length, 2], code points, for `spans` and
@@ -54,8 +54,8 @@ class Row:
     offsets: Ids | None = None
     expanded: int = 0
     vectors: Vectors | None = None
-    images: Seen = ()
-    sound: Heard | None = None
+    images: PreparedImages = ()
+    sound: SoundFeatures | None = None
     document: Document | None = None
     uncounted: int = 0
 
@@ -80,7 +80,7 @@ class Row:
         return beside + sum(len(image.pixels) for image in self.images) if self.images else beside
 
 
-class Work(NamedTuple):
+class RowInput(NamedTuple):
     """What the rows of one work item are made from. `images` and `sounds`: those of each input that has any, by its
     index, or why they are none; the images of the query are at OF_QUERY.
     """
@@ -88,26 +88,26 @@ class Work(NamedTuple):
     inputs: Sequence[Input]
     query: Input | None
     options: RunOptions
-    images: Mapping[int, Seen | InvalidInput] = MappingProxyType({})
-    sounds: Mapping[int, Heard | InvalidInput] = MappingProxyType({})
+    images: Mapping[int, PreparedImages | InvalidInput] = MappingProxyType({})
+    sounds: Mapping[int, SoundFeatures | InvalidInput] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
-class Made:
+class WorkRows:
     """The rows of one work item: `shared` ones first, then those of each input in turn; or why none were made.
 
     `unfit`: why an input must not run, whose rows are there all the same.
     """
 
-    rows: list[Row]
+    rows: list[TokenRow]
     shared: int = 0
     error: InvalidInput | None = None
     unfit: Mapping[int, InvalidInput] = field(default_factory=dict)
 
 
 def checked_work(
-    tokenizer: ModelTokenizer, layout: Rows, item: Work
-) -> tuple[Work, InvalidInput | None, dict[int, InvalidInput]]:
+    tokenizer: ModelTokenizer, layout: Rows, item: RowInput
+) -> tuple[RowInput, InvalidInput | None, dict[int, InvalidInput]]:
     """A work item as rows can be made of it, or why not of it, or of which of its inputs: in the place of these stands
     an empty text.
     """
@@ -116,66 +116,66 @@ def checked_work(
     if error is not None or (all(map(_is_text, item.inputs)) and (item.query is None or _is_text(item.query))):
         return item, error, unfit
     if item.query is not None:
-        query, seen = item.query, item.images.get(OF_QUERY)
+        query, pixels = item.query, item.images.get(OF_QUERY)
         if query.audio or query.document or (query.images and layout.layout != "pieces"):
-            what = "audio" if query.audio else "document" if query.document else "images"
-            error = _unsupported(what, "takes none in a query")
+            param = "audio" if query.audio else "document" if query.document else "images"
+            error = _unsupported(param, "takes none in a query")
         else:
-            error = seen if isinstance(seen, InvalidInput) else _unfit(tokenizer, layout, query, item.options)
-    for index, given in enumerate(item.inputs):
-        made = item.images.get(index), item.sounds.get(index)
-        bad = next((each for each in made if isinstance(each, InvalidInput)), None)
-        why = bad or _unfit(tokenizer, layout, given, item.options)
+            error = pixels if isinstance(pixels, InvalidInput) else _unfit(tokenizer, layout, query, item.options)
+    for index, source in enumerate(item.inputs):
+        media = item.images.get(index), item.sounds.get(index)
+        bad = next((outcome for outcome in media if isinstance(outcome, InvalidInput)), None)
+        why = bad or _unfit(tokenizer, layout, source, item.options)
         if why is not None:
             unfit[index] = why
     if unfit:
         item = item._replace(
-            inputs=[Input("") if index in unfit else given for index, given in enumerate(item.inputs)],
-            images={index: seen for index, seen in item.images.items() if index not in unfit},
-            sounds={index: heard for index, heard in item.sounds.items() if index not in unfit},
+            inputs=[Input("") if index in unfit else source for index, source in enumerate(item.inputs)],
+            images={index: pixels for index, pixels in item.images.items() if index not in unfit},
+            sounds={index: features for index, features in item.sounds.items() if index not in unfit},
         )
     return item, error, unfit
 
 
-def _is_text(given: Input) -> bool:
-    files = given.images or given.audio or given.document
-    return given.tokens is None and given.pair is None and given.vectors is None and not files
+def _is_text(source: Input) -> bool:
+    files = source.images or source.audio or source.document
+    return source.tokens is None and source.pair is None and source.vectors is None and not files
 
 
-def _unfit(tokenizer: ModelTokenizer, layout: Rows, given: Input, options: RunOptions) -> InvalidInput | None:
+def _unfit(tokenizer: ModelTokenizer, layout: Rows, source: Input, options: RunOptions) -> InvalidInput | None:
     """Why an input does not suit the model or what is asked of it."""
-    if _is_text(given):
+    if _is_text(source):
         return None
-    if given.document is not None:
-        return _unfit_document(layout, given, given.document)
-    if given.audio:
+    if source.document is not None:
+        return _unfit_document(layout, source, source.document)
+    if source.audio:
         if layout.sounds is None:
             return _unsupported("audio", "takes none")
-        return _unsupported("audio", "takes none beside images") if given.images else None
-    if given.images:
+        return _unsupported("audio", "takes none beside images") if source.images else None
+    if source.images:
         if layout.images is None:
             return _unsupported("images", "takes none")
         alone = layout.image_tokens is not None and not layout.image_tokens.beside_text
-        several = alone and len(given.images) > 1
+        several = alone and len(source.images) > 1
         return _unsupported("images", "takes one for each input, no more,") if several else None
-    if given.vectors is not None:
-        return _unfit_vectors(layout, given.vectors, options)
-    if given.pair is not None and not (layout.pairs and given.text is not None):
+    if source.vectors is not None:
+        return _unfit_vectors(layout, source.vectors, options)
+    if source.pair is not None and not (layout.pairs and source.text is not None):
         return _unsupported(
-            "pair", "takes no pairs of texts" if given.text is not None else "takes pairs of texts alone"
+            "pair", "takes no pairs of texts" if source.text is not None else "takes pairs of texts alone"
         )
-    if given.tokens is None:
+    if source.tokens is None:
         return None
     if not layout.tokens:
         return _unsupported("tokens", "takes no token ids")
-    return bad_token(tokenizer, given.tokens)
+    return bad_token(tokenizer, source.tokens)
 
 
-def _unfit_document(layout: Rows, given: Input, document: Document) -> InvalidInput | None:
+def _unfit_document(layout: Rows, source: Input, document: Document) -> InvalidInput | None:
     if layout.documents is None:
         return _unsupported("document", "takes none")
-    if given.images or given.audio:
-        return _unsupported("document", f"takes none beside {'images' if given.images else 'audio'}")
+    if source.images or source.audio:
+        return _unsupported("document", f"takes none beside {'images' if source.images else 'audio'}")
     try:
         documents.check(layout.documents, len(document.data))
     except InvalidInput as error:
@@ -184,8 +184,8 @@ def _unfit_document(layout: Rows, given: Input, document: Document) -> InvalidIn
     return None
 
 
-def _unsupported(what: str, why: str) -> InvalidInput:
-    return InvalidInput(f"{what}: the model {why} here", reason="unsupported_modality", param=what)
+def _unsupported(param: str, why: str) -> InvalidInput:
+    return InvalidInput(f"{param}: the model {why} here", reason="unsupported_modality", param=param)
 
 
 def bad_token(tokenizer: ModelTokenizer, tokens: Sequence[int]) -> InvalidInput | None:
@@ -217,7 +217,7 @@ def _unfit_vectors(layout: Rows, vectors: Vectors, options: RunOptions) -> Inval
     return None
 
 
-def _excess(layout: Rows, item: Work) -> InvalidInput | None:
+def _excess(layout: Rows, item: RowInput) -> InvalidInput | None:
     """Why no rows are made of a work item that memory could not hold, or that has none to make."""
     rows, characters = _row_count(layout, item), _characters(layout, item)
     if not rows and item.inputs:
@@ -229,22 +229,24 @@ def _excess(layout: Rows, item: Work) -> InvalidInput | None:
     if characters > MAX_CHARACTERS:
         return too_many(f"the items have {characters} characters with their prompts", MAX_CHARACTERS)
     if layout.vectors:
-        given = item.inputs if item.query is None else [item.query, *item.inputs]
-        size = sum(len(each.vectors.data) for each in given if each.vectors is not None)
+        inputs = item.inputs if item.query is None else [item.query, *item.inputs]
+        size = sum(len(source.vectors.data) for source in inputs if source.vectors is not None)
         if size > MAX_VECTOR_BYTES:
             return too_many(f"the items have {size} bytes of vectors", MAX_VECTOR_BYTES)
     return None
 
 
-def too_many(what: str, limit: int) -> InvalidInput:
-    return InvalidInput(f"{what}, at most {limit} are run together", reason="too_many_tokens", extras={"limit": limit})
+def too_many(subject: str, limit: int) -> InvalidInput:
+    return InvalidInput(
+        f"{subject}, at most {limit} are run together", reason="too_many_tokens", extras={"limit": limit}
+    )
 
 
-def _row_count(layout: Rows, item: Work) -> int:
+def _row_count(layout: Rows, item: RowInput) -> int:
     return len(item.inputs) * (len(item.options.labels) if layout.layout == "hypotheses" else 1)
 
 
-def _characters(layout: Rows, item: Work) -> int:
+def _characters(layout: Rows, item: RowInput) -> int:
     """Of all texts that are made of a work item: what is repeated counts each time."""
     options, query = item.options, len(query_of(item))
     around = len(options.prefix) + len(options.suffix)
@@ -261,28 +263,28 @@ def _characters(layout: Rows, item: Work) -> int:
         else:
             once += length
     if layout.pairs:
-        once += sum(len(given.pair or "") for given in item.inputs)
+        once += sum(len(source.pair or "") for source in item.inputs)
     # an id takes about as long as a character
-    return once + sum(len(given.text or given.tokens or "") + around for given in item.inputs)
+    return once + sum(len(source.text or source.tokens or "") + around for source in item.inputs)
 
 
-def effort_of(layout: Rows, item: Work) -> int:
+def effort_of(layout: Rows, item: RowInput) -> int:
     """What making the rows of a work item takes, as characters to read."""
     return _characters(layout, item) + ROW_CHARACTERS * _row_count(layout, item)
 
 
-def prompted(given: Input, options: RunOptions, empty: str = "") -> str:
+def prompted(source: Input, options: RunOptions, empty: str = "") -> str:
     """A text in its prompt; `empty` where there is none."""
-    return options.prefix + (given.text or empty) + options.suffix
+    return options.prefix + (source.text or empty) + options.suffix
 
 
-def texts_of(item: Work) -> list[str]:
+def texts_of(item: RowInput) -> list[str]:
     """What a model that reads texts is given, a text for each row."""
     query = [item.query.text or ""] if item.query else []
-    return [*query, *(prompted(given, item.options) for given in item.inputs)]
+    return [*query, *(prompted(source, item.options) for source in item.inputs)]
 
 
-def reached(texts: Sequence[str], rows: Sequence[Row]) -> list[str]:
+def reached(texts: Sequence[str], rows: Sequence[TokenRow]) -> list[str]:
     """Each text as far as the tokens of its row reach, which is where its end was cut."""
     return [
         text if row.offsets is None or not row.truncated else text[: int(row.offsets.max(initial=0))]
@@ -290,7 +292,7 @@ def reached(texts: Sequence[str], rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def types_of(rows: Sequence[Row]) -> bytes:
+def types_of(rows: Sequence[TokenRow]) -> bytes:
     """Token types of rows side by side, uint8; empty if no row has any."""
     if all(row.types is None for row in rows):
         return b""
@@ -299,19 +301,19 @@ def types_of(rows: Sequence[Row]) -> bytes:
     ).tobytes()
 
 
-def offsets_of(rows: Sequence[Row]) -> bytes:
+def offsets_of(rows: Sequence[TokenRow]) -> bytes:
     """Places of the tokens of rows side by side, int32; empty if the rows have none."""
-    found = [row.offsets for row in rows if row.offsets is not None]
-    return np.concatenate(found).tobytes() if found else b""
+    offsets = [row.offsets for row in rows if row.offsets is not None]
+    return np.concatenate(offsets).tobytes() if offsets else b""
 
 
-class Part(NamedTuple):
+class BatchPart(NamedTuple):
     """The rows of one work item that run, and the work they were made from: its inputs are those that run. `context`:
     of its trace. `asker`: whose it is (`messages.WorkItem`).
     """
 
-    rows: Sequence[Row]
-    work: Work
+    rows: Sequence[TokenRow]
+    work: RowInput
     context: Context = NONE
     asker: str = ""
 
@@ -321,7 +323,7 @@ class Part(NamedTuple):
         if not self.asker:
             return bytes(IMAGE_KEY_BYTES * len(images))
         own = (hashlib.blake2b(image.digest + self.asker.encode(), digest_size=IMAGE_KEY_BYTES) for image in images)
-        return b"".join(each.digest() for each in own)
+        return b"".join(key.digest() for key in own)
 
 
 def to_batch(
@@ -329,7 +331,7 @@ def to_batch(
     model: str,
     operation: Operation,
     layout: Layout,
-    parts: Sequence[Part],
+    parts: Sequence[BatchPart],
     *,
     pooling: str = "",
     lora: str = "",
@@ -337,7 +339,7 @@ def to_batch(
     fingerprint: str = "",
 ) -> RunBatch:
     """The frame of a batch of work items that share a forward pass, for the loaded copy of that fingerprint."""
-    rows: list[Row] = []
+    rows: list[TokenRow] = []
     groups: list[Group] = []
     texts: list[str] = []
     mentions: list[tuple[Mention, ...]] = []
@@ -348,18 +350,20 @@ def to_batch(
         if layout in ("raw", "spans", "passages"):
             texts += reached(texts_of(part.work), part.rows)
         if layout == "raw":
-            mentions += [()] * (part.work.query is not None) + [given.mentions for given in part.work.inputs]
+            mentions += [()] * (part.work.query is not None) + [
+                vector_blocks.mentions for vector_blocks in part.work.inputs
+            ]
         rows += part.rows
         keys.append(part.image_keys())
     files = tuple(row.document for row in rows)
     lengths = np.array([len(row.ids) for row in rows], dtype=np.int32)
     ids = b"" if layout == "raw" else np.concatenate([row.ids for row in rows]).tobytes()
-    given = [row.vectors for row in rows if row.vectors is not None]
-    seen = [(number, image) for number, row in enumerate(rows) for image in row.images]
-    heard = [(number, row.sound) for number, row in enumerate(rows) if row.sound is not None]
+    vector_blocks = [row.vectors for row in rows if row.vectors is not None]
+    row_images = [(number, image) for number, row in enumerate(rows) for image in row.images]
+    row_sounds = [(number, row.sound) for number, row in enumerate(rows) if row.sound is not None]
     counts = (
         np.array([-1 if row.vectors is None else row.vectors.rows for row in rows], np.int32).tobytes()
-        if given
+        if vector_blocks
         else b""
     )
     return RunBatch(
@@ -376,16 +380,16 @@ def to_batch(
         lora,
         context.traceparent,
         counts,
-        b"".join(vectors.data for vectors in given),
+        b"".join(vectors.data for vectors in vector_blocks),
         fingerprint,
         context.tracestate,
         images=np.array(
-            [(number, image.height, image.width, *image.upright) for number, image in seen], np.int32
+            [(number, image.height, image.width, *image.upright) for number, image in row_images], np.int32
         ).tobytes(),
-        pixels=b"".join(image.pixels for _, image in seen),
+        pixels=b"".join(image.pixels for _, image in row_images),
         mentions=tuple(mentions) if any(mentions) else (),
-        sounds=np.array([(number, *sound.shape) for number, sound in heard], np.int32).tobytes(),
-        features=b"".join(sound.features for _, sound in heard),
+        sounds=np.array([(number, *sound.shape) for number, sound in row_sounds], np.int32).tobytes(),
+        features=b"".join(sound.features for _, sound in row_sounds),
         documents=files if any(files) else (),
         image_keys=b"".join(keys),
     )
@@ -401,7 +405,7 @@ def _answered(options: RunOptions) -> RunOptions:
     )
 
 
-def query_of(item: Work) -> str:
+def query_of(item: RowInput) -> str:
     return (item.query.text or "") if item.query else ""
 
 

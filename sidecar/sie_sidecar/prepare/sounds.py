@@ -42,7 +42,7 @@ Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
 
 
-class Features(NamedTuple):
+class Spectrograms(NamedTuple):
     """Float32 [views, frames, bins], of a sound that lasts so many seconds."""
 
     values: Float32
@@ -54,18 +54,18 @@ class Features(NamedTuple):
 
     def digest(self) -> bytes:
         """SHA-256 of the features and their shape."""
-        found = hashlib.sha256(b"%d x %d x %d\n" % self.shape)
-        found.update(self.values.tobytes())
-        return found.digest()
+        digest = hashlib.sha256(b"%d x %d x %d\n" % self.shape)
+        digest.update(self.values.tobytes())
+        return digest.digest()
 
 
-def prepare(data: bytes, recipe: SoundRecipe) -> Features:
+def prepare(data: bytes, recipe: SoundRecipe) -> Spectrograms:
     """The features of a file. Raises InvalidInput, reason invalid_media, whose message begins with the cause: too_large
     or undecodable.
     """
     try:
         samples, seconds = _decoded(data, recipe.rate)
-        return Features(features(samples, recipe), seconds)
+        return Spectrograms(features(samples, recipe), seconds)
     except InvalidInput:
         raise
     except MemoryError as error:
@@ -92,10 +92,10 @@ def _decoded(data: bytes, rate: int) -> tuple[Float32, float]:
     own = channels[:, 0] if channels.shape[1] == 1 else channels.mean(axis=1)
     if not np.isfinite(own).all():
         raise fault("undecodable", "the sound file has samples that are no finite numbers")
-    found = own if header.rate == rate else soxr.resample(own, header.rate, rate, quality="HQ")
-    if not len(found):
+    samples = own if header.rate == rate else soxr.resample(own, header.rate, rate, quality="HQ")
+    if not len(samples):
         raise fault("undecodable", "the sound file holds no samples")
-    return found, len(channels) / header.rate
+    return samples, len(channels) / header.rate
 
 
 def features(samples: Float32, recipe: SoundRecipe) -> Float32:
@@ -143,8 +143,8 @@ def _shrunk(whole: Float32, frames: int) -> Float32:
     before = np.minimum(places.astype(np.int64), len(whole) - 1)
     after = np.minimum(before + 1, len(whole) - 1)
     share = (places - before.astype(np.float32))[:, None]
-    found: Float32 = (1 - share) * whole[before] + share * whole[after]
-    return found
+    shrunk: Float32 = (1 - share) * whole[before] + share * whole[after]
+    return shrunk
 
 
 def _spectrogram(samples: Float32, recipe: SoundRecipe) -> Float32:
@@ -156,16 +156,16 @@ def _spectrogram(samples: Float32, recipe: SoundRecipe) -> Float32:
     padded = np.pad(samples, (half, half), mode="reflect").astype(np.float64)
     frames = np.lib.stride_tricks.sliding_window_view(padded, recipe.fft)[:: recipe.hop]
     shape, bands = _hann(recipe.fft), _bands(recipe)
-    found = np.empty((len(frames), recipe.bins), np.float32)
+    spectrogram = np.empty((len(frames), recipe.bins), np.float32)
     for start in range(0, len(frames), _BLOCK_FRAMES):
         spectrum = np.fft.rfft(frames[start : start + _BLOCK_FRAMES] * shape).astype(np.complex64)
         power = np.abs(spectrum, dtype=np.float64) ** 2.0
         mel = np.maximum(_LEAST_POWER, np.dot(bands.T, power.T))
-        found[start : start + _BLOCK_FRAMES] = (10.0 * np.log10(mel) if in_decibels else np.log10(mel)).T
+        spectrogram[start : start + _BLOCK_FRAMES] = (10.0 * np.log10(mel) if in_decibels else np.log10(mel)).T
     if in_decibels:
-        return found
-    found = found[:-1]
-    result: Float32 = (np.maximum(found, found.max() - _RANGE) + 4.0) / 4.0
+        return spectrogram
+    spectrogram = spectrogram[:-1]
+    result: Float32 = (np.maximum(spectrogram, spectrogram.max() - _RANGE) + 4.0) / 4.0
     return result
 
 
@@ -185,10 +185,10 @@ def _bands(recipe: SoundRecipe) -> Float64:
     frequencies = np.linspace(0, recipe.rate // 2, recipe.fft // 2 + 1)
     widths = np.diff(centres)
     slopes = centres[None] - frequencies[:, None]
-    found = np.maximum(np.zeros(1), np.minimum(-slopes[:, :-2] / widths[:-1], slopes[:, 2:] / widths[1:]))
+    bands = np.maximum(np.zeros(1), np.minimum(-slopes[:, :-2] / widths[:-1], slopes[:, 2:] / widths[1:]))
     if recipe.scale == "slaney":
-        found *= (2.0 / (centres[2:] - centres[:-2]))[None]
-    result: Float64 = found
+        bands *= (2.0 / (centres[2:] - centres[:-2]))[None]
+    result: Float64 = bands
     return result
 
 

@@ -17,7 +17,7 @@ from tokenizers import Encoding
 
 from sie_contracts.errors import InvalidInput, SIEError
 from sie_contracts.wire.messages import Failed, Input, Ok, Operation, Outcome, RunOptions
-from sie_sidecar.prepare.rows import MAX_CHARACTERS, Work, bad_token
+from sie_sidecar.prepare.rows import MAX_CHARACTERS, RowInput, bad_token
 from sie_sidecar.prepare.tokens import ModelTokenizer
 
 OPERATIONS: tuple[Operation, ...] = ("tokenize", "decode")
@@ -25,23 +25,24 @@ OPERATIONS: tuple[Operation, ...] = ("tokenize", "decode")
 MAX_TOLD_CHARACTERS = 4 << 20
 
 
-def effort_of(item: Work) -> int:
+def effort_of(item: RowInput) -> int:
     """What answering takes, as characters to read."""
     options = item.options
     around = len(options.prefix) + len(options.suffix)
-    return sum(len(given.text or "") + len(given.tokens or ()) + around for given in item.inputs)
+    return sum(len(source.text or "") + len(source.tokens or ()) + around for source in item.inputs)
 
 
-def answer(tokenizer: ModelTokenizer, operation: Operation, item: Work) -> tuple[Outcome, ...]:
+def answer(tokenizer: ModelTokenizer, operation: Operation, item: RowInput) -> tuple[Outcome, ...]:
     """One outcome per input. Raises InvalidInput for a work item that memory could not hold."""
     options = item.options
-    made = _decoded if operation == "decode" else _counted if options.parameters.get("count") else _told
-    most = MAX_TOLD_CHARACTERS if made is _told else MAX_CHARACTERS
+    handler = _decoded if operation == "decode" else _counted if options.parameters.get("count") else _told
+    most = MAX_TOLD_CHARACTERS if handler is _told else MAX_CHARACTERS
     if (size := effort_of(item)) > most:
         message = f"the inputs have {size} characters or ids with their prompts, at most {most} are tokenised together"
         raise InvalidInput(message, reason="too_many_tokens", extras={"limit": most})
     return tuple(
-        each if isinstance(each, Ok) else Failed(each.info()) for each in made(tokenizer, options, item.inputs)
+        outcome if isinstance(outcome, Ok) else Failed(outcome.info())
+        for outcome in handler(tokenizer, options, item.inputs)
     )
 
 
@@ -51,23 +52,23 @@ def _decoded(tokenizer: ModelTokenizer, options: RunOptions, inputs: Sequence[In
     def text(ids: Sequence[int]) -> Ok:
         return Ok({}, len(ids), data={"text": tokenizer.decode(ids, skip_special=skip)})
 
-    return [_of_ids(tokenizer, given, text) for given in inputs]
+    return [_of_ids(tokenizer, source, text) for source in inputs]
 
 
-def _of_ids(tokenizer: ModelTokenizer, given: Input, made: Callable[[Sequence[int]], Ok]) -> Ok | SIEError:
-    if given.tokens is None:
+def _of_ids(tokenizer: ModelTokenizer, source: Input, decode: Callable[[Sequence[int]], Ok]) -> Ok | SIEError:
+    if source.tokens is None:
         return InvalidInput("expected token ids", reason="empty_item", param="tokens")
-    return bad_token(tokenizer, given.tokens) or made(given.tokens)
+    return bad_token(tokenizer, source.tokens) or decode(source.tokens)
 
 
 def _counted(tokenizer: ModelTokenizer, options: RunOptions, inputs: Sequence[Input]) -> list[Ok | SIEError]:
     special = len(tokenizer.first) + len(tokenizer.last)
     texts = [
-        options.prefix + given.text + options.suffix
-        for given in inputs
-        if given.tokens is None and given.text is not None
+        options.prefix + source.text + options.suffix
+        for source in inputs
+        if source.tokens is None and source.text is not None
     ]
-    counts = (each.full for each in tokenizer.contents(texts, 0, "NONE"))
+    counts = (tokens.full for tokens in tokenizer.contents(texts, 0, "NONE"))
     around = sum(map(len, tokenizer.around(options.prefix, options.suffix))) if len(texts) < len(inputs) else 0
 
     def count(ids: Sequence[int]) -> Ok:
@@ -75,14 +76,14 @@ def _counted(tokenizer: ModelTokenizer, options: RunOptions, inputs: Sequence[In
 
     return [
         Ok({}, special + next(counts))
-        if given.tokens is None and given.text is not None
-        else _of_ids(tokenizer, given, count)
-        for given in inputs
+        if source.tokens is None and source.text is not None
+        else _of_ids(tokenizer, source, count)
+        for source in inputs
     ]
 
 
 def _told(tokenizer: ModelTokenizer, options: RunOptions, inputs: Sequence[Input]) -> list[Ok | SIEError]:
-    texts = [options.prefix + given.text + options.suffix for given in inputs if given.text is not None]
+    texts = [options.prefix + source.text + options.suffix for source in inputs if source.text is not None]
     encodings = iter(
         zip(
             texts, tokenizer.whole(texts, special=bool(options.parameters.get("add_special_tokens", True))), strict=True
@@ -90,9 +91,9 @@ def _told(tokenizer: ModelTokenizer, options: RunOptions, inputs: Sequence[Input
     )
     return [
         InvalidInput("expected a text", reason="empty_item", param="text")
-        if given.text is None
+        if source.text is None
         else _columns(*next(encodings))
-        for given in inputs
+        for source in inputs
     ]
 
 

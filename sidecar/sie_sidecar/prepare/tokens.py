@@ -97,14 +97,14 @@ class ModelTokenizer:
         whole = iter(
             self._tokenizer.encode_batch_fast([text for text in texts if len(text) <= least], add_special_tokens=False)
         )
-        found = []
+        contents = []
         for text in texts:
             if len(text) > least:
-                found.append(Tokens(*next(read)))
+                contents.append(Tokens(*next(read)))
             else:
                 ids = np.array(next(whole).ids, np.int32)
-                found.append(Tokens(cut(ids, room, truncate), len(ids)))
-        return found
+                contents.append(Tokens(cut(ids, room, truncate), len(ids)))
+        return contents
 
     @property
     def vocabulary(self) -> int:
@@ -113,11 +113,12 @@ class ModelTokenizer:
 
     def first_unknown(self, ids: Sequence[int]) -> int | None:
         """The position of the first number that is the id of no token."""
-        known = self.vocabulary
-        if not ids or (min(ids) >= 0 and max(ids) < known):
+        vocabulary = self.vocabulary
+        if not ids or (min(ids) >= 0 and max(ids) < vocabulary):
             return None
         return next(
-            (place for place, each in enumerate(ids) if not 0 <= each < known and not self._is_token(each)), None
+            (place for place, token in enumerate(ids) if not 0 <= token < vocabulary and not self._is_token(token)),
+            None,
         )
 
     def _is_token(self, number: int) -> bool:
@@ -125,18 +126,20 @@ class ModelTokenizer:
 
     def content(self, ids: Sequence[int]) -> Ids:
         """Ids that a client made of a text, known ones all, without the special tokens around them."""
-        found = np.array(ids, np.int32)
-        if len(self.first) and np.array_equal(found[: len(self.first)], self.first):
-            found = found[len(self.first) :]
-        if len(self.last) and np.array_equal(found[len(found) - len(self.last) :], self.last):
-            found = found[: len(found) - len(self.last)]
-        return found
+        content = np.array(ids, np.int32)
+        if len(self.first) and np.array_equal(content[: len(self.first)], self.first):
+            content = content[len(self.first) :]
+        if len(self.last) and np.array_equal(content[len(content) - len(self.last) :], self.last):
+            content = content[: len(content) - len(self.last)]
+        return content
 
     def around(self, prefix: str, suffix: str) -> tuple[Ids, Ids]:
         """Ids of a prompt around a text of which only the ids are known: as beside a word, where the word's own ids
         stay as they are.
         """
-        word, led, followed = (each.ids for each in self._plain([SENTINEL, prefix + SENTINEL, SENTINEL + suffix]))
+        word, led, followed = (
+            encoding.ids for encoding in self._plain([SENTINEL, prefix + SENTINEL, SENTINEL + suffix])
+        )
         before = led[: len(led) - len(word)] if led[len(led) - len(word) :] == word else self._plain([prefix])[0].ids
         after = followed[len(word) :] if followed[: len(word)] == word else self._plain([suffix])[0].ids
         return np.array(before, np.int32), np.array(after, np.int32)
@@ -165,13 +168,13 @@ class ModelTokenizer:
 
     def spans(self, texts: Sequence[str], room: int, truncate: Truncate) -> list[tuple[Tokens, Ids]]:
         """As `contents`, with the place of each token in its text: int32 [length, 2], code points."""
-        found = []
+        spans = []
         heads = [self._head(text, room) if truncate == "END" else text for text in texts]
         for encoding in self._tokenizer.encode_batch(heads, add_special_tokens=False):
             offsets = np.array(encoding.offsets, np.int32).reshape(-1, 2)
             ids = np.array(encoding.ids, np.int32)
-            found.append((Tokens(cut(ids, room, truncate), len(ids)), cut(offsets, room, truncate)))
-        return found
+            spans.append((Tokens(cut(ids, room, truncate), len(ids)), cut(offsets, room, truncate)))
+        return spans
 
     def _head(self, text: str, room: int) -> str:
         """As much of a long text as surely holds more than `room` tokens, cut where that changes none of them; else all
@@ -202,7 +205,7 @@ def _pair(tokenizer: Tokenizer) -> PairTemplate:
     if not left or not right:
         raise ValueError("the tokenizer has no template for a pair of texts")
     bounds = (0, left[0], left[-1] + 1, right[0], right[-1] + 1, len(ids))
-    parts = [slice(*each) for each in pairwise(bounds)]
+    parts = [slice(*bound) for bound in pairwise(bounds)]
     types = [max(encoding.type_ids[part], default=0) for part in parts]
     return PairTemplate(ids[parts[0]], ids[parts[2]], ids[parts[4]], (types[0], types[1], types[2], types[3], types[4]))
 
@@ -217,7 +220,7 @@ def _special(tokenizer: Tokenizer) -> tuple[Ids, Ids]:
     return ids[: content[0]], ids[content[-1] + 1 :]
 
 
-class _Part(NamedTuple):
+class _ThreadWork(NamedTuple):
     """Work that goes to a thread together with other work, and who waits for it."""
 
     characters: int
@@ -235,7 +238,7 @@ class TokenizerPool:
 
     def __init__(self, workers: int) -> None:
         self._executor = ThreadPoolExecutor(workers, thread_name_prefix="tokenise")
-        self._parts: list[_Part] = []
+        self._parts: list[_ThreadWork] = []
 
     async def run(self, characters: int, work: Callable[[], T], together: int = 0) -> T:
         """`work`, which reads so many characters: in a thread, unless it and all that was gathered with it, `together`,
@@ -244,7 +247,7 @@ class TokenizerPool:
         if max(characters, together) <= INLINE_CHARACTERS:
             return work()
         loop = asyncio.get_running_loop()
-        part = _Part(characters, work, loop.create_future())
+        part = _ThreadWork(characters, work, loop.create_future())
         self._parts.append(part)
         if len(self._parts) == 1:
             loop.call_soon(self._send, loop)
@@ -265,14 +268,14 @@ class TokenizerPool:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-def _in_threads(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
+def _in_threads(parts: Sequence[_ThreadWork]) -> Iterator[list[_ThreadWork]]:
     """Which parts share a thread: small ones next to each other, up to THREAD_CHARACTERS."""
-    some: list[_Part] = []
+    some: list[_ThreadWork] = []
     for part in parts:
         if part.characters > INLINE_CHARACTERS:
             yield [part]
             continue
-        if some and sum(each.characters for each in some) + part.characters > THREAD_CHARACTERS:
+        if some and sum(part_in_thread.characters for part_in_thread in some) + part.characters > THREAD_CHARACTERS:
             yield some
             some = []
         some.append(part)
@@ -280,18 +283,18 @@ def _in_threads(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
         yield some
 
 
-def _run_all(parts: Sequence[_Part]) -> list[Any]:
+def _run_all(parts: Sequence[_ThreadWork]) -> list[Any]:
     """What each of them returns, or the exception that it raises."""
-    found: list[Any] = []
+    results: list[Any] = []
     for part in parts:
         try:
-            found.append(part.work())
+            results.append(part.work())
         except Exception as error:  # noqa: BLE001  it is raised where this part is awaited
-            found.append(error)
-    return found
+            results.append(error)
+    return results
 
 
-def _on_run(parts: Sequence[_Part], running: asyncio.Future[list[Any]]) -> None:
+def _on_run(parts: Sequence[_ThreadWork], running: asyncio.Future[list[Any]]) -> None:
     if running.cancelled():
         for part in parts:
             part.done.cancel()
@@ -299,11 +302,11 @@ def _on_run(parts: Sequence[_Part], running: asyncio.Future[list[Any]]) -> None:
         _hand_out(parts, running.result())
 
 
-def _hand_out(parts: Sequence[_Part], found: Sequence[Any]) -> None:
-    for part, each in zip(parts, found, strict=True):
+def _hand_out(parts: Sequence[_ThreadWork], results: Sequence[Any]) -> None:
+    for part, result in zip(parts, results, strict=True):
         if part.done.done():  # nobody waits for it any more
             continue
-        if isinstance(each, Exception):
-            part.done.set_exception(each)
+        if isinstance(result, Exception):
+            part.done.set_exception(result)
         else:
-            part.done.set_result(each)
+            part.done.set_result(result)

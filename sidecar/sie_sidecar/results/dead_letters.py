@@ -14,7 +14,7 @@ from sie_contracts.errors import ErrorInfo
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.messages import DeadLetter
 from sie_runtime.failpoints import failpoint
-from sie_sidecar.metrics import Metrics
+from sie_sidecar.metrics import SidecarMetrics
 
 ATTEMPTS = 3
 PUBLISH_TIMEOUT_S = 2.0
@@ -22,12 +22,14 @@ PAUSE_S = 0.5
 _logger = logging.getLogger("sie.sidecar.dead_letters")
 
 
-class DeadLetters:
+class DeadLetterWriter:
     """The dead letters that this worker writes, all to its own `pool`: those of a reservation outlive it. `now_s` is
     broker time.
     """
 
-    def __init__(self, queue: Queue, pool: str, worker: str, metrics: Metrics, now_s: Callable[[], float]) -> None:
+    def __init__(
+        self, queue: Queue, pool: str, worker: str, metrics: SidecarMetrics, now_s: Callable[[], float]
+    ) -> None:
         self._queue = queue
         self._pool = pool
         self._worker = worker

@@ -29,11 +29,11 @@ from sie_runtime.process import Tasks
 from sie_sidecar.device.in_flight import InFlight, changed, stages_of
 from sie_sidecar.device.poison import refusal
 from sie_sidecar.intake.leases import Lease, Leases
-from sie_sidecar.metrics import Metrics
+from sie_sidecar.metrics import SidecarMetrics
 from sie_sidecar.models.inventory import Inventory
-from sie_sidecar.prepare.fetching import Fetching
+from sie_sidecar.prepare.fetching import PayloadFetching
 from sie_sidecar.results import spans
-from sie_sidecar.results.dead_letters import DeadLetters
+from sie_sidecar.results.dead_letters import DeadLetterWriter
 
 CONFIRM_TIMEOUT_S = 2.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
@@ -42,10 +42,10 @@ MAX_BYTES = 1 << 20
 MAX_ROUNDS = 3  # of sending all parts of one result
 
 
-class Settlement:
+class ResultDelivery:
     """Answers held work."""
 
-    def __init__(self, bus: Bus, leases: Leases, metrics: Metrics, clock: Callable[[], float]) -> None:
+    def __init__(self, bus: Bus, leases: Leases, metrics: SidecarMetrics, clock: Callable[[], float]) -> None:
         self._bus = bus
         self.leases = leases
         self._metrics = metrics
@@ -167,11 +167,11 @@ class Settle:
     def __init__(
         self,
         worker_id: str,
-        settlement: Settlement,
-        dead_letters: DeadLetters,
+        settlement: ResultDelivery,
+        dead_letters: DeadLetterWriter,
         inventory: Inventory,
-        fetching: Fetching | None,
-        metrics: Metrics,
+        fetching: PayloadFetching | None,
+        metrics: SidecarMetrics,
         work: Tasks,
         clock: Callable[[], float],
     ) -> None:

@@ -66,8 +66,10 @@ def batch(tracer: Tracer | None, jobs: Sequence[InFlight]) -> Iterator[Span | No
 
 def sealed(span: Span, note: BatchNote, model: str) -> None:
     """What is known of a batch when it leaves for the adapter."""
-    told = {"items": note.items, "chunks": note.chunks, "tokens": note.tokens}
-    span.set({"sie.batch": note.id, "sie.model": model, **{f"sie.batch.{name}": value for name, value in told.items()}})
+    values = {"items": note.items, "chunks": note.chunks, "tokens": note.tokens}
+    span.set(
+        {"sie.batch": note.id, "sie.model": model, **{f"sie.batch.{name}": value for name, value in values.items()}}
+    )
 
 
 def context_of(flight: InFlight) -> Context:
@@ -81,12 +83,12 @@ def settled(flight: InFlight, stages: Stages, outcomes: Sequence[Outcome], batch
     if span is None:
         return
     if span.is_recording:
-        told = msgspec.structs.asdict(stages)
+        stage_times = msgspec.structs.asdict(stages)
         at_ns = span.ns_before(stages.worker_ms / 1000)
         for name, stage in _PARTS:
-            if told[f"{name}_ms"] > 0:
-                at_ns = span.part(name, at_ns, told[f"{name}_ms"], stage=stage)
-        span.set({f"sie.{name}": value for name, value in told.items()})
+            if stage_times[f"{name}_ms"] > 0:
+                at_ns = span.part(name, at_ns, stage_times[f"{name}_ms"], stage=stage)
+        span.set({f"sie.{name}": value for name, value in stage_times.items()})
         if batch:
             span.set({"sie.batch": batch})
         if (first := next(iter(outcomes), None)) is not None and all(
