@@ -17,7 +17,7 @@ from sie_adapter.engine.device_threads import DeviceJob, DeviceThreads
 from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.families.text_encoder import TextEncoder
 from sie_adapter.memory.residency import Resident
-from sie_contracts.models.entries import AdapterEngine as EngineName
+from sie_contracts.models.entries import Engine as EngineName
 from sie_contracts.models.entries import Precision, parse_entry
 from sie_contracts.settings import Settings
 from sie_contracts.wire.ipc import BatchDone, Group, Reply, RunBatch
