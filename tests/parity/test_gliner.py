@@ -253,6 +253,23 @@ def test_windows_also_end_where_the_encoder_has_no_more_positions(
     assert_equal([one for one in found if one["start"] >= clear], [one for one in expected if one["start"] >= clear])
 
 
+def test_windows_also_end_at_four_tokens_a_word_of_the_model(
+    models: dict[str, GlinerModel], oracles: dict[str, Any]
+) -> None:
+    """The package reads all 360 words of these 1860 tokens at once. A window of 1536 equals its text in the package."""
+    text = "Ada Lovelace lived in London. " * 60
+    wanted = options("span", ("person", "city"), 0.05)
+    words = models["span"]._words(text)
+    room = models["span"].max_tokens - models["span"]._prompt_tokens(list(wanted.labels))
+    (_, stop), (start, end) = models["span"]._windows(words.sizes, room)
+    assert (models["span"].max_tokens, sum(words.sizes), end) == (1536, 1860, 360)
+    [found] = extract(models["span"], [text], wanted)
+    [theirs] = oracles["span"].inference([text[: words.ends[stop - 1]]], list(wanted.labels), threshold=0.05)
+    expected = [entity for entity in theirs if entity["end"] <= words.starts[start]]
+    assert len(expected) > 20
+    assert_equal([entity for entity in found if entity["end"] <= words.starts[start]], expected)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_without_words_has_no_entities(models: dict[str, GlinerModel], kind: GlinerKind) -> None:
     assert extract(models[kind], ["", " \n\t ", "queue"], options(kind, threshold=0.0))[:2] == [[], []]

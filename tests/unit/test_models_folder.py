@@ -17,10 +17,10 @@ from sie_broker import BrokerUnavailable
 from sie_broker.memory import MemoryServer
 from sie_config_service import reload
 from sie_config_service.overlay import Overlay
-from sie_config_service.process import Prepared, prepare
+from sie_config_service.process import PreparedCatalogue, prepare
 from sie_config_service.reload import Reload
 from sie_config_service.store import CatalogueStore, normalised
-from sie_config_service.workers import Workers
+from sie_config_service.workers import CatalogueReaders
 from sie_contracts.errors import SIEError, ValidationFailed
 from sie_contracts.models.aliases import Alias, Target
 from sie_contracts.models.entries import ModelEntry
@@ -158,7 +158,7 @@ async def test_a_broken_folder_ends_the_start_with_the_name_of_its_setting(tmp_p
 class Service:
     """The part of the config service that follows a folder, over a broker in memory."""
 
-    def __init__(self, prepared: Prepared, follows: Reload) -> None:
+    def __init__(self, prepared: PreparedCatalogue, follows: Reload) -> None:
         self.store, self.reload = prepared.store, follows
 
     async def model(self, model: str) -> tuple[int, dict[str, Any] | None]:
@@ -170,7 +170,7 @@ class Service:
 async def following(folder: Path, **environ: str) -> AsyncIterator[Service]:
     settings, stop = settings_of(SIE_MODELS_DIR=str(folder), **environ), Stop()
     prepared = await prepare(settings, MemoryServer().connect("sie-config"))
-    follows = Reload(prepared.store, prepared.overlay, prepared.seen, Workers(15.0))
+    follows = Reload(prepared.store, prepared.overlay, prepared.seen, CatalogueReaders(15.0))
     task = asyncio.create_task(follows.run(stop))
     try:
         yield Service(prepared, follows)

@@ -54,6 +54,7 @@ _POOL_TOKENS = 16_384  # of keys and values; what does not fit waits
 _KEPT = (
     "PATH",
     "HOME",
+    "USER",
     "LANG",
     "LD_LIBRARY_PATH",
     "TMPDIR",
