@@ -67,7 +67,7 @@ def keep_one_serving(died: Callable[[], None] = lambda: None) -> int | None:
 
 
 def _fork() -> int | None:
-    """As os.fork; None where that is impossible or not safe, which is told."""
+    """Call os.fork; None, with a log line, where that is impossible or not safe."""
     sys.stdout.flush()
     sys.stderr.flush()
     try:

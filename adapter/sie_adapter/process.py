@@ -66,7 +66,7 @@ def run(settings: Settings, *, spare: bool = False) -> int:
 
 
 def allowed(settings: Settings) -> Allowed:
-    """What entries that come over the broker may make this process run and read."""
+    """The limits on entries that come over the broker."""
     return Allowed(settings.allow_remote_code, settings.model_paths, settings.models_dir)
 
 

@@ -23,7 +23,7 @@ from parity.table import ParityTable, Scores, path_of
 from selection import long_but
 
 from sie_adapter.families import gliner as family
-from sie_adapter.families.extraction import ExtractOptions
+from sie_adapter.families.extraction import ExtractOptions, TextWindow
 from sie_adapter.families.gliner import GlinerModel
 from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed, SIEError
 from sie_contracts.wire.ipc import Rows
@@ -229,8 +229,8 @@ def test_windows_join_without_doubles_or_overlaps(tmp_path: Path, kind: GlinerKi
 
 def test_where_two_windows_disagree_the_better_span_stays(models: dict[str, GlinerModel]) -> None:
     request = models["span"]._request(options("span"), list(LABELS))
-    windows = [(family._Window(0, 0, 20), [(0, 0, "a", 0.9), (14, 17, "a", 0.6), (18, 19, "a", 0.8)])]
-    windows.append((family._Window(0, 12, 32), [(12, 13, "b", 0.9), (16, 18, "b", 0.7), (20, 21, "b", 0.5)]))
+    windows = [(TextWindow(0, 0, 20), [(0, 0, "a", 0.9), (14, 17, "a", 0.6), (18, 19, "a", 0.8)])]
+    windows.append((TextWindow(0, 12, 32), [(12, 13, "b", 0.9), (16, 18, "b", 0.7), (20, 21, "b", 0.5)]))
     assert models["span"]._joined(windows, request) == [(0, 0, "a", 0.9), (16, 18, "b", 0.7), (20, 21, "b", 0.5)]
     windows[0][1][1] = (14, 17, "a", 0.75)
     assert models["span"]._joined(windows, request) == [(0, 0, "a", 0.9), (14, 17, "a", 0.75), (20, 21, "b", 0.5)]

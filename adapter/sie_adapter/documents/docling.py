@@ -54,11 +54,11 @@ class DoclingModel:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the processes that run."""
+        """The process ids of the parsers."""
         return self._parsers.pids
 
     def reading(self, read: object, is_gone: IsGone) -> DoclingCall:
-        """What answers one batch, for somebody who may leave."""
+        """A call for one batch, whose client may leave."""
         return DoclingCall(self._parsers, is_gone)
 
 
@@ -74,7 +74,7 @@ class DoclingCall:
     def extract(
         self, texts: Sequence[str], options: Sequence[ExtractOptions], documents: Sequence[Document | None]
     ) -> list[Result]:
-        """What each document holds, or why it is unusable. Raises InternalFailure, reason cancelled."""
+        """The content of each document, or the error of an unusable one. Raises InternalFailure, reason cancelled."""
         refused = [_refusal(document, option) for document, option in zip(documents, options, strict=True)]
         parseable = [
             document

@@ -1,5 +1,5 @@
-"""What format a document has: its content says it, and where that is text, the client may. Standard library only: it
-runs in the processes that parse documents, before anything else reads the file.
+"""Format of a document: read from its content or, for text, named by the client. Standard library only: it runs in the
+processes that parse documents, before anything else reads the file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an adapter and its processes that parse documents say to each other: one `ParseJob` and one answer at a time."""
+"""Messages between an adapter and its parser processes: one `ParseJob` and one answer at a time."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Parsers:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the processes that run."""
+        """The process ids of the parsers."""
         return tuple(sorted(process.pid for process in list(self._processes.values()) if process.runs))
 
     def parse(
@@ -260,7 +260,7 @@ class _ParserProcess:
         return answer
 
     def _waited(self, deadline_s: float, parts: Sequence[bytes] = ()) -> parser_frames.Answer:
-        """What it answers to these bytes. It is killed when the time is over, which ends any wait for it."""
+        """The answer of the process to these bytes. It is killed when the time is over, which ends any wait for it."""
         timer = threading.Timer(deadline_s, self._expire)
         timer.daemon = True
         timer.start()
@@ -279,11 +279,11 @@ class _ParserProcess:
         self.kill()
 
     def kill(self) -> None:
-        """Which ends any wait for its answer."""
+        """Kill the process, which ends any wait for its answer."""
         self._process.kill()
 
     def status(self) -> int:
-        """That with which a lost process ended by itself; 0 if it had to be killed."""
+        """The exit status of a lost process; 0 if it had to be killed."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(_DIED_S)
         self.end()

@@ -35,7 +35,7 @@ _logger = logging.getLogger("sie.adapter")
 
 
 class TextModel(Protocol):
-    """What a batch of token ids needs of a family."""
+    """A family that runs batches of token ids."""
 
     max_tokens: int
     vocabulary: int
@@ -51,7 +51,7 @@ class TextModel(Protocol):
         """The batch as it goes to the device. `queries` bool [rows] tells queries from documents."""
 
     def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
-        """What a head gives for these ids if it needs no forward pass for that."""
+        """The output of a head for these ids if it needs no forward pass for that."""
 
     def pack(self, batch: Items, chosen: Int64) -> PackedBatch: ...
 
@@ -117,7 +117,7 @@ class BatchRun:
             self._plan(group, count)
 
     def _plan(self, group: Group, count: int) -> None:
-        """Which heads run for which rows."""
+        """Note the heads that run for each row."""
         self._queries[group.start : group.stop] = group.options.is_query
         if self._layout == "sides" and group.stop > group.start:
             self._queries[group.start] = True
@@ -249,7 +249,7 @@ class BatchRun:
         return doubtful
 
     def _answers(self, group: Group) -> list[tuple[ItemResult | SIEError, int]]:
-        """What is due for a group, with the tokens that ran for it. Those of a query that is shared count for the first
+        """The results of a group, with the tokens that ran for it. Those of a query that is shared count for the first
         input.
         """
         shared = [group.start] if self._layout == "sides" and group.stop > group.start else []

@@ -1,4 +1,4 @@
-"""What this process computes on: resolved once, logged, reported. Its precision: `precision`, its attention:
+"""The device of this process: resolved once, logged, reported. Its precision: `precision`, its attention:
 `attention_backend`.
 
 SIE_DEVICE ──► resolve_device ──► torch.device
@@ -145,7 +145,7 @@ class MemoryUse:
 
 
 def memory(device: torch.device, more_bytes: int = 0) -> MemoryUse:
-    """What the device would hold with `more_bytes` more, under the tightest of the limits that bind this process.
+    """The memory of the device with `more_bytes` more, under the tightest of the limits that bind this process.
 
     CUDA: the card, and the fraction of it that this process may use. MPS: what Metal recommends. CPU: the machine, the
     container, and the limit on this process's own data (RLIMIT_DATA, `ulimit -d`), which bounds one adapter among
@@ -158,7 +158,7 @@ def memory(device: torch.device, more_bytes: int = 0) -> MemoryUse:
 
 
 def capacity_bytes(device: torch.device) -> int:
-    """What the tightest of these limits lets this process have, if it has all of it."""
+    """The memory that the tightest of these limits leaves to this process."""
     return min(limit.total_bytes for limit in _limits(device))
 
 

@@ -259,7 +259,7 @@ class AdapterEngine:
         )
 
     def describe(self) -> ipc.Description:
-        """What this process is and holds."""
+        """The description of this process and its models."""
         memory = devices.memory(self.device)
         return ipc.Description(
             protocol=ipc.PROTOCOL,

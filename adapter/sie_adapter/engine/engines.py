@@ -1,5 +1,5 @@
-"""Which engine computes the hidden states of a model. A rule decides when the model is loaded, never a race: the same
-model on the same kind of machine gives the same bits tomorrow.
+"""Choice of the engine that computes the hidden states of a model. A rule decides when the model is loaded, never a
+race: the same model on the same kind of machine gives the same bits tomorrow.
 
 family, device, precision, LoRAs, what is installed ──► RULES, in order: the first that names no obstacle ──► Choice
 
@@ -28,9 +28,9 @@ from sie_contracts.wire.ipc import RunBatch
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What the rules look at. `device`: the type. `reads_text`: the model reads ids of texts and nothing else. `lora`:
-    the LoRA that its entry gives every request. `is_limited`: the data of this process is limited. `attention`: the
-    backend in force. `sglang`: the Python of an environment with that package, empty if none is named. `int8`: its
+    """The facts that the rules read. `device`: the type. `reads_text`: the model reads ids of texts and nothing else.
+    `lora`: the LoRA that its entry gives every request. `is_limited`: the data of this process is limited. `attention`:
+    the backend in force. `sglang`: the Python of an environment with that package, empty if none is named. `int8`: its
     weights are to be kept in 8 bits.
 
     Of the files of the model: `hides_tokens`: some tokens of its queries are not attended to, and some layers attend to

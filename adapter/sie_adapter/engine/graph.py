@@ -109,7 +109,7 @@ class Graph:
         return slice(None)
 
     def close(self) -> None:
-        """Nothing: the graph goes with this object."""
+        """Do nothing: the graph is freed with this object."""
 
     def run(self, packed: PackedBatch) -> Tensor:
         """Hidden states, [tokens, width], in packed order."""
@@ -118,7 +118,7 @@ class Graph:
         return self._run(packed, self._of_lanes)
 
     def trials(self, packed: PackedBatch) -> Iterator[Tensor]:
-        """What `run` gives in each way that it may run."""
+        """The results of `run` in each way that it may run."""
         for compiled in (self._of_lanes, self._alone):
             if compiled is not None:
                 yield self._run(packed, compiled)
@@ -228,7 +228,7 @@ def most_filling(config: PretrainedConfig) -> int:
 
 
 def _names_of(model: PreTrainedModel) -> tuple[str, ...]:
-    """What this architecture reads. It counts positions by itself, as on its stock path."""
+    """The inputs of this architecture. It counts positions by itself, as on its stock path."""
     parameters = inspect.signature(model.forward).parameters
     has_types = (getattr(model.config, "type_vocab_size", None) or 0) > 1 and _TYPES in parameters
     return ("input_ids", "attention_mask", *((_TYPES,) if has_types else ()))

@@ -1,5 +1,4 @@
-"""What each batch was and what it took, for whoever tunes batching: the last MAX_BATCHES of them, where
-SIE_INSTRUMENTATION is set.
+"""Records of the last MAX_BATCHES batches and their durations, for tuning, where SIE_INSTRUMENTATION is set.
 
     lane ran a batch ──► Instrumentation.ran ──► ring ──► Description ──► `/ws/status` of the worker
 

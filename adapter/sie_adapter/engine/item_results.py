@@ -45,7 +45,7 @@ class ClientVectors:
 
 @dataclass
 class ItemResult:
-    """What one input gave: arrays by the names of `messages.Ok`, a score, or the maps of an extraction."""
+    """The result of one input: arrays by the names of `messages.Ok`, a score, or the maps of an extraction."""
 
     arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
     score: float | None = None
@@ -154,7 +154,7 @@ def _put(name: str, dtype: str, vectors: Tensor, results: ItemResults) -> None:
 
 
 def _overflows(values: NDArray[Any]) -> bool:
-    """Of the dtypes only float16 has a smaller range than what it is made from."""
+    """Whether values overflowed: only float16 has a smaller range than its source."""
     return values.dtype == np.float16 and not np.isfinite(values).all()
 
 

@@ -45,7 +45,7 @@ class VerbModel(Protocol):
 
 
 def extract_options(message: RunBatch) -> list[ExtractOptions]:
-    """What is looked for in each text of a batch."""
+    """The options of each text of a batch."""
     return [
         ExtractOptions(
             group.options.labels,

@@ -89,7 +89,7 @@ class _SglangVectors(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Launch:
-    """What a server is started with. `python`: of an environment that has the package. `threads`: on a CPU."""
+    """The arguments of a server. `python`: of an environment that has the package. `threads`: on a CPU."""
 
     python: str
     folder: Path
@@ -99,7 +99,7 @@ class Launch:
     threads: int
 
     def arguments(self, port: int) -> list[str]:
-        """Of the program."""
+        """The arguments of the program."""
         where = ["--attention-backend", "torch_native"] if self.device.type == "cpu" else []
         if self.device.index:
             where += ["--base-gpu-id", str(self.device.index)]
@@ -118,7 +118,7 @@ class Launch:
         return [self.python, "-m", "sglang.launch_server", *named, *switches, *where]
 
     def environment(self) -> dict[str, str]:
-        """Of the process."""
+        """The environment of the process."""
         inherited = {name: os.environ[name] for name in _KEPT if name in os.environ}
         own = {
             "HF_HUB_OFFLINE": "1",
@@ -151,7 +151,7 @@ class SGLang:
 
     @property
     def pid(self) -> int:
-        """Of the process that serves."""
+        """The id of the process that serves."""
         return self._servers[0].pid
 
     def places(self, packed: PackedBatch) -> Int64:
@@ -273,7 +273,7 @@ class _SglangProcess:
         return vectors
 
     def memory_bytes(self) -> int:
-        """Of its processes, on the device that it computes on."""
+        """The memory of its processes on the device that it computes on."""
         if not self._is_cpu:
             return max(0, _used_bytes(self._device) - self._before)
         used_bytes = 0

@@ -1,5 +1,4 @@
-"""What a trace shows of the device: the forward pass of a batch, and of each work item in it the two stages that the
-device takes.
+"""Spans of the device: the forward pass of a batch, and of each work item in it the two stages on the device.
 
 All is told once a batch is answered, so that no answer waits for it.
 """

@@ -1,1 +1,1 @@
-"""What is done to the values of an output before they leave: one file per transformation."""
+"""Transformations of the values of an output before they leave: one file each."""

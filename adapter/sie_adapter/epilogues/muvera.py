@@ -47,7 +47,7 @@ def encode(rows: Sequence[Tensor], parameters: Muvera, *, is_query: bool) -> Ten
 
 
 def _token_bytes(dim: int, parameters: Muvera) -> int:
-    """Of the largest intermediate that has a row per token and one repetition, or an index per token and each
+    """The bytes of the largest intermediate that has a row per token and one repetition, or an index per token and each
     repetition.
     """
     return max(4 * dim, 4 * (parameters.projection_dim or 0), 8 * parameters.num_repetitions, 32)
@@ -190,7 +190,7 @@ class _Inner:
 
 @dataclass(frozen=True, slots=True)
 class _Matrices:
-    """What is drawn from the seeds for one parameter set and token width. `planes`: [dim, projections * repetitions],
+    """Matrices drawn from the seeds for one parameter set and token width. `planes`: [dim, projections * repetitions],
     projection first.
     """
 

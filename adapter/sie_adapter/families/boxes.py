@@ -13,8 +13,8 @@ Float32 = NDArray[np.float32]
 
 
 class Sight(NamedTuple):
-    """What a detector sees in a batch of images. `boxes`: middle, width and height, each a part of the image as the
-    model sees it, float32 [images, candidates, 4]; `scores`: of each label, float32 [images, candidates, labels].
+    """The detections of a batch of images. `boxes`: middle, width and height, each a part of the image as the model
+    sees it, float32 [images, candidates, 4]; `scores`: of each label, float32 [images, candidates, labels].
     """
 
     boxes: Tensor

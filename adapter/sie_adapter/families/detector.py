@@ -31,7 +31,7 @@ _IMAGES_PER_PASS_ELSEWHERE = 8
 
 
 class _DetectorKind(Protocol):
-    """What differs between the kinds of detectors.
+    """A kind of detector.
 
     `thresholds`: the options that bound the score of an object, with their defaults. `max_tokens`: of a prompt, or of
     one label, as the kind reads them. `recipe`: how images become the pixels that `look` takes.
@@ -47,16 +47,16 @@ class _DetectorKind(Protocol):
     recipe: Recipe
 
     def prompt(self, labels: Sequence[str]) -> Any:
-        """What the model reads of the labels. Raises InvalidInput for labels that cannot be used."""
+        """The prompt of the labels. Raises InvalidInput for labels that cannot be used."""
 
     def misfit(self, image: Shown) -> InvalidInput | None:
         """Why the model cannot look at an image."""
 
     def detect(self, images: Sequence[Shown], prompt: Any) -> Sight:
-        """What is in images whose pixels have one size."""
+        """Detect objects in images whose pixels have one size."""
 
     def frame(self, image: Shown) -> ImageFrame:
-        """What boxes of an image are parts of."""
+        """The frame that the boxes of an image are parts of."""
 
 
 _KINDS: Mapping[str, type[GroundingDino] | type[Owlv2]] = {"grounding-dino": GroundingDino, "owlv2": Owlv2}
@@ -76,8 +76,8 @@ class Detector:
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """What a load would refuse of class, shapes and tokenizer; empty if nothing. Reads no values of weights and
-        runs no code of the folder. Raises ModelLoadFailed for tensors that are not those of the class.
+        """The fault of class, shapes or tokenizer that a load refuses; empty without one. Reads no values of weights
+        and runs no code of the folder. Raises ModelLoadFailed for tensors that are not those of the class.
         """
         return _kind(folder, entry).fault_of_files(folder, entry)
 
@@ -149,7 +149,7 @@ class Detector:
         return max(float(options.parameters.get(name, default)) for name, default in own.items())
 
     def _passes(self, usable: Mapping[int, Shown]) -> Iterator[list[int]]:
-        """Those whose pixels have one size, some at a time."""
+        """Parts of the images whose pixels have one size."""
         alike: dict[tuple[int, ...], list[int]] = {}
         for number, image in usable.items():
             alike.setdefault(image.pixels.shape, []).append(number)

@@ -58,7 +58,7 @@ class _DualPass(PackedBatch):
 
 
 class TextTower(Protocol):
-    """What all kinds of dual encoders have.
+    """The text tower of a dual encoder.
 
     `filled`: the tokens that each text is filled up to with the id `filler`; 0: none. `width`: of a vector.
     """
@@ -72,7 +72,7 @@ class TextTower(Protocol):
 
 
 class _ImageTextTowers(TextTower, Protocol):
-    """What differs between those of images."""
+    """The towers of a dual encoder of images."""
 
     def image(self, pixels: Tensor) -> Tensor:
         """The vector of each image, float32 [images, width], from normalised pixels [images, 3, height, width]."""
@@ -156,8 +156,8 @@ class VectorHead:
 
 
 class _TextEmbeddings(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
-    """Those of a text tower without its bound on the tokens of a pass: packed texts are longer together than one may
-    be.
+    """Embeddings of a text tower without its bound on the tokens of a pass: packed texts are longer together than one
+    may be.
     """
 
     def __init__(self, source: Any) -> None:
@@ -222,7 +222,7 @@ class TwoTowers(PackedModel, ABC):
     @staticmethod
     @abstractmethod
     def _files(batch: Items) -> BatchFiles[Any] | None:
-        """What rows have in the place of ids."""
+        """The files that rows have in the place of ids."""
 
     @abstractmethod
     def _of_files(self, rows: Sequence[Sequence[Any]]) -> Tensor:
@@ -234,8 +234,8 @@ class DualEncoder(TwoTowers):
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """What a load would refuse of class, shapes and tokenizer; empty if nothing. Reads no values of weights and
-        runs no code of the folder. Raises ModelLoadFailed for tensors that are not those of the class.
+        """The fault of class, shapes or tokenizer that a load refuses; empty without one. Reads no values of weights
+        and runs no code of the folder. Raises ModelLoadFailed for tensors that are not those of the class.
         """
         _model_type(folder, entry)
         _processor(folder, entry)

@@ -1,8 +1,8 @@
-"""What the extraction families share.
+"""Base of the extraction families: options, preparation, windows of words, padded passes, weights from files.
 
 texts, one ExtractOptions each ──► those with equal options together ──► make: words, ids, padded passes ──► run: the
 device ──► results
-                                                       └─ off the device lane, in a Preparation ─┘
+                                                       └─ off the device thread, in a Preparation ─┘
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import msgspec
+import numpy as np
 import torch
 from huggingface_hub import snapshot_download
+from numpy.typing import NDArray
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -30,6 +33,7 @@ from sie_adapter.memory.device_errors import is_device_fatal, is_out_of_memory
 from sie_contracts.errors import InferenceFailed, InvalidInput, SIEError
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
+from sie_contracts.wire.ipc import Rows
 from sie_contracts.wire.messages import Mention
 
 _logger = logging.getLogger("sie.adapter")
@@ -38,16 +42,18 @@ Result = dict[str, Any] | SIEError
 
 _HARMLESS = ("pooler.", "position_ids")
 _WASTE = 1.25  # padded positions for each real one, at most
+_MIN_ROOM = 8  # labels leave at least this part of a pass to the text
+_WORDS_PER_COUNT = 8192
 _OVERLAP = 8  # a window shares this part of itself with the next
 
 
 @dataclass(frozen=True)
 class ExtractOptions:
-    """What to look for in one text. `labels` keep the client's order and case, `threshold` None is the model's own
+    """The request for one text. `labels` keep the client's order and case, `threshold` None is the model's own
     default.
 
     `parameters`: options of the family, merged with the entry's own and checked for their types. `mentions`: places of
-    the text that the client names. `instruction`: what a reader is asked of a page.
+    the text that the client names. `instruction`: the prompt of a reader.
     """
 
     labels: tuple[str, ...]
@@ -56,55 +62,56 @@ class ExtractOptions:
     mentions: tuple[Mention, ...] = ()
     instruction: str = ""
 
+    def threshold_or(self, default: float) -> float:
+        """The least score: of the request, else of the entry, else `default`."""
+        least: float = self.parameters.get("threshold", default) if self.threshold is None else self.threshold
+        return float(least)
+
     def same(self) -> bytes:
-        """Equal for options that mean the same."""
+        """Equal bytes for equal options."""
         named = (self.labels, self.threshold, self.parameters, self.mentions, self.instruction)
         return msgspec.json.encode(named, order="deterministic")
 
 
-class Made(Protocol):
-    """What a family makes of texts with equal options before the device reads them. `padding`: positions beside their
-    tokens.
-    """
+class PreparedTexts(Protocol):
+    """Texts with equal options as the device reads them. `padding`: positions beside their tokens."""
 
     @property
     def padding(self) -> int: ...
 
 
 T = TypeVar("T")
-M = TypeVar("M", bound=Made)
+M = TypeVar("M", bound=PreparedTexts)
 Make = Callable[[Sequence[str], ExtractOptions], M]
 Run = Callable[[Sequence[str], ExtractOptions, M], list[Result]]
 
 
 class Preparation:
-    """What was made of the texts of one batch. `seconds` is what making took, `padding` that of what has run."""
+    """The prepared texts of one batch. `seconds`: duration of the preparation; `padding`: of the passes that ran."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self.padding = 0
-        self._made: dict[tuple[bytes, tuple[str, ...]], Any] = {}
+        self._prepared: dict[tuple[bytes, tuple[str, ...]], Any] = {}
 
     def make(self, texts: Sequence[str], options: Sequence[ExtractOptions], make: Make[Any]) -> None:
-        """Make what can be made now. What fails is left to `run_alike`, which meets the failure again and tells it of
-        the right text.
-        """
+        """Prepare the texts. A failure is left to `run_alike`, which meets it again and assigns it to its text."""
         for option, chosen in _alike(options):
             some = [texts[index] for index in chosen]
             try:
-                self._made[option.same(), tuple(some)] = self._timed(some, option, make)
+                self._prepared[option.same(), tuple(some)] = self._timed(some, option, make)
             except SIEError:
                 continue
-            except Exception as error:  # noqa: BLE001  model code may raise anything, and the lane isolates the text
+            except Exception as error:  # noqa: BLE001  model code may raise anything, and the batch isolates the text
                 _logger.debug("preparing failed with %s", type(error).__name__)
 
-    def of(self, texts: Sequence[str], option: ExtractOptions, make: Make[M]) -> M:
-        """What was made of these texts, made now if it was not."""
-        made: M | None = self._made.pop((option.same(), tuple(texts)), None)
-        if made is None:
-            made = self._timed(texts, option, make)
-        self.padding += made.padding
-        return made
+    def pop_or_make(self, texts: Sequence[str], option: ExtractOptions, make: Make[M]) -> M:
+        """The prepared form of these texts, prepared now if it was not."""
+        prepared: M | None = self._prepared.pop((option.same(), tuple(texts)), None)
+        if prepared is None:
+            prepared = self._timed(texts, option, make)
+        self.padding += prepared.padding
+        return prepared
 
     def _timed(self, texts: Sequence[str], option: ExtractOptions, make: Make[M]) -> M:
         began_s = time.perf_counter()
@@ -116,13 +123,28 @@ class Preparation:
 
 class Extractor(ABC, Generic[M]):
     """A family that tokenises and collates by itself: `_make` on the host, `_extract` on the device, both of texts with
-    equal options.
+    equal options. `max_tokens`: of one pass, labels included.
     """
 
+    max_tokens: int
+
+    rows: ClassVar[dict[str, Rows]] = {"extract": Rows("raw")}
+
+    def _describe(self, model: torch.nn.Module, encoder: Any, tokenizer: Tokenizer) -> None:
+        """Set the attributes of a loaded model. `tokenizer`: of `encoder`, without padding and truncation."""
+        self._counter = tokenizer
+        self.tokenizer: bytes = tokenizer.to_str().encode()
+        self.vocabulary: int = encoder.get_input_embeddings().num_embeddings
+        self.memory_bytes = bytes_of(model)
+        self.attention = f"{encoder.config._attn_implementation} padded"
+
+    def _check_room(self, tokens: int) -> None:
+        """Raise InvalidInput if labels of so many tokens leave too little room to the text."""
+        if self.max_tokens - tokens < self.max_tokens // _MIN_ROOM:
+            raise labels_refused(f"they take {tokens} of {self.max_tokens} tokens")
+
     def prepare(self, texts: Sequence[str], options: Sequence[ExtractOptions]) -> Preparation:
-        """What `extract` needs of these texts before the device: may be called off the device lane, on several threads
-        at once.
-        """
+        """Prepare these texts for `extract`: may be called off the device thread, on several threads at once."""
         preparation = Preparation()
         preparation.make(texts, options, self._make)
         return preparation
@@ -138,7 +160,7 @@ class Extractor(ABC, Generic[M]):
     def _make(self, texts: Sequence[str], options: ExtractOptions) -> M: ...
 
     @abstractmethod
-    def _extract(self, texts: Sequence[str], options: ExtractOptions, made: M) -> list[Result]: ...
+    def _extract(self, texts: Sequence[str], options: ExtractOptions, prepared: M) -> list[Result]: ...
 
 
 def run_alike(
@@ -154,7 +176,7 @@ def run_alike(
     Raises only what concerns the whole device: out of memory, or a device that is lost.
     """
     prepared = preparation or Preparation()
-    return by_options(texts, options, lambda some, option: run(some, option, prepared.of(some, option, make)))
+    return by_options(texts, options, lambda some, option: run(some, option, prepared.pop_or_make(some, option, make)))
 
 
 def by_options(
@@ -170,7 +192,7 @@ def by_options(
 
 
 def _alike(options: Sequence[ExtractOptions]) -> list[tuple[ExtractOptions, list[int]]]:
-    """Each different one of the options, with the places where it stands."""
+    """The distinct options, each with its places."""
     alike: dict[bytes, list[int]] = {}
     for index, option in enumerate(options):
         alike.setdefault(option.same(), []).append(index)
@@ -188,7 +210,7 @@ def _attempt(
         if is_out_of_memory(error) or is_device_fatal(error):
             raise
         if len(inputs) > 1:
-            return [_attempt([each], option, run)[0] for each in inputs]
+            return [_attempt([text], option, run)[0] for text in inputs]
         _logger.exception("extraction from one input failed")
         return [InferenceFailed(f"the model code failed with {type(error).__name__}")]
 
@@ -196,7 +218,7 @@ def _attempt(
 def padding_of(lengths: Sequence[int], chosen: Iterable[Sequence[int]]) -> int:
     """Positions beside the tokens in passes over sequences of these lengths, each padded to its longest."""
     return sum(
-        len(each) * max(lengths[index] for index in each) - sum(lengths[index] for index in each) for each in chosen
+        len(part) * max(lengths[index] for index in part) - sum(lengths[index] for index in part) for part in chosen
     )
 
 
@@ -236,19 +258,66 @@ def windows(sizes: Sequence[int], room: int, max_words: int, min_shared: int) ->
         start = stop - shared
 
 
+@dataclass(frozen=True)
+class TextWindow:
+    """Words `start` to `stop` of one text."""
+
+    text: int
+    start: int
+    stop: int
+
+
+def own_ranges(spans: Sequence[TextWindow]) -> list[tuple[int, int]]:
+    """The first words of the spans that each of the overlapping windows of a text contributes, as begin and end: of an
+    overlap a window has the half that it sees more around.
+    """
+    middles = [(following.start + window.stop) // 2 for window, following in pairwise(spans)]
+    return list(zip([0, *middles], [*middles, spans[-1].stop], strict=True)) if spans else []
+
+
+def words_with_tokens(
+    tokenizer: Tokenizer, split: Sequence[tuple[str, int, int]], longest: int
+) -> tuple[NDArray[np.int32], NDArray[np.int64], list[tuple[str, int, int]]]:
+    """Ids of the words, the number of tokens of each, and the rows of `split` (word, start, end): words without tokens,
+    such as a variation selector, are left out, since the model does not see them. The tokens are of the first `longest`
+    characters of a word.
+    """
+    counted = [
+        tokens_of(tokenizer, [word[:longest] for word, _, _ in split[begin : begin + _WORDS_PER_COUNT]])
+        for begin in range(0, len(split), _WORDS_PER_COUNT)
+    ]
+    ids = np.concatenate([np.zeros(0, np.int32), *(part for part, _ in counted)])
+    sizes = np.concatenate([np.zeros(0, np.int64), *(part for _, part in counted)])
+    return ids, sizes[sizes > 0], [row for row, size in zip(split, sizes.tolist(), strict=True) if size]
+
+
+def tokens_of(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """The ids of all words, and the number of tokens of each."""
+    encoding = tokenizer.encode(list(words), is_pretokenized=True, add_special_tokens=False)
+    owners = np.array(encoding.word_ids, np.int64)
+    return np.array(encoding.ids, np.int32), np.bincount(owners, minlength=len(words)).astype(np.int64)
+
+
+def scores_not_finite() -> InferenceFailed:
+    """The error of a text whose scores are not finite."""
+    return InferenceFailed("the model's scores are not finite", reason="non_finite")
+
+
+def absolute_positions(encoder: Any) -> int:
+    """The positions that the encoder's table leaves to a text; 0 without a table."""
+    table = getattr(getattr(encoder, "embeddings", None), "position_embeddings", None)
+    if table is None:
+        return 0
+    return int(table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1))
+
+
 def bound_length(tokenizer: Any, encoder: Any, otherwise: int) -> int:
     """Make a transformers tokenizer cut at what its encoder can take, and return that, in tokens with special tokens.
 
     It is the least of the tokenizer's own limit, the encoder's table of absolute positions and, for encoders without
     one, `otherwise`.
     """
-    table = getattr(getattr(encoder, "embeddings", None), "position_embeddings", None)
-    positions = (
-        table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
-        if table is not None
-        else otherwise
-    )
-    tokenizer.model_max_length = min(tokenizer.model_max_length, positions)
+    tokenizer.model_max_length = min(tokenizer.model_max_length, absolute_positions(encoder) or otherwise)
     return int(tokenizer.model_max_length)
 
 
@@ -293,8 +362,8 @@ def check_encoder(config: dict[str, Any] | None, entry: ModelEntry, load: LoadOp
 
 
 def read_weights(folder: Path, entry: ModelEntry) -> dict[str, Tensor]:
-    """Of model.safetensors, else of pytorch_model.bin, which must hold tensors alone. Raises ModelLoadFailed
-    INCOMPATIBLE.
+    """The tensors of model.safetensors, else of pytorch_model.bin, which must hold tensors alone. Raises
+    ModelLoadFailed INCOMPATIBLE.
     """
     if (file := folder / "model.safetensors").is_file():
         weights: dict[str, Tensor] = load_file(file)
@@ -322,17 +391,17 @@ def compare(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], entry: Mod
         "unexpected": weights.keys() - own.keys(),
         "mismatched": {name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape},
     }
-    for misfit, found in faults.items():
-        refuse_misfits(entry, misfit, found)
+    for misfit, names in faults.items():
+        refuse_misfits(entry, misfit, names)
 
 
 def refuse_misfits(entry: ModelEntry, misfit: str, names: Iterable[str]) -> None:
     """Raise ModelLoadFailed INCOMPATIBLE if weights are `misfit`, other than a pooler, which is never run, and position
     ids.
     """
-    if found := sorted(name for name in names if not any(part in name for part in _HARMLESS)):
+    if misfits := sorted(name for name in names if not any(part in name for part in _HARMLESS)):
         raise load_failed(
-            "INCOMPATIBLE", f"{entry.id}: the weights have {len(found)} {misfit} keys: {', '.join(found[:5])}"
+            "INCOMPATIBLE", f"{entry.id}: the weights have {len(misfits)} {misfit} keys: {', '.join(misfits[:5])}"
         )
 
 

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,29 +26,27 @@ from sie_adapter.families.extraction import (
     Extractor,
     Result,
     bound_length,
-    bytes_of,
     check_encoder,
     labels_refused,
     padding_of,
     passes,
     refuse_misfits,
+    scores_not_finite,
     tokenizer_fault,
 )
 from sie_adapter.loading.checkpoint import _cast, construction
 from sie_adapter.loading.tokenizer import bare_tokenizer, read_tokenizer
-from sie_contracts.errors import InferenceFailed, InvalidInput
+from sie_contracts.errors import InvalidInput
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
-from sie_contracts.wire.ipc import Rows
 
 _TOKENS_PER_PASS = {"cpu": 4096}
 _TOKENS_PER_PASS_ELSEWHERE = 16384
 _CHARACTERS_PER_TOKEN = 8  # of a long text, at first
-_MIN_ROOM = 8  # labels leave at least this part of the model's tokens to the text
 
 
 @dataclass(frozen=True)
-class _Made:
+class GliclassTexts:
     """Texts as the device reads them. `results` are those that need no pass; `passes` the places of the others with
     their padded ids.
     """
@@ -58,7 +56,7 @@ class _Made:
     padding: int
 
 
-class GliclassModel(Extractor[_Made]):
+class GliclassModel(Extractor[GliclassTexts]):
     """A loaded GLiClass of the uni-encoder kind. `extract` may run on several threads at once.
 
     A result is `{"classifications": [{label, score}]}`: all labels whose score reaches the threshold (0), best first. A
@@ -68,12 +66,10 @@ class GliclassModel(Extractor[_Made]):
     `tokenizer`: tokenizer.json of the backbone. `max_tokens`: labels and special tokens included; longer texts are cut.
     """
 
-    rows: ClassVar[dict[str, Rows]] = {"extract": Rows("raw")}
-
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """What a load would refuse of class, shapes and tokenizer, empty if nothing. Reads no values of weights and
-        runs no code of the folder. Raises ModelLoadFailed for tensors that are not those of the class.
+        """The fault of class, shapes or tokenizer that a load refuses, empty without one. Reads no values of weights
+        and runs no code of the folder. Raises ModelLoadFailed for tensors that are not those of the class.
         """
         encoder = empty_gliclass(folder, entry, entry.load).model.encoder_model
         return tokenizer_fault(bare_tokenizer(read_tokenizer(folder)), encoder)
@@ -91,41 +87,37 @@ class GliclassModel(Extractor[_Made]):
         self._pipeline = UniEncoderZeroShotClassificationPipeline(
             self._model, self._tokenizer, max_length=self.max_tokens, device=compute.device, progress_bar=False
         )
-        self._counter = bare_tokenizer(self._tokenizer)
-        self.tokenizer: bytes = self._counter.to_str().encode()
-        self.vocabulary: int = encoder.get_input_embeddings().num_embeddings
-        self.memory_bytes = bytes_of(self._model)
-        self.attention = f"{encoder.config._attn_implementation} padded"
+        self._describe(self._model, encoder, bare_tokenizer(self._tokenizer))
         # a fast tokenizer refuses a second caller while it is set to pad or cut otherwise
         self._tokenizing = threading.Lock()
 
-    def _make(self, texts: Sequence[str], options: ExtractOptions) -> _Made:
+    def _make(self, texts: Sequence[str], options: ExtractOptions) -> GliclassTexts:
         labels = list(options.labels)
         prompt = self._prompt_tokens(labels)
         results: list[Result] = [{"classifications": []} for _ in texts]
-        asked: list[int] = []
+        places: list[int] = []
         for index, text in enumerate(texts):
             if self._reserved(text):
                 results[index] = InvalidInput(
                     "text: it holds a token that the model reserves for labels", reason="reserved_token"
                 )
             elif text.strip():
-                asked.append(index)
-        rows = self._encoded([texts[index] for index in asked], labels, prompt)
+                places.append(index)
+        rows = self._encoded([texts[index] for index in places], labels, prompt)
         lengths = [len(row) for row in rows]
         chosen = list(passes(lengths, _TOKENS_PER_PASS.get(self._device.type, _TOKENS_PER_PASS_ELSEWHERE)))
-        padded = [([asked[index] for index in each], self._padded([rows[index] for index in each])) for each in chosen]
-        return _Made(results, padded, padding_of(lengths, chosen))
+        padded = [([places[index] for index in part], self._padded([rows[index] for index in part])) for part in chosen]
+        return GliclassTexts(results, padded, padding_of(lengths, chosen))
 
-    def _extract(self, texts: Sequence[str], options: ExtractOptions, made: _Made) -> list[Result]:
-        labels, results = list(options.labels), list(made.results)
-        for places, batch in made.passes:
+    def _extract(self, texts: Sequence[str], options: ExtractOptions, prepared: GliclassTexts) -> list[Result]:
+        labels, results = list(options.labels), list(prepared.results)
+        for places, batch in prepared.passes:
             for index, scores in zip(places, self._logits(batch, labels), strict=True):
                 results[index] = _classified(scores, labels, options)
         return results
 
     def _prompt_tokens(self, labels: list[str]) -> int:
-        """Tokens of a request that are not of the text. Raises InvalidInput for labels that cannot be used."""
+        """The number of tokens of a request beside the text. Raises InvalidInput for labels that cannot be used."""
         if not labels:
             raise labels_refused("expected at least one")
         limit = self._pipeline._resolve_max_num_classes(labels, True) or self._model.config.max_num_classes
@@ -134,8 +126,7 @@ class GliclassModel(Extractor[_Made]):
         if any(self._reserved(label) for label in labels):
             raise labels_refused("one of them holds a token that the model reserves")
         ids = self._counter.encode(self._pipeline.prepare_input("", labels)).ids
-        if self.max_tokens - len(ids) < self.max_tokens // _MIN_ROOM:
-            raise labels_refused(f"they take {len(ids)} of {self.max_tokens} tokens")
+        self._check_room(len(ids))
         return len(ids)
 
     def _reserved(self, text: str) -> bool:
@@ -190,15 +181,15 @@ class GliclassModel(Extractor[_Made]):
 
 def _classified(logits: Tensor, labels: list[str], options: ExtractOptions) -> Result:
     if not bool(torch.isfinite(logits).all()):
-        return InferenceFailed("the model's scores are not finite", reason="non_finite")
+        return scores_not_finite()
     scores = torch.sigmoid(logits) if options.parameters.get("multi_label") else torch.softmax(logits, -1)
-    threshold = options.parameters.get("threshold", 0.0) if options.threshold is None else options.threshold
-    found = [
+    threshold = options.threshold_or(0.0)
+    classes = [
         {"label": label, "score": score}
         for label, score in zip(labels, scores.tolist(), strict=True)
         if score >= threshold
     ]
-    return {"classifications": sorted(found, key=lambda one: -one["score"])}
+    return {"classifications": sorted(classes, key=lambda row: -row["score"])}
 
 
 def _load(folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> Any:

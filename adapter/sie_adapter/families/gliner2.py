@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,38 +27,40 @@ from sie_adapter.families.extraction import (
     ExtractOptions,
     Extractor,
     Result,
-    bytes_of,
+    TextWindow,
+    absolute_positions,
     check_encoder,
     compare,
     fill,
     labels_refused,
+    own_ranges,
     padding_of,
     passes,
     read_weights,
+    scores_not_finite,
     tokenizer_fault,
+    tokens_of,
     windows,
+    words_with_tokens,
 )
 from sie_adapter.loading.checkpoint import _cast, construction
 from sie_adapter.loading.tokenizer import bare_tokenizer, read_tokenizer
-from sie_contracts.errors import InferenceFailed, InvalidInput, SIEError
+from sie_contracts.errors import InvalidInput, SIEError
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
-from sie_contracts.wire.ipc import Rows
 from sie_store.folder_files import read_json
 
 # padded, labels included: the states of all spans of a pass take some 0.1 MB a word at 768 wide
 _TOKENS_PER_PASS = {"cpu": 2048}
 _TOKENS_PER_PASS_ELSEWHERE = 16384
 _CHARACTERS_PER_TOKEN = 16  # a longer word is cut for the model
-_WORDS_PER_COUNT = 8192
-_MIN_ROOM = 8  # labels leave at least this part of a window to the text
 _CANDIDATES = 16384  # spans of a window at most, best first
 _ENDS = (".", "!", "?")  # the package puts a full stop behind a text without one
 _COUNTING = ("count_lstm", "count_lstm_moe", "count_lstm_v2")
 
 
 @dataclass(frozen=True)
-class _Words:
+class _Gliner2Words:
     """The words of one text that have tokens: those of word i are `ids[places[i]:places[i + 1]]`, its characters
     `starts[i]` to `ends[i]`. `closed`: whether it ends a sentence; `is_stopped`: a full stop is put behind the last.
     """
@@ -73,8 +74,8 @@ class _Words:
 
 
 @dataclass(frozen=True)
-class _Prompt:
-    """What stands before each text. `marks`: the places of the tokens whose states stand for the task and the labels.
+class _Gliner2Prompt:
+    """The tokens before each text. `marks`: the places of the tokens whose states stand for the task and the labels.
     `words`: token by token as the package names them.
     """
 
@@ -82,15 +83,6 @@ class _Prompt:
     marks: list[int]
     words: list[str]
     owners: list[int]  # the number of the word of each token
-
-
-@dataclass(frozen=True)
-class _Window:
-    """Words `start` to `stop` of one text."""
-
-    text: int
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True)
@@ -104,19 +96,19 @@ class _Spans:
 
 
 @dataclass(frozen=True)
-class _Made:
+class Gliner2Texts:
     """Texts as the device reads them. `passes`: the windows of each, with the package's batch on the host. `errors`: of
     texts that are not read.
     """
 
     labels: list[str]
-    words: list[_Words]
+    words: list[_Gliner2Words]
     errors: dict[int, SIEError]
-    passes: list[tuple[list[_Window], Any]]
+    passes: list[tuple[list[TextWindow], Any]]
     padding: int
 
 
-class Gliner2Model(Extractor[_Made]):
+class Gliner2Model(Extractor[Gliner2Texts]):
     """A loaded GLiNER2. `extract` may run on several threads at once.
 
     A result is `{"entities": [{text, label, score, start, end}]}` by start and end; offsets are code points of the
@@ -128,12 +120,10 @@ class Gliner2Model(Extractor[_Made]):
     several.
     """
 
-    rows: ClassVar[dict[str, Rows]] = {"extract": Rows("raw")}
-
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """What a load would refuse of class, shapes and tokenizer, empty if nothing. Runs no code of the folder. Raises
-        ModelLoadFailed for tensors that are not those of the class.
+        """The fault of class, shapes or tokenizer that a load refuses, empty without one. Runs no code of the folder.
+        Raises ModelLoadFailed for tensors that are not those of the class.
         """
         weights = read_weights(folder, entry)
         with torch.device("meta"):
@@ -151,58 +141,54 @@ class Gliner2Model(Extractor[_Made]):
         self._device = compute.device
         self.precision = compute.precision
         self._processor = self._model.processor
-        self._counter = bare_tokenizer(self._processor.tokenizer)
-        self.tokenizer: bytes = self._counter.to_str().encode()
+        encoder = self._model.encoder
+        self._describe(self._model, encoder, bare_tokenizer(self._processor.tokenizer))
         unknown = self._processor.tokenizer.unk_token_id
         self._reserved = np.array([number for number in self._counter.get_added_tokens_decoder() if number != unknown])
         self._stop = self._ids(_ENDS[:1])[0].tolist()
-        encoder = self._model.encoder
-        self.max_tokens = min(entry.max_tokens, _positions(encoder) or entry.max_tokens)
-        self.vocabulary: int = encoder.get_input_embeddings().num_embeddings
-        self.memory_bytes = bytes_of(self._model)
-        self.attention = f"{encoder.config._attn_implementation} padded"
+        self.max_tokens = min(entry.max_tokens, absolute_positions(encoder) or entry.max_tokens)
 
-    def _make(self, texts: Sequence[str], options: ExtractOptions) -> _Made:
+    def _make(self, texts: Sequence[str], options: ExtractOptions) -> Gliner2Texts:
         labels = list(dict.fromkeys(options.labels))
         prompt = self._prompt(labels)
         words = [self._words(text) for text in texts]
         errors: dict[int, SIEError] = {
             index: InvalidInput("text: it holds a token that the model reserves", reason="reserved_token")
-            for index, found in enumerate(words)
-            if np.isin(found.ids, self._reserved).any()
+            for index, own in enumerate(words)
+            if np.isin(own.ids, self._reserved).any()
         }
         room = self.max_tokens - len(prompt.ids) - len(self._stop)
         read = [
-            _Window(index, *bounds)
-            for index, found in enumerate(words)
+            TextWindow(index, *bounds)
+            for index, own in enumerate(words)
             if index not in errors
-            for bounds in windows(np.diff(found.places).tolist(), room, room, 2 * self._model.max_width)
+            for bounds in windows(np.diff(own.places).tolist(), room, room, 2 * self._model.max_width)
         ]
         records = [self._record(prompt, words[at.text], at, room) for at in read]
         lengths = [len(record.input_ids) for record in records]
         chosen = list(passes(lengths, _TOKENS_PER_PASS.get(self._device.type, _TOKENS_PER_PASS_ELSEWHERE)))
         batches = [
-            ([read[index] for index in each], self._processor._pad_batch([records[index] for index in each]))
-            for each in chosen
+            ([read[index] for index in part], self._processor._pad_batch([records[index] for index in part]))
+            for part in chosen
         ]
-        return _Made(labels, words, errors, batches, padding_of(lengths, chosen))
+        return Gliner2Texts(labels, words, errors, batches, padding_of(lengths, chosen))
 
-    def _extract(self, texts: Sequence[str], options: ExtractOptions, made: _Made) -> list[Result]:
-        threshold = options.parameters.get("threshold", 0.5) if options.threshold is None else options.threshold
-        errors = dict(made.errors)
-        found: list[dict[_Window, _Spans]] = [{} for _ in texts]
-        for read, batch in made.passes:
-            for at, spans in zip(read, self._spans(read, batch, float(threshold)), strict=True):
+    def _extract(self, texts: Sequence[str], options: ExtractOptions, prepared: Gliner2Texts) -> list[Result]:
+        threshold = options.threshold_or(0.5)
+        errors = dict(prepared.errors)
+        by_text: list[dict[TextWindow, _Spans]] = [{} for _ in texts]
+        for read, batch in prepared.passes:
+            for at, spans in zip(read, self._spans(read, batch, threshold), strict=True):
                 if isinstance(spans, SIEError):
                     errors[at.text] = spans
                 else:
-                    found[at.text][at] = spans
+                    by_text[at.text][at] = spans
         return [
-            errors[index] if index in errors else {"entities": _entities(text, words, spans, made.labels)}
-            for index, (text, words, spans) in enumerate(zip(texts, made.words, found, strict=True))
+            errors[index] if index in errors else {"entities": _entities(text, words, spans, prepared.labels)}
+            for index, (text, words, spans) in enumerate(zip(texts, prepared.words, by_text, strict=True))
         ]
 
-    def _prompt(self, labels: list[str]) -> _Prompt:
+    def _prompt(self, labels: list[str]) -> _Gliner2Prompt:
         """Raises InvalidInput for labels that cannot be used."""
         if not labels:
             raise labels_refused("expected at least one")
@@ -216,9 +202,8 @@ class Gliner2Model(Extractor[_Made]):
             raise labels_refused("one of them has no token")
         if any(np.isin(parts[place], self._reserved).any() for place in named):
             raise labels_refused("one of them holds a token that the model reserves")
-        if self.max_tokens - places[-1] < self.max_tokens // _MIN_ROOM:
-            raise labels_refused(f"they take {places[-1]} of {self.max_tokens} tokens")
-        return _Prompt(
+        self._check_room(places[-1])
+        return _Gliner2Prompt(
             np.concatenate(parts).tolist(),
             [places[place] for place in marks],
             words,
@@ -227,37 +212,26 @@ class Gliner2Model(Extractor[_Made]):
 
     def _ids(self, words: Sequence[str]) -> list[NDArray[np.int32]]:
         """The tokens of each word as if it stood alone."""
-        ids, sizes = self._counted(words)
+        ids, sizes = tokens_of(self._counter, words)
         return np.split(ids, np.cumsum(sizes)[:-1])
 
-    def _counted(self, words: Sequence[str]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """The tokens of all words, and how many each has."""
-        encoding = self._counter.encode(list(words), is_pretokenized=True, add_special_tokens=False)
-        owners = np.array(encoding.word_ids, np.int64)
-        return np.array(encoding.ids, np.int32), np.bincount(owners, minlength=len(words)).astype(np.int64)
-
-    def _words(self, text: str) -> _Words:
-        """Words as the package splits them, in lower case. One without tokens the model could not see."""
+    def _words(self, text: str) -> _Gliner2Words:
+        """Words as the package splits them, in lower case."""
         longest = _CHARACTERS_PER_TOKEN * self.max_tokens
         split = list(self._processor.word_splitter(self._processor._normalize_text(text), lower=True))
         # a URL at the end swallows the full stop, any other word does not
-        found = [(word, start, min(end, len(text))) for word, start, end in split if start < len(text)]
-        counted = [
-            self._counted([word[:longest] for word, _, _ in found[begin : begin + _WORDS_PER_COUNT]])
-            for begin in range(0, len(found), _WORDS_PER_COUNT)
-        ]
-        sizes = np.concatenate([np.zeros(0, np.int64), *(each for _, each in counted)])
-        kept = [each for each, size in zip(found, sizes.tolist(), strict=True) if size]
-        return _Words(
-            ids=np.concatenate([np.zeros(0, np.int32), *(each for each, _ in counted)]),
-            places=np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes[sizes > 0])]),
-            starts=[start for _, start, _ in kept],
-            ends=[end for _, _, end in kept],
-            closed=[word.endswith(_ENDS) for word, _, _ in kept],
-            is_stopped=len(split) > len(found),
+        inside = [(word, start, min(end, len(text))) for word, start, end in split if start < len(text)]
+        ids, sizes, words = words_with_tokens(self._counter, inside, longest)
+        return _Gliner2Words(
+            ids=ids,
+            places=np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]),
+            starts=[start for _, start, _ in words],
+            ends=[end for _, _, end in words],
+            closed=[word.endswith(_ENDS) for word, _, _ in words],
+            is_stopped=len(split) > len(inside),
         )
 
-    def _record(self, prompt: _Prompt, words: _Words, at: _Window, room: int) -> Any:
+    def _record(self, prompt: _Gliner2Prompt, words: _Gliner2Words, at: TextWindow, room: int) -> Any:
         """The package's record of one window. A word that is too long for the model by itself is cut."""
         from gliner2.processor import TransformedRecord
 
@@ -289,7 +263,7 @@ class Gliner2Model(Extractor[_Made]):
             schema_special_positions=[prompt.marks],
         )
 
-    def _spans(self, read: list[_Window], batch: Any, threshold: float) -> list[_Spans | SIEError]:
+    def _spans(self, read: list[TextWindow], batch: Any, threshold: float) -> list[_Spans | SIEError]:
         """The spans of each window whose score reaches the threshold, at most so many."""
         model, batch = self._model, batch.to(self._device)
         states = model.encode_tokens(batch)
@@ -297,16 +271,12 @@ class Gliner2Model(Extractor[_Made]):
         logits, _ = model._compute_direct_span_logits_batched(batch, words, marks)
         is_finite = (torch.isfinite(states).all(-1) | (batch.attention_mask == 0)).all(1).tolist()
         return [
-            _above(row[0], at, threshold) if finite else _not_finite()
+            _above(row[0], at, threshold) if finite else scores_not_finite()
             for row, at, finite in zip(logits, read, is_finite, strict=True)
         ]
 
 
-def _not_finite() -> InferenceFailed:
-    return InferenceFailed("the model's scores are not finite", reason="non_finite")
-
-
-def _above(logits: Tensor | None, at: _Window, threshold: float) -> _Spans | SIEError:
+def _above(logits: Tensor | None, at: TextWindow, threshold: float) -> _Spans | SIEError:
     """`logits`: [1, labels, words, widths], -inf for spans beyond the last word; None where the model counts no entity.
     The words may be one more than those of the window: a full stop.
     """
@@ -315,7 +285,7 @@ def _above(logits: Tensor | None, at: _Window, threshold: float) -> _Spans | SIE
         return _Spans(none, none, none, np.zeros(0))
     scores = torch.sigmoid(logits[0].float())
     if bool((torch.isnan(logits) | torch.isposinf(logits)).any()):
-        return _not_finite()
+        return scores_not_finite()
     lasts = sum(torch.meshgrid(*(torch.arange(size, device=scores.device) for size in scores.shape[1:]), indexing="ij"))
     scores = torch.where(lasts < at.stop - at.start, scores, -1.0)
     if (scores >= max(threshold, 0.0)).sum() > _CANDIDATES:
@@ -326,43 +296,34 @@ def _above(logits: Tensor | None, at: _Window, threshold: float) -> _Spans | SIE
     return _Spans(firsts + at.start, firsts + widths + at.start, labels, values)
 
 
-def _entities(text: str, words: _Words, found: dict[_Window, _Spans], labels: list[str]) -> list[dict[str, Any]]:
-    """Of each label the best spans that do not overlap. Where two windows overlap each gives those that begin in the
-    half that it sees more around.
-    """
-    if not found:
+def _entities(
+    text: str, words: _Gliner2Words, by_window: dict[TextWindow, _Spans], labels: list[str]
+) -> list[dict[str, Any]]:
+    """The best spans of each label that do not overlap."""
+    if not by_window:
         return []
-    order = sorted(found, key=lambda at: at.start)
-    middles = [(following.start + at.stop) // 2 for at, following in pairwise(order)]
+    order = sorted(by_window, key=lambda at: at.start)
     own = []
-    for at, begin, end in zip(order, [0, *middles], [*middles, len(words.starts)], strict=True):
-        spans = found[at]
+    for at, (begin, end) in zip(order, own_ranges(order), strict=True):
+        spans = by_window[at]
         rows = np.stack([spans.firsts, spans.lasts, spans.labels])
         inside = (spans.firsts >= begin) & (spans.firsts < end)
         own.append((rows[:, inside], spans.scores[inside]))
     firsts, lasts, kinds = np.concatenate([rows for rows, _ in own], axis=1)
     scores = np.concatenate([some for _, some in own])
-    kept: list[tuple[int, int, int, float]] = []
-    taken, kind = bytearray(), -1
+    chosen: list[tuple[int, int, int, float]] = []
+    occupied, kind = bytearray(), -1
     for index in np.lexsort((-scores, kinds)).tolist():
         if kinds[index] != kind:
-            taken, kind = bytearray(len(words.starts)), int(kinds[index])
+            occupied, kind = bytearray(len(words.starts)), int(kinds[index])
         first, stop = int(firsts[index]), int(lasts[index]) + 1
-        if taken.find(1, first, stop) < 0:
-            taken[first:stop] = b"\1" * (stop - first)
-            kept.append((words.starts[first], words.ends[stop - 1], kind, float(scores[index])))
+        if occupied.find(1, first, stop) < 0:
+            occupied[first:stop] = b"\1" * (stop - first)
+            chosen.append((words.starts[first], words.ends[stop - 1], kind, float(scores[index])))
     return [
         {"text": text[start:end], "label": labels[kind], "score": score, "start": start, "end": end}
-        for start, end, kind, score in sorted(kept)
+        for start, end, kind, score in sorted(chosen)
     ]
-
-
-def _positions(encoder: Any) -> int:
-    """What the encoder's table of absolute positions leaves to a text; 0 without one."""
-    table = getattr(getattr(encoder, "embeddings", None), "position_embeddings", None)
-    if table is None:
-        return 0
-    return int(table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1))
 
 
 def _built(folder: Path, entry: ModelEntry, load: LoadOptions, weights: dict[str, Tensor], *, eager: bool) -> Any:

@@ -18,7 +18,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -29,32 +29,30 @@ from sie_adapter.families.extraction import (
     ExtractOptions,
     Extractor,
     Result,
-    bytes_of,
     check_encoder,
     compare,
     describe_backbone,
     fill,
     labels_refused,
     read_weights,
+    scores_not_finite,
     tokenizer_fault,
 )
 from sie_adapter.loading.checkpoint import construction
 from sie_adapter.loading.tokenizer import bare_tokenizer, read_tokenizer
-from sie_contracts.errors import InferenceFailed, InvalidInput
+from sie_contracts.errors import InvalidInput
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
-from sie_contracts.wire.ipc import Rows
 from sie_contracts.wire.messages import Mention
 
 _WORDS = re.compile(r"\w+(?:[-_]\w+)*|\S")  # as the package splits a text
-_MIN_ROOM = 8  # labels leave at least this part of the model's tokens to the text
 _THRESHOLD, _TOP_K = 0.3, 10
 
 Span = tuple[int, int]  # first and last word
 
 
 @dataclass(frozen=True)
-class _Made:
+class GlirelTexts:
     """Words of each text, and the span of each of its entities."""
 
     labels: list[str]
@@ -62,7 +60,7 @@ class _Made:
     padding: int = 0
 
 
-class GlirelModel(Extractor[_Made]):
+class GlirelModel(Extractor[GlirelTexts]):
     """A loaded GLiREL. `extract` may run on several threads at once; the model runs for one of them at a time.
 
     A result is `{"entities": [{text, label, score, start, end}], "relations": [{head, tail, relation, score}]}`: the
@@ -73,12 +71,10 @@ class GlirelModel(Extractor[_Made]):
     `tokenizer`: tokenizer.json of the backbone. `max_tokens`: labels and special tokens included.
     """
 
-    rows: ClassVar[dict[str, Rows]] = {"extract": Rows("raw")}
-
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """What a load would refuse of class, shapes and tokenizer, empty if nothing. Runs no code of the folder. Raises
-        ModelLoadFailed for tensors that are not those of the class.
+        """The fault of class, shapes or tokenizer that a load refuses, empty without one. Runs no code of the folder.
+        Raises ModelLoadFailed for tensors that are not those of the class.
         """
         model = _built(folder, entry, entry.load, torch.device("cpu"))
         compare(model.state_dict(), read_weights(folder, entry), entry)
@@ -94,40 +90,36 @@ class GlirelModel(Extractor[_Made]):
         self._model.float().to(compute.device)
         self.precision = "float32"  # of the package's LSTM and its masks
         backbone = self._model.token_rep_layer.bert_layer
-        self._counter = bare_tokenizer(backbone.tokenizer)
+        self._describe(self._model, backbone.model, bare_tokenizer(backbone.tokenizer))
         self._reserved = {*self._counter.get_added_tokens_decoder()} - {backbone.tokenizer.unk_token_id}
         self._around = len(self._counter.encode("").ids)
-        self.tokenizer: bytes = self._counter.to_str().encode()
-        self.vocabulary: int = backbone.model.get_input_embeddings().num_embeddings
         self.max_tokens = entry.max_tokens
         self._max_words: int = self._model.base_config.max_len
-        self.memory_bytes = bytes_of(self._model)
-        self.attention = f"{backbone.model.config._attn_implementation} padded"
         self._running = threading.Lock()  # the model's tokenizer is part of its pass
 
-    def _make(self, texts: Sequence[str], options: ExtractOptions) -> _Made:
+    def _make(self, texts: Sequence[str], options: ExtractOptions) -> GlirelTexts:
         labels = list(dict.fromkeys(options.labels))
         prompt = self._prompt_tokens(labels)
-        return _Made(labels, [self._read(text, options.mentions, prompt) for text in texts])
+        return GlirelTexts(labels, [self._read(text, options.mentions, prompt) for text in texts])
 
-    def _extract(self, texts: Sequence[str], options: ExtractOptions, made: _Made) -> list[Result]:
-        threshold = options.parameters.get("threshold", _THRESHOLD) if options.threshold is None else options.threshold
+    def _extract(self, texts: Sequence[str], options: ExtractOptions, prepared: GlirelTexts) -> list[Result]:
+        threshold = options.threshold_or(_THRESHOLD)
         most = options.parameters.get("top_k", _TOP_K)
         results: list[Result] = []
-        for text, read in zip(texts, made.read, strict=True):
+        for text, read in zip(texts, prepared.read, strict=True):
             if isinstance(read, InvalidInput):
                 results.append(read)
                 continue
-            scores = self._scores(*read, made.labels) if len(read[1]) > 1 else torch.zeros(0, len(made.labels))
+            scores = self._scores(*read, prepared.labels) if len(read[1]) > 1 else torch.zeros(0, len(prepared.labels))
             if not bool(torch.isfinite(scores).all()):
-                results.append(InferenceFailed("the model's scores are not finite", reason="non_finite"))
+                results.append(scores_not_finite())
                 continue
-            found = _relations(scores, made.labels, _named(text, options.mentions), float(threshold), int(most))
-            results.append({"entities": _entities(text, options.mentions), "relations": found})
+            relations = _relations(scores, prepared.labels, _named(text, options.mentions), threshold, int(most))
+            results.append({"entities": _entities(text, options.mentions), "relations": relations})
         return results
 
     def _prompt_tokens(self, labels: list[str]) -> int:
-        """Tokens of a request that are not of the text. Raises InvalidInput for labels that cannot be used."""
+        """The number of tokens of a request beside the text. Raises InvalidInput for labels that cannot be used."""
         if not labels:
             raise labels_refused("expected at least one")
         model = self._model
@@ -138,20 +130,19 @@ class GlirelModel(Extractor[_Made]):
             raise labels_refused("one of them has no token")
         if sum(number in self._reserved for number in encoding.ids) != len(labels) + 1:
             raise labels_refused("one of them holds a token that the model reserves")
-        if self.max_tokens - tokens < self.max_tokens // _MIN_ROOM:
-            raise labels_refused(f"they take {tokens} of {self.max_tokens} tokens")
+        self._check_room(tokens)
         return tokens
 
     def _read(self, text: str, mentions: Sequence[Mention], prompt: int) -> tuple[list[str], list[Span]] | InvalidInput:
         """The words that the model reads, as many as fit, and the span of each entity; or why it cannot."""
-        found = [(match.group(), match.start(), match.end()) for match in _WORDS.finditer(text)]
+        split = [(match.group(), match.start(), match.end()) for match in _WORDS.finditer(text)]
         longest = self.max_tokens * 16
-        words = [word[:longest] for word, _, _ in found[: self._max_words]]
+        words = [word[:longest] for word, _, _ in split[: self._max_words]]
         encoding = self._counter.encode(words, is_pretokenized=True, add_special_tokens=False)
         read = encoding.word_ids[: self.max_tokens - prompt]
         if len(read) < len(encoding.word_ids):
             words = words[: read[-1] if read else 0]
-        starts, ends = [start for _, start, _ in found], [end for _, _, end in found]
+        starts, ends = [start for _, start, _ in split], [end for _, _, end in split]
         spans: list[Span] = []
         for index, mention in enumerate(mentions):
             first, last = bisect_right(ends, mention.start), bisect_left(starts, mention.end) - 1
@@ -191,13 +182,13 @@ def _relations(
 ) -> list[dict[str, Any]]:
     """Best first; equal scores in the order of the pairs and of the labels."""
     pairs = [(head, tail) for head in range(len(names)) for tail in range(len(names)) if head != tail]
-    found = []
+    relations = []
     for (head, tail), row in zip(pairs, scores.tolist(), strict=True):
         ranked = sorted(range(len(labels)), key=lambda number: -row[number])[:most]
-        found += [(row[number], head, tail, number) for number in ranked if row[number] > threshold]
+        relations += [(row[number], head, tail, number) for number in ranked if row[number] > threshold]
     return [
         {"head": names[head], "tail": names[tail], "relation": labels[number], "score": score}
-        for score, head, tail, number in sorted(found, key=lambda one: (-one[0], *one[1:]))
+        for score, head, tail, number in sorted(relations, key=lambda row: (-row[0], *row[1:]))
     ]
 
 

@@ -142,7 +142,7 @@ class Owlv2:
 
 
 def _sampling(side: int, size: int, submitted: int) -> Float32:
-    """What `side` pixels in a row are made of: parts of `given` pixels, float32 [side, given].
+    """The weights of `size` pixels in each of `side` pixels of a row, float32 [side, size].
 
     They are blurred as is right for scaling `submitted` pixels down to `side`, then read by linear interpolation;
     beyond the edge the image is mirrored.
@@ -174,8 +174,8 @@ def _cutting(tokenizer: Any, limit: int) -> Any:
 
 
 def _processor(folder: Path, entry: ModelEntry, side: int) -> tuple[float, Sequence[float], Sequence[float]]:
-    """What a level is multiplied with, the mean and the deviation of channels. Raises ModelLoadFailed for a processor
-    that does anything else than this file.
+    """The factor of a level, the mean and the deviation of channels. Raises ModelLoadFailed for a processor that does
+    anything else than this file.
     """
     config = read_processor(folder, "image_processor")
     if not config:

@@ -1,5 +1,4 @@
-"""What all families on the packed engine have in common: the attributes of a loaded model, and what it answers unless
-its family says otherwise.
+"""Base of the families on the packed engine: the attributes of a loaded model, and default answers.
 
 items ──► prepare ──► pack ──► forward ──► heads (`heads_for`) ──► answer
 """
@@ -59,7 +58,7 @@ class PackedModel:
         self.loras = self._loras(model, compute)
 
     def _loras(self, model: Any, compute: Compute) -> ModelLoras:
-        """Those that requests may name."""
+        """The LoRAs that requests may name."""
         return ModelLoras(lambda: model, compute, self.backbone.sampled)
 
     @staticmethod
@@ -112,12 +111,12 @@ class PackedModel:
 
 
 def samples_of(family: str, compute: Compute) -> int:
-    """As `Backbone` takes them."""
+    """Samples in the form of `Backbone`."""
     return 0 if families.row(family).gives_vectors and not compute.int8 else _RANKED_SAMPLES
 
 
 def fault_of_tokenizer(tokenizer: Tokenizer, table: int) -> str:
-    """What a load would refuse of the tokenizer of a model that reads images, whose text model has embeddings for
-    `table` ids; empty if nothing.
+    """The fault of the tokenizer of a model that reads images, whose text model has embeddings for `table` ids; empty
+    without one.
     """
     return fault(fitted(tokenizer, table)[0], table, TokenNeeds())

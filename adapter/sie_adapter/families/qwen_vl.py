@@ -41,7 +41,7 @@ _BLOCK_TOKENS = 1  # a block is four patches, which take about the time of one t
 
 
 class QwenVL:
-    """What all of them do alike; a part of a `vision_language.Reader`."""
+    """The common part of a `VisionLanguageKind` of Qwen."""
 
     consumed: tuple[str, ...] = (LANGUAGE_HEAD,)
 

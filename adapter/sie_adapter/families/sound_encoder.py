@@ -119,8 +119,8 @@ class SoundEncoder(TwoTowers):
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """What a load would refuse of class, shapes and tokenizer; empty if nothing. Reads no values of weights and
-        runs no code of the folder. Raises ModelLoadFailed for tensors that are not those of the class.
+        """The fault of class, shapes or tokenizer that a load refuses; empty without one. Reads no values of weights
+        and runs no code of the folder. Raises ModelLoadFailed for tensors that are not those of the class.
         """
         _recipe(folder, entry)
         model: Any = empty_model(AutoModel, folder, entry.load)

@@ -49,8 +49,8 @@ class TextEncoder(PackedModel):
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """What a load would refuse of class, shapes and tokenizer; empty if nothing. Reads no values of weights and
-        runs no code of the folder. Raises ModelLoadFailed for tensors that are not those of the class.
+        """The fault of class, shapes or tokenizer that a load refuses; empty without one. Reads no values of weights
+        and runs no code of the folder. Raises ModelLoadFailed for tensors that are not those of the class.
         """
         modules = read_modules(folder)
         tokenizer = load_tokenizer(modules.folder, entry.load, modules.transformer)
@@ -105,7 +105,7 @@ class TextEncoder(PackedModel):
         self._check_limits(entry)
 
     def _beyond_sglang(self, builder: Builder) -> str:
-        """As `engines.Facts`."""
+        """The reason against SGLang for `EngineFacts.beyond_sglang`; empty without one."""
         dense = self._parts.heads.get("dense")
         extra_heads = self._parts.heads.keys() - {"dense", TOKEN_STATES}
         if extra_heads or not isinstance(dense, DenseHead) or not dense.is_last_state:

@@ -413,7 +413,7 @@ def _special(folder: Path, name: str) -> str:
 
 
 def _own_activation(config: Any) -> str:
-    """As the text-classification pipeline of transformers decides."""
+    """The activation by the rules of transformers' text-classification pipeline."""
     if config.problem_type == "regression":
         return "identity"
     return "sigmoid" if config.problem_type == "multi_label_classification" or config.num_labels == 1 else "softmax"
@@ -430,7 +430,9 @@ def check_pair_prompt(folder: Path) -> None:
 
 
 def stored_activation(folder: Path, config: Any) -> str:
-    """As sentence-transformers decides: what the repository's configuration names, its own file first, else sigmoid."""
+    """The activation by the rules of sentence-transformers: the repository's configuration, its own file first, else
+    sigmoid.
+    """
     named = read_json(folder / "config_sentence_transformers.json").get("activation_fn")
     named = named or (getattr(config, "sentence_transformers", None) or {}).get("activation_fn")
     named = named or getattr(config, "sbert_ce_default_activation_function", None) or "Sigmoid"

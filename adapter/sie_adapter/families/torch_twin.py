@@ -38,15 +38,15 @@ class TorchTwin:
         self._loaded: tuple[PreTrainedModel, Backbone] | None = None
 
     def model(self) -> PreTrainedModel:
-        """What LoRAs apply to."""
+        """The model that LoRAs apply to."""
         return self._both()[0]
 
     def forward(self, packed: PackedBatch) -> Tensor:
-        """As `Backbone.forward`."""
+        """Run `Backbone.forward` of the twin."""
         return self._both()[1].forward(packed)
 
     def sampled(self) -> Tensor:
-        """As `Backbone.sampled`."""
+        """Run `Backbone.sampled` of the twin."""
         return self._both()[1].sampled()
 
     def _both(self) -> tuple[PreTrainedModel, Backbone]:

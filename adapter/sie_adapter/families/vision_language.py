@@ -45,7 +45,7 @@ Seen = Sequence[Sequence[Shown]]  # the images of each sequence of a pass, in pa
 
 
 class VisionLanguageKind(Protocol):
-    """What differs between the kinds of models. It is made from a folder, and loads the weights.
+    """A kind of vision-language model. It is made from a folder, and loads the weights.
 
     `model`: all of it. `language`: its text model. `adapted`: what LoRAs apply to. `towers`: what reads images.
     `output`, `width`: of what it gives, as an entry says them; 0: an output without a width.
@@ -73,7 +73,7 @@ class VisionLanguageKind(Protocol):
         """The tokenizer with the ids that stand around every text."""
 
     def tokens(self, tokenizer: Tokenizer, recipe: Recipe) -> ImageTokens:
-        """What stands for an image."""
+        """The tokens in the place of an image."""
 
     def priced(self, recipe: Recipe) -> Recipe:
         """The recipe with what an image costs."""
@@ -105,8 +105,8 @@ class VisionLanguage(PackedModel):
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """What a load would refuse of class, shapes and tokenizer; empty if nothing. Reads no values of weights and
-        runs no code of the folder. Raises ModelLoadFailed for tensors that are not those of the class.
+        """The fault of class, shapes or tokenizer that a load refuses; empty without one. Reads no values of weights
+        and runs no code of the folder. Raises ModelLoadFailed for tensors that are not those of the class.
         """
         reader = _reader(folder, entry)
         processor_of(folder, entry)

@@ -63,8 +63,8 @@ def _trial_states(width: int, device: torch.device) -> Tensor:
 
 
 class LastTokenHead:
-    """What a decoder says at the last token of each sequence: float32 logits [labels]. With `pad` it is the last one of
-    another id.
+    """The output of a decoder at the last token of each sequence: float32 logits [labels]. With `pad` it is the last
+    one of another id.
 
     Sources: transformers' GenericForSequenceClassification, which has no other sign of padding than the id; model cards
     of Qwen3-Reranker and mxbai-rerank-v2, whose labels are the answers no and yes.

@@ -1,4 +1,4 @@
-"""Which tokens of a passage to keep: a small network over the state of each token.
+"""Head that chooses the tokens of a passage to keep: a small network over the state of each token.
 
 best.pt ──► two layers, by the shapes of its tensors alone ──► float32 logits [tokens] of each sequence
 """

@@ -10,7 +10,7 @@ from sie_adapter.packed.packing import Int64
 
 
 class TokenStatesHead:
-    """Of any backbone: special tokens included, without the layers after it, not normalised."""
+    """States of the tokens of any backbone: special tokens included, without the layers after it, not normalised."""
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
         """Rows, float32 [tokens, width] each."""

@@ -30,7 +30,7 @@ class _BackbonePlaceholder(nn.Module):  # type: ignore[misc]  # torch is not fol
 
 
 class TransformersHead:
-    """What `model` computes after its backbone."""
+    """The layers of `model` after its backbone."""
 
     def __init__(self, model: PreTrainedModel, *, in_float32: bool) -> None:
         """Takes the backbone out of `model`, which is of no other use from here on; `backbone` is it, without its
@@ -53,7 +53,7 @@ class TransformersHead:
 
     @property
     def memory_bytes(self) -> int:
-        """Of what is not the backbone's."""
+        """The bytes of the layers beside the backbone."""
         own = [
             int(parameter.nbytes) for parameter in self._model.parameters() if parameter.data_ptr() not in self._shared
         ]

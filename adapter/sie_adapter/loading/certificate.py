@@ -45,8 +45,8 @@ TAU, TAU_8 = 0.98, 0.95
 
 
 class Certificate(msgspec.Struct, frozen=True):
-    """What held. `packed`: the worst cosine of each output; `golden`: the worst cosine; None: nothing of the kind to
-    compare.
+    """The results of the checks of a load. `packed`: the worst cosine of each output; `golden`: the worst cosine; None:
+    nothing of the kind to compare.
     """
 
     digests: tuple[str, ...]
@@ -100,7 +100,7 @@ def _check_digests(folder: Path, entry: ModelEntry) -> tuple[str, ...]:
 
 
 def _check_tokenizer(model: Any, entry: ModelEntry) -> None:
-    """That of a family without a table of its own only counts tokens."""
+    """Check the tokenizer; that of a family without a table of its own only counts tokens."""
     try:
         tokenizer = Tokenizer.from_buffer(model.tokenizer)
     except ValueError as error:
@@ -184,8 +184,8 @@ def _dense(left: Row, right: Row) -> tuple[Tensor, Tensor]:
 
 
 def _cosine(left: Tensor, right: Tensor) -> float:
-    """Of two vectors, or the mean of that of matching rows: in 16 bit a single token of a right model may stray. Two
-    zero vectors agree.
+    """The cosine of two vectors, or the mean over matching rows: in 16 bit a single token of a right model may stray.
+    Two zero vectors agree.
     """
     left, right = left.cpu().double(), right.cpu().double()
     if left.ndim > 1:
@@ -218,7 +218,7 @@ def _tau(left: Tensor, right: Tensor, dtype: torch.dtype) -> float:
 
 
 def golden_file(entry: ModelEntry) -> Path:
-    """Where the entry's golden vectors lie: an absolute path, or one in the packaged catalogue."""
+    """The path of the entry's golden vectors: absolute, or in the packaged catalogue."""
     return packaged_folder() / entry.golden
 
 

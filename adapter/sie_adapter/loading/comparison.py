@@ -1,4 +1,4 @@
-"""What of a model's files can be proven without loading its weights: they are whole and those of its class, and its
+"""Checks of a model's files without a load of its weights: the files are whole and those of its class, and the
 tokenizer is theirs.
 
 weight files ──► read once: whole, no NaN

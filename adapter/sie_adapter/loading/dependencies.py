@@ -1,4 +1,4 @@
-"""What the bundle of a worker says that is installed, against what is: looked at before anything of it is imported."""
+"""Comparison of the packages of a worker's bundle with the installed ones, before anything of them is imported."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check(settings: Settings) -> None:
 
 
 def lacking(bundle: Bundle) -> list[str]:
-    """What is not installed as the bundle says, in words."""
+    """The packages that are not installed as the bundle requires, in words."""
     faults = []
     for text in bundle.requires:
         try:

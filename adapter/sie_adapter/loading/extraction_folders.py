@@ -1,4 +1,4 @@
-"""What the folders of the extraction packages say of themselves: which family runs them, and their limits."""
+"""Families and limits of the folders of the extraction packages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Described:
 
 
 def described_by_package(folder: Path, raw: dict[str, Any]) -> Described | None:
-    """What `folder`, whose config.json is `raw`, says if it is one of the packages; else None."""
+    """The description of `folder`, whose config.json is `raw`, if it is one of the packages; else None."""
     if (folder / "gliner_config.json").is_file():
         return _gliner(folder)
     if raw.get("model_type") == "extractor" or "GLiNER2" in (raw.get("architectures") or ()):

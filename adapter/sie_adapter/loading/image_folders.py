@@ -1,6 +1,4 @@
-"""What folders of models that read images or sounds say of themselves: which family runs them, their width and their
-limits.
-"""
+"""Families, widths and limits of the folders of models that read images or sounds."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ _BOTH = ["text", "image"]
 
 
 def described_by_image_model(folder: Path, raw: Mapping[str, Any]) -> Described | None:
-    """What `folder`, whose config.json is `raw`, says if a family here runs its model of images; else None."""
+    """The description of `folder`, whose config.json is `raw`, if a family here runs its model of images; else None."""
     if is_open_clip(folder):
         return _open_clip(folder)
     describe = _DESCRIBED.get(str(raw.get("model_type")))
@@ -128,7 +126,7 @@ def _qwen_pages(config: Any, folder: Path) -> dict[str, Any] | None:
 
 
 def _qwen_vectors(config: Any, folder: Path) -> dict[str, Any]:
-    """Of Qwen3-VL-Embedding; no file tells it from a reranker."""
+    """The entry of Qwen3-VL-Embedding; no file tells it from a reranker."""
     return {
         "description": "Texts, images and both together, Qwen3-VL.",
         "family": "multimodal-encoder",

@@ -1,5 +1,5 @@
-"""What a model folder says of itself, as a catalogue entry. Its weights and its tokenizer are compared with that, and
-not loaded.
+"""Catalogue entry from the files of a model folder. Its weights and its tokenizer are compared with that, and not
+loaded.
 
     files of the folder ──► family ──► outputs, limits, head, prompts ──► Inspection: entry, what was found, what was
     assumed
@@ -124,7 +124,7 @@ def _module_folders(folder: Path) -> list[Path]:
 
 
 def _choices(current: ModelEntry, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """What an entry says beside its weights. Golden vectors are those of one commit."""
+    """The fields of an entry beside its weights. Golden vectors are those of one commit."""
     fields: dict[str, Any] = msgspec.to_builtins(current)
     dropped = {"id", "weights", *(("golden",) if weights.get("revision") != current.weights.revision else ())}
     return {name: value for name, value in fields.items() if name not in dropped}

@@ -1,4 +1,4 @@
-"""What the files of a late-interaction model say about its rows: markers, lengths, query expansion, skipped words.
+"""Rows of a late-interaction model by its files: markers, lengths, query expansion, skipped words.
 
     artifact.metadata (Stanford) < config_sentence_transformers.json (PyLate) < modules (sentence-transformers) <
     catalogue entry

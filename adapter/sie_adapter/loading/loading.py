@@ -50,7 +50,7 @@ MAX_CERTIFICATES = 1000
 
 
 def _facts(files: Iterable[Path]) -> list[str]:
-    """What changes with the files."""
+    """The facts that change with the files."""
     return [f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
 
 
@@ -80,7 +80,7 @@ def _family(resolved: Resolved) -> Any:
 
 @contextlib.contextmanager
 def classed(entry: ModelEntry) -> Iterator[None]:
-    """What goes wrong while a model is loaded becomes a ModelLoadFailed, other than the loss of the device."""
+    """Turn an exception of a load into a ModelLoadFailed, other than the loss of the device."""
     try:
         yield
     except SIEError:
@@ -124,8 +124,8 @@ class Loader:
         return Compute(self.device, dtype, *attention, facts, precision or default, reason, self.outputs)
 
     def _compute_of(self, resolved: Resolved) -> Compute:
-        """What the model runs with, by what is known before its files are read. Raises ModelLoadFailed for an engine
-        that it cannot have.
+        """The device, engine and precision of the model, before its files are read. Raises ModelLoadFailed for an
+        engine that it cannot have.
         """
         compute = self.compute(resolved.load.precision)
         facts = EngineFacts.for_entry(
@@ -142,8 +142,8 @@ class Loader:
         return dataclasses.replace(compute, model=facts, engine=choice, scratch=scratch, int8=facts.int8)
 
     def needed_bytes(self, resolved: Resolved) -> int:
-        """Of the weights while they are loaded, which a CPU does in float32, and several times where a graph is made of
-        them. Fetches their files if need be. Raises as `load`.
+        """The bytes of the weights during the load: a CPU loads in float32, and a graph takes several copies. Fetches
+        their files if need be. Raises as `load`.
         """
         with classed(resolved.entry):
             _family(resolved)  # what will be refused is not downloaded first

@@ -60,7 +60,7 @@ SAMPLES = {
 
 
 class TokenNeeds(NamedTuple):
-    """What a model needs of the tokens around its texts: one that `begins` each, since it is read there; one that
+    """The tokens that a model needs around its texts: one that `begins` each, since it is read there; one that
     `separates` a pair.
     """
 
@@ -296,7 +296,7 @@ def _share(tokenizer: Tokenizer, text: str) -> float:
 
 
 def _unread_ids(tokenizer: Tokenizer) -> set[int]:
-    """Of special tokens and of what stands for anything unknown, which the model of sentencepiece does not name."""
+    """The ids of special tokens and of the unknown token, which the model of sentencepiece does not name."""
     unread = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     unknown = getattr(tokenizer.model, "unk_token", None)
     if unknown is not None and (number := tokenizer.token_to_id(unknown)) is not None:

@@ -49,7 +49,7 @@ class AttentionUnsupported(Exception):
 
 @dataclass(frozen=True)
 class MaskPattern:
-    """Which keys a query at position i sees: i - left to i + right."""
+    """The keys that a query at position i sees: i - left to i + right."""
 
     left: int = FAR
     right: int = FAR
@@ -57,7 +57,7 @@ class MaskPattern:
 
 @dataclass(frozen=True)
 class MaskRequest:
-    """What a model asked of the mask interface; it reaches the attention function in the place of a mask."""
+    """A request to the mask interface; it reaches the attention function in the place of a mask."""
 
     allows: Callable[..., Any]  # transformers' mask_function: (batch, head, query, key) -> bool
     local_size: int | None
@@ -83,7 +83,7 @@ class MaskRequest:
 
 @dataclass
 class Trial:
-    """What a trial pass saw."""
+    """The observations of a trial pass."""
 
     calls: int = 0  # of the attention function
     edges: set[int] = field(default_factory=set)  # of the windowed layers: what `sie_edge` has to be
@@ -92,7 +92,7 @@ class Trial:
         self.calls += 1
 
     def edge(self) -> int:
-        """What `sie_edge` has to be in every pass of this model. Raises AttentionUnsupported if its layers differ."""
+        """The `sie_edge` of every pass of this model. Raises AttentionUnsupported if its layers differ."""
         if len(self.edges) > 1:
             raise AttentionUnsupported(f"windows whose masks show {sorted(self.edges)} keys more than the layers say")
         return next(iter(self.edges), 0)
@@ -248,7 +248,7 @@ def _shares(scores: Tensor, *, may_be_blind: bool) -> Tensor:
 
 
 def _hidden(start: int, stop: int, low: int, high: int, pattern: MaskPattern, device: torch.device) -> Tensor | None:
-    """What the queries from `start` to `stop` do not see of the keys from `low` to `high`; None if they see all."""
+    """The keys from `low` to `high` that the queries from `start` to `stop` do not see; None if they see all."""
     if stop - 1 - low <= pattern.left and high - 1 - start <= pattern.right:
         return None
     distance = torch.arange(low, high, device=device)[None, :] - torch.arange(start, stop, device=device)[:, None]

@@ -18,7 +18,7 @@ Backend = Literal["flash_attention_2", "sdpa", "eager"]
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """What the choice of attention depends on. `capability` is CUDA's compute capability, (0, 0) elsewhere.
+    """The facts that decide the attention backend. `capability` is CUDA's compute capability, (0, 0) elsewhere.
     `flash_lacks`: why the package flash-attn cannot be used, empty if it can.
     """
 

@@ -175,7 +175,7 @@ class Backbone:
         return hidden.flatten(0, 1)[to_device(np.flatnonzero(part.real), device)]
 
     def _inputs(self, ids: Tensor, on_host: Int64, features: PlacedFeatures | None) -> dict[str, Any]:
-        """What the model reads: ids [.., tokens], or their embeddings with features in the places of their token."""
+        """The inputs of the model: ids [.., tokens], or their embeddings with features in the places of their token."""
         if features is None:
             return {"input_ids": ids}
         embeddings = self._model.get_input_embeddings()(ids)

@@ -88,7 +88,7 @@ class Tower:
         self._most = 1 if keeps and compute.device.type == "cpu" else per_pass(compute)
 
     def forward(self, images: Sequence[Shown]) -> Tensor:
-        """What `run` gives of each image, in order."""
+        """The outputs of `run` for each image, in order."""
         if self._outputs is None:
             return self._read(images)
         outputs = self._outputs.for_images(images, lambda some: [(row,) for row in self._read(some)])
@@ -131,7 +131,7 @@ class Patches(NamedTuple):
 
     @staticmethod
     def from_config(config: Any) -> Patches:
-        """That of a vision_config."""
+        """The patches of a vision_config."""
         return Patches(config.patch_size, config.spatial_merge_size, config.temporal_patch_size)
 
 
@@ -160,12 +160,12 @@ class GridTower:
         return image.pixels.shape[0] // unit, image.pixels.shape[1] // unit
 
     def forward(self, images: Sequence[Shown]) -> list[Tensor]:
-        """What `run` gives of all blocks, in order, each tensor in one piece."""
+        """The outputs of `run` for all blocks, in order, each tensor in one piece."""
         outputs = self._outputs.for_images(images, self._read)
         return [torch.cat(parts) for parts in zip(*outputs, strict=True)]
 
     def _read(self, images: Sequence[Shown]) -> list[Output]:
-        """What `run` gives of each image."""
+        """The outputs of `run` for each image."""
         outputs: list[Output] = []
         for part in self._parts(images):
             blocks = [math.prod(self.grid(image)) for image in part]

@@ -80,7 +80,7 @@ class LoraLinear(nn.Module):  # type: ignore[misc]  # torch is not followed by t
 
     @property
     def weight(self) -> Tensor:
-        """Of the layer itself, for models that look at it."""
+        """The weight of the layer itself, for models that read it."""
         return self.base.weight
 
     def forward(self, states: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ class ModelLoras:
             yield
 
     def names(self) -> tuple[str, ...]:
-        """Those that are loaded, least recently used first."""
+        """The loaded LoRAs, least recently used first."""
         with self._lock:
             return tuple(self._kept)
 
@@ -215,7 +215,7 @@ class ModelLoras:
 
 
 def _digest(folder: Path) -> str:
-    """Of all that the numbers of a LoRA come from, so that they change together."""
+    """Digest of everything that determines the numbers of a LoRA."""
     whole = hashlib.sha256()
     for name in (_CONFIG, _WEIGHTS):
         with (folder / name).open("rb") as file:

@@ -63,12 +63,12 @@ class BatchFiles(Generic[T]):
     tokens: Int64
 
     def for_items(self, items: Int64) -> list[list[T]]:
-        """Those of each of these items."""
+        """The files of each of these items."""
         starts, stops = np.searchsorted(self.rows, items), np.searchsorted(self.rows, items, side="right")
         return [list(self.shown[start:stop]) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
 
     def costs(self, items: int) -> Int64:
-        """What they cost for each item in tokens, [items]."""
+        """The cost of the files of each item in tokens, [items]."""
         return np.bincount(self.rows, weights=self.tokens, minlength=items).astype(np.int64)
 
 
@@ -89,7 +89,7 @@ class Items:
 
     @cached_property
     def costs(self) -> Int64:
-        """What each item costs on the device, in tokens, [items]."""
+        """The cost of each item on the device in tokens, [items]."""
         files = [part for part in (self.images, self.sounds) if part is not None]
         return sum((part.costs(len(self.lengths)) for part in files), self.lengths)
 
@@ -209,8 +209,8 @@ class Positions:
 
 
 class PlacedFeatures(NamedTuple):
-    """What stands in the place of each id `token`, in packed order: `values` [places, width], a tensor on the
-    device. `deeper`: what the first layers of the model add there, one tensor of that shape for each.
+    """The features in the place of each id `token`, in packed order: `values` [places, width], a tensor on the device.
+    `deeper`: what the first layers of the model add there, one tensor of that shape for each.
     """
 
     token: int

@@ -1,4 +1,4 @@
-"""What towers made of images, kept so that an image that comes again is not read again.
+"""Cache of the outputs of towers, so that a repeated image is not read again.
 
     images ─┬─► kept ─────────────────────────────────────────────────────────────┐
             ├─► another thread reads it now ──► wait ─────────────────────────────┼──► an output for each image
@@ -45,7 +45,8 @@ class _CachedOutput(NamedTuple):
 
 
 class TowerOutputs:
-    """Those of all towers of a process, at most `max_bytes`; 0 keeps none. Every method may be called from any thread.
+    """The outputs of all towers of a process, at most `max_bytes`; 0 keeps none. Every method may be called from any
+    thread.
 
     `hits`: images that were not read because their output was there, or another thread made it; `misses`: images that
     were. One lock guards all state. It is never held while a tower runs.
@@ -61,7 +62,7 @@ class TowerOutputs:
         self._paused_until_s = 0.0
 
     def of_tower(self) -> OutputsOfTower:
-        """Those of a tower that is loaded now."""
+        """The outputs of a tower that is loaded now."""
         tower = OutputsOfTower(self, self._lock)
         with self._lock:
             self._towers.add(tower)
@@ -92,7 +93,7 @@ class TowerOutputs:
     # the rest is for `OutputsOfTower`, which holds the lock
 
     def number(self) -> int:
-        """Of a use."""
+        """The number of a use."""
         return next(self._uses)
 
     def fit(self) -> None:
@@ -146,7 +147,7 @@ class OutputsOfTower:
     def _looked_up(
         self, names: Sequence[Hashable]
     ) -> tuple[dict[Hashable, _CachedOutput], dict[Hashable, Future[Output | None]], list[Hashable]]:
-        """Those that are kept, those that another thread reads, and those that this one is to read now."""
+        """The cached outputs, those that another thread reads, and the names that this thread is to read."""
         cached: dict[Hashable, _CachedOutput] = {}
         elsewhere: dict[Hashable, Future[Output | None]] = {}
         own: list[Hashable] = []
@@ -201,7 +202,7 @@ class OutputsOfTower:
     # under the lock, for `TowerOutputs`
 
     def oldest_use(self) -> int:
-        """Of the output that was not used for longest; there is one."""
+        """The number of the least recent use; there is one."""
         return next(iter(self._cached.values())).use
 
     def drop_oldest(self) -> None:
@@ -214,7 +215,7 @@ class OutputsOfTower:
 
 
 def _name(image: Shown, place: int) -> Hashable:
-    """What tells an image from the others: its key, with all else that a tower may look at; its place without one."""
+    """The identity of an image: its key, with all else that a tower may read; its place without a key."""
     return (image.key, image.height, image.width) if image.key else place
 
 

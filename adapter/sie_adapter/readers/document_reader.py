@@ -60,8 +60,8 @@ class DocumentReader:
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """What a load would refuse of class, shapes and tokenizer; empty if nothing. Reads no values of weights and
-        runs no code of the folder. Raises ModelLoadFailed for tensors that are not those of the class.
+        """The fault of class, shapes or tokenizer that a load refuses; empty without one. Reads no values of weights
+        and runs no code of the folder. Raises ModelLoadFailed for tensors that are not those of the class.
         """
         return _kind(folder, entry).fault_of_files(folder, entry)
 
@@ -76,7 +76,7 @@ class DocumentReader:
         self.memory_bytes = self._kind.memory_bytes
 
     def reading(self, read: Read[PagePrompt], is_gone: IsGone) -> ReaderCall[PagePrompt, Shown]:
-        """What answers one batch. `read` has the rows written."""
+        """The call that answers one batch. `read` has the rows written."""
         return ReaderCall(self._kind, self.rows, read, is_gone, "images")
 
 

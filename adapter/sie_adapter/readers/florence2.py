@@ -203,13 +203,13 @@ class Florence2:
 
 
 def _positions(model: Any) -> int:
-    """Of the decoder, and of the encoder."""
+    """The positions of the decoder, and of the encoder."""
     limit: int = model.config.text_config.max_position_embeddings
     return limit
 
 
 def _features(model: Any, recipe: Recipe) -> int:
-    """What the encoder reads of a page: the last grid of the tower, and its mean."""
+    """The features of a page for the encoder: the last grid of the tower, and its mean."""
     stride = math.prod(model.config.vision_config.patch_stride)
     places: int = (recipe.height // stride) * (recipe.width // stride)
     return places + 1

@@ -94,8 +94,8 @@ class Greedy:
         object.__setattr__(self, "_end_list", sorted(self.ends))
 
     def rules(self, prompt: Sequence[int], most: int, own: Sequence[Any] = ()) -> Rules:
-        """Of a row with this prompt that may have `most` tokens. `own`: processors of the model itself, after those of
-        its configuration.
+        """The rules of a row with this prompt that may have `most` tokens. `own`: processors of the model itself, after
+        those of its configuration.
         """
         processors = library.LogitsProcessorList([*self._processors(len(prompt), most), *own])
         forced = self.config.forced_eos_token_id is not None

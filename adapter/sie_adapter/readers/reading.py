@@ -45,18 +45,18 @@ P_contra = TypeVar("P_contra", bound="GenerationPrompt", contravariant=True)
 
 
 class GenerationPrompt(Protocol):
-    """What a row begins with; the rest is between the model and itself."""
+    """The prompt of a row; the rest is between the model and itself."""
 
     @property
     def rules(self) -> Rules: ...
 
     def following(self, written: GeneratedText) -> GenerationPrompt | None:
-        """What the row goes on with once this is written for the prompt; None: it has ended. Must not raise."""
+        """The next prompt of the row once this is written; None: it has ended. Must not raise."""
 
 
 class GenerationModel(Protocol[P_contra]):
-    """What the loop needs of a model. Only its thread calls these, under inference mode. `together`: rows that begin in
-    one call at most.
+    """The model of the loop. Only its thread calls these, under inference mode. `together`: rows that begin in one call
+    at most.
     """
 
     together: int
@@ -121,7 +121,7 @@ class _GenerationRow:
 
     @property
     def waits(self) -> bool:
-        """Of a row that has left its slot: whether it goes on with another prompt."""
+        """Whether a row that has left its slot goes on with another prompt."""
         return self.finish is None and not self.call.done.is_set()
 
 
@@ -321,8 +321,8 @@ class Readings:
     def read(
         self, model: GenerationModel[P_contra], prompts: Sequence[P_contra], is_gone: Callable[[], bool] = lambda: False
     ) -> list[GeneratedText]:
-        """What the model writes for each prompt, in order. `is_gone` is asked between two steps whether nobody waits
-        any more; from then on no row of the call runs.
+        """The generated tokens for each prompt, in order. `is_gone` is asked between two steps whether nobody waits any
+        more; from then on no row of the call runs.
 
         Raises what failed for any row: what the model raises, running out of memory with a single row, InferenceFailed
         for scores that are not finite, ShuttingDown.

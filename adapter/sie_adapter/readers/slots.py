@@ -49,7 +49,9 @@ class RowStart(NamedTuple):
 
 
 def prompted(caches: Cache) -> tuple[States, States]:
-    """What a pass over a prompt left in the caches of the library: `own` and `encoder_states` of a row."""
+    """The states of a row after a pass over its prompt, from the caches of the library: of the decoder and of the
+    encoder.
+    """
     if isinstance(caches, EncoderDecoderCache):
         return _states(caches.self_attention_cache), _states(caches.cross_attention_cache)
     return _states(caches), ()
@@ -73,9 +75,9 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not foll
 
     is_sliding = False
 
-    def __init__(self, kept: _SlotStates, number: int) -> None:
+    def __init__(self, states: _SlotStates, number: int) -> None:
         super().__init__()
-        self._states, self._number = kept, number
+        self._states, self._number = states, number
         self.is_initialized = True
 
     @property
@@ -149,7 +151,7 @@ class _SlotStates:
             self._layers = []
 
     def needed_bytes(self, rows: int, length: int) -> int:
-        """What so many rows more take, none of them longer than `length` or than those that are there."""
+        """The bytes of so many more rows, none of them longer than `length` or than those that are there."""
         if not self._layers:
             return 0
         slots, positions = len(self.lengths) + rows, max(length, *self.lengths, 0) + 1
@@ -163,7 +165,7 @@ class _SlotStates:
         return self._layers[0][0].shape[0:3:2] if self._layers else (0, 0)
 
     def _more_bytes(self, states: States, slots: int, positions: int) -> int:
-        """What is held at most while `_reserve` makes this room, above what is held now."""
+        """The peak of the memory while `_reserve` makes this room, above the present one."""
         has_slots, has_positions = self._sizes()
         position_bytes: int = sum(
             side.shape[1] * side.shape[3] * side.element_size() for layer in states for side in layer
@@ -237,7 +239,7 @@ class _SlotStates:
         self._ends = self.ends + 1
 
     def mask(self, *, with_next: bool) -> Tensor:
-        """Which positions each row attends to, bool [rows, 1, 1, width]."""
+        """The positions that each row attends to, bool [rows, 1, 1, width]."""
         places = torch.arange(self.width, device=self.ends.device)
         ends = self.ends[:, None]
         return (places <= ends if with_next else places < ends)[:, None, None]
@@ -293,7 +295,7 @@ class DecoderSlots:
         self._own.advance()
 
     def cache(self) -> Cache:
-        """What the attention of the library reads and extends."""
+        """The cache that the attention of the library reads and extends."""
         own = self._own.cache()
         if not self._encoder_states.lengths:
             return own
@@ -303,16 +305,16 @@ class DecoderSlots:
 
     @property
     def positions(self) -> Tensor:
-        """Of the token that each row gets in this step, [rows, 1]."""
+        """The position of the token that each row gets in this step, [rows, 1]."""
         ends = self._own.ends
         return (ends + torch.tensor(self._shifts, device=ends.device))[:, None]
 
     @property
     def mask(self) -> Tensor:
-        """What a row sees of itself, bool [rows, 1, 1, positions]."""
+        """The mask of a row over itself, bool [rows, 1, 1, positions]."""
         return self._own.mask(with_next=True)
 
     @property
     def seen_mask(self) -> Tensor:
-        """What a row sees of its encoder's states, bool [rows, 1, 1, positions]."""
+        """The mask of a row over its encoder's states, bool [rows, 1, 1, positions]."""
         return self._encoder_states.mask(with_next=False)

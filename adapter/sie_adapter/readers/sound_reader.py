@@ -122,8 +122,8 @@ class SoundReader:
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """What a load would refuse of class, shapes and tokenizer; empty if nothing. Reads no values of weights and
-        runs no code of the folder. Raises ModelLoadFailed for tensors that are not those of the class.
+        """The fault of class, shapes or tokenizer that a load refuses; empty without one. Reads no values of weights
+        and runs no code of the folder. Raises ModelLoadFailed for tensors that are not those of the class.
         """
         _check_type(folder, entry)
         model: Any = empty_model(WhisperForConditionalGeneration, folder, entry.load, decodes=True)
@@ -156,7 +156,7 @@ class SoundReader:
         self._greedy = Greedy(self._config, compute.device, ends_of(self._config))
 
     def reading(self, read: Read[SoundWindow], is_gone: IsGone) -> ReaderCall[SoundWindow, Heard]:
-        """What answers one batch. `read` has the rows written."""
+        """The call that answers one batch. `read` has the rows written."""
         return ReaderCall(self, self.rows, read, is_gone, "audio")
 
     def prompt(self, features: Heard, options: ExtractOptions) -> SoundWindow:
@@ -220,7 +220,7 @@ class SoundReader:
         return int(languages[scores[languages].argmax()])
 
     def _scores(self, ids: Tensor, **named: Any) -> Tensor:
-        """Of the token after the last of each row, [rows, vocabulary]."""
+        """The scores of the token after the last of each row, [rows, vocabulary]."""
         states = self._model.model.decoder(input_ids=ids, use_cache=True, **named).last_hidden_state
         logits: Tensor = self._model.proj_out(states[:, -1])
         return logits
@@ -239,7 +239,7 @@ class SoundReader:
         ).float()
 
     def result(self, prompt: SoundWindow, written: GeneratedText) -> dict[str, Any]:
-        """What the client gets once all windows are read."""
+        """The result of a sound whose windows are all read."""
         sound = prompt.sound
         entities = [
             {**text_entity(text, sound.label), "seconds": [round(segment.start_s, 2), round(segment.end_s, 2)]}
@@ -266,7 +266,7 @@ def _check_type(folder: Path, entry: ModelEntry) -> None:
 
 
 def _check(folder: Path, entry: ModelEntry, model: Any) -> tuple[PromptTokens, SoundRecipe]:
-    """What its prompts are, and how sounds become what it reads. Raises ModelLoadFailed: INCOMPATIBLE for rules that
+    """The tokens of its prompts, and the recipe of its sounds. Raises ModelLoadFailed: INCOMPATIBLE for rules that
     cannot be kept, for features that it does not read, and for an entry that says more than the model.
     """
     config, rules = model.config, model.generation_config

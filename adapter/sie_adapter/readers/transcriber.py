@@ -208,7 +208,7 @@ class Transcriber:
         return ((levels - mean) / std).to(self._dtype)
 
     def _scores(self, **named: Any) -> Tensor:
-        """Of the last token of each row, [rows, 1, vocabulary]."""
+        """The scores of the last token of each row, [rows, 1, vocabulary]."""
         states = self._model.model.language_model(use_cache=True, **named).last_hidden_state
         logits: Tensor = self._model.lm_head(states[:, -1:])
         return logits

@@ -1,5 +1,4 @@
-"""What Whisper (arXiv 2212.04356) is told, and what it writes, as ids: its prompt, the segments of a window, and where
-the next window begins. Pure.
+"""Ids of Whisper (arXiv 2212.04356): its prompt, the segments of a window, and the begin of the next window. Pure.
 
     language, task ──► Start: <|startoftranscript|><|en|><|transcribe|> ──► a window of 30 s is written
     <|0.00|> words <|2.40|><|2.40|> words <|4.80|><|4.80|> .. ──► segments, and the frames that they used up
@@ -34,8 +33,8 @@ class PromptStart(NamedTuple):
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """What the rules of a checkpoint say of prompts. `languages`, `tasks`: the ids of their tokens, `forced`: ids after
-    the first one where neither is asked for, None in the place of the language.
+    """The tokens of prompts by the rules of a checkpoint. `languages`, `tasks`: the ids of their tokens, `forced`: ids
+    after the first one where neither is asked for, None in the place of the language.
     """
 
     first: int
@@ -146,7 +145,7 @@ def segments(written: Sequence[int], times: int, seek: int, frames: int) -> tupl
 
 
 def _last(written: Sequence[int], times: int, frames: int) -> float:
-    """Where a window without a pair of time stamps ends, in steps: at its last one, else with the window."""
+    """The end of a window without a pair of time stamps, in steps: at its last one, else with the window."""
     stamps = [number for number in written if number >= times]
     if stamps and stamps[-1] != times:
         return stamps[-1] - times

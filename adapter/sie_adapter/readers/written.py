@@ -1,5 +1,4 @@
-"""What the readers of documents and sounds share: prompts, decoders that write a token a step, and results of what they
-wrote.
+"""Base of the readers of documents and sounds: prompts, decoders that write a token a step, and results.
 
 a file each, a task ──► prompts ──► the loop of `reading`, rows of all batches together ──► what was written ──► results
 """
@@ -34,13 +33,13 @@ Read = Callable[[GenerationModel[P], Sequence[P], IsGone], list[GeneratedText]]
 
 
 class ReaderKind(GenerationModel[P], Protocol[P, F_contra]):
-    """What differs between the kinds of readers."""
+    """A kind of reader."""
 
     def prompt(self, file: F_contra, options: ExtractOptions) -> P:
-        """What a row begins with. Raises InvalidInput for what cannot be asked."""
+        """The prompt of a row. Raises InvalidInput for what cannot be asked."""
 
     def result(self, prompt: P, written: GeneratedText) -> dict[str, Any]:
-        """What the client gets of what was written, beside why it ended and how long it is."""
+        """The result of a row for the client, beside finish reason and length."""
 
 
 class ReaderCall(Generic[P, F_contra]):
@@ -58,7 +57,7 @@ class ReaderCall(Generic[P, F_contra]):
     def extract(
         self, texts: Sequence[str], options: Sequence[ExtractOptions], files: Sequence[Sequence[F_contra]]
     ) -> list[Result]:
-        """What is in the file of each input, or an error instead of it. Texts are not read."""
+        """The content of the file of each input, or an error instead of it. Texts are not read."""
         numbers = list(range(len(texts)))
         results: dict[int, Result] = {}
         prompts: dict[int, P] = {}
@@ -136,7 +135,7 @@ def check_rules(entry: ModelEntry, model: Any, positions: int, refused: Iterable
 
 
 def text_entity(text: str, label: str, bbox: Sequence[int] | None = None) -> dict[str, Any]:
-    """What a reader wrote, as an entity: it has no place in a text, and no score of its own."""
+    """The text of a reader as an entity: it has no place in a text, and no score of its own."""
     box = None if bbox is None else list(bbox)
     return {"text": text, "label": label, "score": 1.0, "start": None, "end": None, "bbox": box}
 

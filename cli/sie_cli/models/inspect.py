@@ -227,7 +227,7 @@ def _sample(engine: Any, entry: ModelEntry, task: Any, tokenizer: Any) -> list[s
     )
     replies: list[Any] = []
     job = DeviceJob(message, replies.append)
-    engine.lanes.submit(job)
+    engine.device_threads.submit(job)
     job.finished.wait()
     reply = replies[-1]
     if not isinstance(reply, BatchDone):
