@@ -168,7 +168,7 @@ class Service:
 async def following(folder: Path, **environ: str) -> AsyncIterator[Service]:
     settings, stop = settings_of(SIE_MODELS_DIR=str(folder), **environ), Stop()
     prepared = await prepare(settings, MemoryServer().connect("sie-config"))
-    follows = Reload(prepared.store, prepared.overlay, prepared.seen, CatalogueReaders(15.0))
+    follows = Reload(prepared.store, prepared.overlay, prepared.signature, CatalogueReaders(15.0))
     task = asyncio.create_task(follows.run(stop))
     try:
         yield Service(prepared, follows)
@@ -302,7 +302,7 @@ async def test_an_alias_of_the_api_that_a_changed_folder_breaks_is_named(
     if at_start:
         await prepare(settings, broker)
     else:
-        task = asyncio.create_task(Reload(prepared.store, prepared.overlay, prepared.seen).run(stop))
+        task = asyncio.create_task(Reload(prepared.store, prepared.overlay, prepared.signature).run(stop))
         await until(lambda: "org/b is at revision 2" in caplog.text, "the log")
         stop.request()
         await task
