@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from sie_config_service.fields import said
+from sie_config_service.fields import described
 from sie_contracts import plain
 from sie_contracts.errors import ValidationFailed
 from sie_contracts.models.aliases import Alias, is_alias
@@ -144,7 +144,7 @@ def _parsed(raw: Any, document: ParsedDocument, parse: Callable[[Any], T], kind:
         return parse(raw)
     except ValidationFailed as error:
         (fault,) = error.extras["errors"]
-        loc, message = said(kind, _narrowed(raw, fault["loc"], parse), fault["message"])
+        loc, message = described(kind, _narrowed(raw, fault["loc"], parse), fault["message"])
         raise invalid(loc, message + _value_at(raw, loc.removeprefix("$"), message), document.line(loc)) from None
 
 

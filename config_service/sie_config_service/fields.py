@@ -18,7 +18,7 @@ _MISSING = re.compile(r"Object missing required field `(.*)`")
 _MAX_NAMES = 30
 
 
-def said(kind: type, loc: str, message: str) -> tuple[str, str]:
+def described(kind: type, loc: str, message: str) -> tuple[str, str]:
     """The path of a fault in a document of `kind`, down to an unknown or missing field, and the message with what is
     expected there.
     """

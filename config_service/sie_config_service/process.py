@@ -36,7 +36,7 @@ class PreparedCatalogue:
 
     store: CatalogueStore
     overlay: Overlay
-    seen: Signature
+    signature: Signature
 
 
 async def prepare(settings: Settings, broker: Broker, cached_overlay: Overlay | None = None) -> PreparedCatalogue:
@@ -87,7 +87,7 @@ async def keep(
         service.begin(prepared.store, prepared.overlay.trust())
         following = Stop()
         async with asyncio.TaskGroup() as tasks:
-            reload = Reload(prepared.store, prepared.overlay, prepared.seen, service.workers, service.files.check)
+            reload = Reload(prepared.store, prepared.overlay, prepared.signature, service.workers, service.files.check)
             tasks.create_task(reload.run(following))
             tasks.create_task(Restore(service.workers, prepared.store, service.require_writer()).run(following))
             is_lost = await prepared.store.lost(stop)

@@ -77,7 +77,7 @@ class Reload:
 
     store: CatalogueStore
     overlay: Overlay
-    seen: Signature
+    signature: Signature
     workers: CatalogueReaders | None = None
     check: Callable[[dict[str, Any]], Awaitable[None]] | None = None
     _refused: Signature | None = None  # told once
@@ -87,7 +87,7 @@ class Reload:
     async def run(self, stop: Stop) -> None:
         """Until `stop`."""
         look_s = BUCKET_LOOK_S if self.overlay.is_remote else LOOK_S
-        last, pause_s = self.seen, look_s
+        last, pause_s = self.signature, look_s
         while not await stop.wait_for(pause_s):
             begun_s = time.monotonic()
             try:
@@ -101,7 +101,7 @@ class Reload:
             pause_s = max(look_s, (time.monotonic() - begun_s) / IDLE_SHARE)
             if now != last:
                 self._trouble.passed()  # whatever it was, it was of another change
-            elif now not in (self.seen, self._refused):  # nobody is writing any more
+            elif now not in (self.signature, self._refused):  # nobody is writing any more
                 await self._apply(now)
             last = now
             self._report()
@@ -125,7 +125,7 @@ class Reload:
             self._refused = now
             return
         self._trouble.passed()
-        self.seen, self._refused = now, None
+        self.signature, self._refused = now, None
         if not done:
             outcome = "the bundles are as it says" if bundles else "the catalogue has nothing to change for it"
             _logger.info("%s was changed: %s", self.overlay.name, outcome)

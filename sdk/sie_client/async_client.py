@@ -60,7 +60,7 @@ class SIEAsyncClient:
         self, model: str, items: Sequence[Item | str], **params: Unpack[EncodeParams]
     ) -> Results[EncodeResult]: ...
     async def encode(self, model: str, items: Item | str | Sequence[Item | str], **params: Unpack[EncodeParams]) -> Any:
-        """As SIEClient.encode."""
+        """Asynchronous SIEClient.encode."""
         listed = transport.as_list(items)
         results = await self._driver.run(verbs.encode(model, listed, params, self._session), params, len(listed))
         return results[0] if transport.is_single(items) else results
@@ -68,7 +68,7 @@ class SIEAsyncClient:
     async def score(
         self, model: str, query: Item | str, items: Item | str | Sequence[Item | str], **params: Unpack[Params]
     ) -> ScoreResult:
-        """As SIEClient.score."""
+        """Asynchronous SIEClient.score."""
         listed = transport.as_list(items)
         return await self._driver.run(verbs.score(model, query, listed, params, self._session), params, len(listed))
 
@@ -81,7 +81,7 @@ class SIEAsyncClient:
         top_n: int | None = None,
         **params: Unpack[Params],
     ) -> list[Ranked]:
-        """As SIEClient.rerank."""
+        """Asynchronous SIEClient.rerank."""
         listed = transport.as_list(documents)
         return await self._driver.run(
             verbs.rerank(model, query, listed, top_n, params, self._session), params, len(listed)
@@ -98,58 +98,58 @@ class SIEAsyncClient:
     async def extract(
         self, model: str, items: Item | str | Sequence[Item | str], **params: Unpack[ExtractParams]
     ) -> Any:
-        """As SIEClient.extract."""
+        """Asynchronous SIEClient.extract."""
         listed = transport.as_list(items)
         results = await self._driver.run(verbs.extract(model, listed, params, self._session), params, len(listed))
         return results[0] if transport.is_single(items) else results
 
     async def list_models(self, **filters: Unpack[ModelFilters]) -> list[dict[str, Any]]:
-        """As SIEClient.list_models."""
+        """Asynchronous SIEClient.list_models."""
         return await self._driver.run(cluster.list_models(filters, self._session))
 
     async def get_model(self, model: str) -> dict[str, Any]:
-        """As SIEClient.get_model."""
+        """Asynchronous SIEClient.get_model."""
         return await self._driver.run(cluster.get_model(model, self._session))
 
     async def health(self) -> dict[str, Any]:
-        """As SIEClient.health."""
+        """Asynchronous SIEClient.health."""
         return await self._driver.run(cluster.health(self._session))
 
     async def get_capacity(self, gpu: str | None = None) -> Capacity:
-        """As SIEClient.get_capacity."""
+        """Asynchronous SIEClient.get_capacity."""
         return await self._driver.run(cluster.capacity(gpu, self._session))
 
     async def get_scaling(self, lane: str) -> dict[str, Any]:
-        """As SIEClient.get_scaling."""
+        """Asynchronous SIEClient.get_scaling."""
         return await self._driver.run(cluster.scaling(lane, self._session))
 
     async def wait_for_capacity(self, model: str, **options: Unpack[CallOptions]) -> dict[str, Any]:
-        """As SIEClient.wait_for_capacity."""
+        """Asynchronous SIEClient.wait_for_capacity."""
         return await self._driver.run(cluster.warmed(model, options, self._session), options)
 
     async def create_pool(self, name: str, gpus: Mapping[str, int], **options: Unpack[PoolOptions]) -> Pool:
-        """As SIEClient.create_pool."""
+        """Asynchronous SIEClient.create_pool."""
         return await self._driver.run(cluster.create_pool(name, gpus, options, self._session))
 
     async def list_pools(self) -> list[Pool]:
-        """As SIEClient.list_pools."""
+        """Asynchronous SIEClient.list_pools."""
         return await self._driver.run(cluster.list_pools(self._session))
 
     async def get_pool(self, name: str) -> Pool:
-        """As SIEClient.get_pool."""
+        """Asynchronous SIEClient.get_pool."""
         return await self._driver.run(cluster.get_pool(name, self._session))
 
     async def renew_pool(self, name: str) -> float:
-        """As SIEClient.renew_pool."""
+        """Asynchronous SIEClient.renew_pool."""
         return await self._driver.run(cluster.renew_pool(name, self._session))
 
     async def delete_pool(self, name: str) -> None:
-        """As SIEClient.delete_pool."""
+        """Asynchronous SIEClient.delete_pool."""
         await self._driver.run(cluster.delete_pool(name, self._session))
 
     @contextlib.asynccontextmanager
     async def reserve(self, name: str, gpus: Mapping[str, int], **options: Unpack[PoolOptions]) -> AsyncIterator[Pool]:
-        """As SIEClient.reserve."""
+        """Asynchronous SIEClient.reserve."""
         created = await self.create_pool(name, gpus, **options)
         end = self._driver.start(cluster.renewed(name, gpus, options, self._session))
         try:
@@ -159,7 +159,7 @@ class SIEAsyncClient:
             await self._driver.run(cluster.released(name, self._session))
 
     async def watch(self, path: str = watching.CLUSTER_STATUS) -> AsyncGenerator[dict[str, Any]]:
-        """As SIEClient.watch."""
+        """Asynchronous SIEClient.watch."""
         socket, request = watching.AsyncStatusSocket(self._driver.url), watching.request(path, self._session)
         async with contextlib.aclosing(socket):
             while True:

@@ -28,53 +28,53 @@ class AsyncJob(SeenJob):
         self._session = session
 
     async def refresh(self) -> AsyncJob:
-        """As Job.refresh."""
+        """Asynchronous Job.refresh."""
         self.info = await self._driver.run(jobs.get(self.id, self._session))
         return self
 
     async def wait(
         self, timeout_s: float | None = None, on_progress: Callable[[JobInfo], None] | None = None
     ) -> AsyncJob:
-        """As Job.wait."""
+        """Asynchronous Job.wait."""
         self.info = await self._driver.run(jobs.waited(self.id, timeout_s, on_progress, self._session))
         jobs.completed(self.info)
         return self
 
     async def pause(self) -> AsyncJob:
-        """As Job.pause."""
+        """Asynchronous Job.pause."""
         self.info = await self._driver.run(jobs.steered(self.id, "pause", self._session))
         return self
 
     async def resume(self) -> AsyncJob:
-        """As Job.resume."""
+        """Asynchronous Job.resume."""
         self.info = await self._driver.run(jobs.steered(self.id, "resume", self._session))
         return self
 
     async def cancel(self) -> AsyncJob:
-        """As Job.cancel."""
+        """Asynchronous Job.cancel."""
         self.info = await self._driver.run(jobs.steered(self.id, "cancel", self._session))
         return self
 
     async def retry(self) -> AsyncJob:
-        """As Job.retry."""
+        """Asynchronous Job.retry."""
         return AsyncJob(await self._driver.run(jobs.retried(self.id, self._session)), self._driver, self._session)
 
     async def manifest(self) -> JobManifest:
-        """As Job.manifest."""
+        """Asynchronous Job.manifest."""
         return await self._driver.run(jobs.manifest(self.id, self._session))
 
     async def rows(self, limit: int = 20, failed: bool | None = None) -> list[dict[str, Any]]:
-        """As Job.rows."""
+        """Asynchronous Job.rows."""
         return await self._driver.run(jobs.rows(self.id, limit, failed, self._session))
 
     async def download(
         self, folder: str | os.PathLike[str], on_progress: Callable[[Progress], None] | None = None
     ) -> list[Path]:
-        """As Job.download."""
+        """Asynchronous Job.download."""
         return await self._driver.run(jobs.downloaded(self.info, folder, on_progress, self._session))
 
     async def delete(self) -> None:
-        """As Job.delete."""
+        """Asynchronous Job.delete."""
         await self._driver.run(jobs.deleted(self.id, self._session))
 
 
@@ -88,14 +88,14 @@ class AsyncJobs:
     async def submit(
         self, model: str, input: str | os.PathLike[str] | FileObject, **options: Unpack[JobOptions]
     ) -> AsyncJob:
-        """As SIEClient.jobs.submit."""
+        """Asynchronous SIEClient.jobs.submit."""
         return self._job(await self._driver.run(jobs.submitted(model, input, options, self._session)))
 
     async def get(self, job: str) -> AsyncJob:
         return self._job(await self._driver.run(jobs.get(job, self._session)))
 
     async def list(self, state: str | None = None, page: int = jobs.PAGE) -> AsyncGenerator[AsyncJob]:
-        """As SIEClient.jobs.list."""
+        """Asynchronous SIEClient.jobs.list."""
         after: str | None = None
         while True:
             jobs_page = await self._driver.run(jobs.page(state, page, after, self._session))
@@ -106,7 +106,7 @@ class AsyncJobs:
                 return
 
     async def delete(self, job: str) -> None:
-        """As SIEClient.jobs.delete."""
+        """Asynchronous SIEClient.jobs.delete."""
         await self._driver.run(jobs.deleted(job, self._session))
 
     def _job(self, info: JobInfo) -> AsyncJob:
@@ -127,20 +127,20 @@ class AsyncFiles:
         on_progress: Callable[[Progress], None] | None = None,
         expires_after_s: int | None = None,
     ) -> FileObject:
-        """As SIEClient.files.upload."""
+        """Asynchronous SIEClient.files.upload."""
         return await self._driver.run(files.uploaded(path, purpose, on_progress, self._session, expires_after_s))
 
     async def get(self, file: str) -> FileObject:
         return await self._driver.run(files.get(file, self._session))
 
     async def content(self, file: str) -> bytes:
-        """As SIEClient.files.content."""
+        """Asynchronous SIEClient.files.content."""
         return await self._driver.run(files.content(file, self._session))
 
     async def save(
         self, file: str, path: str | os.PathLike[str], on_progress: Callable[[Progress], None] | None = None
     ) -> Path:
-        """As SIEClient.files.save."""
+        """Asynchronous SIEClient.files.save."""
         return await self._driver.run(files.saved(file, path, on_progress, self._session))
 
     async def delete(self, file: str) -> None:

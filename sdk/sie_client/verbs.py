@@ -143,7 +143,7 @@ def _parts(items: Sequence[Any], session: Session, each_tokens: int) -> Iterator
     yield _ListPart(start, held, size)
 
 
-def _ask(
+def _send_parts(
     verb: str,
     model: str,
     items: Sequence[Any],
@@ -215,7 +215,7 @@ def encode(
         return Results()
     session, params = session.for_call(params)
     _check_names("encode", params)
-    replies = yield from _ask("encode", model, items, {"params": params}, session, wire.decode_vectors)
+    replies = yield from _send_parts("encode", model, items, {"params": params}, session, wire.decode_vectors)
     return _of_items(replies, items, named=False)
 
 
@@ -227,7 +227,7 @@ def score(
     _check_names("score", params)
     sent = yield from _aside(lambda: wire.item(query, "query"), ASIDE_BYTES if wire.has_files(query) else 0)
     fixed = {"query": sent, "params": params}
-    replies = yield from _ask("score", model, items, fixed, session, _scores, "scores", wire.weight(sent)[0])
+    replies = yield from _send_parts("score", model, items, fixed, session, _scores, "scores", wire.weight(sent)[0])
     result = {**replies[-1].body, **replies[-1].shared}
     if len(replies) == 1:
         return cast(ScoreResult, result)
@@ -272,7 +272,7 @@ def extract(
         return Results()
     session, params = session.for_call(params)
     _check_names("extract", params)
-    replies = yield from _ask("extract", model, items, {"params": params}, session, _slots)
+    replies = yield from _send_parts("extract", model, items, {"params": params}, session, _slots)
     return _of_items(replies, items, named=True)
 
 

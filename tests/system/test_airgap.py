@@ -77,7 +77,7 @@ def without_network(
 
 @pytest.mark.timeout(400)
 def test_load_serve_and_encode_try_no_connection_where_there_is_no_network(tmp_path: Path) -> None:
-    """P8: MiniLM and a random model, where neither the package, the folder nor the hub's cache is that they came from.
+    """MiniLM and a random model, where neither the package, the folder nor the hub's cache is that they came from.
 
     1. A machine with everything answers, and makes the archive.
     2. In a namespace without a route `sie airgap load` and `sie airgap serve` run under strace, the folder being

@@ -47,7 +47,7 @@ def encode(cluster: Cluster, model: str = "local/mini") -> httpx.Response:
 def test_a_folder_s_models_are_added_changed_and_removed_while_it_serves(
     cluster: Cluster, models: Path, model: str
 ) -> None:
-    """C1, C11: the new revision is read back from the adapter, by what it answers. No process is restarted, and what is
+    """The new revision is read back from the adapter, by what it answers. No process is restarted, and what is
     broken changes nothing until it is mended.
     """
     file, entry = models / f"{model.replace('/', '-')}.yaml", ENTRY.replace("local/mini", model)
@@ -79,7 +79,7 @@ def test_a_folder_s_models_are_added_changed_and_removed_while_it_serves(
 
 
 def test_serving_goes_on_without_the_config_service(cluster: Cluster) -> None:
-    """C5: the last good snapshot serves."""
+    """The last good snapshot serves."""
     (config,) = cluster.pids("config")
     os.kill(config, signal.SIGSTOP)
     try:
@@ -114,7 +114,6 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Cluster, Access, i
 
 
 def test_a_broken_model_file_ends_the_start_and_names_the_field(failed: tuple[Cluster, Access, int]) -> None:
-    """C9, C10"""
     cluster, _, _ = failed
     assert cluster.process is not None
     assert cluster.process.wait(60) == 2

@@ -91,7 +91,7 @@ def deltas(stack: Stack, number: int, **labels: str) -> tuple[float, float]:
 
 
 def test_who_misses_every_delta_converges_by_polling(stack: Stack) -> None:
-    """C2: and until then the status says who lags, and what it serves."""
+    """And until then the status says who lags, and what it serves."""
     until(lambda: converged(stack, 1), POLLED_S, "the new model everywhere")
     stack.gateways[DEAF].pause()
     try:
@@ -141,7 +141,7 @@ def test_a_delta_of_a_stranger_is_refused_and_counted(stack: Stack) -> None:
 
 
 def test_who_starts_during_writes_converges(stack: Stack) -> None:
-    """C1: deltas come before, while and after it reads the export; it polls far too seldom to be told by that."""
+    """Deltas come before, while and after it reads the export; it polls far too seldom to be told by that."""
     gateway, worker = stack.gateways[HEARING], stack.workers[HEARING].sidecar
     worker.environ["SIE_WORKER_CONFIG_POLL_INTERVAL_MS"] = "3600000"
     ended, last = threading.Event(), 0
@@ -169,7 +169,6 @@ def test_who_starts_during_writes_converges(stack: Stack) -> None:
 
 
 def test_without_the_config_service_nobody_who_serves_stops_and_nobody_new_is_ready(stack: Stack) -> None:
-    """C5."""
     stack.config.kill()
     before = revision_at(stack.urls[HEARING])
     gateway = stack.gateways[DEAF]

@@ -102,7 +102,7 @@ async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
 @pytest.mark.long
 @pytest.mark.timeout(180)
 async def test_under_load_no_request_fails_and_each_is_of_one_revision(stack: Stack, tmp_path: Path) -> None:
-    """C1, C11, C15: each answer's vectors are those of its fingerprint, whichever worker and gateway gave it."""
+    """Each answer's vectors are those of its fingerprint, whichever worker and gateway gave it."""
     weights = toys.save(tmp_path / "bert", "bert", marked=True)
     entry = entry_of(weights)
     async with httpx.AsyncClient(timeout=60, trust_env=False) as http:

@@ -134,7 +134,7 @@ def one(two: Service) -> Service:
 
 @pytest.mark.long
 async def test_readers_follow_many_writers_of_many_models_through_the_death_of_a_replica(two: Service) -> None:
-    """C4: each writer has a model of its own; one replica is killed while they write. No revision is lost, doubled or
+    """Each writer has a model of its own; one replica is killed while they write. No revision is lost, doubled or
     taken back.
     """
     killed = asyncio.Event()
@@ -177,7 +177,7 @@ async def test_readers_follow_many_writers_of_many_models_through_the_death_of_a
 
 @pytest.mark.long
 async def test_an_unreadable_record_is_a_refusal_until_it_is_restored(one: Service) -> None:
-    """C3: neither a restart nor a damaged record rewinds a counter, empties the catalogue, or has it seeded anew."""
+    """Neither a restart nor a damaged record rewinds a counter, empties the catalogue, or has it seeded anew."""
     path = f"{MODELS}/{MODEL}"
     second = one.call("PATCH", path, {"max_tokens": 64}).json()["revision"]
     history = list(range(second, 0, -1))
@@ -217,7 +217,7 @@ async def test_an_unreadable_record_is_a_refusal_until_it_is_restored(one: Servi
 async def test_a_bucket_that_was_restored_from_an_older_copy_takes_nothing_from_who_serves(
     one: Service, tmp_path: Path
 ) -> None:
-    """C3: whoever has the newer revision keeps it, and says so, until the lost write is there again. The bucket's copy
+    """Whoever has the newer revision keeps it, and says so, until the lost write is there again. The bucket's copy
     was restored with it.
     """
     path = f"{MODELS}/{MODEL}"

@@ -118,7 +118,7 @@ class Writer:
 
 @pytest.mark.parametrize("count", [20, pytest.param(50, marks=pytest.mark.long)])
 async def test_many_writers_over_two_replicas_one_of_which_dies_lose_nothing(replicas: Replicas, count: int) -> None:
-    """C4: the first write of one replica is stored and not answered, then it is killed in the middle of the others."""
+    """The first write of one replica is stored and not answered, then it is killed in the middle of the others."""
     model = f"local/mini-{count}"
     path = f"{MODELS}/{model}"
     async with httpx.AsyncClient(headers=HEADERS, timeout=20, limits=httpx.Limits(max_connections=count)) as client:

@@ -54,7 +54,6 @@ def encoded(stack: Stack, token: str, *texts: str) -> httpx.Response:
 
 
 def test_a_key_opens_what_its_scopes_say_at_every_gateway(stack: Stack) -> None:
-    """X14."""
     _, infers = made(stack, "infers", "--scopes", "infer")
     _, reads = made(stack, "reads", "--scopes", "read")
     assert encoded(stack, infers, "a").status_code == 200
@@ -112,7 +111,7 @@ def test_limits_hold(stack: Stack) -> None:
 
 
 def test_no_token_is_listed_stored_or_logged(stack: Stack) -> None:
-    """X15: neither in `list`, nor in the broker's files, nor in a line of any process."""
+    """Neither in `list`, nor in the broker's files, nor in a line of any process."""
     tokens = [made(stack, f"stored {number}", "--expires", "4w")[1] for number in range(3)]
     for token in tokens:
         encoded(stack, token, "a")

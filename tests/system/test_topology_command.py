@@ -100,7 +100,7 @@ def test_what_a_gateway_made_is_shown_and_found_to_be_right(server: NatsServer) 
 
 
 def test_an_older_topology_is_shown_field_by_field_and_migrated_without_loss(server: NatsServer) -> None:
-    """L16 L18: (1) check says what differs, (2) migrate shows the same and changes nothing, (3) --yes does it, (4) a
+    """(1) check says what differs, (2) migrate shows the same and changes nothing, (3) --yes does it, (4) a
     gateway agrees.
     """
     older = dataclasses.replace(WANTED, max_per_subject=0, version=1)
@@ -149,7 +149,7 @@ def test_a_changed_setting_is_applied_in_place(server: NatsServer) -> None:
 
 
 def test_what_would_cost_messages_is_refused_with_what_helps(server: NatsServer) -> None:
-    """L18: another storage, a lower limit than what is there, a shorter age, a newer version."""
+    """Another storage, a lower limit than what is there, a shorter age, a newer version."""
     make(server, dataclasses.replace(WANTED, max_per_subject=0, version=1), messages=3000)
 
     def refusal(*args: str) -> str:

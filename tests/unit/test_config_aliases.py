@@ -280,7 +280,7 @@ async def test_between_replicas_no_alias_of_what_is_gone_comes_about(api: Api) -
 
 
 async def test_many_at_once_flip_one_after_the_other(api: Api) -> None:
-    """C4: compare-and-set on the alias as on any model."""
+    """Compare-and-set on the alias as on any model."""
     await api.call("POST", MODELS, {"id": "search", "alias": "org/one"}, 201)
     names = [f"org/{name}" for name in ("one", "two", "same")]
 

@@ -129,7 +129,6 @@ def test_a_right_document_is_the_same_entry_in_yaml_and_json() -> None:
     ],
 )
 def test_a_fault_names_its_field_and_its_line(old: str, new: str, loc: str, line: int, says: str) -> None:
-    """C9."""
     assert ENTRY.count(old) == 1
     found = fault(ENTRY.replace(old, new))
     assert (found["loc"], found["line"]) == (loc, line)

@@ -123,7 +123,6 @@ async def test_a_delta_says_since_when_nothing_concerned_its_bundle(replica: Rep
 
 
 async def test_a_record_that_cannot_be_read_changes_nothing_and_is_named(replica: Replica) -> None:
-    """C3."""
     await replica.put("a/one", entry("a/one"))
     before = await replica.store.snapshot()
     bucket = await replica.broker.key_value(topology.CATALOGUE_BUCKET)
@@ -186,7 +185,7 @@ async def test_the_status_says_which_gateways_and_workers_serve_which_revision(r
 
 
 def test_the_hashes_of_the_catalogue_are_the_same_wherever_they_are_made() -> None:
-    """C7: golden values; one model that changes changes the hash of its bundle and the one over all."""
+    """Golden values; one model that changes changes the hash of its bundle and the one over all."""
     assert configs.bundle_hash({"a/one": 1, "a/two": 2}) == configs.bundle_hash({"a/two": 2, "a/one": 1}) == GOLDEN
     assert configs.bundle_hash({"a/one": 1, "a/two": 3}) != GOLDEN
     assert configs.digest({"default": GOLDEN}) == GOLDEN_OF_ALL

@@ -78,7 +78,6 @@ async def api() -> AsyncIterator[Api]:
 
 
 async def test_a_model_is_created_replaced_patched_rolled_back_and_removed(api: Api) -> None:
-    """C15."""
     made = await api.call("POST", "/v1/configs/models", ENTRY, 201)
     assert made.pop("router_id").startswith("sie-config-")
     assert made == {
@@ -262,7 +261,6 @@ async def test_post_only_adds(api: Api) -> None:
 
 
 async def test_if_match_takes_the_present_revision_and_no_other(api: Api) -> None:
-    """C4."""
     await api.call("POST", "/v1/configs/models", ENTRY, 201, If_Match="0")
     await api.call("PATCH", ONE, {"max_tokens": 8}, If_Match='"1"')
     for method, path, body in (
@@ -331,7 +329,7 @@ def test_replies_are_kept_for_a_day_and_so_many_in_a_place() -> None:
 
 
 async def test_two_replicas_and_writers_without_a_revision_lose_no_update(api: Api) -> None:
-    """C4: each patch changes another field; every one is there at the end."""
+    """Each patch changes another field; every one is there at the end."""
     other = await Api(api.server, **TOKENS).start()
     await api.call("POST", "/v1/configs/models", ENTRY, 201)
     calls = [
@@ -378,7 +376,6 @@ async def test_history_keeps_the_last_revisions(api: Api) -> None:
 async def test_a_bad_config_is_refused_with_its_field_and_nothing_is_stored(
     api: Api, method: str, path: str, body: Any, loc: str
 ) -> None:
-    """C9."""
     await api.call("POST", "/v1/configs/models", ENTRY, 201)
     epoch = await api.store.epoch()
     refused = await api.call(method, path, body, 422)
@@ -545,7 +542,7 @@ def calls() -> list[tuple[str, str, bool]]:
 
 @pytest.mark.parametrize(("method", "path", "reads"), calls())
 async def test_every_route_needs_its_token(method: str, path: str, reads: bool) -> None:
-    """X14: fail closed, where nothing is configured too."""
+    """Fail closed, where nothing is configured too."""
     every = {"": (401, 401), "wrong": (401, 401), READER: (0, 403), ADMIN: (0, 0)}
     no_admin = {"": (401, 403), "wrong": (401, 403), READER: (0, 403), ADMIN: (401, 403)}
     nothing = dict.fromkeys(("", "wrong", READER, ADMIN), (403, 403))

@@ -165,7 +165,7 @@ async def test_a_change_of_the_folder_of_models_that_no_load_would_take_leaves_t
     file.write_text(json.dumps(raw(folder)))
     settings = settings_of(SIE_MODELS_DIR=str(models))
     prepared = await prepare(settings, MemoryServer().connect("sie-config"))
-    follows = reload.Reload(prepared.store, prepared.overlay, prepared.seen, check=ModelFiles(settings).check)
+    follows = reload.Reload(prepared.store, prepared.overlay, prepared.signature, check=ModelFiles(settings).check)
     task = asyncio.create_task(follows.run(stop))
     file.write_text(json.dumps(raw(folder, run={"pooling": "cls"})))
     await until(lambda: "the models stay as they were: m.yaml: " in caplog.text, "the log")

@@ -62,7 +62,7 @@ async def followed(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Followed]:
 
 
 def test_no_part_of_a_token_is_stored() -> None:
-    """X15: not even eight of its characters. And a token is 256 random bits, always others."""
+    """Not even eight of its characters. And a token is 256 random bits, always others."""
     made = [records.create(f"name {number}", ("infer",), now_s=1.0) for number in range(50)]
     stored = b"".join(records.encode(key) for key, _ in made).decode()
     for _, token in made:
@@ -117,7 +117,6 @@ async def test_a_record_that_cannot_be_read_is_nobodys_key(
 
 
 async def test_a_field_of_a_newer_version_does_no_harm(followed: Followed) -> None:
-    """P2."""
     key, token = records.create("a test", ("infer",), now_s=1.0)
     newer = {**json.loads(records.encode(key)), "colour": "red"}
     await followed.bucket.write([Write(key.id, json.dumps(newer).encode())])

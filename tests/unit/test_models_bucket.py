@@ -206,7 +206,7 @@ async def test_a_bucket_is_followed_and_stays_as_it_was_while_it_cannot_be_read(
     prepared = await prepare(
         settings_of(SIE_MODELS_DIR=faulty.url, SIE_MODEL_FILTER="org/a"), MemoryServer().connect("sie-config")
     )
-    follows = asyncio.create_task(reload.Reload(prepared.store, prepared.overlay, prepared.seen).run(stop))
+    follows = asyncio.create_task(reload.Reload(prepared.store, prepared.overlay, prepared.signature).run(stop))
 
     async def has(tokens: int) -> None:
         for _ in range(600):

@@ -182,7 +182,6 @@ def test_an_import_ends_at_once_where_the_service_takes_no_file(served: Served, 
 
 
 def test_a_model_is_added_shown_changed_rolled_back_and_removed(served: Served, tmp_path: Path) -> None:
-    """C15."""
     at = ("--url", served.url)
     file = tmp_path / "two.yaml"
     file.write_text(ENTRY.replace("org/one", "org/two"))

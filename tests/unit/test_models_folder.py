@@ -140,7 +140,6 @@ def test_a_file_is_read_again_when_it_changes_and_only_then(tmp_path: Path, monk
     ],
 )
 def test_a_broken_folder_names_file_field_and_line(files: dict[str, str], says: str, tmp_path: Path) -> None:
-    """C6, C9."""
     for name, text in files.items():
         put(tmp_path, name, text)
     with pytest.raises(ValidationFailed) as caught:
@@ -149,7 +148,6 @@ def test_a_broken_folder_names_file_field_and_line(files: dict[str, str], says: 
 
 
 async def test_a_broken_folder_ends_the_start_with_the_name_of_its_setting(tmp_path: Path) -> None:
-    """C10."""
     put(tmp_path, "x.yaml", "id: [\n")
     with pytest.raises(SettingError, match=r"^SIE_MODELS_DIR: .*x\.yaml: \$ \(line 2\): not YAML"):
         await prepare(settings_of(SIE_MODELS_DIR=str(tmp_path)), MemoryServer().connect("x"))
@@ -170,7 +168,7 @@ class Service:
 async def following(folder: Path, **environ: str) -> AsyncIterator[Service]:
     settings, stop = settings_of(SIE_MODELS_DIR=str(folder), **environ), Stop()
     prepared = await prepare(settings, MemoryServer().connect("sie-config"))
-    follows = Reload(prepared.store, prepared.overlay, prepared.seen, CatalogueReaders(15.0))
+    follows = Reload(prepared.store, prepared.overlay, prepared.signature, CatalogueReaders(15.0))
     task = asyncio.create_task(follows.run(stop))
     try:
         yield Service(prepared, follows)
@@ -190,7 +188,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
 async def test_files_are_added_changed_and_removed(
     model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """C11: what the log says was read back."""
+    """What the log says was read back."""
     async with following(tmp_path) as service:
         file = put(tmp_path, "new.yaml", ENTRY.format(model, 8))
         await until(lambda: f"{model} is at revision 1, as in new.yaml" in caplog.text, "the log")
@@ -205,7 +203,7 @@ async def test_files_are_added_changed_and_removed(
 
 
 async def test_a_broken_file_changes_nothing_and_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """C6: the good file beside it waits too."""
+    """The good file beside it waits too."""
     put(tmp_path, "a.yaml", ENTRY.format("org/a", 8))
     async with following(tmp_path) as service:
         before = (await service.store.snapshot()).epoch
@@ -304,7 +302,7 @@ async def test_an_alias_of_the_api_that_a_changed_folder_breaks_is_named(
     if at_start:
         await prepare(settings, broker)
     else:
-        task = asyncio.create_task(Reload(prepared.store, prepared.overlay, prepared.seen).run(stop))
+        task = asyncio.create_task(Reload(prepared.store, prepared.overlay, prepared.signature).run(stop))
         await until(lambda: "org/b is at revision 2" in caplog.text, "the log")
         stop.request()
         await task
@@ -358,7 +356,7 @@ async def test_a_bundle_of_the_folder_moves_the_epoch_and_serves(
 
 
 async def test_who_has_a_change_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """C11: a worker that lags is named, one that has it ends the wait."""
+    """A worker that lags is named, one that has it ends the wait."""
     async with following(tmp_path) as service:
         workers = service.reload.workers
         assert workers is not None

@@ -175,7 +175,6 @@ def test_results_are_writable_arrays_with_timing() -> None:
 
 
 def test_long_lists_are_sent_in_parts_and_come_back_as_one() -> None:
-    """E19"""
     count = verbs.MAX_ITEMS + 3
     sent, results = outcome(plan(["x"] * count), answered(verbs.MAX_ITEMS), answered(3))
     assert [len(each["items"]) for each in sent] == [verbs.MAX_ITEMS, 3]  # type: ignore[arg-type]
@@ -324,7 +323,6 @@ def test_a_retry_after_that_is_no_number_of_seconds_means_five(told: str, min_s:
 
 
 def test_what_costs_the_device_its_time_is_repeated_ever_more_slowly() -> None:
-    """O6"""
     steps = plan(["a"])
     pauses = []
     for _ in range(5):
@@ -392,7 +390,6 @@ def test_time_spent_waiting_for_answers_counts_against_patience() -> None:
 
 
 def test_what_can_never_be_sent_is_not_tried_again() -> None:
-    """E3"""
     steps = plan(["a"])
     next(steps)
     with pytest.raises(sie_client.SIEConnectionError):
@@ -407,7 +404,7 @@ def test_what_can_never_be_sent_is_not_tried_again() -> None:
 
 
 def test_a_broken_connection_is_tried_again_and_then_named() -> None:
-    """E3: a wrong host ends in a connection error that names its cause."""
+    """A wrong host ends in a connection error that names its cause."""
     steps = plan(["a"], connection_budget_s=0.5)
     next(steps)
     with pytest.raises(sie_client.SIEConnectionError, match="ConnectionRefusedError") as caught:
@@ -620,7 +617,7 @@ def test_scores_come_back_as_the_server_ordered_them() -> None:
 
 
 def test_scores_of_a_long_list_are_ranked_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """E19: replies are sorted and ids may be given twice, so each entry is found by its place; ties stay in order,
+    """Replies are sorted and ids may be given twice, so each entry is found by its place; ties stay in order,
     failures are last.
     """
     monkeypatch.setattr(verbs, "MAX_ITEMS", 3)
@@ -652,7 +649,6 @@ def test_scores_of_a_long_list_are_ranked_together(monkeypatch: pytest.MonkeyPat
 
 
 def test_extractions_of_a_long_list_are_numbered_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    """E19"""
     monkeypatch.setattr(verbs, "MAX_ITEMS", 2)
     slots = [
         [{"id": "item-0", "entities": []}, {"id": "x", "entities": []}],

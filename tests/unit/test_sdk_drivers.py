@@ -151,7 +151,7 @@ TEN_A_PART = 20  # tokens: each of these texts counts as two
 
 
 def test_parts_run_so_many_at_a_time_and_their_results_are_in_order(server: Server, using: Callable[..., Any]) -> None:
-    """E19, E20. 1. Ten parts, four at a time, some slower than others. 2. Four are under way at once, never five. 3.
+    """1. Ten parts, four at a time, some slower than others. 2. Four are under way at once, never five. 3.
     All in order.
     """
     together = threading.Barrier(4)
@@ -295,7 +295,7 @@ def test_a_client_that_was_closed_says_so(server: Server) -> None:
 def test_a_host_that_does_not_exist_is_told_at_once(
     using: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, errno: int
 ) -> None:
-    """E3. A resolver that could not tell is asked again, within patience."""
+    """A resolver that could not tell is asked again, within patience."""
     asked = []
 
     def nobody(*_: object, **__: object) -> Any:

@@ -37,7 +37,7 @@ RIFF = b"RIFF\x00\x00\x00\x00"
 
 
 def test_paths_bytes_and_open_files_are_sent_byte_for_byte(tmp_path: Path) -> None:
-    """E16: the digest at the client is the digest at the adapter."""
+    """The digest at the client is the digest at the adapter."""
     path = tmp_path / "picture.png"
     path.write_bytes(JPEG)
     with path.open("rb") as file:

@@ -40,13 +40,12 @@ def untoken(text: str) -> str:
 
 @given(NAMES)
 def test_a_token_keeps_its_name(name: str) -> None:
-    """W14: what can be read back is injective."""
+    """What can be read back is injective."""
     assert untoken(token(name)) == name
 
 
 @given(NAMES, NAMES)
 def test_different_names_have_different_tokens(one: str, other: str) -> None:
-    """W14."""
     assert (token(one) == token(other)) == (one == other)
 
 
@@ -59,7 +58,6 @@ def test_a_token_is_one_legal_word_in_a_subject_and_in_a_name(name: str) -> None
 
 
 def test_names_that_a_lossy_encoding_would_merge() -> None:
-    """W14."""
     names = ["a/b", "a__b", "a_b", "a.b", "a-b", "a b", "a_2fb", "A/b", "ａ/b"]
     assert len({token(name) for name in names}) == len(names)
     assert token("BAAI/bge-m3") == "BAAI_2fbge-m3"
@@ -71,7 +69,7 @@ def test_names_that_a_lossy_encoding_would_merge() -> None:
 def test_consumers_of_different_work_never_share_a_name_or_a_message(
     lane: Lane, priority: str, model: str, other_lane: Lane, other_priority: str, other_model: str
 ) -> None:
-    """L17: filters are disjoint by construction."""
+    """Filters are disjoint by construction."""
     one, other = work_consumer(lane, priority, model, 10), work_consumer(other_lane, other_priority, other_model, 10)
     same = (lane, priority, model) == (other_lane, other_priority, other_model)
     assert ((one.stream, one.name) == (other.stream, other.name)) == same
@@ -110,7 +108,7 @@ def test_names_are_short_enough_for_a_folder_at_the_broker(lane: Lane, priority:
 def test_a_slot_takes_its_models_and_nothing_of_any_other_consumer(
     lane: Lane, priority: str, model: str, other_lane: Lane, other_priority: str, other: str
 ) -> None:
-    """L17: both ways of a model may hold messages at once, so no filter may take what another one takes."""
+    """Both ways of a model may hold messages at once, so no filter may take what another one takes."""
     slot, own = topology.slot_consumer(lane, priority, model, 10), work_consumer(other_lane, other_priority, other, 10)
     assert not overlap(slot.subject, own.subject)
     assert (slot.stream, slot.name) != (own.stream, own.name)
@@ -177,7 +175,6 @@ def test_pools_are_lower_case_and_default_is_an_alias() -> None:
 
 @pytest.mark.parametrize("name", ["", "a.b", "a b", "a/b", "a>", "*", "é", "x" * 64, "a\n"])
 def test_a_pool_that_no_subject_can_hold_is_refused(name: str) -> None:
-    """X7."""
     with pytest.raises(ValueError, match="1 to 63 letters"):
         pool_name(name)
 

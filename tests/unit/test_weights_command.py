@@ -197,7 +197,7 @@ def test_a_folder_gets_a_name_and_prints_what_its_entry_says(node: Node, tmp_pat
     ],
 )
 def test_a_mistake_says_what_to_do(node: Node, tmp_path: Path, arguments: list[str], status: int, message: str) -> None:
-    """A8 8: status 2 for what was typed, 1 for what cannot be done."""
+    """Status 2 for what was typed, 1 for what cannot be done."""
     folder = fill(tmp_path / "mine")
     node.entry("my/packaged", "{package: x}")
     node.entry("my/folder", "{path: /somewhere}")

@@ -120,14 +120,14 @@ async def ports(probe: ClusterProbe) -> CheckResult:
         ready, metrics = await asyncio.gather(probe.get(url, "/readyz"), probe.get(url, "/metrics"))
         if ready.trouble and metrics.trouble:
             if await _is_open(port):
-                findings.append(_taken(name, port, probe.serve))
+                findings.append(_port_taken(name, port, probe.serve))
             elif name:
                 notes.append(f"{port} is free")
             else:
                 wrong = f"nothing listens on port {port}, which `sie serve` wrote down in {probe.data_dir}"
                 findings.append(Finding(wrong, f"run `{probe.serve}` again: it takes the place of one that was killed"))
         elif b"\nsie_" not in metrics.body and not metrics.body.startswith(b"sie_"):
-            findings.append(_taken(name, port, probe.serve))
+            findings.append(_port_taken(name, port, probe.serve))
         elif ready.status != 200:
             reason = ready.body.decode(errors="replace").strip()[:300]
             findings.append(Finding(f"port {port}{f' ({name})' if name else ''}: {reason or 'not ready'}", READY_FIX))
@@ -141,7 +141,7 @@ async def ports(probe: ClusterProbe) -> CheckResult:
     return ", ".join(notes), findings
 
 
-def _taken(name: str, port: int, serve: str) -> Finding:
+def _port_taken(name: str, port: int, serve: str) -> Finding:
     if not name:
         wrong = f"port {port}, which `sie serve` wrote down, is held by a program that is not SIE's"
         return Finding(wrong, f"run `{serve}` again: it takes other ports")

@@ -66,7 +66,7 @@ class EvalOutcome:
 class _EvalContext:
     """What is known before anything is measured. `about`: what the stored result says of it."""
 
-    asked: EvalSpec
+    spec: EvalSpec
     task: Task
     sources: Sequence[EvalSource]
     machine: str
@@ -112,7 +112,7 @@ def _context(spec: EvalSpec, task: Task, sources: Sequence[EvalSource]) -> _Eval
 
 
 def _quality(context: _EvalContext, sources: OpenSources) -> EvalOutcome:
-    spec, task = context.asked, context.task
+    spec, task = context.spec, context.task
     assert not isinstance(task, Texts)
     rerankers = [sources.of_cluster(name, "", name) for name in spec.rerankers]
     steps = list(_steps(context, rerankers))
@@ -139,7 +139,7 @@ def _steps(context: _EvalContext, rerankers: Sequence[EvalSource]) -> Iterator[E
             raise CommandRefused(f"{source.name} has {source.main.name} vectors: the library mteb compares dense ones")
         yield EvalStep(source, source.main)
     main = context.cluster.main if context.cluster else outputs.DENSE
-    compared = [outputs.find(name) for name in context.asked.outputs if name != main.name]
+    compared = [outputs.find(name) for name in context.spec.outputs if name != main.name]
     if (compared or rerankers) and isinstance(context.task, Mteb):
         raise CommandRefused(
             "--outputs and --rerank need single queries, which the library mteb does not tell: use a folder"
@@ -162,7 +162,7 @@ def _steps(context: _EvalContext, rerankers: Sequence[EvalSource]) -> Iterator[E
 
 
 def _speed(context: _EvalContext) -> EvalOutcome:
-    spec, task, plan = context.asked, context.task, context.asked.plan
+    spec, task, plan = context.spec, context.task, context.spec.plan
     names = [targets.speed_task(task.name, context.machine, str(level)) for level in plan.levels]
     expected: dict[str, Targets] = {}
     note = ""
@@ -204,7 +204,7 @@ def _expected(context: _EvalContext, name: str, level: str, *, is_speed: bool) -
     """The targets of this name if they are asked for, and where they come from: the file that is named, that of the
     catalogue, or what was measured last. Raises CommandRefused where there are none.
     """
-    spec = context.asked
+    spec = context.spec
     if "targets" not in spec.sources:
         return {}, ""
     file = spec.targets_file or targets.packaged()

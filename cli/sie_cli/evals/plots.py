@@ -20,7 +20,7 @@ _PERCENTS = np.linspace(0, 99.9, 200)
 
 def latencies(points: Sequence[LoadPoint]) -> str:
     """Latency by percentile, a line for each source and level."""
-    figure, axes = _made("percentile of requests", "latency, ms")
+    figure, axes = _figure_text("percentile of requests", "latency, ms")
     for point in points:
         if point.latencies_ms:
             axes.plot(
@@ -32,7 +32,7 @@ def latencies(points: Sequence[LoadPoint]) -> str:
 
 def levels(points: Sequence[LoadPoint]) -> str:
     """Throughput against latency, a line for each source with a point for each level; p99 dashed."""
-    figure, axes = _made("items a second", "latency, ms")
+    figure, axes = _figure_text("items a second", "latency, ms")
     for source in dict.fromkeys(point.source for point in points):
         own = [point.scores for point in points if point.source == source]
         across = [point["items_per_s"] for point in own]
@@ -45,7 +45,7 @@ def levels(points: Sequence[LoadPoint]) -> str:
 
 def costs(scores: Sequence[Measurement], metric: str) -> str:
     """Quality against bytes of an item, a point for each output."""
-    figure, axes = _made("bytes of an item", metric)
+    figure, axes = _figure_text("bytes of an item", metric)
     for score in scores:
         if score.bytes_per_item:
             axes.scatter(score.bytes_per_item, score.scores[metric], label=_label(score.source))
@@ -58,7 +58,7 @@ def _label(name: str) -> str:
     return name.replace("$", r"\$")
 
 
-def _made(across: str, up: str) -> tuple[Figure, Axes]:
+def _figure_text(across: str, up: str) -> tuple[Figure, Axes]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4), layout="constrained")

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from sie_cli.cluster import CONFIG_URL, Cluster
-from sie_cli.models.catalogue import document, tell
+from sie_cli.models.catalogue import document, report_write
 from sie_cli.models.inspect import described, source_arguments
 from sie_cli.models.service import YAML, WriteOptions, write_options
 from sie_cli.refusal import CommandRefused
@@ -148,7 +148,7 @@ def _check_weights(entry: ModelEntry, settings: Settings) -> None:
 def _post(write: WriteOptions, text: str, entry: ModelEntry | Alias) -> None:
     """Add the entry at the config service, or with `force` replace the one that is there."""
     with write.service() as service:
-        tell(write, service.add(entry.id, text.encode(), YAML, write=write))
+        report_write(write, service.add(entry.id, text.encode(), YAML, write=write))
     if isinstance(entry, ModelEntry) and entry.weights.path:
         click.echo(f"note: each worker needs the weights at {entry.weights.path}", err=True)
 

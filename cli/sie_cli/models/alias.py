@@ -8,7 +8,7 @@ from typing import Any
 import click
 import msgspec
 
-from sie_cli.models.catalogue import tell
+from sie_cli.models.catalogue import report_write
 from sie_cli.models.service import MODELS, WriteOptions, path_of, write_options
 from sie_cli.refusal import CommandRefused
 
@@ -58,7 +58,7 @@ def alias(
                 {"id": name, **{key: value for key, value in patch.items() if value is not None}},
             )
         answer = service.write(method, path, msgspec.json.encode(body), how=replace(write, force=False))
-    tell(write, answer)
+    report_write(write, answer)
 
 
 def _target(text: str) -> dict[str, Any]:

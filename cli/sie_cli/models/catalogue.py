@@ -184,7 +184,7 @@ def set_command(write: WriteOptions, model: str, changes: tuple[str, ...], file:
         method, body, content_type = "PUT", *document(file)
     else:
         method, body, content_type = "PATCH", msgspec.json.encode(patch_of(changes)), JSON
-    tell(write, write.send(method, path_of(model), body, content_type))
+    report_write(write, write.send(method, path_of(model), body, content_type))
 
 
 @click.command()
@@ -192,7 +192,7 @@ def set_command(write: WriteOptions, model: str, changes: tuple[str, ...], file:
 @write_options("Although an alias needs the model.")
 def rm(write: WriteOptions, model: str) -> None:
     """Remove model ID. Its history stays: `sie models rollback` brings it back."""
-    tell(write, write.send("DELETE", path_of(model)), removed=True)
+    report_write(write, write.send("DELETE", path_of(model)), removed=True)
 
 
 @click.command()
@@ -203,7 +203,7 @@ def rollback(write: WriteOptions, model: str, revision: int) -> None:
     """Make REVISION of model ID the newest again; `sie models history ID` lists them. A removed model comes back this
     way too.
     """
-    tell(write, write.send("POST", path_of(model, "/rollback"), msgspec.json.encode({"revision": revision})))
+    report_write(write, write.send("POST", path_of(model, "/rollback"), msgspec.json.encode({"revision": revision})))
 
 
 def document(file: Path) -> tuple[bytes, str]:
@@ -254,7 +254,7 @@ def _names(path: str) -> list[str]:
     return []
 
 
-def tell(write: WriteOptions, answer: ServiceReply, *, removed: bool = False) -> None:
+def report_write(write: WriteOptions, answer: ServiceReply, *, removed: bool = False) -> None:
     """Print what a write did, or would do."""
     body = answer.body
 

@@ -121,7 +121,7 @@ class ConfigServiceClient:
             try:
                 answer = self._client.request(method, path, content=body, headers=headers)
                 if answer.headers.get("x-should-retry") != "true":
-                    return self._taken(method, answer)
+                    return self._accepted(method, answer)
                 after = answer.headers.get("retry-after", "1")
                 # a proxy may say a date
                 wait_s, trouble = (
@@ -145,7 +145,7 @@ class ConfigServiceClient:
                 is_announced = True
             time.sleep(wait_s)  # the pause before another attempt, which the service or a back-off sets
 
-    def _taken(self, method: str, answer: httpx.Response) -> ServiceReply:
+    def _accepted(self, method: str, answer: httpx.Response) -> ServiceReply:
         if answer.is_success:
             tag = answer.headers.get("etag", "").strip('"')
             try:

@@ -89,7 +89,7 @@ async def _run(
     for task in sidecars:
         task.add_done_callback(lambda _: stop.request())  # a worker that ends by itself ends the process
     tasks = Tasks(logging.getLogger("sie.config"), stop.request)
-    tasks.start(Reload(store, prepared.overlay, prepared.seen).run(stop), "folder of models")
+    tasks.start(Reload(store, prepared.overlay, prepared.signature).run(stop), "folder of models")
     try:
         broker, source = server.connect("sie-gateway"), LocalSource(store)
         status = await serve_gateway(settings, broker, source, stop, host=host, port=port, drain_s=drain_s)

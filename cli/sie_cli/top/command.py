@@ -107,7 +107,7 @@ async def _shown(view: View, url: str, token: str | None, console: Console, once
         ends = [
             asyncio.create_task(section, name=name)
             for name, section in (
-                ("frames", _take(frames, view)),
+                ("frames", _add_frame(frames, view)),
                 ("past", _follow_past(view, url, token)),
                 ("picture", _draw(view, console, stop)),
                 ("stop", stop.wait()),
@@ -163,7 +163,7 @@ async def _ask_past(view: View, url: str, token: str | None) -> None:
         return  # the frames tell what is wrong with the connection
 
 
-async def _take(frames: AsyncIterator[StatusFrame], view: View) -> None:
+async def _add_frame(frames: AsyncIterator[StatusFrame], view: View) -> None:
     async for frame in frames:
         view.add_frame(frame, time.monotonic())
 
@@ -186,7 +186,7 @@ async def _draw_in_place(view: View, console: Console, stop: asyncio.Event) -> N
 
     suspension = asyncio.Event()  # for the terminal, by Ctrl-Z
 
-    def ask() -> None:
+    def request_pause() -> None:
         suspension.set()
         view.changed.set()
 
@@ -194,7 +194,7 @@ async def _draw_in_place(view: View, console: Console, stop: asyncio.Event) -> N
         if key in "qQ":
             stop.set()
 
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTSTP, ask)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTSTP, request_pause)
     while True:
         keys = single_keys(on_key) if view.takes_keys else contextlib.nullcontext()
         live = Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
