@@ -24,7 +24,7 @@ from sie_contracts.wire.records import Placement
 from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.fleet.placement import Placer
-from sie_gateway.fleet.planner import Waiting
+from sie_gateway.fleet.planner import ModelBacklog
 from sie_sidecar.intake.pull import Assignment
 
 LANE = Lane("_default", "l4", "default")
@@ -135,7 +135,7 @@ async def _exercise(brokers: list[Broker]) -> None:
     def clock() -> float:
         return now_s
 
-    async def waiting(lane: Lane, models: object) -> dict[str, Waiting]:
+    async def waiting(lane: Lane, models: object) -> dict[str, ModelBacklog]:
         return {}
 
     placers = []
