@@ -54,8 +54,6 @@ class _Program(AnyPosition):
             raise
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        if os.path.expanduser("~") == "~":  # no HOME, and no account of the user id: as container runtimes set it
-            os.environ["HOME"] = "/"
         try:
             return super().__call__(*args, **options)
         except ModuleNotFoundError as error:

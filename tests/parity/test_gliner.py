@@ -253,21 +253,17 @@ def test_windows_also_end_where_the_encoder_has_no_more_positions(
     assert_equal([one for one in found if one["start"] >= clear], [one for one in expected if one["start"] >= clear])
 
 
-def test_windows_also_end_at_four_tokens_a_word_of_the_model(
+def test_a_text_of_long_words_is_one_window_as_in_the_package(
     models: dict[str, GlinerModel], oracles: dict[str, Any]
 ) -> None:
-    """The package reads all 360 words of these 1860 tokens at once. A window of 1536 equals its text in the package."""
     text = "Ada Lovelace lived in London. " * 60
-    wanted = options("span", ("person", "city"), 0.05)
+    request = options("span", ("person", "city"), 0.05)
     words = models["span"]._words(text)
-    room = models["span"].max_tokens - models["span"]._prompt_tokens(list(wanted.labels))
-    (_, stop), (start, end) = models["span"]._windows(words.sizes, room)
-    assert (models["span"].max_tokens, sum(words.sizes), end) == (1536, 1860, 360)
-    [found] = extract(models["span"], [text], wanted)
-    [theirs] = oracles["span"].inference([text[: words.ends[stop - 1]]], list(wanted.labels), threshold=0.05)
-    expected = [entity for entity in theirs if entity["end"] <= words.starts[start]]
+    assert (len(words.sizes), sum(words.sizes), models["span"].max_tokens) == (360, 1860, 3072)
+    [entities] = extract(models["span"], [text], request)
+    [expected] = oracles["span"].inference([text], list(request.labels), threshold=0.05)
     assert len(expected) > 20
-    assert_equal([entity for entity in found if entity["end"] <= words.starts[start]], expected)
+    assert_equal(entities, expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -25,7 +25,7 @@ from sentence_transformers.sparse_encoder.modules import SpladePooling
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, T5Config, T5EncoderModel
 
-from sie_adapter.engine.engine import Engine
+from sie_adapter.engine.engine import AdapterEngine
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.settings import Settings
 
@@ -39,8 +39,8 @@ CHAT = (
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    engine = Engine(Settings(device="cpu", default_compute_precision="float32"))
+def engine() -> Iterator[AdapterEngine]:
+    engine = AdapterEngine(Settings(device="cpu", default_compute_precision="float32"))
     yield engine
     assert engine.stop(10)
 
@@ -104,7 +104,7 @@ def dropped_out(folder: Path, backbone: str) -> None:
     ],
 )
 def test_vectors_are_those_of_the_library(
-    make: Callable[[Path, str], None], backbone: str, tmp_path: Path, engine: Engine
+    make: Callable[[Path, str], None], backbone: str, tmp_path: Path, engine: AdapterEngine
 ) -> None:
     """Alone and in a batch of texts of all lengths."""
     folder = tmp_path / "folder"
@@ -119,7 +119,7 @@ def test_vectors_are_those_of_the_library(
 
 @pytest.mark.parametrize("most", [16, 100_000])
 def test_the_largest_entries_of_a_sparse_vector_are_those_of_the_library(
-    most: int, tmp_path: Path, engine: Engine
+    most: int, tmp_path: Path, engine: AdapterEngine
 ) -> None:
     folder = tmp_path / "folder"
     transformer = Transformer(str(masked(tmp_path / "masked", "bert")), transformer_task="fill-mask")
@@ -157,7 +157,7 @@ def score_of_two_tokens(folder: Path) -> None:
 
 @pytest.mark.parametrize("make", [classifier_with_a_chat_template, score_of_two_tokens])
 def test_scores_of_pairs_in_a_chat_template_are_those_of_the_library(
-    make: Callable[[Path], None], tmp_path: Path, engine: Engine
+    make: Callable[[Path], None], tmp_path: Path, engine: AdapterEngine
 ) -> None:
     folder = tmp_path / "folder"
     make(folder)

@@ -23,7 +23,7 @@ from sie_config_service.store import (
     REPLY_KEPT_S,
     REVISIONS_KEPT,
     CatalogueChange,
-    Held,
+    HeldModel,
     RecordedReply,
     ReplySlot,
     normalised,
@@ -621,6 +621,6 @@ async def test_a_change_of_bundle_is_told_to_both(api: Api) -> None:
         "default",
         "late",
     }
-    assert CatalogueChange("org/one", Held(), {**held.entry, "bundle": "gone"}, "api", "put").bundles(BUNDLES) == {
+    assert CatalogueChange("org/one", HeldModel(), {**held.entry, "bundle": "gone"}, "api", "put").bundles(BUNDLES) == {
         "default"
     }

@@ -16,15 +16,11 @@ from sie_cli import access
 from sie_cli.access import Access
 from sie_cli.cluster import Cluster
 from sie_cli.doctor import command
-from sie_cli.doctor.agreement import skew
-from sie_cli.doctor.catalogue import drift, models, restored
-from sie_cli.doctor.command import BLIND, FINE, WRONG, CheckReport, status_of
-from sie_cli.doctor.gateway import gateway
-from sie_cli.doctor.gpu import GpuDriver, TorchBuild, gpu_faults
-from sie_cli.doctor.loads import loads
-from sie_cli.doctor.look import CheckSkipped, ClusterProbe, NotApplicable, open_probe, probe_socket
-from sie_cli.doctor.ports import ports
-from sie_cli.doctor.settings import faults_of
+from sie_cli.doctor.catalogue import drift, models, restored, skew
+from sie_cli.doctor.command import BLIND, FINE, WRONG, CheckReport, faults_of, status_of
+from sie_cli.doctor.gateway import gateway, loads
+from sie_cli.doctor.machine import GpuDriver, TorchBuild, gpu_faults, ports
+from sie_cli.doctor.probe import CheckSkipped, ClusterProbe, NotApplicable, open_probe, probe_socket
 from sie_contracts.settings import load
 from sie_contracts.wire.configs import ConfigEpoch
 
@@ -142,14 +138,14 @@ def test_the_status_is_that_of_the_worst_report() -> None:
 async def test_a_check_that_does_not_end_is_given_up_and_the_others_are_told(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    async def endless(look: ClusterProbe) -> tuple[str, list[object]]:
+    async def endless(probe: ClusterProbe) -> tuple[str, list[object]]:
         await asyncio.Event().wait()
         raise AssertionError
 
-    async def blind(look: ClusterProbe) -> tuple[str, list[object]]:
+    async def blind(probe: ClusterProbe) -> tuple[str, list[object]]:
         raise CheckSkipped("dark")
 
-    async def absent(look: ClusterProbe) -> tuple[str, list[object]]:
+    async def absent(probe: ClusterProbe) -> tuple[str, list[object]]:
         raise NotApplicable("none")
 
     monkeypatch.setattr(command, "CHECK_S", 0.05)
@@ -209,22 +205,22 @@ async def test_a_program_of_others_is_no_finding_where_nobody_named_its_port(
             )
             sources = dict(load(environ={}).sources)
             monkeypatch.setattr("sie_cli.cluster.GATEWAY", url)
-            async with open_probe(Cluster(settings, sources, tmp_path)) as look:
+            async with open_probe(Cluster(settings, sources, tmp_path)) as probe:
                 with pytest.raises(NotApplicable):
-                    await ports(look)
+                    await ports(probe)
                 with pytest.raises(
                     CheckSkipped, match=f"what answers at {url}, where a gateway is by default, is not SIE's"
                 ):
-                    await gateway(look)
+                    await gateway(probe)
             with access.published(tmp_path, Access(gateway_url="", metrics_urls=(url,))):
-                async with open_probe(Cluster(settings, sources, tmp_path)) as look:
-                    _, (found,) = await ports(look)
+                async with open_probe(Cluster(settings, sources, tmp_path)) as probe:
+                    _, (found,) = await ports(probe)
                     assert (
                         found.wrong
                         == f"port {port}, which `sie serve` wrote down, is held by a program that is not SIE's"
                     )
-            async with open_probe(Cluster(settings, {**sources, "SIE_WORKER_METRICS_PORT": "flag"}, tmp_path)) as look:
-                _, (found,) = await ports(look)
+            async with open_probe(Cluster(settings, {**sources, "SIE_WORKER_METRICS_PORT": "flag"}, tmp_path)) as probe:
+                _, (found,) = await ports(probe)
                 assert "which SIE_WORKER_METRICS_PORT means, is held by" in found.wrong
         finally:
             other.shutdown()
@@ -256,17 +252,17 @@ async def test_models_that_a_worker_cannot_load_are_findings(tmp_path: Path) -> 
             settings = dataclasses.replace(
                 load(environ={}).settings, gateway_url=f"http://127.0.0.1:{server.server_address[1]}"
             )
-            async with open_probe(Cluster(settings, {"SIE_GATEWAY_URL": "flag"}, tmp_path)) as look:
-                says, (finding,) = await loads(look)
+            async with open_probe(Cluster(settings, {"SIE_GATEWAY_URL": "flag"}, tmp_path)) as probe:
+                says, (finding,) = await loads(probe)
         finally:
             server.shutdown()
             thread.join()
     assert says == "1 model loaded"
     assert finding.wrong == "worker w0 cannot load bad, bad:small: CERTIFICATE: run.pooling is cls"
     assert "sie models rollback" in finding.fix
-    async with open_probe(Cluster(load(environ={}).settings, {}, tmp_path)) as look:
+    async with open_probe(Cluster(load(environ={}).settings, {}, tmp_path)) as probe:
         with pytest.raises(CheckSkipped):
-            await loads(look)
+            await loads(probe)
 
 
 class ConfigService(Gateway):
@@ -285,8 +281,8 @@ async def test_a_model_whose_newest_revision_could_not_be_loaded_is_a_finding(tm
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            async with open_probe(Cluster(load(environ={}).settings, {}, tmp_path)) as look:
-                (finding,) = await restored(look, f"http://127.0.0.1:{server.server_address[1]}")
+            async with open_probe(Cluster(load(environ={}).settings, {}, tmp_path)) as probe:
+                (finding,) = await restored(probe, f"http://127.0.0.1:{server.server_address[1]}")
         finally:
             server.shutdown()
             thread.join()
@@ -299,15 +295,15 @@ async def test_a_file_that_keeps_the_folder_of_models_back_is_named(tmp_path: Pa
     folder.mkdir()
     (folder / "bad.yaml").write_text("id: me/bad\nfamily: text-encodr\n")
     with access.published(tmp_path, Access(gateway_url="http://127.0.0.1:9", models_dir=str(folder))):
-        async with open_probe(Cluster(load(environ={}).settings, {}, tmp_path)) as look:
-            says, (finding,) = await models(look)
+        async with open_probe(Cluster(load(environ={}).settings, {}, tmp_path)) as probe:
+            says, (finding,) = await models(probe)
             assert says == ""
             assert "bad.yaml: $ (line 1): missing field" in finding.wrong
             (folder / "bad.yaml").unlink()
-            assert await models(look) == (f"0 models in {folder}", [])
+            assert await models(probe) == (f"0 models in {folder}", [])
             folder.rmdir()
             with pytest.raises(NotApplicable, match="those of the package"):
-                await models(look)
-    async with open_probe(Cluster(load(environ={}).settings, {}, tmp_path)) as look:
+                await models(probe)
+    async with open_probe(Cluster(load(environ={}).settings, {}, tmp_path)) as probe:
         with pytest.raises(NotApplicable):
-            await models(look)
+            await models(probe)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -71,25 +68,3 @@ def test_everything_else_is_handed_on() -> None:
 
 def test_the_broker_gets_what_is_named_alone() -> None:
     assert of_broker(WHOLE, {"GATEWAY_PASSWORD": "x"}) == {"PATH": "/bin", "HOME": "/home/me", "GATEWAY_PASSWORD": "x"}
-
-
-NO_ACCOUNT = """
-import os, sys
-os.getuid = lambda: 4294967294
-from sie_cli.main import main
-main(sys.argv[1:])
-"""
-
-
-def test_a_user_without_a_home_and_an_account_is_served() -> None:
-    """A container runtime gives a process any user id."""
-    environ = {name: value for name, value in os.environ.items() if name != "HOME"}
-    done = subprocess.run(
-        [sys.executable, "-c", NO_ACCOUNT, "models", "inspect", "org/model"],
-        env={**environ, "SIE_HF_FALLBACK": "false"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (done.returncode, done.stdout) == (1, ""), done.stderr
-    assert done.stderr.startswith("Error: which commit of org/model?"), done.stderr

@@ -23,8 +23,9 @@ from sie_cli.evals.load import LoadFailure, LoadRequest, Send
 from sie_cli.evals.mteb_tasks import Mteb
 from sie_cli.evals.outputs import DENSE, VectorOutput
 from sie_cli.evals.perf import LoadPlan
-from sie_cli.evals.quality import Measurement, Step, Work
+from sie_cli.evals.quality import Measurement
 from sie_cli.evals.servers import BATCH, DIALECTS, MAX_ANSWER_BYTES, ServerSource
+from sie_cli.evals.steps import EvalStep, EvalWork
 from sie_cli.evals.targets import ScoreTarget
 from sie_cli.evals.tasks import Retrieval, Similarity, Texts
 from sie_cli.refusal import CommandRefused
@@ -63,7 +64,9 @@ class Table:
 
 
 def measured(task: Similarity | Retrieval, source: Table, output: VectorOutput = DENSE, **more: Any) -> Measurement:
-    return quality.measure(task, Step(source, output, **more), Work(ResultCache(Path("/nowhere")), lambda done: None))
+    return quality.measure(
+        task, EvalStep(source, output, **more), EvalWork(ResultCache(Path("/nowhere")), lambda done: None)
+    )
 
 
 def folder(
@@ -342,7 +345,7 @@ def test_an_evaluation_that_was_interrupted_goes_on_where_it_was(
     def run(source: Table) -> tuple[Measurement, int]:
         kept = ResultCache(tmp_path)
         with kept.until_done():
-            return quality.measure(task, Step(source, DENSE), Work(kept, lambda done: None)), kept.found
+            return quality.measure(task, EvalStep(source, DENSE), EvalWork(kept, lambda done: None)), kept.found
 
     whole = run(Table(rows, identity=["model 1"]))[0]
     assert list(tmp_path.iterdir()) == []

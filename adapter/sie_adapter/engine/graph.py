@@ -29,8 +29,8 @@ from sie_adapter.engine.device import Compute
 from sie_adapter.engine.device_threads import is_alone
 from sie_adapter.engine.engines import is_compiled_twice
 from sie_adapter.loading.checkpoint import construction
-from sie_adapter.memory.failure import is_out_of_memory
-from sie_adapter.packed.packing import Int64, Packed, Padded, missing, padded
+from sie_adapter.memory.device_errors import is_out_of_memory
+from sie_adapter.packed.packing import Int64, PackedBatch, Padded, missing, padded
 
 # Tokens of a group. More take as long for each token, and the memory of a pass grows with them.
 GROUP_TOKENS = 1024
@@ -52,7 +52,7 @@ class NoGraph(Exception):
     """OpenVINO cannot convert or run this model."""
 
 
-class _States(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
+class _PositionalModel(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
     """The model with its inputs by position, as they are traced."""
 
     def __init__(self, model: PreTrainedModel, names: tuple[str, ...]) -> None:
@@ -93,7 +93,7 @@ class Graph:
             with tempfile.TemporaryDirectory(prefix="sie-graph-", dir=compute.scratch) as folder:
                 path = Path(folder) / "graph.xml"
                 with _traceable(model):
-                    converted = _converted(_States(model, self._names), min(_EXAMPLE_TOKENS, max_tokens))
+                    converted = _converted(_PositionalModel(model, self._names), min(_EXAMPLE_TOKENS, max_tokens))
                     if compute.int8:
                         copy_bytes -= compress(converted) * (dtype.itemsize - 1)
                     _runtime().save_model(converted, path, compress_to_fp16=False)
@@ -104,26 +104,26 @@ class Graph:
             raise _no_graph("its graph is not compiled", error) from error
         self.memory_bytes: int = copy_bytes * (2 if is_twice else 1)
 
-    def places(self, packed: Packed) -> slice:
+    def places(self, packed: PackedBatch) -> slice:
         """The tokens whose states `run` gives: all."""
         return slice(None)
 
     def close(self) -> None:
         """Nothing: the graph goes with this object."""
 
-    def run(self, packed: Packed) -> Tensor:
+    def run(self, packed: PackedBatch) -> Tensor:
         """Hidden states, [tokens, width], in packed order."""
         if self._alone is not None and len(packed.ids) <= _TOKENS_ALONE and is_alone():
             return self._run(packed, self._alone)
         return self._run(packed, self._of_lanes)
 
-    def trials(self, packed: Packed) -> Iterator[Tensor]:
+    def trials(self, packed: PackedBatch) -> Iterator[Tensor]:
         """What `run` gives in each way that it may run."""
         for compiled in (self._of_lanes, self._alone):
             if compiled is not None:
                 yield self._run(packed, compiled)
 
-    def _run(self, packed: Packed, compiled: _Compiled) -> Tensor:
+    def _run(self, packed: PackedBatch, compiled: _Compiled) -> Tensor:
         states: Tensor | None = None
         for group in groups(packed.lengths, self._max_tokens, self._max_filling):
             part = padded(packed, group.start, group.stop, group.columns, self._filler, rows=group.rows)
@@ -135,7 +135,7 @@ class Graph:
         return states
 
     def _inputs(self, part: Padded) -> list[Int64]:
-        inputs = [part.ids, part.seen.astype(np.int64)]
+        inputs = [part.ids, part.attended.astype(np.int64)]
         if _TYPES in self._names:
             inputs.append(np.zeros_like(part.ids) if part.types is None else part.types)
         return inputs
@@ -162,7 +162,7 @@ class _Compiled:
         return cast("NDArray[Any]", request.get_output_tensor(0).data)
 
 
-class Group(NamedTuple):
+class RowGroup(NamedTuple):
     """Sequences from `start` to before `stop` that run together, as `rows` rows of `columns` tokens."""
 
     start: int
@@ -171,7 +171,7 @@ class Group(NamedTuple):
     columns: int
 
 
-def groups(lengths: Int64, max_tokens: int, max_filling: int = sys.maxsize) -> list[Group]:
+def groups(lengths: Int64, max_tokens: int, max_filling: int = sys.maxsize) -> list[RowGroup]:
     """Cut sequences, shortest first, into groups that take the least time together: that of a group grows with its rows
     times its columns, and is as if it had PASS_TOKENS more.
 
@@ -196,11 +196,11 @@ def groups(lengths: Int64, max_tokens: int, max_filling: int = sys.maxsize) -> l
                 time, chosen = least[start] + size, start
         least.append(time + PASS_TOKENS)
         starts.append(chosen)
-    groups: list[Group] = []
+    groups: list[RowGroup] = []
     stop = len(columns)
     while stop:
         start = starts[stop - 1]
-        groups.append(Group(start, stop, 1 << (stop - start - 1).bit_length(), columns[stop - 1]))
+        groups.append(RowGroup(start, stop, 1 << (stop - start - 1).bit_length(), columns[stop - 1]))
         stop = start
     return groups[::-1]
 
@@ -281,7 +281,7 @@ def compress(graph: Any) -> int:
     return count
 
 
-def _converted(states: _States, tokens: int) -> Any:
+def _converted(states: _PositionalModel, tokens: int) -> Any:
     """The graph of any number of texts of any length, as traced with texts of so many tokens. Raises NoGraph."""
     runtime = _runtime()
     from openvino.frontend import FrontEndManager

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from sie_adapter.engine.device_threads import Job
+from sie_adapter.engine.device_threads import DeviceJob
 from sie_contracts.wire.device_reports import RanBatch
 from sie_contracts.wire.ipc import BatchDone, Reply
 from sie_contracts.wire.messages import Failed
@@ -34,7 +34,7 @@ class Instrumentation:
         self._numbers = itertools.count(1)
         self._ring: deque[RanBatch] = deque(maxlen=MAX_BATCHES)
 
-    def ran(self, job: Job, reply: Reply, began_ns: int, ended_ns: int) -> None:
+    def ran(self, job: DeviceJob, reply: Reply, began_ns: int, ended_ns: int) -> None:
         """Account for a batch that was answered with `reply`, and at the device between these times, nanoseconds since
         1970.
         """

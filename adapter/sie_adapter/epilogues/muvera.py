@@ -229,7 +229,7 @@ def _sketch(seed: int, inputs: int, buckets: int) -> tuple[np.ndarray, np.ndarra
     return columns, stream.choice(np.array([-1, 1], np.float32), size=inputs)
 
 
-class _Cache:
+class _ProjectionCache:
     """The matrices in use, by what they are drawn from; the longest unused leave first. For threads."""
 
     def __init__(self, limit_bytes: int, limit: int) -> None:
@@ -257,4 +257,4 @@ class _Cache:
         return sum(matrices.nbytes for matrices in self._held.values())
 
 
-_MATRICES = _Cache(_MATRICES_BYTES, _MATRICES_COUNT)
+_MATRICES = _ProjectionCache(_MATRICES_BYTES, _MATRICES_COUNT)

@@ -21,7 +21,7 @@ class Sight(NamedTuple):
     scores: Tensor
 
 
-class Frame(NamedTuple):
+class ImageFrame(NamedTuple):
     """The size of an image, and that of what the model sees, which is larger where it pads. In pixels of the image."""
 
     width: int
@@ -31,7 +31,7 @@ class Frame(NamedTuple):
 
 
 def objects(
-    boxes: Float32, scores: Float32, best: NDArray[np.int64], labels: Sequence[str], frame: Frame, least: float
+    boxes: Float32, scores: Float32, best: NDArray[np.int64], labels: Sequence[str], frame: ImageFrame, least: float
 ) -> list[dict[str, Any]]:
     """The candidates of one image whose score is at least `least`, best first. `boxes` [candidates, 4] as in `Sight`;
     `scores` [candidates], of the label that is `best`.

@@ -27,7 +27,7 @@ from transformers import AutoModelForZeroShotObjectDetection
 from transformers.modeling_outputs import BackboneOutput
 
 from sie_adapter.engine.device import Compute, to_device
-from sie_adapter.families.boxes import Frame, Sight
+from sie_adapter.families.boxes import ImageFrame, Sight
 from sie_adapter.families.extraction import bytes_of, labels_refused
 from sie_adapter.loading.checkpoint import empty_model, load_model
 from sie_adapter.loading.tokenizer import fault, fitted, load_tokenizer
@@ -47,14 +47,14 @@ _PLACES_PER_TOKEN = 4  # places of the narrow encoder that cost as much as a tok
 
 
 @dataclass(frozen=True)
-class _Prompt:
+class _LabelPrompt:
     """`ids`: [1, tokens]; `tokens`: the places of those of each label."""
 
     ids: Tensor
     tokens: Sequence[Tensor]
 
 
-class _Backbone(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
+class _CachedBackbone(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
     """In the place of the model's own, which reads images alone: the model gets maps that were made before, of the pass
     that this thread runs.
     """
@@ -102,7 +102,7 @@ class GroundingDino:
         model: Any = load_model(AutoModelForZeroShotObjectDetection, folder, load, compute, changes=_CHANGES)
         self._model, config = model, model.config
         encoder = model.model.backbone.conv_encoder
-        encoder.model = self._backbone = _Backbone(encoder.model)
+        encoder.model = self._backbone = _CachedBackbone(encoder.model)
         self._outputs = compute.outputs.of_tower()
         self.memory_bytes, self.attention = bytes_of(model), f"{config._attn_implementation} padded"
         self.vocabulary: int = model.model.text_backbone.get_input_embeddings().num_embeddings
@@ -121,7 +121,7 @@ class GroundingDino:
             for values in (normalisation.mean, normalisation.std)
         )
 
-    def prompt(self, labels: Sequence[str]) -> _Prompt:
+    def prompt(self, labels: Sequence[str]) -> _LabelPrompt:
         """Raises InvalidInput, reason labels."""
         cleaned = [" ".join(label.lower().translate(_SPACES).split()) for label in labels]
         if not cleaned:
@@ -142,7 +142,9 @@ class GroundingDino:
         tokens = [np.flatnonzero(is_label & (owners == number)) for number in range(len(cleaned))]
         if not all(map(len, tokens)):
             raise labels_refused("one of them has no token")
-        return _Prompt(to_device(ids[None], self._device), [to_device(numbers, self._device) for numbers in tokens])
+        return _LabelPrompt(
+            to_device(ids[None], self._device), [to_device(numbers, self._device) for numbers in tokens]
+        )
 
     def misfit(self, image: Shown) -> InvalidInput | None:
         """A strip has fewer places than the model chooses candidates from."""
@@ -156,9 +158,9 @@ class GroundingDino:
             reason="invalid_media",
         )
 
-    def look(self, images: Sequence[Shown], prompt: _Prompt) -> Sight:
+    def detect(self, images: Sequence[Shown], prompt: _LabelPrompt) -> Sight:
         """At images whose pixels have one size. Under inference mode only."""
-        maps = [torch.stack(level) for level in zip(*self._outputs.of(images, self._read), strict=True)]
+        maps = [torch.stack(level) for level in zip(*self._outputs.for_images(images, self._read), strict=True)]
         ids = prompt.ids.expand(len(images), -1)
         height, width, _ = images[0].pixels.shape
         with self._backbone.giving(maps):
@@ -178,8 +180,8 @@ class GroundingDino:
         output = self._backbone.own((levels * self._rescale - self._mean) / self._std, return_dict=True)
         return list(zip(*output.feature_maps, strict=True))
 
-    def frame(self, image: Shown) -> Frame:
-        return Frame(image.width, image.height, image.width, image.height)
+    def frame(self, image: Shown) -> ImageFrame:
+        return ImageFrame(image.width, image.height, image.width, image.height)
 
 
 def _foreign(tokenizer: Tokenizer) -> str:

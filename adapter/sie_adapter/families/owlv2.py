@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForZeroShotObjectDetection
 
 from sie_adapter.engine.device import Compute, to_device
-from sie_adapter.families.boxes import Float32, Frame, Sight
+from sie_adapter.families.boxes import Float32, ImageFrame, Sight
 from sie_adapter.families.extraction import bytes_of, labels_refused
 from sie_adapter.loading.checkpoint import empty_model, load_model
 from sie_adapter.loading.tokenizer import fault, fitted, load_tokenizer
@@ -77,8 +77,8 @@ class Owlv2:
         self.max_tokens: int = text.max_position_embeddings
         self.tokenizer, _ = fitted(load_tokenizer(folder, load), self.vocabulary)
         self._words = _cutting(self.tokenizer, min(entry.max_tokens, self.max_tokens))
-        self._known: OrderedDict[str, Tensor] = OrderedDict()
-        self._knowing = threading.Lock()
+        self._cached: OrderedDict[str, Tensor] = OrderedDict()
+        self._caching = threading.Lock()
         patches = (self._side // vision.patch_size) ** 2
         self.recipe = Recipe("fit", longest=_OVERSAMPLED * self._side, multiple=1, resample="bicubic", tokens=patches)
 
@@ -88,18 +88,18 @@ class Owlv2:
         """
         if not labels:
             raise labels_refused("expected at least one")
-        with self._knowing:
-            cached = {label: self._known[label] for label in labels if label in self._known}
+        with self._caching:
+            cached = {label: self._cached[label] for label in labels if label in self._cached}
         lacking = list(dict.fromkeys(label for label in labels if label not in cached))
         for start in range(0, len(lacking), _LABELS_PER_PASS):
             some = lacking[start : start + _LABELS_PER_PASS]
             cached.update(zip(some, self._vectors(some).unbind(), strict=True))
-        with self._knowing:
+        with self._caching:
             for label in labels:
-                self._known[label] = cached[label]
-                self._known.move_to_end(label)
-            while len(self._known) > _KEPT_LABELS:
-                self._known.popitem(last=False)
+                self._cached[label] = cached[label]
+                self._cached.move_to_end(label)
+            while len(self._cached) > _KEPT_LABELS:
+                self._cached.popitem(last=False)
         return torch.stack([cached[label] for label in labels])
 
     def _vectors(self, labels: Sequence[str]) -> Tensor:
@@ -113,9 +113,9 @@ class Owlv2:
     def misfit(self, image: Shown) -> InvalidInput | None:
         return None
 
-    def look(self, images: Sequence[Shown], prompt: Tensor) -> Sight:
+    def detect(self, images: Sequence[Shown], prompt: Tensor) -> Sight:
         """Under inference mode only."""
-        grid = torch.stack([own for (own,) in self._outputs.of(images, self._read)])
+        grid = torch.stack([own for (own,) in self._outputs.for_images(images, self._read)])
         patches = grid.flatten(1, 2).float()
         logits, _ = self._model.class_predictor(patches, prompt.expand(len(images), -1, -1))
         return Sight(self._model.box_predictor(patches, grid), logits.sigmoid())
@@ -136,9 +136,9 @@ class Owlv2:
         levels = to_device(image.pixels.copy(), self._device).permute(2, 0, 1).float() * self._rescale
         return down @ levels @ across.T
 
-    def frame(self, image: Shown) -> Frame:
+    def frame(self, image: Shown) -> ImageFrame:
         longer = max(image.width, image.height)
-        return Frame(image.width, image.height, longer, longer)
+        return ImageFrame(image.width, image.height, longer, longer)
 
 
 def _sampling(side: int, size: int, submitted: int) -> Float32:

@@ -23,7 +23,7 @@ from sie_adapter.heads.multivector import MultivectorHead
 from sie_adapter.loading import checkpoint
 from sie_adapter.loading.checkpoint import empty_model, load_model
 from sie_adapter.packed.images import GridTower, Patches
-from sie_adapter.packed.packing import Features, Int64, Packed, Shown
+from sie_adapter.packed.packing import Int64, PackedBatch, PlacedFeatures, Shown
 from sie_contracts.errors import InternalFailure
 from sie_contracts.media.images import ImageTokens, Normalisation, Recipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry
@@ -60,7 +60,7 @@ class QwenVL:
         self.adapted: nn.Module = self.language
         self.towers = (self._visual,)
         self._token: int = self.model.config.image_token_id
-        self._patches = Patches.of(self.model.config.vision_config)
+        self._patches = Patches.from_config(self.model.config.vision_config)
         self._tower = GridTower(self._features, self._patches, normalisation, compute)
 
     def _features(self, patches: Tensor, grids: Tensor) -> tuple[Tensor, ...]:
@@ -77,10 +77,10 @@ class QwenVL:
             )
         return msgspec.structs.replace(recipe, block_tokens=_BLOCK_TOKENS)
 
-    def see(self, packed: Packed, images: Sequence[Sequence[Shown]]) -> None:
+    def see(self, packed: PackedBatch, images: Sequence[Sequence[Shown]]) -> None:
         packed.axes = axes_of(packed, self._token, [[self._tower.grid(image) for image in row] for row in images])
         values, *deeper = self._tower.forward([image for row in images for image in row])
-        packed.features = Features(self._token, values, tuple(deeper))
+        packed.features = PlacedFeatures(self._token, values, tuple(deeper))
 
 
 class ColQwen(QwenVL):
@@ -129,7 +129,7 @@ class _Projected(nn.Module):  # type: ignore[misc]  # torch is not followed by t
         return vectors
 
 
-def axes_of(packed: Packed, token: int, grids: Sequence[Sequence[tuple[int, int]]]) -> Int64:
+def axes_of(packed: PackedBatch, token: int, grids: Sequence[Sequence[tuple[int, int]]]) -> Int64:
     """The positions of each token in time, height and width, [3, tokens]. `grids`: rows and columns of blocks of the
     images of each sequence, in packed order.
 

@@ -28,7 +28,7 @@ from sie_adapter.loading.tokenizer import fitted, load_tokenizer
 from sie_adapter.packed.backbone import Backbone
 from sie_adapter.packed.images import PROCESSOR, passes, per_pass, read_processor
 from sie_adapter.packed.linear import block_linears
-from sie_adapter.packed.packing import Files, Heard, Items, Packed
+from sie_adapter.packed.packing import BatchFiles, Heard, Items, PackedBatch
 from sie_contracts.media.sounds import SoundRecipe, UnknownExtractor, from_extractor
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
@@ -67,7 +67,7 @@ class _Clap:
         encoder.batch_norm = _Float32(encoder.batch_norm, compute.dtype)
         self.width: int = model.config.projection_dim
 
-    def text(self, hidden: Tensor, packed: Packed) -> Tensor:
+    def text(self, hidden: Tensor, packed: PackedBatch) -> Tensor:
         """The vector of each sequence, float32 [sequences, width], from its states [tokens, hidden width]."""
         first = packed.bounds[: len(packed.order)].astype(np.int64)
         states = hidden[to_device(first, hidden.device)].float()
@@ -153,7 +153,7 @@ class SoundEncoder(TwoTowers):
         self._most = per_pass(compute)
 
     @staticmethod
-    def _files(batch: Items) -> Files[Any] | None:
+    def _files(batch: Items) -> BatchFiles[Any] | None:
         return batch.sounds
 
     def _of_files(self, rows: Sequence[Sequence[Heard]]) -> Tensor:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from sie_adapter.engine.device import Compute
 from sie_adapter.heads import Row, States
-from sie_adapter.loading.tokenizer import Needs, fault
+from sie_adapter.loading.tokenizer import TokenNeeds, fault
 from sie_adapter.packed.packing import Items
 from sie_contracts.models.catalogue import Resolved, packaged_folder
 from sie_contracts.models.entries import LoadOptions, ModelEntry
@@ -107,7 +107,7 @@ def _check_tokenizer(model: Any, entry: ModelEntry) -> None:
         raise _refuse(entry, f"its tokenizer is no tokenizer.json: {error}") from error
     if (table := getattr(model, "vocabulary", None)) is None:
         return
-    if cause := fault(tokenizer, table, getattr(model, "needs", Needs())):
+    if cause := fault(tokenizer, table, getattr(model, "needs", TokenNeeds())):
         raise _refuse(entry, cause)
 
 

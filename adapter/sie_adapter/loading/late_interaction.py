@@ -64,7 +64,7 @@ class Filling(NamedTuple):
     filler: int
     attended: bool
 
-    def of(self, batch: Items, queries: np.ndarray) -> Items:
+    def expand(self, batch: Items, queries: np.ndarray) -> Items:
         """`batch` with the items that `queries` (bool [items]) marks filled up."""
         if not queries.any():
             return batch

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sie_adapter.loading.checkpoint import linear, tensor
+from sie_contracts.models.entries import POOLINGS
 from sie_contracts.models.load_errors import load_failed
 from sie_store.entry_faults import MODEL_FILE, POOLING_NAMES, pooling_name
 from sie_store.folder_files import TRANSFORMER_FILES, read_json, read_value, reading
 
-POOLINGS = ("cls", "mean", "last", "weighted")
 # settings by module: those in the set are obeyed, or change no number
 FIELDS: Mapping[str, frozenset[str]] = {
     "Transformer": frozenset(

@@ -59,7 +59,7 @@ SAMPLES = {
 }
 
 
-class Needs(NamedTuple):
+class TokenNeeds(NamedTuple):
     """What a model needs of the tokens around its texts: one that `begins` each, since it is read there; one that
     `separates` a pair.
     """
@@ -68,7 +68,7 @@ class Needs(NamedTuple):
     separates: bool = False
 
     @classmethod
-    def of(cls, family: str, pooling: str, *, is_decoder: bool) -> Needs:
+    def for_family(cls, family: str, pooling: str, *, is_decoder: bool) -> TokenNeeds:
         """`pooling` of its vectors. A decoder reads its last token, and a pair as one text."""
         row = families.row(family)
         return cls(
@@ -77,7 +77,7 @@ class Needs(NamedTuple):
         )
 
 
-_NO_NEEDS = Needs()
+_NO_NEEDS = TokenNeeds()
 _NO_SETTINGS = TransformerSettings()
 
 
@@ -248,7 +248,7 @@ def fitted(tokenizer: Tokenizer, table: int) -> tuple[Tokenizer, list[str]]:
     return Tokenizer.from_str(json.dumps(state)), sorted(beyond)
 
 
-def fault(tokenizer: Tokenizer, table: int, needs: Needs = _NO_NEEDS) -> str:
+def fault(tokenizer: Tokenizer, table: int, needs: TokenNeeds = _NO_NEEDS) -> str:
     """Why a tokenizer cannot be that of a model with `table` embeddings, and what to do; empty if nothing shows it."""
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
     around = [number for number in _around(tokenizer) if number >= table]

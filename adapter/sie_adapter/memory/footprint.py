@@ -1,4 +1,4 @@
-"""What a model's weights will take, told from the headers of its files before anything is loaded."""
+"""The memory of a model's weights, computed from the headers of its files before a load."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@
 The sidecar decides which models may go. Each request carries its own permission, an ordered list of models, and its
 reply names those that went. Nothing is kept between requests.
 
-State is owned by `Residency` and guarded by one lock, which is never held over a load or a forward pass.
+State is owned by `ResidentModels` and guarded by one lock, which is never held over a load or a forward pass.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from sie_adapter.engine.device import Memory
+from sie_adapter.engine.device import MemoryUse
 from sie_adapter.engine.engines import Choice
 from sie_adapter.memory.oom import Remedy
 from sie_adapter.memory.shared_lock import SharedLock
@@ -39,8 +39,8 @@ from sie_contracts.wire.ipc import LoadedModel, Rows
 _logger = logging.getLogger("sie.adapter")
 
 
-class Weights(Protocol):
-    """What the process needs of a loaded family, beyond running it."""
+class LoadedWeights(Protocol):
+    """The attributes of a loaded family that the process reads, beside its passes."""
 
     tokenizer: bytes
     memory_bytes: int
@@ -61,7 +61,7 @@ class Resident:
 
     model: str
     resolved: Resolved
-    weights: Weights
+    weights: LoadedWeights
     load_s: float
     last_used_s: float
     running: int = 0
@@ -71,7 +71,7 @@ class Resident:
 
     @property
     def fingerprint(self) -> str:
-        """Of the entry that is served now; every batch asks for it."""
+        """The fingerprint of the entry that is served now; every batch reads it."""
         if self._fingerprinted is not self.resolved:
             entry, load = self.resolved.entry, self.resolved.load
             self._fingerprint = fingerprint(entry, load, self.weights.precision, self.weights.engine_choice.engine)
@@ -79,7 +79,7 @@ class Resident:
         return self._fingerprint
 
     def describe(self, now_s: float) -> LoadedModel:
-        """As it goes over the wire."""
+        """The model as a message of the wire."""
         entry, weights = self.resolved.entry, self.weights
         return LoadedModel(
             self.model,
@@ -116,8 +116,8 @@ def same_weights(old: Resolved, new: Resolved) -> bool:
 
 @dataclass
 class Permission:
-    """Which models may be unloaded for one request: those of `may_drop`, the first one first. Made when the request is
-    begun: a model that was used or asked for after that stays.
+    """The models that may be unloaded for one request: those of `may_drop`, in that order. Created at the begin of the
+    request: a model that was used after that stays.
 
     `dropped`: what was unloaded for the request so far. `has_shed`: what can be made again was dropped for it: only
     once, since the request makes some of that again.
@@ -140,7 +140,7 @@ class DeviceMemory:
     what can be made again, and says whether there was any.
     """
 
-    held: Callable[[int], Memory]
+    held: Callable[[int], MemoryUse]
     give_back: Callable[[], None]
     threshold_percent: float
     shed: Callable[[], bool] = lambda: False
@@ -160,7 +160,7 @@ class DeviceMemory:
         return self.held(more_bytes).percent <= limit_percent
 
 
-class Residency:
+class ResidentModels:
     """The loaded models of this process. Every method may be called from any thread.
 
     `load` turns a resolved entry into weights and raises ModelLoadFailed; `needed_bytes` tells before it what they will
@@ -172,12 +172,12 @@ class Residency:
 
     def __init__(
         self,
-        load: Callable[[Resolved], Weights],
+        load: Callable[[Resolved], LoadedWeights],
         memory: DeviceMemory,
         clock: Callable[[], float] = time.monotonic,
         *,
         needed_bytes: Callable[[Resolved], int] = lambda _: 0,
-        warm_up: Callable[[Resolved, Weights], int] = lambda *_: 0,
+        warm_up: Callable[[Resolved, LoadedWeights], int] = lambda *_: 0,
         ended: Callable[[Resolved], None] = lambda _: None,
         count: Callable[[str, Remedy], None] = lambda model, remedy: None,
     ) -> None:

@@ -91,7 +91,7 @@ class Tower:
         """What `run` gives of each image, in order."""
         if self._outputs is None:
             return self._read(images)
-        outputs = self._outputs.of(images, lambda some: [(row,) for row in self._read(some)])
+        outputs = self._outputs.for_images(images, lambda some: [(row,) for row in self._read(some)])
         return torch.stack([own for (own,) in outputs])
 
     def _read(self, images: Sequence[Shown]) -> Tensor:
@@ -130,7 +130,7 @@ class Patches(NamedTuple):
     frames: int
 
     @staticmethod
-    def of(config: Any) -> Patches:
+    def from_config(config: Any) -> Patches:
         """That of a vision_config."""
         return Patches(config.patch_size, config.spatial_merge_size, config.temporal_patch_size)
 
@@ -161,7 +161,7 @@ class GridTower:
 
     def forward(self, images: Sequence[Shown]) -> list[Tensor]:
         """What `run` gives of all blocks, in order, each tensor in one piece."""
-        outputs = self._outputs.of(images, self._read)
+        outputs = self._outputs.for_images(images, self._read)
         return [torch.cat(parts) for parts in zip(*outputs, strict=True)]
 
     def _read(self, images: Sequence[Shown]) -> list[Output]:

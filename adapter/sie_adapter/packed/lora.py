@@ -89,7 +89,7 @@ class LoraLinear(nn.Module):  # type: ignore[misc]  # torch is not followed by t
         return output if pair is None else output + F.linear(F.linear(states, pair[0]), pair[1])
 
 
-class Loras:
+class ModelLoras:
     """The LoRAs of one model. Every method may be called from any thread.
 
     `adapted` gives the model that they apply to. `run` is a pass of it over a sample, the same each time; a LoRA that

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from sie_adapter.engine.answers import Answer, Answers, Rows, class_scores
+from sie_adapter.engine.item_results import ItemResult, ItemResults, Rows, class_scores
 from sie_contracts.wire.ipc import Group, RunBatch
 
 PRUNE_THRESHOLD, HIGHLIGHT_THRESHOLD = 0.6, 0.9
 
 
-def pruned(message: RunBatch, group: Group, rows: Rows, places: list[int], activation: str) -> Answers:
+def pruned(message: RunBatch, group: Group, rows: Rows, places: list[int], activation: str) -> ItemResults:
     """The entities of each text: `summary`, then each `highlight`, `kept` and `pruned` span in order of place, from the
     rows `score` (float32 [1]) and `keep` (float32 [tokens]) of the batch's rows `places`.
 
@@ -30,11 +30,11 @@ def pruned(message: RunBatch, group: Group, rows: Rows, places: list[int], activ
     most = max(least, float(parameters.get("highlight_threshold", HIGHLIGHT_THRESHOLD)))
     ends = np.cumsum(np.frombuffer(message.lengths, "<i4"))
     offsets = np.frombuffer(message.offsets, "<i4").reshape(-1, 2)
-    results: Answers = []
+    results: ItemResults = []
     for score, logits, place in zip(
         class_scores(group.options, rows["score"], activation), rows["keep"], places, strict=True
     ):
-        if not isinstance(score, Answer):
+        if not isinstance(score, ItemResult):
             results.append(score)
             continue
         spans = offsets[ends[place] - len(logits) : ends[place]]
@@ -51,7 +51,7 @@ def pruned(message: RunBatch, group: Group, rows: Rows, places: list[int], activ
             *sections,
             *_spans(text, "pruned", spans, keep, keep < least),
         ]
-        results.append(Answer(data={"entities": entities}))
+        results.append(ItemResult(data={"entities": entities}))
     return results
 
 

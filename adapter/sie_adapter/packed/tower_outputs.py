@@ -34,7 +34,7 @@ Output = tuple[Tensor, ...]  # of one image
 Read = Callable[[Sequence[Shown]], Sequence[Output]]
 
 
-class _Kept(NamedTuple):
+class _CachedOutput(NamedTuple):
     """`is_finite`: bool [], on the device: to look at once what it says would be to wait for the tower. `use`: the
     number of its last use.
     """
@@ -115,10 +115,10 @@ class OutputsOfTower:
         self.nbytes = 0
         self._shared = shared
         self._lock = lock
-        self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()  # the least recently used one first
+        self._cached: OrderedDict[Hashable, _CachedOutput] = OrderedDict()  # the least recently used one first
         self._reading: dict[Hashable, Future[Output | None]] = {}
 
-    def of(self, images: Sequence[Shown], read: Read) -> list[Output]:
+    def for_images(self, images: Sequence[Shown], read: Read) -> list[Output]:
         """The output of each image; nobody may write to it. `read` gives those of distinct images that are not kept.
         Raises what `read` raises.
         """
@@ -132,9 +132,9 @@ class OutputsOfTower:
                 if bool(entry.is_finite):
                     outputs[name] = entry.output
                 else:  # a mate's overflow may be what was seen: the image is read again
-                    self._forget(name, entry)
+                    self._discard(name, entry)
             misses += len(own)
-            outputs.update(self._made({name: images_by_name[name] for name in own}, read))
+            outputs.update(self._read_missing({name: images_by_name[name] for name in own}, read))
             for name, reading in elsewhere.items():
                 output = reading.result()
                 if output is not None:
@@ -145,16 +145,16 @@ class OutputsOfTower:
 
     def _looked_up(
         self, names: Sequence[Hashable]
-    ) -> tuple[dict[Hashable, _Kept], dict[Hashable, Future[Output | None]], list[Hashable]]:
+    ) -> tuple[dict[Hashable, _CachedOutput], dict[Hashable, Future[Output | None]], list[Hashable]]:
         """Those that are kept, those that another thread reads, and those that this one is to read now."""
-        cached: dict[Hashable, _Kept] = {}
+        cached: dict[Hashable, _CachedOutput] = {}
         elsewhere: dict[Hashable, Future[Output | None]] = {}
         own: list[Hashable] = []
         with self._lock:
             for name in names:
-                if name in self._kept:
-                    cached[name] = self._kept[name] = self._kept[name]._replace(use=self._shared.number())
-                    self._kept.move_to_end(name)
+                if name in self._cached:
+                    cached[name] = self._cached[name] = self._cached[name]._replace(use=self._shared.number())
+                    self._cached.move_to_end(name)
                 elif name in self._reading:
                     elsewhere[name] = self._reading[name]
                 else:
@@ -163,7 +163,7 @@ class OutputsOfTower:
                         self._reading[name] = Future()
         return cached, elsewhere, own
 
-    def _made(self, images: Mapping[Hashable, Shown], read: Read) -> dict[Hashable, Output]:
+    def _read_missing(self, images: Mapping[Hashable, Shown], read: Read) -> dict[Hashable, Output]:
         """Read, and kept as far as there is room. Those who wait hear of it, also if it fails: they read then."""
         outputs: dict[Hashable, Output] = {}
         try:
@@ -186,30 +186,30 @@ class OutputsOfTower:
         )
         is_finite = torch.stack([torch.isfinite(tensor).all() for tensor in own]).all()
         with self._lock:
-            self._kept[name] = _Kept(own, is_finite, self._shared.number())
+            self._cached[name] = _CachedOutput(own, is_finite, self._shared.number())
             self.nbytes += _bytes_of(own)
             self._shared.fit()
         return own
 
-    def _forget(self, name: Hashable, entry: _Kept) -> None:
+    def _discard(self, name: Hashable, entry: _CachedOutput) -> None:
         with self._lock:
-            now = self._kept.get(name)
+            now = self._cached.get(name)
             if now is not None and now.output is entry.output:
-                del self._kept[name]
+                del self._cached[name]
                 self.nbytes -= _bytes_of(entry.output)
 
     # under the lock, for `TowerOutputs`
 
     def oldest_use(self) -> int:
         """Of the output that was not used for longest; there is one."""
-        return next(iter(self._kept.values())).use
+        return next(iter(self._cached.values())).use
 
     def drop_oldest(self) -> None:
-        _, entry = self._kept.popitem(last=False)
+        _, entry = self._cached.popitem(last=False)
         self.nbytes -= _bytes_of(entry.output)
 
     def drop_all(self) -> None:
-        self._kept.clear()
+        self._cached.clear()
         self.nbytes = 0
 
 

@@ -29,8 +29,8 @@ from sie_adapter.packed.images import Tower
 from sie_adapter.packed.linear import block_linears
 from sie_adapter.packed.packing import Shown
 from sie_adapter.readers.greedy import Greedy, ends_of
-from sie_adapter.readers.reading import Written
-from sie_adapter.readers.slots import Begun, Slots
+from sie_adapter.readers.reading import GeneratedText
+from sie_adapter.readers.slots import DecoderSlots, RowStart
 from sie_adapter.readers.written import (
     BartDecoder,
     PagePrompt,
@@ -171,20 +171,20 @@ class Florence2:
         most = tokens_left(options, 1, self.max_tokens)
         return PagePrompt(image, [self._start], self._greedy.rules([self._start], most), name, ids, box)
 
-    def begin(self, prompts: Sequence[PagePrompt]) -> list[Begun]:
+    def begin(self, prompts: Sequence[PagePrompt]) -> list[RowStart]:
         features = self._tower.forward([prompt.shown for prompt in prompts])
         return [self._begun(*pair) for pair in zip(features, prompts, strict=True)]
 
-    def _begun(self, features: Tensor, prompt: PagePrompt) -> Begun:
+    def _begun(self, features: Tensor, prompt: PagePrompt) -> RowStart:
         """A row whose encoder reads the features of the page before the sentence."""
         ids = torch.tensor([list(prompt.encoder_ids)], device=features.device)
         read = torch.cat([features[None], self._embeddings(ids)], 1)
         return self._decoder.begin(self._encoder(inputs_embeds=read).last_hidden_state, prompt.ids)
 
-    def step(self, ids: Tensor, slots: Slots) -> Tensor:
+    def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
         return self._decoder.step(ids, slots)
 
-    def result(self, prompt: PagePrompt, written: Written) -> dict[str, Any]:
+    def result(self, prompt: PagePrompt, written: GeneratedText) -> dict[str, Any]:
         ids = [number for number in written.ids if number not in self._special]
         text = self.tokenizer.decode(ids, skip_special_tokens=False)
         label, shown = _TASKS[prompt.task].label, prompt.shown

@@ -19,35 +19,35 @@ from sie_adapter.families.extraction import ExtractOptions, Result, by_options
 from sie_adapter.packed.images import processor_of
 from sie_adapter.packed.packing import Shown
 from sie_adapter.readers.greedy import Rules, unknown_rule
-from sie_adapter.readers.reading import Prompt, Writer, Written
-from sie_adapter.readers.slots import Begun, Slots, empty, prompted
+from sie_adapter.readers.reading import GeneratedText, GenerationModel, GenerationPrompt
+from sie_adapter.readers.slots import DecoderSlots, RowStart, empty, prompted
 from sie_contracts.errors import InvalidInput, SIEError
 from sie_contracts.media.images import Normalisation, Recipe
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.load_errors import load_failed
 from sie_contracts.wire.ipc import Rows
 
-P = TypeVar("P", bound=Prompt)
+P = TypeVar("P", bound=GenerationPrompt)
 F_contra = TypeVar("F_contra", contravariant=True)  # a file as the model reads it
 IsGone = Callable[[], bool]  # whether nobody waits any more
-Read = Callable[[Writer[P], Sequence[P], IsGone], list[Written]]
+Read = Callable[[GenerationModel[P], Sequence[P], IsGone], list[GeneratedText]]
 
 
-class Reader(Writer[P], Protocol[P, F_contra]):
+class ReaderKind(GenerationModel[P], Protocol[P, F_contra]):
     """What differs between the kinds of readers."""
 
     def prompt(self, file: F_contra, options: ExtractOptions) -> P:
         """What a row begins with. Raises InvalidInput for what cannot be asked."""
 
-    def result(self, prompt: P, written: Written) -> dict[str, Any]:
+    def result(self, prompt: P, written: GeneratedText) -> dict[str, Any]:
         """What the client gets of what was written, beside why it ended and how long it is."""
 
 
-class Reading(Generic[P, F_contra]):
+class ReaderCall(Generic[P, F_contra]):
     """A reader and who waits for what it writes. `field`: of an input, that has its files."""
 
     def __init__(
-        self, kind: Reader[P, F_contra], rows: Mapping[str, Rows], read: Read[P], is_gone: IsGone, field: str
+        self, kind: ReaderKind[P, F_contra], rows: Mapping[str, Rows], read: Read[P], is_gone: IsGone, field: str
     ) -> None:
         self._kind = kind
         self._read = read
@@ -82,7 +82,7 @@ class Reading(Generic[P, F_contra]):
         written = self._read(self._kind, prompts, self._is_gone)
         return [self._result(*pair) for pair in zip(prompts, written, strict=True)]
 
-    def _result(self, prompt: P, written: Written) -> dict[str, Any]:
+    def _result(self, prompt: P, written: GeneratedText) -> dict[str, Any]:
         result = self._kind.result(prompt, written)
         data = {"finish_reason": written.finish, "completion_tokens": len(written.ids)}
         return {**result, "data": {**data, **result.get("data", {})}}
@@ -110,7 +110,7 @@ class PagePrompt:
     encoder_ids: Sequence[int] = ()
     box: Sequence[int] | None = None
 
-    def following(self, written: Written) -> None:
+    def following(self, written: GeneratedText) -> None:
         """A page is read at once."""
 
 
@@ -232,7 +232,7 @@ class BartDecoder:
         weight = stack.embed_tokens.weight
         self._device, self._dtype = weight.device, weight.dtype
 
-    def begin(self, encoded: Tensor, ids: Sequence[int]) -> Begun:
+    def begin(self, encoded: Tensor, ids: Sequence[int]) -> RowStart:
         """Read a prompt. `encoded`: states of the encoder, [1, places, width]."""
         cache = empty(has_encoder=True)
         self._positions.give(None)
@@ -240,9 +240,9 @@ class BartDecoder:
             torch.tensor([list(ids)], device=self._device), encoder_hidden_states=encoded, past_key_values=cache
         )
         own, encoder_states = prompted(cache)
-        return Begun(own, scores[0, -1], encoder_states)
+        return RowStart(own, scores[0, -1], encoder_states)
 
-    def step(self, ids: Tensor, slots: Slots) -> Tensor:
+    def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
         """Scores of the next token of each row, float32 [rows, vocabulary]."""
         self._positions.give(slots.positions)
         scores = self._decode(

@@ -12,8 +12,7 @@ import click
 from sie_cli import display
 from sie_cli.cluster import CONFIG_URL, GATEWAY_URL, Cluster, cluster_options
 from sie_cli.gateway_client import gateway_client
-from sie_cli.jobs.following import INTERRUPTED
-from sie_cli.jobs.submitting import OutputPlace
+from sie_cli.jobs.job import INTERRUPTED, OutputPlace
 from sie_cli.migrating import migration, steps
 from sie_cli.migrating.aliasing import Aliases
 from sie_cli.migrating.corpus import Corpus

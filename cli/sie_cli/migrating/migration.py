@@ -17,9 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 from sie_cli import display
 from sie_cli.display import printable
-from sie_cli.jobs import told
-from sie_cli.jobs.following import fetch, follow, sending
-from sie_cli.jobs.submitting import OutputPlace
+from sie_cli.jobs.job import (
+    OutputPlace,
+    errors_text,
+    failures_table,
+    fetch_output,
+    follow,
+    problem_text,
+    rows_text,
+    transfer_bar,
+)
 from sie_cli.migrating import embedding, quality, steps
 from sie_cli.migrating.aliasing import Aliases, Present, before_flip, shadow_since_s
 from sie_cli.migrating.corpus import Corpus
@@ -153,7 +160,7 @@ class Migration:
             job = self._embed(checked)
         elif job is not None:
             report.begin("embed")
-            report.report_step(f"{job.id} is completed, {told.rows(job.info)}", job=job.id, rows=job.counts.rows)
+            report.report_step(f"{job.id} is completed, {rows_text(job.info)}", job=job.id, rows=job.counts.rows)
         if "shadow" in left:
             self._shadow(checked)
         elif state.shadow == plan.model:
@@ -252,7 +259,7 @@ class Migration:
         job = checked.earlier.job
         if job is None:
             with display.transfers() as bars:
-                on_upload = sending(bars, Path(plan.corpus.source).name)
+                on_upload = transfer_bar(bars, Path(plan.corpus.source).name)
                 options = {**plan.options, "on_upload": on_upload, "name": f"{plan.alias} to {plan.model}"[:128]}
                 job = checked.earlier.submitted(self._client, checked.key, plan.model, plan.corpus.source, options)
             report.report_step(f"submitted {job.id}", job=job.id)
@@ -260,28 +267,28 @@ class Migration:
             report.report_step(f"goes on with {job.id}", job=job.id)
         follow(job, err=self._err, also="the same `sie migrate` goes on with it")
         info = job.info
-        report.report_step(f"{job.id} is {info.state}, {told.rows(info)}", state=info.state, rows=info.counts.rows)
+        report.report_step(f"{job.id} is {info.state}, {rows_text(info)}", state=info.state, rows=info.counts.rows)
         if info.state == "paused" and info.error is not None:
             raise CommandRefused(
-                f"{job.id} is paused by {told.problem(info.error)}\nmend it, then `sie jobs resume {job.id}` and the "
+                f"{job.id} is paused by {problem_text(info.error)}\nmend it, then `sie jobs resume {job.id}` and the "
                 f"same command go on; after `sie jobs cancel {job.id}` the same command submits another one"
             )
         if info.state != "completed":
-            why = f": {told.problem(info.error)}" if info.error is not None else ""
+            why = f": {problem_text(info.error)}" if info.error is not None else ""
             raise CommandRefused(f"{job.id} ended as {info.state}{why}; the same command submits another job")
         if plan.place.folder is not None:
-            fetch(job, plan.place.folder)
+            fetch_output(job, plan.place.folder)
         if not embedding.is_answered(info):
             self._unanswered(job)
         return job
 
     def _unanswered(self, job: Job) -> None:
         info = job.info
-        errors = told.errors(info) or "parts that could not be read"
+        errors = errors_text(info) or "parts that could not be read"
         self._report.report_step(
             f"rows without a vector: {errors}", failed=info.counts.failed, broken=list(info.broken)
         )
-        for line in told.failures(job.rows(FAILED_ROWS, failed=True))[1:]:
+        for line in failures_table(job.rows(FAILED_ROWS, failed=True))[1:]:
             self._report.report_step("  ".join(line))
         if not self._plan.accepts:
             raise CommandRefused(

@@ -75,7 +75,7 @@ def described(settings: Settings, source: str, name: str, revision: str | None) 
             raise CommandRefused(f"{model!r} cannot be the id of a model: name one with --id")
         packaged = read_folder(packaged_folder() / "models").get(weights.get("hub", ""))
         report = inspect_folder(folder, model, weights, packaged)
-        return _yaml(report.entry, report.found, report.assumed), parse_entry(report.entry)
+        return _yaml(report.entry, report.findings, report.assumed), parse_entry(report.entry)
     except SIEError as error:
         raise CommandRefused(" ".join(error.message.split())) from error  # of libraries that write paragraphs
 
@@ -185,10 +185,10 @@ def answers(entry: ModelEntry, settings: Settings) -> list[str]:
     """
     import dataclasses
 
-    from sie_adapter.engine.engine import Engine
+    from sie_adapter.engine.engine import AdapterEngine
     from sie_sidecar.prepare.tokens import ModelTokenizer
 
-    engine = Engine(dataclasses.replace(settings, device="cpu"))
+    engine = AdapterEngine(dataclasses.replace(settings, device="cpu"))
     try:
         resident = engine.residency.ensure(entry.id, entry)
         weights = resident.weights
@@ -207,7 +207,7 @@ def answers(entry: ModelEntry, settings: Settings) -> list[str]:
 
 
 def _sample(engine: Any, entry: ModelEntry, task: Any, tokenizer: Any) -> list[str]:
-    from sie_adapter.engine.device_threads import Job
+    from sie_adapter.engine.device_threads import DeviceJob
     from sie_contracts.models.options import run_options
     from sie_contracts.wire.ipc import BatchDone
     from sie_contracts.wire.messages import Input, Ok
@@ -226,7 +226,7 @@ def _sample(engine: Any, entry: ModelEntry, task: Any, tokenizer: Any) -> list[s
         "check", entry.id, task, layout.layout, [rowing.Part(prepared.rows, work)], pooling=options.pooling
     )
     replies: list[Any] = []
-    job = Job(message, replies.append)
+    job = DeviceJob(message, replies.append)
     engine.lanes.submit(job)
     job.finished.wait()
     reply = replies[-1]

@@ -50,6 +50,10 @@ class BodyIntake:
         self.small = 0  # requests in progress whose bodies do not count
         self._paced_until_s = 0.0
 
+    def count_small(self, more: int) -> None:
+        """Count so many more requests whose bodies do not count, or fewer."""
+        self.small += more
+
     def hold(self, more_bytes: int) -> None:
         """Count so many more, or fewer."""
         self.held_bytes += more_bytes
@@ -96,7 +100,7 @@ class BodyReader:
         self._size = self._values = 0
         self._counted = 0
         self._is_small = True
-        intake.small += 1
+        intake.count_small(1)
 
     async def read(self) -> bytes:
         """The whole body. Raises PayloadTooLarge, QueueFull, ClientGone."""
@@ -144,7 +148,7 @@ class BodyReader:
         self._counted += more
 
     def _leave_small(self) -> None:
-        self._intake.small -= self._is_small
+        self._intake.count_small(-self._is_small)
         self._is_small = False
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What an exception of the device means."""
+"""Classification of exceptions of the device: out of memory, or lost."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import re
 
 from sie_contracts.errors import InternalFailure
 
-# What torch's allocator, the mapping of a file, oneDNN, C++ and a thread that finds no room for its stack say on a CPU:
-# all of it in a bare RuntimeError, so the text is all there is. On CUDA the libraries and the driver allocate too, for
-# a handle or for the code of a kernel: the context survives that.
+# Messages of torch's allocator, the mapping of a file, oneDNN, C++ and a thread that finds no room for its stack on a
+# CPU: all of them raise a bare RuntimeError, so the text decides. On CUDA the libraries and the driver allocate too,
+# for a handle or for the code of a kernel: the context survives that.
 _ALLOCATION = (
     "DefaultCPUAllocator",
     "Cannot allocate memory",
@@ -28,7 +28,7 @@ _NO_PRIMITIVE = re.compile("could not create a primitive(?! descriptor)")
 
 
 def cancelled() -> InternalFailure:
-    """What a batch is refused with that was interrupted."""
+    """The error of a batch that was interrupted."""
     return InternalFailure("nobody waits for the answer any more", reason="cancelled")
 
 

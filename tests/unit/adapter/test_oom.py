@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sie_adapter.engine import device as devices
-from sie_adapter.memory.oom import Remedies, Remedy, Shortage
+from sie_adapter.memory.oom import OomCounters, OomRecovery, Remedy
 from sie_adapter.packed.packing import Int64
 from sie_contracts.wire.device_reports import Shortages
 
@@ -36,7 +36,7 @@ def counted(fits: int, count: int, room: int = 0) -> tuple[Counter[str], list[in
     def note(remedy: Remedy) -> None:
         found[remedy] += 1
 
-    Shortage(CPU, make_room, note).run(work, np.arange(count), refused.append)
+    OomRecovery(CPU, make_room, note).run(work, np.arange(count), refused.append)
     return found, refused
 
 
@@ -64,24 +64,24 @@ def test_an_item_that_does_not_fit_alone_is_a_terminal_failure() -> None:
 
 
 def test_counts_are_kept_by_model() -> None:
-    remedies = Remedies()
+    oom_counters = OomCounters()
     for model in ("a", "a", "b"):
-        remedies.count(model, "cache_clears")
-    remedies.count("a", "batch_splits")
-    assert remedies.all() == (Shortages("a", cache_clears=2, batch_splits=1), Shortages("b", cache_clears=1))
+        oom_counters.count(model, "cache_clears")
+    oom_counters.count("a", "batch_splits")
+    assert oom_counters.all() == (Shortages("a", cache_clears=2, batch_splits=1), Shortages("b", cache_clears=1))
 
 
 def test_the_use_of_a_cpu_is_measured_between_two_questions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Busy by idle seconds of all cores: 3 of 4 here."""
     seconds = [(100.0, 400.0), (103.0, 404.0), (103.0, 404.0)]
     monkeypatch.setattr(devices, "_cpu_seconds", lambda: seconds.pop(0))
-    use = devices.Use(CPU)
+    use = devices.UtilisationProbe(CPU)
     assert use.percent() == 75.0
     assert use.percent() is None, "no time has passed"
 
 
 def test_the_use_of_this_machine_is_a_share() -> None:
-    use = devices.Use(CPU)
+    use = devices.UtilisationProbe(CPU)
     found = None
     while found is None:  # the clock of the processors ticks 100 times a second
         sum(range(100_000))

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sie_adapter.memory.batch_limits import FORGET_STEPS, MAX_KEYS, RAISE, WAIT_S, Frontier, frontier_key, split_off
+from sie_adapter.memory.batch_limits import FORGET_STEPS, MAX_KEYS, RAISE, WAIT_S, BatchLimits, limits_key, split_off
 
-KEY = frontier_key("f00d", "float32", "NVIDIA L4")
+KEY = limits_key("f00d", "float32", "NVIDIA L4")
 
 
 class Device:
@@ -27,21 +27,21 @@ class Device:
         self.restart()
 
     def restart(self) -> None:
-        self.frontier = Frontier(self.path, lambda: self.now_s)
+        self.batch_limits = BatchLimits(self.path, lambda: self.now_s)
 
     def run(self, tokens: int) -> None:
         """A batch of one-token items."""
         while tokens:
-            part = min(tokens, self.frontier.limit(KEY) or tokens)
+            part = min(tokens, self.batch_limits.limit(KEY) or tokens)
             self._run(part)
             tokens -= part
 
     def _run(self, tokens: int) -> None:
         if tokens <= self.room:
-            self.frontier.fits(KEY, tokens)
+            self.batch_limits.fits(KEY, tokens)
             return
         self.failures += 1
-        self.frontier.failed(KEY, tokens)
+        self.batch_limits.failed(KEY, tokens)
         for half in (tokens // 2, tokens - tokens // 2):
             self._run(half)
 
@@ -52,8 +52,8 @@ def device(tmp_path: Path) -> Device:
 
 
 def test_nothing_is_limited_before_something_failed(device: Device) -> None:
-    device.frontier.fits(KEY, 16_384)
-    assert device.frontier.limit(KEY) is None
+    device.batch_limits.fits(KEY, 16_384)
+    assert device.batch_limits.limit(KEY) is None
     assert not device.path.exists()
 
 
@@ -62,7 +62,7 @@ def test_after_a_failure_batches_are_as_large_as_what_is_known_to_fit(device: De
     device.run(10_000)
     failures = device.failures
     assert failures == 3  # the batch and both of its halves
-    assert device.frontier.limit(KEY) == 3000
+    assert device.batch_limits.limit(KEY) == 3000
     for _ in range(50):
         device.run(10_000)
     assert device.failures == failures
@@ -71,10 +71,10 @@ def test_after_a_failure_batches_are_as_large_as_what_is_known_to_fit(device: De
 def test_a_restart_knows_the_edge(device: Device) -> None:
     for _ in range(3):
         device.run(16_384)
-    limit, failures = device.frontier.limit(KEY), device.failures
+    limit, failures = device.batch_limits.limit(KEY), device.failures
     assert failures > 0
     device.restart()
-    assert device.frontier.limit(KEY) == limit
+    assert device.batch_limits.limit(KEY) == limit
     device.run(16_384)
     assert device.failures == failures
 
@@ -86,16 +86,16 @@ def test_what_a_neighbour_took_is_used_again_slowly(device: Device) -> None:
     device.run(3900)
     device.room = 1000
     device.run(3900)
-    limit = device.frontier.limit(KEY)
+    limit = device.batch_limits.limit(KEY)
     assert limit is not None
     assert limit <= 1000
     device.room = 4000
     failures, rounds = device.failures, 0
-    while (device.frontier.limit(KEY) or 0) < 3900:
-        before = device.frontier.limit(KEY) or 0
+    while (device.batch_limits.limit(KEY) or 0) < 3900:
+        before = device.batch_limits.limit(KEY) or 0
         device.now_s += WAIT_S
         device.run(3900)
-        after = device.frontier.limit(KEY) or 0
+        after = device.batch_limits.limit(KEY) or 0
         assert after <= before * RAISE + 2
         rounds += 1
         assert rounds < 20
@@ -110,7 +110,7 @@ def test_a_device_that_is_too_small_is_tried_ever_more_rarely(device: Device) ->
         device.now_s += 10
         device.run(16_384)
     assert device.failures - failures < 80
-    assert 0.7 * device.room <= (device.frontier.limit(KEY) or 0) <= device.room
+    assert 0.7 * device.room <= (device.batch_limits.limit(KEY) or 0) <= device.room
 
 
 def test_a_neighbour_who_comes_and_goes_costs_little(device: Device) -> None:
@@ -122,7 +122,7 @@ def test_a_neighbour_who_comes_and_goes_costs_little(device: Device) -> None:
         if generator.random() < 0.1:
             device.room = 2800 if device.room == 4000 else 4000
         device.run(16_384)
-        used += min(1.0, (device.frontier.limit(KEY) or device.room) / device.room)
+        used += min(1.0, (device.batch_limits.limit(KEY) or device.room) / device.room)
         passes += 1
     assert used / passes >= 0.7
     assert device.failures <= 0.2 * passes
@@ -130,23 +130,23 @@ def test_a_neighbour_who_comes_and_goes_costs_little(device: Device) -> None:
 
 def test_an_item_that_is_too_large_alone_says_nothing_of_the_others(device: Device) -> None:
     device.run(3900)
-    device.frontier.failed(KEY, 5000)
-    limit = device.frontier.limit(KEY)
-    device.frontier.failed(KEY, 100_000)
-    assert device.frontier.limit(KEY) == limit
+    device.batch_limits.failed(KEY, 5000)
+    limit = device.batch_limits.limit(KEY)
+    device.batch_limits.failed(KEY, 100_000)
+    assert device.batch_limits.limit(KEY) == limit
 
 
 def test_the_limit_is_at_least_one_token_and_rises_from_there(device: Device) -> None:
-    device.frontier.failed(KEY, 1)
-    assert device.frontier.limit(KEY) == 1
+    device.batch_limits.failed(KEY, 1)
+    assert device.batch_limits.limit(KEY) == 1
     device.now_s += WAIT_S
-    assert device.frontier.limit(KEY) == 2
+    assert device.batch_limits.limit(KEY) == 2
 
 
 def test_models_precisions_and_devices_are_apart(device: Device) -> None:
-    device.frontier.failed(KEY, 1000)
+    device.batch_limits.failed(KEY, 1000)
     for other in (("beef", "float32", "NVIDIA L4"), ("f00d", "bfloat16", "NVIDIA L4"), ("f00d", "float32", "cpu")):
-        assert device.frontier.limit(frontier_key(*other)) is None
+        assert device.batch_limits.limit(limits_key(*other)) is None
 
 
 def test_a_corrupt_file_is_put_aside_with_a_warning(device: Device, caplog: pytest.LogCaptureFixture) -> None:
@@ -155,76 +155,76 @@ def test_a_corrupt_file_is_put_aside_with_a_warning(device: Device, caplog: pyte
         device.path.write_bytes(content)
         device.restart()
         caplog.clear()
-        assert device.frontier.limit(KEY) is None
+        assert device.batch_limits.limit(KEY) is None
         assert "learnt anew" in caplog.text
         assert device.path.with_suffix(".corrupt").read_bytes() == content
-    device.frontier.failed(KEY, 100)
+    device.batch_limits.failed(KEY, 100)
     device.restart()
-    assert device.frontier.limit(KEY) == 50
+    assert device.batch_limits.limit(KEY) == 50
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "sie").write_text("a file")
-    frontier = Frontier(tmp_path / "sie" / "frontier.json")
-    frontier.failed(KEY, 100)
-    assert frontier.limit(KEY) == 50
+    batch_limits = BatchLimits(tmp_path / "sie" / "frontier.json")
+    batch_limits.failed(KEY, 100)
+    assert batch_limits.limit(KEY) == 50
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * len(caplog.records)
     assert "cannot be kept" in caplog.text
 
 
 def test_two_processes_keep_what_each_learnt_of_its_models(device: Device) -> None:
-    other = Frontier(device.path, lambda: device.now_s)
+    other = BatchLimits(device.path, lambda: device.now_s)
     assert other.limit("b") is None
-    device.frontier.failed("a", 100)
+    device.batch_limits.failed("a", 100)
     other.failed("b", 100)
     device.restart()
-    assert [device.frontier.limit(key) for key in "ab"] == [50, 50]
+    assert [device.batch_limits.limit(key) for key in "ab"] == [50, 50]
 
 
 def test_what_fits_is_written_at_most_once_a_second_and_at_the_end(device: Device) -> None:
-    device.frontier.failed(KEY, 1000)
+    device.batch_limits.failed(KEY, 1000)
     written = device.path.read_bytes()
     for tokens in range(600, 700):
-        device.frontier.fits(KEY, tokens)
+        device.batch_limits.fits(KEY, tokens)
     assert device.path.read_bytes() == written
-    device.frontier.save()
+    device.batch_limits.save()
     device.restart()
-    assert device.frontier.limit(KEY) == 699
+    assert device.batch_limits.limit(KEY) == 699
     device.now_s += 1
-    device.frontier.fits(KEY, 800)
+    device.batch_limits.fits(KEY, 800)
     device.restart()
-    assert device.frontier.limit(KEY) == 800
+    assert device.batch_limits.limit(KEY) == 800
 
 
 def test_the_file_is_bounded_and_old_edges_are_forgotten(device: Device) -> None:
     for number in range(MAX_KEYS + 10):
         device.now_s += 0.01
-        device.frontier.failed(f"key-{number}", 100)
+        device.batch_limits.failed(f"key-{number}", 100)
     device.restart()
-    limits = [device.frontier.limit(f"key-{number}") for number in range(MAX_KEYS + 10)]
+    limits = [device.batch_limits.limit(f"key-{number}") for number in range(MAX_KEYS + 10)]
     assert limits == [None] * 10 + [50] * MAX_KEYS
     device.now_s += FORGET_STEPS * WAIT_S
-    device.frontier.failed(KEY, 100)
+    device.batch_limits.failed(KEY, 100)
     assert device.path.read_bytes().count(b"fit_tokens") == 1
 
 
 def test_threads_leave_one_consistent_edge(device: Device) -> None:
     def hammer(low: int) -> None:
         for tokens in range(low, low + 200):
-            device.frontier.fits(KEY, tokens)
+            device.batch_limits.fits(KEY, tokens)
             if tokens % 50 == 0:
-                device.frontier.failed(KEY, tokens + 1000)
-            assert (device.frontier.limit(KEY) or 1) >= 1
+                device.batch_limits.failed(KEY, tokens + 1000)
+            assert (device.batch_limits.limit(KEY) or 1) >= 1
 
     threads = [threading.Thread(target=hammer, args=(low,)) for low in (1, 301, 601, 901)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    device.frontier.save()
-    limit = device.frontier.limit(KEY)
+    device.batch_limits.save()
+    limit = device.batch_limits.limit(KEY)
     device.restart()
-    assert device.frontier.limit(KEY) == limit
+    assert device.batch_limits.limit(KEY) == limit
 
 
 @given(st.lists(st.integers(1, 600), min_size=1, max_size=40), st.integers(1, 2000) | st.none(), st.data())

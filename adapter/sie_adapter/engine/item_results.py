@@ -34,7 +34,7 @@ Rows = Mapping[str, Sequence[Row]]
 
 
 @dataclass(frozen=True)
-class Given:
+class ClientVectors:
     """Token vectors that a client sent in the place of a text, float32 [tokens, width]: used as they are."""
 
     vectors: Tensor
@@ -44,7 +44,7 @@ class Given:
 
 
 @dataclass
-class Answer:
+class ItemResult:
     """What one input gave: arrays by the names of `messages.Ok`, a score, or the maps of an extraction."""
 
     arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
@@ -52,12 +52,12 @@ class Answer:
     data: dict[str, Any] | None = None
 
 
-Answers = list[Answer | SIEError]
+ItemResults = list[ItemResult | SIEError]
 
 
-def sealed(
+def batch_reply(
     batch: str,
-    answered: Iterable[tuple[Answer | SIEError, int]],
+    answered: Iterable[tuple[ItemResult | SIEError, int]],
     inference_ms: float,
     started_s: float,
     *,
@@ -90,10 +90,10 @@ def not_finite() -> InferenceFailed:
     return InferenceFailed("the model gave a vector that is not finite, or zero", reason="non_finite")
 
 
-def vectors(options: RunOptions, rows: Rows) -> Answers:
+def vectors(options: RunOptions, rows: Rows) -> ItemResults:
     """The outputs of each input, in order."""
     count = len(next(iter(rows.values()), ()))
-    results: Answers = [Answer() for _ in range(count)]
+    results: ItemResults = [ItemResult() for _ in range(count)]
     for name in options.outputs:
         if name == "sparse":
             _add_sparse(options, rows["sparse"], results)
@@ -111,13 +111,13 @@ def _for_muvera(options: RunOptions, rows: Sequence[Row]) -> Sequence[Tensor]:
     """Cut and normalised; what was given is left as it is, unless it is cut."""
     cut = _cut(torch.cat(_tensors(rows)), options, keep_scale=False).split([len(row) for row in rows])
     return [
-        row.vectors if isinstance(row, Given) and not options.dimensions else own
+        row.vectors if isinstance(row, ClientVectors) and not options.dimensions else own
         for row, own in zip(rows, cut, strict=True)
     ]
 
 
 def _tensors(rows: Sequence[Row]) -> list[Tensor]:
-    return [row.vectors if isinstance(row, Given) else row for row in rows]
+    return [row.vectors if isinstance(row, ClientVectors) else row for row in rows]
 
 
 def _cut(vectors: Tensor, options: RunOptions, *, keep_scale: bool) -> Tensor:
@@ -130,7 +130,7 @@ def _cut(vectors: Tensor, options: RunOptions, *, keep_scale: bool) -> Tensor:
     return cut if keep_scale else cut / torch.linalg.vector_norm(cut, dim=-1, keepdim=True).clamp_min(_EPSILON)
 
 
-def _add_dense(options: RunOptions, pooled: Tensor, results: Answers) -> None:
+def _add_dense(options: RunOptions, pooled: Tensor, results: ItemResults) -> None:
     cut = _cut(pooled, options, keep_scale=True)
     norms = torch.linalg.vector_norm(cut, dim=1, keepdim=True)
     for item, norm in enumerate(norms.flatten().tolist()):
@@ -139,13 +139,13 @@ def _add_dense(options: RunOptions, pooled: Tensor, results: Answers) -> None:
     _put("dense", options.dtype, cut / norms.clamp_min(_EPSILON) if options.normalize else cut, results)
 
 
-def _put(name: str, dtype: str, vectors: Tensor, results: Answers) -> None:
+def _put(name: str, dtype: str, vectors: Tensor, results: ItemResults) -> None:
     """Row i of `vectors` is the output of input i."""
     values, scale, offset = dtypes.convert(vectors, dtype)
     for item, answer in enumerate(results):
         if _overflows(values[item]):
             results[item] = _too_large()
-        elif isinstance(answer, Answer):
+        elif isinstance(answer, ItemResult):
             answer.arrays[name] = values[item]
             if scale is not None:
                 answer.arrays[f"{name}.scale"] = scale[item : item + 1]
@@ -162,7 +162,7 @@ def _too_large() -> InvalidInput:
     return InvalidInput("a value does not fit float16: ask for float32, or normalise", reason="unsupported_dtype")
 
 
-def _add_multivectors(name: str, options: RunOptions, rows: Sequence[Row], results: Answers) -> None:
+def _add_multivectors(name: str, options: RunOptions, rows: Sequence[Row], results: ItemResults) -> None:
     values, scale, offset = dtypes.convert(
         _cut(torch.cat(_tensors(rows)), options, keep_scale=not options.normalize), options.dtype
     )
@@ -171,7 +171,7 @@ def _add_multivectors(name: str, options: RunOptions, rows: Sequence[Row], resul
         here = slice(stop - len(row), stop)
         if _overflows(values[here]):
             results[item] = _too_large()
-        elif isinstance(answer, Answer):
+        elif isinstance(answer, ItemResult):
             answer.arrays[name] = values[here]
             if scale is not None:
                 answer.arrays[f"{name}.scale"] = scale[here]
@@ -179,7 +179,7 @@ def _add_multivectors(name: str, options: RunOptions, rows: Sequence[Row], resul
                 answer.arrays[f"{name}.offset"] = offset[here]
 
 
-def _add_sparse(options: RunOptions, rows: Sequence[Row], results: Answers) -> None:
+def _add_sparse(options: RunOptions, rows: Sequence[Row], results: ItemResults) -> None:
     ends = np.cumsum([len(ids) for ids, _ in rows])
     joined = torch.cat([weights for _, weights in rows])
     ids = torch.cat([ids for ids, _ in rows]).cpu().numpy().astype("<i4", copy=False)
@@ -187,12 +187,12 @@ def _add_sparse(options: RunOptions, rows: Sequence[Row], results: Answers) -> N
     for item, (answer, start, stop) in enumerate(zip(list(results), [0, *ends.tolist()], ends.tolist(), strict=False)):
         if _overflows(weights[start:stop]):
             results[item] = _too_large()
-        elif isinstance(answer, Answer):
+        elif isinstance(answer, ItemResult):
             answer.arrays["sparse.indices"] = ids[start:stop]
             answer.arrays["sparse.values"] = weights[start:stop]
 
 
-def side_scores(options: RunOptions, query: Mapping[str, Row], documents: Rows, *, per_row: bool) -> Answers:
+def side_scores(options: RunOptions, query: Mapping[str, Row], documents: Rows, *, per_row: bool) -> ItemResults:
     """Each document against the query: the outputs' scores, weighted where there are several.
 
     dense: cosine. sparse: the sum over shared ids. multivector: the sum over query rows of the best document row
@@ -247,7 +247,7 @@ def _sparse_scores(query: Row, documents: Sequence[Row]) -> Tensor:
 
 def _unit_rows(row: Row) -> Tensor:
     """Token vectors as they are compared: normalised, but as they are where a client gave them."""
-    return row.vectors if isinstance(row, Given) else F.normalize(row, dim=1, eps=_EPSILON)
+    return row.vectors if isinstance(row, ClientVectors) else F.normalize(row, dim=1, eps=_EPSILON)
 
 
 def _late_scores(query: Row, documents: Sequence[Row]) -> Tensor:
@@ -268,7 +268,7 @@ def _late_scores_at_once(query: Tensor, documents: Sequence[Row]) -> Tensor:
     host.
     """
     lengths = np.array([len(document) for document in documents], np.int64)
-    if any(isinstance(document, Given) for document in documents):
+    if any(isinstance(document, ClientVectors) for document in documents):
         rows = torch.cat([_unit_rows(document) for document in documents])
     else:
         rows = F.normalize(torch.cat(list(documents)), dim=1, eps=_EPSILON)
@@ -281,11 +281,11 @@ def _late_scores_at_once(query: Tensor, documents: Sequence[Row]) -> Tensor:
 _SIDES = {"dense": _dense_scores, "sparse": _sparse_scores, "multivector": _late_scores}
 
 
-def _scores(values: Tensor) -> Answers:
-    return [Answer(score=score) if np.isfinite(score) else not_finite() for score in values.cpu().double().tolist()]
+def _scores(values: Tensor) -> ItemResults:
+    return [ItemResult(score=score) if np.isfinite(score) else not_finite() for score in values.cpu().double().tolist()]
 
 
-def class_scores(options: RunOptions, logits: Sequence[Row], activation: str) -> Answers:
+def class_scores(options: RunOptions, logits: Sequence[Row], activation: str) -> ItemResults:
     """The score of each pair, from float32 logits [1], or the probability of the last class from [labels].
 
     With `raw_scores` a score is the logit, of two classes the difference of both: as Text Embeddings Inference and
@@ -300,7 +300,7 @@ def class_scores(options: RunOptions, logits: Sequence[Row], activation: str) ->
     return _scores(stacked[:, -1])
 
 
-def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], activation: str) -> Answers:
+def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], activation: str) -> ItemResults:
     """The classes of each text, best first, from float32 logits [classes]: all of them, or those that the labels of a
     request name.
 
@@ -322,7 +322,7 @@ def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], ac
             if activation == "softmax"
             else scores
         )
-    results: Answers = []
+    results: ItemResults = []
     for row in scores.cpu().double().tolist():
         ordered = sorted(zip(names, row, strict=True), key=lambda pair: -pair[1])
         chosen = (pair for pair in ordered if not options.labels or pair[0] in options.labels)
@@ -331,11 +331,11 @@ def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], ac
             for label, score in chosen
             if options.threshold is None or score >= options.threshold
         ]
-        results.append(Answer(data={"classifications": classifications}))
+        results.append(ItemResult(data={"classifications": classifications}))
     return results
 
 
-def answer_scores(options: RunOptions, logits: Sequence[Row], *, difference: bool) -> Answers:
+def answer_scores(options: RunOptions, logits: Sequence[Row], *, difference: bool) -> ItemResults:
     """From float32 logits [no, yes]: P(yes) of the softmax of both, or yes - no, as with `raw_scores`."""
     stacked = torch.stack(list(logits)).double()  # as in class_scores
     gaps = stacked[:, 1] - stacked[:, 0]
@@ -343,7 +343,7 @@ def answer_scores(options: RunOptions, logits: Sequence[Row], *, difference: boo
     return _scores(gaps if is_raw else torch.sigmoid(gaps))
 
 
-def zero_shot(options: RunOptions, logits: Sequence[Row], entailment: int, contradiction: int) -> Answers:
+def zero_shot(options: RunOptions, logits: Sequence[Row], entailment: int, contradiction: int) -> ItemResults:
     """The probability of each label of each text, best first, from the logits [classes] of (text, hypothesis of the
     label).
 
@@ -357,11 +357,11 @@ def zero_shot(options: RunOptions, logits: Sequence[Row], entailment: int, contr
     else:
         shares = torch.softmax(stacked[..., entailment], -1)
     least = options.threshold or 0.0
-    results: Answers = []
+    results: ItemResults = []
     for row in shares.cpu().double().tolist():
         ordered = sorted(zip(labels, row, strict=True), key=lambda pair: -pair[1])
         results.append(
-            Answer(
+            ItemResult(
                 data={
                     "classifications": [{"label": label, "score": score} for label, score in ordered if score >= least]
                 }

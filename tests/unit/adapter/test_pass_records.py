@@ -13,16 +13,16 @@ from sie_adapter.memory.batch_limits import (
     KILLED_WAIT_S,
     MAX_WAIT_S,
     SLOTS,
-    Frontier,
-    Passes,
-    PostMortem,
-    Record,
-    frontier_key,
+    BatchLimits,
+    CrashRecord,
+    PassRecord,
+    PassRecords,
+    limits_key,
 )
 from sie_contracts.settings import load
 from sie_runtime import control_group
 
-KEY = frontier_key("f00d", "float32", "cpu")
+KEY = limits_key("f00d", "float32", "cpu")
 
 
 @pytest.fixture
@@ -34,30 +34,30 @@ def die_in(path: Path, tokens: int, fitted: int = 0) -> None:
     """A process that is killed within a pass of so many tokens."""
     child = os.fork()
     if not child:
-        with Passes(path).during(KEY, tokens, fitted):
+        with PassRecords(path).during(KEY, tokens, fitted):
             os.kill(os.getpid(), signal.SIGKILL)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
 
 
 def test_only_a_pass_that_was_not_survived_is_left(path: Path) -> None:
-    kept = Passes(path)
+    kept = PassRecords(path)
     with kept.during(KEY, 10, 0), kept.during(KEY, 20, 5):
         pass
     with pytest.raises(MemoryError), kept.during(KEY, 30, 0):
         raise MemoryError
-    assert Passes(path).left() == []
+    assert PassRecords(path).left() == []
     die_in(path, 4000, 3000)
-    assert Passes(path).left() == [Record(KEY, 4000, 3000)]
-    assert Passes(path).left() == [], "each is told once"
+    assert PassRecords(path).left() == [PassRecord(KEY, 4000, 3000)]
+    assert PassRecords(path).left() == [], "each is told once"
 
 
 def test_more_passes_than_slots_and_a_long_name_run_without_a_record(path: Path) -> None:
-    kept = Passes(path)
+    kept = PassRecords(path)
     running = [kept.during(KEY, number + 1, 0) for number in range(SLOTS + 2)]
     for each in running:
         each.__enter__()
     with kept.during("x" * 5000, 7, 0):
-        assert len(Passes(path).left()) == SLOTS
+        assert len(PassRecords(path).left()) == SLOTS
     for each in running:
         each.__exit__(None, None, None)
 
@@ -65,7 +65,7 @@ def test_more_passes_than_slots_and_a_long_name_run_without_a_record(path: Path)
 def test_a_file_that_cannot_be_written_keeps_no_pass_from_running(tmp_path: Path) -> None:
     (tmp_path / "sie").write_text("a file")
     ran = False
-    with Passes(tmp_path / "sie" / "passes").during(KEY, 5, 0):
+    with PassRecords(tmp_path / "sie" / "passes").during(KEY, 5, 0):
         ran = True
     assert ran
 
@@ -85,26 +85,26 @@ def test_what_is_learnt_of_a_death(
     counter = 5
     monkeypatch.setattr(control_group, "oom_kills", lambda: counter)
     file = path.with_name("frontier.json")
-    post_mortem = PostMortem(Passes(path), lambda: Frontier(file))
+    crash_record = CrashRecord(PassRecords(path), lambda: BatchLimits(file))
     die_in(path, tokens, fitted)
     counter += kills
-    post_mortem.learn()
-    assert Frontier(file).limit(KEY) == (tokens // 4 if is_learnt else None)
-    post_mortem.learn()
-    assert Frontier(file).limit(KEY) == (tokens // 4 if is_learnt else None), "a death counts once"
+    crash_record.learn()
+    assert BatchLimits(file).limit(KEY) == (tokens // 4 if is_learnt else None)
+    crash_record.learn()
+    assert BatchLimits(file).limit(KEY) == (tokens // 4 if is_learnt else None), "a death counts once"
 
 
 def test_a_size_that_killed_is_tried_again_after_minutes(tmp_path: Path) -> None:
     now_s = 1_000_000.0
-    frontier = Frontier(tmp_path / "frontier.json", lambda: now_s)
+    batch_limits = BatchLimits(tmp_path / "frontier.json", lambda: now_s)
     kills, last_s, shortest_s = 0, -1e9, 1e9
     for _ in range(24 * 360):  # a day of full batches on a device that holds 3,000
         now_s += 10
-        tokens = min(16_384, frontier.limit(KEY) or 16_384)
+        tokens = min(16_384, batch_limits.limit(KEY) or 16_384)
         if tokens <= 3000:
-            frontier.fits(KEY, tokens)
+            batch_limits.fits(KEY, tokens)
         else:
-            frontier.failed(KEY, tokens, killed=True)
+            batch_limits.failed(KEY, tokens, killed=True)
             kills, shortest_s, last_s = kills + 1, min(shortest_s, now_s - last_s) if kills > 2 else shortest_s, now_s
     assert shortest_s >= KILLED_WAIT_S
     assert kills <= 3 + 86_400 / MAX_WAIT_S * 2
@@ -115,7 +115,7 @@ def test_adapters_of_one_machine_share_the_frontier_and_keep_their_passes_apart(
         load(environ={"SIE_LOCAL_CACHE": str(tmp_path), "SIE_IPC_SOCKET_PATH": f"/run/{name}.sock"}).settings
         for name in "ab"
     )
-    Frontier.of(one).failed(KEY, 100)
-    assert Frontier.of(other).limit(KEY) == 50
-    with Passes.of(one).during(KEY, 9, 0):
-        assert Passes.of(other).left() == []
+    BatchLimits.for_machine(one).failed(KEY, 100)
+    assert BatchLimits.for_machine(other).limit(KEY) == 50
+    with PassRecords.for_socket(one).during(KEY, 9, 0):
+        assert PassRecords.for_socket(other).left() == []

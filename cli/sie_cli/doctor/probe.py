@@ -1,8 +1,8 @@
-"""What the checks look at, each thing once however many checks ask for it: gateways, the broker, heartbeats, the config
-service, sockets.
+"""Probe a cluster for the checks: gateways, the broker, heartbeats, the config service, sockets, each read once however
+many checks need it.
 
-    check ──► Look.gateways() ┐
-    check ──► Look.gateways() ┴──► one task, whose outcome both get
+    check ──► ClusterProbe.gateways() ┐
+    check ──► ClusterProbe.gateways() ┴──► one task, whose outcome both get
 
 A check that is out of time gives up its wait, not the task. Tokens go only where settings say that they belong.
 """
@@ -15,10 +15,10 @@ import os
 import stat
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import httpx
 import msgspec
@@ -33,6 +33,7 @@ from sie_contracts.wire.heartbeats import GatewayBeat, Heartbeat
 if TYPE_CHECKING:
     from sie_broker import CoreMessage
     from sie_broker.nats import NatsBroker
+
 
 CALL_S = 3.0  # of one question over HTTP or a socket
 BEAT_MARGIN_S = 1.0  # a heartbeat may come so much later than its interval
@@ -372,8 +373,19 @@ def _time_of_id(request_id: str) -> float | None:
 
 @contextlib.asynccontextmanager
 async def open_probe(cluster: Cluster) -> AsyncIterator[ClusterProbe]:
-    look = ClusterProbe(cluster)
+    probe = ClusterProbe(cluster)
     try:
-        yield look
+        yield probe
     finally:
-        await look.close()
+        await probe.close()
+
+
+class Finding(NamedTuple):
+    """One line what is wrong, one line what mends it."""
+
+    wrong: str
+    fix: str
+
+
+CheckResult = tuple[str, list[Finding]]
+Check = Callable[[ClusterProbe], Awaitable[CheckResult]]

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from sie_adapter.engine.device_threads import Job, Lanes
-from sie_adapter.memory.onednn import afresh, is_spoilt, unspoilt
-from sie_adapter.memory.oom import Shortage
+from sie_adapter.engine.device_threads import DeviceJob, DeviceThreads
+from sie_adapter.memory.oom import OomRecovery, is_thread_unusable, on_new_thread, on_usable_thread
 from sie_adapter.packed.packing import Int64
 from sie_contracts.wire.ipc import BatchDone, Reply, RunBatch
 
@@ -25,7 +24,9 @@ _WIDTH = 2048
 def gelu(states: torch.Tensor) -> str:
     try:
         return (
-            "right" if torch.allclose(unspoilt(F.gelu, states), F.gelu(states.double()).float(), atol=1e-6) else "wrong"
+            "right"
+            if torch.allclose(on_usable_thread(F.gelu, states), F.gelu(states.double()).float(), atol=1e-6)
+            else "wrong"
         )
     except RuntimeError as error:
         return str(error)
@@ -38,7 +39,7 @@ def spoil() -> str:
     F.gelu(torch.randn(1, 5, _WIDTH))
     resource.setrlimit(resource.RLIMIT_DATA, (1 << 20, free[1]))
     try:
-        unspoilt(F.gelu, states)
+        on_usable_thread(F.gelu, states)
         return ""
     except RuntimeError as error:
         return str(error)
@@ -46,25 +47,25 @@ def spoil() -> str:
         resource.setrlimit(resource.RLIMIT_DATA, free)
 
 
-def lanes() -> dict[str, object]:
-    """A lane that is spoilt by its first batch: whether it was and is, and what came of the others."""
+def serve_on_one_thread() -> dict[str, object]:
+    """Run three batches on a device thread that the first one makes unusable: the results, and whether it ended."""
     told: list[tuple[str, bool]] = []
 
     def execute(message: RunBatch) -> Reply:
-        before = is_spoilt()
+        before = is_thread_unusable()
         told.append((spoil() if message.batch == "b0" else gelu(torch.randn(1, 40 + len(told), _WIDTH)), before))
         return BatchDone(message.batch, (), b"", 0.0)
 
-    running = Lanes(1, execute)
+    running = DeviceThreads(1, execute)
     for number in range(3):
-        job = Job(RunBatch(f"b{number}", "m", "encode", b"", b"", ()), lambda reply: None)
+        job = DeviceJob(RunBatch(f"b{number}", "m", "encode", b"", b"", ()), lambda reply: None)
         running.submit(job)
         job.finished.wait(60)
     return {"told": told, "ended": running.stop(60)}
 
 
 def main() -> None:
-    lane = lanes()
+    device_thread = serve_on_one_thread()
     refusal = spoil()
     results: dict[int, str] = {}
 
@@ -73,14 +74,14 @@ def main() -> None:
         results.update(dict.fromkeys(items.tolist(), "right" if F.gelu(states).isfinite().all() else "wrong"))
 
     refused: list[int] = []
-    Shortage(torch.device("cpu"), lambda: None).run(work, np.arange(3), refused.append)
+    OomRecovery(torch.device("cpu"), lambda: None).run(work, np.arange(3), refused.append)
     print(
         json.dumps(
             {
-                "lane": lane,
+                "device_thread": device_thread,
                 "refusal": refusal,
-                "spoilt": is_spoilt(),
-                "afresh": afresh(is_spoilt),
+                "unusable": is_thread_unusable(),
+                "new_thread": on_new_thread(is_thread_unusable),
                 "here": gelu(torch.randn(1, 30, _WIDTH)),
                 "results": list(results.values()),
                 "refused": refused,
