@@ -31,7 +31,7 @@ from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
 from sie_contracts.wire.messages import BatchNote, Ok, Stages, WorkResult
 from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.admission import Admission
-from sie_gateway.admission.model_queue import Place
+from sie_gateway.admission.model_queue import ModelQueue
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.streams.backlog import Backlog
 from sie_sidecar.batching.batch import TIMES_OVER
@@ -282,7 +282,7 @@ class Before(Admission):
         if 1.2 * wait_s > budget_s:
             raise QueueFull("", retry_after_s=max(1, min(5, math.ceil(wait_s - budget_s))))
 
-    def _batch_s(self, place: Place, full: float) -> float:
+    def _batch_s(self, place: ModelQueue, full: float) -> float:
         batches = place.batches
         if not batches._n:
             return 0.0
@@ -291,7 +291,7 @@ class Before(Admission):
             return batches._y / batches._n * full / max(full, batches._x / batches._n)
         return line[0] + line[1] * full
 
-    def look_again(self, place: Place) -> None:
+    def look_again(self, place: ModelQueue) -> None:
         pass
 
 

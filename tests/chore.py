@@ -14,7 +14,7 @@ import time
 from inprocess import settings_of
 
 from sie_broker.nats import connect
-from sie_gateway.streams.consumers import Consumers
+from sie_gateway.streams.consumers import WorkConsumers
 from sie_runtime import failpoints
 from sie_store.payloads import open_store
 
@@ -25,7 +25,7 @@ async def consumers(url: str) -> int:
     """Delete those of the default pool that are at rest at this moment."""
     broker = await connect(url, name="chore")
     try:
-        found = Consumers(broker, settings_of(SIE_ACK_WAIT_S="3"), idle_s=0.0)
+        found = WorkConsumers(broker, settings_of(SIE_ACK_WAIT_S="3"), idle_s=0.0)
         stream = await found.follow("_default")
         return await stream.sweep(3.0)
     finally:

@@ -15,7 +15,7 @@ from sie_contracts.wire import messages, topology
 from sie_contracts.wire.messages import Input, RunOptions, WorkItem
 from sie_contracts.wire.topology import Lane
 from sie_gateway.metrics import Metrics
-from sie_gateway.streams.consumers import Consumers
+from sie_gateway.streams.consumers import WorkConsumers
 from sie_gateway.streams.publish import WorkQueue
 from sie_runtime.process import Stop
 
@@ -98,7 +98,7 @@ async def race(
     """
     queue = work_queue(await connect("publisher"))
     await queue.ensure_pool(LANE.pool)
-    collector = Consumers(await connect("collector"), settings_of(), idle_s=0.0)
+    collector = WorkConsumers(await connect("collector"), settings_of(), idle_s=0.0)
     stream = await collector.follow(LANE.pool)
     worker, stop, published = _Worker(await connect("worker")), Stop(), dict[str, float]()
 

@@ -25,7 +25,7 @@ import numpy as np
 from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
 from sie_contracts.wire.records import Placement
 from sie_gateway.fleet.placement import EVERY_S
-from sie_gateway.fleet.planner import Planner, Waiting
+from sie_gateway.fleet.planner import ModelBacklog, Planner
 from sie_sidecar.intake.pull import AHEAD_AGAIN_S, role
 
 TOKENS = 100  # of each request
@@ -379,11 +379,11 @@ class Simulation:
         now_s = self._now_s
         live = [beat for seen_s, beat in self._beats.values() if now_s - seen_s < BEAT_TIMEOUT_S]
         silent = [beat for seen_s, beat in self._beats.values() if BEAT_TIMEOUT_S <= now_s - seen_s < FORGOTTEN_S]
-        backlog: dict[str, Waiting] = {}
+        backlog: dict[str, ModelBacklog] = {}
         for model in {*self._waiting, *(model for model, leased in self._leased.items() if leased)}:
             waiting, leased = self._waiting.get(model, ()), self._leased[model]
             oldest_s = min([*leased, *([waiting[0]] if waiting else [])])
-            backlog[self._names[model]] = Waiting(len(waiting) + len(leased), now_s - oldest_s)
+            backlog[self._names[model]] = ModelBacklog(len(waiting) + len(leased), now_s - oldest_s)
         placement = self._planner.step(self._table, live, silent, backlog, now_s)
         if placement is None:
             return

@@ -14,7 +14,7 @@ from sie_gateway.fleet.demand import DemandRecords
 from sie_gateway.fleet.lag import Lag
 from sie_gateway.inference.handler import Inference
 from sie_gateway.inference.inbox import Inbox
-from sie_gateway.operations.status import Status
+from sie_gateway.operations.status import ClusterStatus
 from sie_runtime.feed import CatalogueFeed
 from sie_runtime.metrics import Scrape, epoch_number
 
@@ -28,7 +28,7 @@ class Live(Collector):
         self,
         broker: Connection,
         feed: CatalogueFeed,
-        status: Status,
+        status: ClusterStatus,
         lag: Lag,
         demand: DemandRecords,
         inference: Inference,

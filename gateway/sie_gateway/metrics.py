@@ -10,7 +10,7 @@ from sie_runtime.http.refusals import REFUSED
 from sie_runtime.metrics import Maker, exemplar
 
 if TYPE_CHECKING:
-    from sie_gateway.inference.results import Finished
+    from sie_gateway.inference.results import RequestResult
 
 _FETCHES = ("fetched", "refused", "failed")
 _OPERATIONS = ("encode", "score", "extract")
@@ -84,7 +84,7 @@ class Metrics:
         if seconds is not None:
             counted[1].observe(seconds, exemplar())
 
-    def used(self, key: str, finished: Finished) -> None:
+    def used(self, key: str, finished: RequestResult) -> None:
         """Account to a key, by the name that its grant has in metrics, what a request of it used."""
         self._traffic.met(key)
         self.key_tokens.labels(key).inc(finished.usage["total_tokens"])

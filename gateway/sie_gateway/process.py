@@ -24,9 +24,9 @@ from sie_gateway.fleet.demand import ColdStarts, DemandRecords
 from sie_gateway.fleet.lag import Lag
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.fleet.placement import Ages, Placer
-from sie_gateway.fleet.pool_reconciler import PoolKeeper
+from sie_gateway.fleet.pool_reconciler import PoolReconciler
 from sie_gateway.fleet.pool_rules import not_found
-from sie_gateway.fleet.pools import PoolRecord, Pools
+from sie_gateway.fleet.pools import PoolDirectory, PoolRecord
 from sie_gateway.fleet.residency import Residencies
 from sie_gateway.fleet.scaling import Scaling
 from sie_gateway.http.app import create_app, metrics_app
@@ -37,12 +37,12 @@ from sie_gateway.inference.image_urls import NETWORK, ImageUrls, Network
 from sie_gateway.inference.inbox import Inbox
 from sie_gateway.inference.runner import Runner
 from sie_gateway.jobs.assembly import assembled
-from sie_gateway.jobs.ledger import Figures
+from sie_gateway.jobs.ledger import JobFigures
 from sie_gateway.jobs.records import JobsBucket
 from sie_gateway.metrics import Metrics
-from sie_gateway.operations.dead_letters import DeadLetters
+from sie_gateway.operations.dead_letters import DeadLetterOperations
 from sie_gateway.operations.doctor import Doctor
-from sie_gateway.operations.status import Status
+from sie_gateway.operations.status import ClusterStatus
 from sie_gateway.state import Gateway, Readiness, Services
 from sie_gateway.streams.backlog import Backlog
 from sie_gateway.streams.publish import LOAD_CEILING_S, Offload, WorkQueue, life_s
@@ -137,7 +137,7 @@ async def serve(
         serves=record.__contains__,
         is_reservation=record.is_reservation,
     )
-    pools = Pools(record, fleet, queue, clock, metrics)
+    pools = PoolDirectory(record, fleet, queue, clock, metrics)
     admission = Admission(settings, broker, fleet, backlog, metrics, epoch=lambda: feed.catalogue.epoch)
     demand = DemandRecords(broker, clock.now_s, storage=settings.stream_storage, replicas=settings.stream_replicas)
     cold = ColdStarts(fleet, demand, metrics, pools.pending_reason)
@@ -147,16 +147,18 @@ async def serve(
         for part in (admission, backlog, ages, placer, demand, cold, residencies):
             part.drop_pool(name)
 
-    keeper = PoolKeeper(settings, broker, pools, fleet, queue, clock, metrics, on_pool_gone)
+    keeper = PoolReconciler(settings, broker, pools, fleet, queue, clock, metrics, on_pool_gone)
     runner = Runner(feed, queue, inbox, metrics, admission, cold, settings.load_hold_s)
     urls = ImageUrls(settings.image_url_hosts, metrics.count_fetch, network)
     inference = Inference(settings, feed, fleet, record, metrics, admission, runner, urls)
     lag = Lag(broker, backlog, record, clock.now_s)
     scaling = Scaling(settings, feed, fleet, backlog, lag, admission.peers, demand, pools)
-    status = Status(settings, broker, feed, placer, admission.peers, record.own, lag, nats_monitor_url, pools.visible)
+    status = ClusterStatus(
+        settings, broker, feed, placer, admission.peers, record.own, lag, nats_monitor_url, pools.visible
+    )
     keys = Keys(broker, settings.stream_replicas) if settings.auth_mode == "token" else None
     gate = Gate(settings, keys, clock.now_s)
-    letters = DeadLetters(broker, settings, metrics, record.own, placer.note)
+    letters = DeadLetterOperations(broker, settings, metrics, record.own, placer.note)
     residencies = Residencies(broker, fleet, placer, cold)
     quotas = Quotas(admission.peers.count)
     jobs = assembled(settings, broker, inference, fleet, gate.of_key, inference_route, quotas, clock.now_s)
@@ -165,7 +167,7 @@ async def serve(
     readiness = Readiness(broker, feed, keys)
     gateway = Gateway(settings, metrics, services, pools, admission.peers, inference, status, scaling)
     metrics.registry.register(Live(broker, feed, status, lag, demand, inference, inbox, admission))
-    metrics.registry.register(Figures(jobs.jobs.ledger))
+    metrics.registry.register(JobFigures(jobs.jobs.ledger))
     names = settings.allowed_hosts
     main = HttpServer(
         create_app(gateway, gate, readiness, tracer),

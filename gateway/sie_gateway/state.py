@@ -8,15 +8,15 @@ from sie_broker import Connection
 from sie_contracts.settings import Settings
 from sie_gateway.admission.grant import Quotas
 from sie_gateway.admission.peers import Peers
-from sie_gateway.fleet.pools import Pools
+from sie_gateway.fleet.pools import PoolDirectory
 from sie_gateway.fleet.residency import Residencies
 from sie_gateway.fleet.scaling import Scaling
 from sie_gateway.inference.handler import Inference
 from sie_gateway.jobs.assembly import JobParts
 from sie_gateway.metrics import Metrics
-from sie_gateway.operations.dead_letters import DeadLetters
+from sie_gateway.operations.dead_letters import DeadLetterOperations
 from sie_gateway.operations.doctor import Doctor
-from sie_gateway.operations.status import Status
+from sie_gateway.operations.status import ClusterStatus
 from sie_runtime.connection import because
 from sie_runtime.feed import CatalogueFeed
 from sie_runtime.keys import Keys
@@ -50,7 +50,7 @@ class Services(NamedTuple):
     """Parts of a gateway beside inference."""
 
     doctor: Doctor
-    dead_letters: DeadLetters
+    dead_letters: DeadLetterOperations
     residencies: Residencies
     jobs: JobParts
     quotas: Quotas
@@ -64,10 +64,10 @@ class Gateway:
         settings: Settings,
         metrics: Metrics,
         services: Services,
-        pools: Pools,
+        pools: PoolDirectory,
         peers: Peers,
         inference: Inference,
-        status: Status,
+        status: ClusterStatus,
         scaling: Scaling,
     ) -> None:
         self.settings = settings

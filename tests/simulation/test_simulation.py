@@ -17,7 +17,7 @@ from simulation.virtual import VirtualLoop, virtual_time
 from simulation.world import simulate
 
 from sie_gateway.inference.shadow import Shadows
-from sie_gateway.streams.consumers import IDLE_S, Consumers
+from sie_gateway.streams.consumers import IDLE_S, WorkConsumers
 
 SEEDS, BLOCK = 5, 5
 # 1.2 s of a processor each, 8 minutes in all. Every planted bug is found by a tenth of them; more are run by
@@ -74,10 +74,10 @@ def test_a_planted_bug_is_found(name: str) -> None:
 def test_clocks_that_are_defaults_of_arguments_are_virtual() -> None:
     loop, real_s = VirtualLoop(), time.perf_counter()
     with virtual_time(loop, 0):
-        by_name = (Consumers.__init__.__kwdefaults__ or {})["clock"]
+        by_name = (WorkConsumers.__init__.__kwdefaults__ or {})["clock"]
         by_place = (Shadows.__init__.__defaults__ or ())[-1]
         assert by_name() == by_place() == time.perf_counter() == loop.now_s
-    assert Consumers.__init__.__kwdefaults__ == {"idle_s": IDLE_S, "clock": time.perf_counter}
+    assert WorkConsumers.__init__.__kwdefaults__ == {"idle_s": IDLE_S, "clock": time.perf_counter}
     assert time.perf_counter() >= real_s
     loop.close()
 

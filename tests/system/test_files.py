@@ -27,7 +27,7 @@ from sie_broker.nats import connect
 from sie_broker.record import Bucket, LeaderLease
 from sie_contracts.wire import topology
 from sie_gateway.jobs.files import ABANDONED_S, MAX_FILE_BYTES, UPLOADS_OF_A_KEY, FileStore
-from sie_gateway.jobs.records import Bound, JobsBucket, Usage, Use
+from sie_gateway.jobs.records import JobsBucket, OwnerUsage, RecordUse, UseBound
 from sie_store.files import open_files
 
 ADMIN, ONE, OTHER = (f"file-token-{secrets.token_urlsafe(12)}" for _ in range(3))
@@ -196,8 +196,8 @@ def cleaned(cluster: Cluster, ahead_s: float) -> int:
             await jobs.follow()
             lease = LeaderLease(Bucket(broker, topology.LEASES_BUCKET, storage="memory"), "files-of-a-test")
             objects = open_files(str(cluster.data_dir / "payloads"))
-            unbounded = Bound(Use(1 << 30, 1 << 50), ("", ""))
-            usage = Usage(unbounded, unbounded, kinds=("", ""), remedy="", reason="")
+            unbounded = UseBound(RecordUse(1 << 30, 1 << 50), ("", ""))
+            usage = OwnerUsage(unbounded, unbounded, kinds=("", ""), remedy="", reason="")
             return await FileStore(jobs, objects, lease, usage, lambda: time.time() + ahead_s).clean()
         finally:
             await broker.close()

@@ -35,8 +35,8 @@ from stack import Stack
 from sie_broker.nats import connect
 from sie_contracts.api.jobs import JobInput, JobRequest
 from sie_contracts.jobs import JobRecord
-from sie_gateway.jobs.ledger import Ledger
-from sie_gateway.jobs.records import Bound, JobsBucket, Usage, Use
+from sie_gateway.jobs.ledger import JobLedger
+from sie_gateway.jobs.records import JobsBucket, OwnerUsage, RecordUse, UseBound
 
 pytestmark = shared.JOBS
 
@@ -175,9 +175,9 @@ def kept_bytes(folder: Path) -> int:
 async def test_a_thousand_jobs_are_listed_at_once(job_cluster: Stack, jobs: JobClient) -> None:
     broker = await connect(job_cluster.broker_urls, name="test")
     try:
-        many = Bound(Use(10_000, 1 << 30), ("", ""))
-        usage = Usage(many, many, kinds=("", ""), remedy="", reason="")
-        ledger = Ledger(JobsBucket(broker, 1), broker, 1, usage)
+        many = UseBound(RecordUse(10_000, 1 << 30), ("", ""))
+        usage = OwnerUsage(many, many, kinds=("", ""), remedy="", reason="")
+        ledger = JobLedger(JobsBucket(broker, 1), broker, 1, usage)
         request = JobRequest(model=MODEL, input=JobInput(file="file-none", text="{text}"), name="listed")
         for number in range(1000):
             name = f"job-{number:032}"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sie_contracts.errors import InvalidInput
 from sie_contracts.jobs import Plan
 from sie_gateway.jobs import envelope
-from sie_gateway.jobs.envelope import MAX_LINES, SHARD_BYTES, SHARD_LINES, BadLine, Cut, read, requests_of, written
+from sie_gateway.jobs.envelope import MAX_LINES, SHARD_BYTES, SHARD_LINES, BadLine, BatchCut, read, requests_of, written
 
 GOOD = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {"input": "x"}}
 ids = st.sampled_from(["a", "b", "c", "é", ""])
@@ -28,7 +28,7 @@ pieces_of_lines = st.one_of(
 
 
 def planned(text: bytes, cuts: list[int]) -> Plan:
-    cut = Cut("f")
+    cut = BatchCut("f")
     ends = sorted({0, len(text), *(place for place in cuts if place < len(text))})
     for start, end in pairwise(ends):
         cut.feed(text[start:end])
@@ -75,13 +75,13 @@ def test_a_part_is_bounded_in_lines_and_in_bytes() -> None:
 
 def test_a_part_is_bounded_in_inputs_of_its_requests() -> None:
     line = json.dumps({**GOOD, "body": {"model": "m", "input": ["a"] * 2048}}).encode() + b"\n"
-    cut = Cut("file")
+    cut = BatchCut("file")
     cut.feed(line * 7)
     assert [span.rows for span in cut.plan().spans] == [2, 2, 2, 1]
 
 
 def test_as_many_lines_as_openai_takes_and_no_more() -> None:
-    cut = Cut("f")
+    cut = BatchCut("f")
     cut.feed(b"{}\n\n" * MAX_LINES)
     assert sum(cut.plan().rows) == MAX_LINES
     with pytest.raises(InvalidInput, match="50000") as caught:
@@ -91,7 +91,7 @@ def test_as_many_lines_as_openai_takes_and_no_more() -> None:
 
 def test_a_line_without_an_end_is_refused_before_all_of_it_is_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(envelope, "MAX_LINE_BYTES", 100)
-    cut = Cut("f")
+    cut = BatchCut("f")
     cut.feed(b"{}\n" + b"x" * 100)
     with pytest.raises(InvalidInput, match="line 2 has more than 100 bytes"):
         cut.feed(b"x")
@@ -175,7 +175,7 @@ def test_a_line_of_many_values_is_cut_and_read_in_the_memory_of_its_text(name: s
     line = json.dumps({**GOOD, name: None}).replace("null", bomb).encode()
     tracemalloc.start()
     try:
-        cut = Cut("f")
+        cut = BatchCut("f")
         cut.feed(line + b"\n")
         assert [span.rows for span in cut.plan().spans] == [1]
         if name == "other":
@@ -193,6 +193,6 @@ def test_a_shard_has_so_many_inputs_by_lists_and_not_by_commas_in_texts() -> Non
     lists = json.dumps({**GOOD, "body": {"input": ["a, b"] * 1000}}).encode() + b"\n"
     texts = json.dumps({**GOOD, "body": {"input": "a, b" * 1000}}).encode() + b"\n"
     for line, expected in ((lists, [5, 5]), (texts, [10])):
-        cut = Cut("f")
+        cut = BatchCut("f")
         cut.feed(line * 10)
         assert [span.rows for span in cut.plan().spans] == expected

@@ -21,7 +21,7 @@ from sie_contracts.settings import SettingError
 from sie_contracts.wire import topology
 from sie_contracts.wire.topology import StreamSpec
 from sie_gateway.streams import consumers as life
-from sie_gateway.streams.consumers import Consumers, Rest, given_up, rests
+from sie_gateway.streams.consumers import Rest, WorkConsumers, given_up, rests
 from sie_runtime import failpoints
 from sie_runtime.failpoints import FailpointError
 
@@ -67,7 +67,7 @@ async def gateway(
     return stream
 
 
-def routed(stream: life.StreamConsumers, model: str, deadline_s: float) -> life.Route:
+def routed(stream: life.StreamConsumers, model: str, deadline_s: float) -> life.WorkRoute:
     return stream.route(*life._routes(LANE, "interactive", model, 10.0), deadline_s)
 
 
@@ -321,7 +321,7 @@ async def test_no_work_is_orphaned_by_deletions_that_race_publishes(deletions: i
 
 async def test_one_gateway_sweeps_once_a_minute(server: MemoryServer) -> None:
     clock = Clock()
-    gateways = [Consumers(server.connect(name), settings_of(), idle_s=0.0, clock=clock) for name in "ab"]
+    gateways = [WorkConsumers(server.connect(name), settings_of(), idle_s=0.0, clock=clock) for name in "ab"]
     broker = server.connect("c")
     for each in gateways:
         await each.follow(LANE.pool)
@@ -336,7 +336,7 @@ async def test_one_gateway_sweeps_once_a_minute(server: MemoryServer) -> None:
 async def test_a_stream_that_is_lost_keeps_no_round_from_the_others(server: MemoryServer) -> None:
     """The consumers of another stream, whichever comes first, are made and swept."""
     broker = server.connect("c")
-    consumers = Consumers(server.connect("a"), settings_of(), idle_s=0.0)
+    consumers = WorkConsumers(server.connect("a"), settings_of(), idle_s=0.0)
     for pool in ("before", LANE.pool, "later"):
         await broker.ensure_stream(stream_of(pool), owner=True)
         await consumers.follow(pool)

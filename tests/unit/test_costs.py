@@ -13,8 +13,8 @@ from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
 from sie_contracts.wire.messages import BatchNote, Ok, Stages, WorkResult
 from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.admission import Admission
-from sie_gateway.admission.model_queue import Entered, Place
-from sie_gateway.admission.window import Bound, Shares, Ticket, Window
+from sie_gateway.admission.model_queue import Entered, ModelQueue
+from sie_gateway.admission.window import KeyWindow, QueueBound, Shares, Ticket
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.metrics import Metrics
 from sie_gateway.streams.backlog import Backlog
@@ -41,8 +41,8 @@ def test_layers_that_attend_to_a_window_take_time_by_tokens() -> None:
     assert crossover_tokens(WIDTH, 22, 0) == 0
 
 
-def place(crossover: int) -> Place:
-    found = Place(LANE, "interactive", "m", Window(Shares(), 4096))
+def place(crossover: int) -> ModelQueue:
+    found = ModelQueue(LANE, "interactive", "m", KeyWindow(Shares(), 4096))
     found.crossover_tokens = crossover
     found.hosted_by([HOST])
     return found
@@ -53,7 +53,7 @@ def result(number: int, tokens: int, length: int, seconds: float) -> WorkResult:
     return WorkResult("r", 0, "w", (Ok({}, tokens),), stages=Stages(inference_ms=1000 * seconds), batch=note)
 
 
-def expected_s(of: Place, tokens: int, length: int) -> float:
+def expected_s(of: ModelQueue, tokens: int, length: int) -> float:
     """The wait behind so many tokens of texts of this length, after eight batches of short texts, 16,384 tokens in half
     a second each.
     """
@@ -91,11 +91,11 @@ def test_what_workers_and_keys_count_stays_in_tokens() -> None:
     """The bound of a window is what workers take in, in tokens: texts whose cost is a multiple fill it as before. Turns
     go by cost.
     """
-    window = Window(Shares(), 4096)
+    window = KeyWindow(Shares(), 4096)
     for key in ("a", "b"):
         ticket = Ticket(key, [5 * 4096] * 8, [4096] * 8)
         window.join(ticket)
-    assert len(window.grant(Bound(tokens=8 * 4096), math.inf)) == 8
+    assert len(window.grant(QueueBound(tokens=8 * 4096), math.inf)) == 8
     assert (window.tokens, window.cost, window.stretch()) == (8 * 4096, 40 * 4096, 5.0)
     assert window.shares.tokens == {"a": 4 * 4096, "b": 4 * 4096}
     assert window.waiting_tokens() == {"a": 4 * 4096, "b": 4 * 4096}
@@ -104,10 +104,10 @@ def test_what_workers_and_keys_count_stays_in_tokens() -> None:
 
 
 def test_keys_take_turns_by_cost() -> None:
-    window = Window(Shares(), 4096)
+    window = KeyWindow(Shares(), 4096)
     window.join(Ticket("long", [4 * 4096] * 4, [4096] * 4))
     window.join(Ticket("short", [4096] * 20))
-    first = [ticket.key for ticket, _ in window.grant(Bound(tokens=10 * 4096), math.inf)]
+    first = [ticket.key for ticket, _ in window.grant(QueueBound(tokens=10 * 4096), math.inf)]
     assert first.count("long") == 2
     assert first.count("short") == 8
 

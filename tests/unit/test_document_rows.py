@@ -20,7 +20,7 @@ from sie_contracts.wire.ipc import Group, Rows, RunBatch
 from sie_contracts.wire.messages import Input, Ok, RunOptions
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import images
-from sie_gateway.inference.chunk import Limits, plan
+from sie_gateway.inference.chunk import ChunkLimits, plan
 from sie_sidecar.prepare import layouts
 from sie_sidecar.prepare.rows import BatchPart, RowInput, to_batch
 from sie_sidecar.prepare.tokens import ModelTokenizer
@@ -92,7 +92,7 @@ def test_a_text_beside_a_document_is_told_to_be_unread() -> None:
 def test_documents_are_split_by_what_their_bytes_cost() -> None:
     entry = ModelEntry("org/parser", Weights(path="x"), "docling", {"data": 0}, 512, inputs=("document",))
     found = bodies.items({"items": [{"document": bytes(size)} for size in (100, 64_000, 640_000, 100)]}, limit=4)
-    limits = Limits(2000, 8 << 20, 8 << 20)
+    limits = ChunkLimits(2000, 8 << 20, 8 << 20)
     chunks, size = plan(found, None, "extract", entry, RunOptions(), limits)
     assert size == 704_200
     assert [(each.start, each.stop, each.cost) for each in chunks] == [

@@ -10,28 +10,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sie_contracts.wire.heartbeats import Turn
-from sie_gateway.admission.retry_slots import MAX_RETRY_S, MAX_TURNS, Pace, Turns
-from sie_gateway.admission.throughput import EXPIRY_S, MAX_EVIDENCE, UNKNOWN_STALL_S, Drain, Wait
+from sie_gateway.admission.retry_slots import MAX_RETRY_S, MAX_TURNS, AnswerPace, RetrySlots
+from sie_gateway.admission.throughput import EXPIRY_S, MAX_EVIDENCE, UNKNOWN_STALL_S, ExpectedWait, Throughput
 
 
-def drain(*batches: tuple[float, float, float], crowded: bool = False, device_s: float = math.inf) -> Drain:
+def drain(*batches: tuple[float, float, float], crowded: bool = False, device_s: float = math.inf) -> Throughput:
     """One that got these: (when, tokens, when they were queued)."""
-    found = Drain()
+    found = Throughput()
     for number, (at_s, tokens, queued_s) in enumerate(batches):
         found.left(at_s, str(number), tokens, queued_s, is_crowded=crowded, device_s=device_s)
     return found
 
 
 def wait(
-    of: Drain, now_s: float, ahead: float, *, oldest_s: float = 0.0, full: float = 512, fixed: float = math.inf
-) -> Wait:
+    of: Throughput, now_s: float, ahead: float, *, oldest_s: float = 0.0, full: float = 512, fixed: float = math.inf
+) -> ExpectedWait:
     return of.wait(now_s, ahead, 8, oldest_s, full, fixed)
 
 
 def test_without_a_batch_that_had_work_before_it_nothing_is_known() -> None:
-    assert wait(Drain(), 1.0, 1e6) == Wait()
+    assert wait(Throughput(), 1.0, 1e6) == ExpectedWait()
     alone = drain((1.0, 8, 0.9), (2.0, 8, 1.9), (3.0, 8, 2.9))
-    assert wait(alone, 3.5, 1e6) == Wait()
+    assert wait(alone, 3.5, 1e6) == ExpectedWait()
 
 
 def test_back_to_back_batches_tell_the_rate() -> None:
@@ -44,7 +44,7 @@ def test_back_to_back_batches_tell_the_rate() -> None:
 
 
 def test_results_of_one_batch_are_one_sample() -> None:
-    found = Drain()
+    found = Throughput()
     for batch in range(4):
         for number in range(64):
             found.left(batch * 0.5 + number * 1e-4, f"w {batch}", 8, -1.0, is_crowded=True)
@@ -103,14 +103,14 @@ def test_a_queue_that_stands_still_is_seen() -> None:
     found = drain(*((0.1 * number, 512, -1.0) for number in range(10)), crowded=True)
     assert wait(found, 1.0, 512).stalled_s == 0
     assert wait(found, 4.9, 512).stalled_s == pytest.approx(4.0)
-    assert wait(Drain(), UNKNOWN_STALL_S - 1, 8).stalled_s == 0
-    assert wait(Drain(), UNKNOWN_STALL_S + 1, 8).stalled_s == pytest.approx(UNKNOWN_STALL_S + 1)
+    assert wait(Throughput(), UNKNOWN_STALL_S - 1, 8).stalled_s == 0
+    assert wait(Throughput(), UNKNOWN_STALL_S + 1, 8).stalled_s == pytest.approx(UNKNOWN_STALL_S + 1)
 
 
 def test_what_was_measured_expires() -> None:
     found = drain(*((0.1 * number, 512, -1.0) for number in range(10)), crowded=True)
     assert wait(found, 2.0, 512, oldest_s=2.0).evidence == 9
-    assert wait(found, EXPIRY_S + 5.0, 512, oldest_s=EXPIRY_S + 5.0) == Wait()
+    assert wait(found, EXPIRY_S + 5.0, 512, oldest_s=EXPIRY_S + 5.0) == ExpectedWait()
 
 
 def test_batches_that_were_cut_for_the_budget_do_not_grow() -> None:
@@ -120,7 +120,7 @@ def test_batches_that_were_cut_for_the_budget_do_not_grow() -> None:
     cut = drain(*((0.5 * number, 200, 0.5 * number - 1.1) for number in range(8)), device_s=0.5)
     ample = drain(*((0.5 * number, 200, 0.5 * number - 0.45) for number in range(8)), device_s=0.5)
 
-    def likely_s(of: Drain, budget_s: float) -> float:
+    def likely_s(of: Throughput, budget_s: float) -> float:
         return of.wait(3.9, 600, 8, 0.0, 4096, math.inf, budget_s=budget_s).likely_s
 
     assert likely_s(cut, 1.0) > 2.0
@@ -167,7 +167,7 @@ def test_where_others_have_half_of_the_queue_the_wait_is_that_of_all_of_it() -> 
     st.floats(0, 1e6),
 )
 def test_a_wait_is_finite_and_grows_with_what_is_ahead(batches: list[tuple[float, int, float]], ahead: float) -> None:
-    found, now_s = Drain(), 0.0
+    found, now_s = Throughput(), 0.0
     for number, (gap_s, tokens, back_s) in enumerate(batches):
         now_s += gap_s
         found.left(now_s, str(number), tokens, now_s - back_s, is_crowded=number % 3 == 0, device_s=gap_s or math.inf)
@@ -185,7 +185,7 @@ def test_clients_of_one_moment_are_told_to_come_one_after_the_other() -> None:
     before.
     """
     random.seed(7)
-    turns = Turns()
+    turns = RetrySlots()
     told = [turns.book(0.0, b"%d" % number, 5, 3 + turns.promised(0.0) / 100) for number in range(400)]
     assert min(told) >= 3
     assert max(told) <= 24
@@ -201,7 +201,7 @@ def most_within_a_second(due: list[float]) -> int:
 def test_no_second_has_more_turns_than_it_has_room_for() -> None:
     """At any moment of a second: who is refused half a second later is told a whole number of seconds as well."""
     random.seed(5)
-    turns = Turns()
+    turns = RetrySlots()
     due = []
     for number in range(200):
         now_s = number // 50 / 4
@@ -213,14 +213,14 @@ def test_no_second_has_more_turns_than_it_has_room_for() -> None:
 
 def test_turns_that_were_given_at_a_higher_rate_come_before_those_at_a_lower_one() -> None:
     """A hundred are due within two seconds when the device turns out to do ten a second."""
-    turns = Turns()
+    turns = RetrySlots()
     for number in range(100):
         turns.book(0.0, b"%d" % number, 1, 2.0, room=50)
     assert 9 <= turns.book(0.0, b"next", 1, 5.0, room=10) <= 16
 
 
 def test_a_cost_above_the_room_of_a_second_has_one_of_its_own() -> None:
-    turns = Turns()
+    turns = RetrySlots()
     due = sorted(turns.book(0.0, b"%d" % number, 80, 1.0, room=50) for number in range(5))
     assert len(set(due)) == 5
     assert due[-1] < 20
@@ -229,7 +229,7 @@ def test_a_cost_above_the_room_of_a_second_has_one_of_its_own() -> None:
 
 def test_costs_that_are_not_whole_leave_nothing_behind() -> None:
     """They come from other gateways."""
-    turns = Turns()
+    turns = RetrySlots()
     turns.peer_announced(
         0.0,
         [Turn(b"%d" % number, 3.0 + number % 3, 1e9 if number == 7 else 0.1 * number + 1e-9) for number in range(50)],
@@ -244,7 +244,7 @@ def test_costs_that_are_not_whole_leave_nothing_behind() -> None:
 
 
 def test_a_turn_is_its_clients_once_and_lapses() -> None:
-    turns = Turns()
+    turns = RetrySlots()
     retry_s = turns.book(0.0, b"me", 5, 10.0)
     assert not turns.claim(retry_s, b"you")
     assert not turns.claim(retry_s * 0.5, b"me")
@@ -259,7 +259,7 @@ def test_a_turn_is_its_clients_once_and_lapses() -> None:
 
 def test_a_turn_is_known_to_the_other_gateways() -> None:
     """What one promised the others expect, and let in; what one let in the others expect no more."""
-    one, other, third = Turns(), Turns(), Turns()
+    one, other, third = RetrySlots(), RetrySlots(), RetrySlots()
     retry_s = one.book(0.0, b"me", 5, 10.0)
     turns, claimed = one.news(0.1, 100)
     assert [turn.client for turn in turns] == [b"me"]
@@ -279,17 +279,17 @@ def test_a_turn_is_known_to_the_other_gateways() -> None:
 
 
 def test_what_is_told_of_turns_is_bounded_and_the_rest_is_told_next() -> None:
-    turns = Turns()
+    turns = RetrySlots()
     for number in range(10):
         turns.book(0.0, b"%d" % number, 1, 60.0)
     assert [len(turns.news(1.0, 4)[0]) for _ in range(4)] == [4, 4, 2, 0]
-    other = Turns()
+    other = RetrySlots()
     other.peer_announced(0.0, [Turn(b"x", 1e9, 1), Turn(b"y", -1.0, 1), Turn(b"z", 5.0, -3)], [b"unknown"])
     assert len(other) == 0
 
 
 def test_turns_that_are_due_by_a_moment() -> None:
-    turns = Turns()
+    turns = RetrySlots()
     turns.peer_announced(0.0, [Turn(b"%d" % second, second + 0.5, 10) for second in range(1, 60)], ())
     assert turns.due(0.0, 5.0) == 40
     assert turns.due(0.0, 100.0) == turns.promised(0.0) == 590
@@ -297,14 +297,14 @@ def test_turns_that_are_due_by_a_moment() -> None:
 
 def test_where_many_ask_the_same_a_turn_is_not_claimed_before_its_time() -> None:
     random.seed(1)
-    turns = Turns()
+    turns = RetrySlots()
     due = sorted(turns.book(0.0, b"same", 5, 5.0 + number) for number in range(10))
     assert not turns.claim(due[0] - 0.1, b"same")
     assert [turns.claim(second, b"same") for second in due] == [True] * 10
 
 
 def test_turns_are_bounded_and_a_wait_too_long_has_none() -> None:
-    turns = Turns()
+    turns = RetrySlots()
     for number in range(MAX_TURNS + 10):
         assert turns.book(0.0, b"%d" % number, 1, 60.0) in (60, 61)
     assert len(turns) == MAX_TURNS
@@ -313,9 +313,9 @@ def test_turns_are_bounded_and_a_wait_too_long_has_none() -> None:
     assert len(turns) == 0
 
 
-def full_gateway(running: int) -> Pace:
+def full_gateway(running: int) -> AnswerPace:
     """One of so many requests ends each tenth of a second, and another one takes its place."""
-    pace = Pace()
+    pace = AnswerPace()
     for number in range(running):
         pace.changed(0.0, number + 1)
     for number in range(1, 21):
@@ -326,7 +326,7 @@ def full_gateway(running: int) -> Pace:
 
 def test_a_gateway_at_its_limit_spreads_clients_over_what_it_answers() -> None:
     random.seed(3)
-    assert Pace().retry_s(0.0) == 1
+    assert AnswerPace().retry_s(0.0) == 1
     assert full_gateway(40).retry_s(2.0) in (2, 3)
     assert full_gateway(400).retry_s(2.0) > 15
     pace = full_gateway(40)
@@ -337,7 +337,7 @@ def test_a_gateway_at_its_limit_spreads_clients_over_what_it_answers() -> None:
 
 def test_a_gateway_that_had_little_to_do_counts_as_no_slow_one() -> None:
     """A request of 10 ms each 10 s, and then as many slow uploads as it takes."""
-    pace = Pace()
+    pace = AnswerPace()
     for number in range(20):
         pace.changed(10.0 * number, 1)
         pace.changed(10.0 * number + 0.01, 0)

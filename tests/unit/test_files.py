@@ -24,8 +24,8 @@ from sie_broker.record import Bucket, LeaderLease
 from sie_contracts.errors import NotFound, PayloadTooLarge, QueueUnavailable, RateLimited, ResourceExhausted
 from sie_contracts.jobs import FileRecord
 from sie_contracts.wire import topology
-from sie_gateway.jobs.files import ABANDONED_S, UPLOADS_AT_ONCE, UPLOADS_OF_A_KEY, About, FileStore, new_id
-from sie_gateway.jobs.records import Bound, JobsBucket, Usage, Use
+from sie_gateway.jobs.files import ABANDONED_S, UPLOADS_AT_ONCE, UPLOADS_OF_A_KEY, FileDescription, FileStore, new_id
+from sie_gateway.jobs.records import JobsBucket, OwnerUsage, RecordUse, UseBound
 from sie_store.files import open_files
 from sie_store.object_stores import RESERVE_SHARE, ObjectMissing, StoreFull
 from sie_store.payloads import open_store
@@ -66,18 +66,22 @@ async def uploaded(
     return await gateway.client.post(PATH, data=form, files={"file": ("a.jsonl", data)}, headers=by(token))
 
 
-MANY = Use(1000, 1 << 30)
+MANY = RecordUse(1000, 1 << 30)
 
 
-def file_usage(of_key: Use = MANY, in_all: Use = MANY) -> Usage:
+def file_usage(of_key: RecordUse = MANY, in_all: RecordUse = MANY) -> OwnerUsage:
     names = ("SIE_FILES_PER_KEY", "SIE_FILES_BYTES_PER_KEY"), ("SIE_MAX_FILES", "SIE_MAX_FILES_BYTES")
-    return Usage(
-        Bound(of_key, names[0]), Bound(in_all, names[1]), kinds=("files", "bytes"), remedy="delete some", reason="files"
+    return OwnerUsage(
+        UseBound(of_key, names[0]),
+        UseBound(in_all, names[1]),
+        kinds=("files", "bytes"),
+        remedy="delete some",
+        reason="files",
     )
 
 
 async def store_of(
-    cluster: InProcess, folder: Path, ahead_s: float = 0.0, usage: Usage | None = None, **limits: int
+    cluster: InProcess, folder: Path, ahead_s: float = 0.0, usage: OwnerUsage | None = None, **limits: int
 ) -> FileStore:
     """That of a further gateway, whose clock is ahead."""
     broker = cluster.server.connect("further")
@@ -272,8 +276,8 @@ async def test_a_form_that_is_announced_as_too_long_is_refused_before_it_is_read
     assert (objects(tmp_path), records(cluster.server)) == ([], [])
 
 
-def about() -> About:
-    return About("a", "batch")
+def about() -> FileDescription:
+    return FileDescription("a", "batch")
 
 
 async def pieces(count: int = 1, size: int = 1) -> AsyncIterator[bytes]:
@@ -284,14 +288,14 @@ async def pieces(count: int = 1, size: int = 1) -> AsyncIterator[bytes]:
 @pytest.mark.parametrize(
     ("limits", "setting"),
     [
-        ({"of_key": Use(2, 1 << 20)}, "SIE_FILES_PER_KEY"),
-        ({"in_all": Use(2, 1 << 20)}, "SIE_MAX_FILES"),
-        ({"of_key": Use(9, 250)}, "SIE_FILES_BYTES_PER_KEY"),
-        ({"in_all": Use(9, 250)}, "SIE_MAX_FILES_BYTES"),
+        ({"of_key": RecordUse(2, 1 << 20)}, "SIE_FILES_PER_KEY"),
+        ({"in_all": RecordUse(2, 1 << 20)}, "SIE_MAX_FILES"),
+        ({"of_key": RecordUse(9, 250)}, "SIE_FILES_BYTES_PER_KEY"),
+        ({"in_all": RecordUse(9, 250)}, "SIE_MAX_FILES_BYTES"),
     ],
 )
 async def test_files_have_bounds_of_a_key_and_of_all(
-    limits: dict[str, Use], setting: str, cluster: InProcess, tmp_path: Path
+    limits: dict[str, RecordUse], setting: str, cluster: InProcess, tmp_path: Path
 ) -> None:
     """A refused upload leaves nothing; a removed file makes room; an output of a batch counts and is kept."""
     store = await store_of(cluster, tmp_path / "store", usage=file_usage(**limits))
@@ -336,7 +340,7 @@ async def test_a_gateway_bounds_files_by_its_settings(
 async def test_a_further_gateway_counts_what_others_stored(cluster: InProcess, tmp_path: Path) -> None:
     store = await store_of(cluster, tmp_path / "store")
     await store.receive("one", pieces(1, 100), about)
-    other = await store_of(cluster, tmp_path / "store", usage=file_usage(Use(1, 1 << 20)))
+    other = await store_of(cluster, tmp_path / "store", usage=file_usage(RecordUse(1, 1 << 20)))
     with pytest.raises(RateLimited, match="this key has 1 files"):
         await other.receive("one", pieces(), about)
 

@@ -28,7 +28,7 @@ from sie_contracts import arrays
 from sie_contracts.errors import InferenceFailed, ResourceExhausted
 from sie_contracts.wire import ipc, messages
 from sie_contracts.wire.messages import ArraySlice, Fragment, Input, Ok, RunOptions, WorkItem, WorkResult
-from sie_gateway.inference.inbox import Fragments, Inbox, NoRoom
+from sie_gateway.inference.inbox import Fragments, Inbox, InboxFull
 from sie_gateway.metrics import Metrics as GatewayMetrics
 from sie_runtime import failpoints
 from sie_sidecar.intake.leases import Leases
@@ -69,12 +69,12 @@ def test_one_request_cannot_fill_the_gateway_and_all_of_them_neither() -> None:
     fragments = Fragments(max_bytes=10_000, max_request_bytes=5_000)
     for index in range(4):
         fragments.add(part(index, 9), 0.0)
-    with pytest.raises(NoRoom, match="one request"):
+    with pytest.raises(InboxFull, match="one request"):
         fragments.add(part(4, 9), 0.0)
     for index in range(4):
         fragments.add(part(index, 9, request="other"), 0.0)
     fragments.add(part(0, 9, request="third"), 0.0)
-    with pytest.raises(NoRoom, match="this gateway"):
+    with pytest.raises(InboxFull, match="this gateway"):
         fragments.add(part(1, 9, request="third"), 0.0)
     for request in ("r", "other", "third"):
         fragments.drop_request(request)
@@ -85,7 +85,7 @@ def test_what_had_no_part_for_long_gives_its_room_and_is_then_incomplete() -> No
     fragments = Fragments(max_bytes=3_000, silence_s=30.0)
     fragments.add(part(0, 2, request="silent"), 0.0)
     busy = fragments.add(part(0, 2, request="busy"), 25.0)
-    with pytest.raises(NoRoom):
+    with pytest.raises(InboxFull):
         fragments.add(part(0, request="new"), 29.0)
     fragments.drop_request("new")
     assert fragments.add(part(0, request="new"), 31.0).missing == 2

@@ -26,8 +26,8 @@ from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.grant import Grant
 from sie_gateway.inference import chunk, shadow
 from sie_gateway.inference.body import Item
-from sie_gateway.inference.call import Asked, Call, route_key
-from sie_gateway.inference.results import Finished, Understood
+from sie_gateway.inference.call import Call, InferRequest, route_key
+from sie_gateway.inference.results import PlannedRequest, RequestResult
 from sie_gateway.inference.shadow import Shadows, cosines, rank_agreement
 from sie_gateway.metrics import Metrics
 from sie_runtime.ranks import spearman
@@ -255,12 +255,14 @@ VECTOR = np.arange(1, 9, dtype="<f4")
 
 def finished(
     model: str = "search", *, values: Any = (VECTOR, VECTOR), scores: tuple[float, ...] = (), **run: Any
-) -> Finished:
+) -> RequestResult:
     """An answer of a request for `model`: dense vectors, or scores."""
     count = len(scores or values)
     items = tuple(Item(text=f"text {number}") for number in range(count))
     options = RequestOptions(RunOptions(**run))
-    found = Finished(Understood("encode", CATALOGUE.resolve(model), options, items, None, LANE, "interactive"), {})
+    found = RequestResult(
+        PlannedRequest("encode", CATALOGUE.resolve(model), options, items, None, LANE, "interactive"), {}
+    )
     outcomes: list[Any] = [Ok({}, score=score) for score in scores]
     block = b""
     for value in () if scores else values:
@@ -285,8 +287,8 @@ class Harness:
         self.workers = [_beat(("toy/one", "loaded"), slots=2)]
         self.wait_s: float | None = 0.0
         self.waits: Priority = "bulk"
-        self.answer: SIEError | Finished = finished("toy/two")
-        self.ran: list[tuple[Call, Asked]] = []
+        self.answer: SIEError | RequestResult = finished("toy/two")
+        self.ran: list[tuple[Call, InferRequest]] = []
         self.gate = asyncio.Event()
         self.gate.set()
         self.now_s = 100.0
@@ -305,17 +307,17 @@ class Harness:
     def expected_s(self, lane: Lane, priority: Priority) -> float | None:
         return self.wait_s if priority == self.waits else 0.0
 
-    async def run(self, call: Call, asked: Asked) -> Finished:
+    async def run(self, call: Call, asked: InferRequest) -> RequestResult:
         self.ran.append((call, asked))
         await self.gate.wait()
         if isinstance(self.answer, SIEError):
             raise self.answer
         return self.answer
 
-    async def after(self, found: Finished | None = None, *, settle: bool = True, **call: Any) -> dict[str, float]:
+    async def after(self, found: RequestResult | None = None, *, settle: bool = True, **call: Any) -> dict[str, float]:
         """What the counter says after one more request."""
         found = found or finished()
-        asked = Asked("encode", found.request.resolved, found.request.items, {"items": []})
+        asked = InferRequest("encode", found.request.resolved, found.request.items, {"items": []})
         self.shadows.after(
             Call("1", 0.0, {"authorization": "Bearer x", "x-sie-pool": "p"}, **{"infer_request": asked, **call}), found
         )
@@ -411,7 +413,7 @@ async def test_one_copy_opens_a_cold_model() -> None:
         (finished("toy/two", values=(VECTOR, ErrorInfo("INFERENCE_ERROR", "x"))), "done", 0.0),
     ],
 )
-async def test_after_a_failure_there_is_a_pause(answer: SIEError | Finished, counted: str, pause_s: float) -> None:
+async def test_after_a_failure_there_is_a_pause(answer: SIEError | RequestResult, counted: str, pause_s: float) -> None:
     harness = Harness()
     harness.answer = answer
     assert await harness.after() == {counted: 1}
@@ -428,7 +430,7 @@ async def test_what_is_not_copied() -> None:
     assert await harness.after(finished("toy/one")) == {}
     assert await harness.after(grant=Grant(shadow.KEY)) == {}
     assert await harness.after(infer_request=None) == {}
-    score = Asked("score", CATALOGUE.resolve("search"), (), {})
+    score = InferRequest("score", CATALOGUE.resolve("search"), (), {})
     assert await harness.after(infer_request=score) == {"unsuited": 1}
     big = np.ones(shadow.MAX_VALUES // 2 + 8, "<f4")
     assert await harness.after(finished(values=(big, big))) == {"unsuited": 1, "large": 1}

@@ -21,8 +21,8 @@ from sie_contracts.wire.messages import ArraySlice, Failed, Ok, Outcome, RunOpti
 from sie_gateway.inference import arrow, body, chunk, reply
 from sie_gateway.inference.body import Item
 from sie_gateway.inference.call import Call
-from sie_gateway.inference.chunk import Chunk, Limits, result_bytes
-from sie_gateway.inference.results import Finished
+from sie_gateway.inference.chunk import Chunk, ChunkLimits, result_bytes
+from sie_gateway.inference.results import RequestResult
 from sie_gateway.inference.results import placed as placed_of
 
 ENTRY = parse_entry(
@@ -212,7 +212,7 @@ def test_a_box_has_no_offsets() -> None:
 def split(sizes: list[int], **limits: int) -> list[Chunk]:
     given = {"item_result_bytes": 0, "token_result_bytes": 0, "each_tokens": 0, "rows": 1}
     given |= {name: limits.pop(name) for name in list(limits) if name in given}
-    bounds = Limits(**{"cost": 10**9, "payload_bytes": 10**9, "result_bytes": 10**9, **limits})
+    bounds = ChunkLimits(**{"cost": 10**9, "payload_bytes": 10**9, "result_bytes": 10**9, **limits})
     return chunk.split(sizes, max_tokens=100, limits=bounds, **given)
 
 
@@ -296,7 +296,7 @@ def test_rows_are_made_when_it_is_their_turn() -> None:
 def test_timing_is_that_of_the_chunk_that_arrived_last_and_each_input_has_its_own() -> None:
     """Not that of the chunk which took longest at its worker."""
     items = (Item("a"), Item(None), Item("b"))
-    finished = Finished(SimpleNamespace(items=items), {1: REFUSED})  # type: ignore[arg-type]
+    finished = RequestResult(SimpleNamespace(items=items), {1: REFUSED})  # type: ignore[arg-type]
     stages = [Stages(inference_ms=40, worker_ms=50), Stages(inference_ms=20, worker_ms=30)]
     results = [WorkResult("r", number, "w", (Ok({}, 3),), b"", stages=each) for number, each in enumerate(stages)]
     finished.add_results([0, 2], [Chunk(0, 1, 1), Chunk(1, 2, 1)], results, [60.0, 90.0])
@@ -534,7 +534,7 @@ def test_the_last_entry_of_a_reply_is_made_when_all_else_of_it_is_written(values
 
 
 def test_writing_the_reply_is_postprocessing() -> None:
-    finished = Finished(SimpleNamespace(items=()), {})  # type: ignore[arg-type]
+    finished = RequestResult(SimpleNamespace(items=()), {})  # type: ignore[arg-type]
     call = Call("r", time.perf_counter() - 0.2, {})
     before = finished.timing(call.received_s)
     told = finished.timing(call.received_s, 0.15)

@@ -22,7 +22,7 @@ from sie_gateway.operations.history import (
     STAGES_TOLD,
     STEP_S,
     STEPS,
-    History,
+    RequestHistory,
     quantile,
 )
 
@@ -43,15 +43,15 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def history(clock: Clock) -> History:
-    return History(clock)
+def history(clock: Clock) -> RequestHistory:
+    return RequestHistory(clock)
 
 
-def end(history: History, name: str = "r", ms: float = 5.0, code: str = "", status: int = 200) -> None:
+def end(history: RequestHistory, name: str = "r", ms: float = 5.0, code: str = "", status: int = 200) -> None:
     history.ended(Call(name, 0.0, {}, {"model": "toy/one"}, code=code), "encode", status, ms / 1000)
 
 
-def test_steps_are_counted_with_their_errors_and_end_after_an_hour(history: History, clock: Clock) -> None:
+def test_steps_are_counted_with_their_errors_and_end_after_an_hour(history: RequestHistory, clock: Clock) -> None:
     end(history)
     end(history, code="INVALID_INPUT", status=400)
     end(history, code="PROVISIONING", status=202)  # "not yet" is no error
@@ -72,7 +72,7 @@ def test_steps_are_counted_with_their_errors_and_end_after_an_hour(history: Hist
     assert history.requests(1000, ANYBODY) == []
 
 
-def test_what_is_kept_is_bounded(history: History, clock: Clock) -> None:
+def test_what_is_kept_is_bounded(history: RequestHistory, clock: Clock) -> None:
     """A day of requests, half of them failed, and overload."""
     numbers = random.Random(0)
     for minute in range(24 * 60):
@@ -86,7 +86,7 @@ def test_what_is_kept_is_bounded(history: History, clock: Clock) -> None:
     assert {each["code"] for each in kept} == {"", "INFERENCE_ERROR"}  # refusals are counted, and never crowd out
 
 
-def test_the_slowest_of_each_minute_are_kept_in_order(history: History, clock: Clock) -> None:
+def test_the_slowest_of_each_minute_are_kept_in_order(history: RequestHistory, clock: Clock) -> None:
     took = [float(number) for number in range(1, 101)]
     random.Random(1).shuffle(took)
     for ms in took:
@@ -168,7 +168,7 @@ async def test_a_gateway_tells_of_its_requests_and_never_of_their_inputs(tmp_pat
         assert (await client.get(f"{gateway.url}/v1/requests/unknown")).status_code == 404
 
 
-def test_the_requests_of_one_key_do_not_push_out_those_of_another(history: History) -> None:
+def test_the_requests_of_one_key_do_not_push_out_those_of_another(history: RequestHistory) -> None:
     """Each has places of its own, and so many keys at most."""
     keys = [f"k{number}" for number in range(MAX_OWNERS + 20)]
     for number in range(20):

@@ -36,7 +36,7 @@ from sie_gateway.inference import body as bodies
 from sie_gateway.inference import images
 from sie_gateway.inference import images as image_headers
 from sie_gateway.inference.body import Item
-from sie_gateway.inference.chunk import Chunk, Files, Limits, split
+from sie_gateway.inference.chunk import Chunk, ChunkLimits, Files, split
 from sie_gateway.inference.image_urls import ImageUrls
 
 STREAM = "WORK__default"
@@ -233,7 +233,7 @@ def test_bytes_of_images_count_in_the_size_and_not_as_text() -> None:
 
 
 def pieces(sizes: list[int], files: list[Files], **limits: int) -> list[Chunk]:
-    bounds = Limits(limits.pop("cost", 1 << 30), limits.pop("payload", 1 << 30), limits.pop("result", 1 << 30))
+    bounds = ChunkLimits(limits.pop("cost", 1 << 30), limits.pop("payload", 1 << 30), limits.pop("result", 1 << 30))
     return split(sizes, max_tokens=100, item_result_bytes=0, limits=bounds, files=files, **limits)
 
 

@@ -17,7 +17,7 @@ from sie_gateway.inference.intake import (
     FREE_BYTES,
     MAX_HELD_BYTES,
     PACE_BYTES_S,
-    Intake,
+    BodyIntake,
     body_memory,
     bounded,
     check_length,
@@ -44,7 +44,7 @@ def sending(*pieces: bytes, then: Callable[[], Any] | None = None) -> Receive:
 
 
 async def test_a_body_arrives_whole_and_is_held_until_it_is_closed() -> None:
-    intake = Intake(10 * MIB)
+    intake = BodyIntake(10 * MIB)
     reader = intake.reader({}, sending(b"a" * MIB, b"b" * MIB), 5 * MIB)
     assert await reader.read() == b"a" * MIB + b"b" * MIB
     assert intake.held_bytes == COPIES * 2 * MIB - FREE_BYTES
@@ -59,15 +59,15 @@ async def test_what_is_announced_as_too_large_is_refused_before_it_is_read(decla
         raise AssertionError("read")
 
     with pytest.raises(PayloadTooLarge) as caught:
-        await Intake().reader({"content-length": declared}, never, 10).read()
+        await BodyIntake().reader({"content-length": declared}, never, 10).read()
     assert caught.value.extras == {"limit": 10}
 
 
 @pytest.mark.parametrize("declared", [{}, {"content-length": "3"}, {"content-length": "-1"}, {"content-length": "³"}])
 async def test_what_turns_out_too_large_is_refused_as_soon_as_it_does(declared: dict[str, str]) -> None:
     with pytest.raises(PayloadTooLarge):
-        await Intake().reader(declared, sending(b"x" * 10, b"x", b"never read"), 10).read()
-    assert await Intake().reader(declared, sending(b"x" * 10), 10).read() == b"x" * 10
+        await BodyIntake().reader(declared, sending(b"x" * 10, b"x", b"never read"), 10).read()
+    assert await BodyIntake().reader(declared, sending(b"x" * 10), 10).read() == b"x" * 10
 
 
 async def test_large_bodies_share_a_budget_and_small_ones_always_pass() -> None:
@@ -75,7 +75,7 @@ async def test_large_bodies_share_a_budget_and_small_ones_always_pass() -> None:
     small ones pass;
     4. one of the three goes away, and there is room.
     """
-    intake, ever = Intake(COPIES * 12 * MIB), asyncio.Event()
+    intake, ever = BodyIntake(COPIES * 12 * MIB), asyncio.Event()
     stuck = [
         intake.reader({}, sending(b"x" * MIB, b"x" * MIB, b"x" * MIB, b"x" * MIB, then=ever.wait), 100 * MIB)
         for _ in range(3)
@@ -102,12 +102,14 @@ async def test_large_bodies_share_a_budget_and_small_ones_always_pass() -> None:
 
 
 async def test_one_body_is_never_refused_for_the_room_it_takes_itself() -> None:
-    assert len(await Intake(MIB).reader({}, sending(b"x" * MIB, b"x" * MIB, b"x" * MIB), 10 * MIB).read()) == 3 * MIB
+    assert (
+        len(await BodyIntake(MIB).reader({}, sending(b"x" * MIB, b"x" * MIB, b"x" * MIB), 10 * MIB).read()) == 3 * MIB
+    )
 
 
 async def test_values_count_before_they_are_decoded() -> None:
     """A body of a few bytes that becomes many objects takes the room of these, and there is none for a second one."""
-    intake = Intake(20 * MIB)
+    intake = BodyIntake(20 * MIB)
     body = b"[" * 1000
     first, second = (intake.reader({}, sending(body), MIB) for _ in range(2))
     for reader in (first, second):
@@ -186,7 +188,7 @@ async def test_large_bodies_keep_a_pace_while_small_requests_are_in_progress(mon
         slept_s.append(seconds)
 
     monkeypatch.setattr(bodies_in_memory.asyncio, "sleep", sleep)
-    intake, pieces = Intake(clock=lambda: 0.0), [b"x" * MIB] * 32
+    intake, pieces = BodyIntake(clock=lambda: 0.0), [b"x" * MIB] * 32
 
     async def read_two() -> None:
         inference, upload = intake.reader({}, sending(*pieces), 64 * MIB), intake.paced(sending(*pieces))

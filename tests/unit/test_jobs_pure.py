@@ -27,19 +27,19 @@ from sie_contracts.wire.messages import RunOptions
 from sie_contracts.wire.topology import Lane
 from sie_gateway.inference.body import Item
 from sie_gateway.inference.handler import Inference
-from sie_gateway.inference.results import FailedRequest, Understood
+from sie_gateway.inference.results import FailedRequest, PlannedRequest
 from sie_gateway.jobs import cache as caches
 from sie_gateway.jobs import client as askings
-from sie_gateway.jobs.cache import Cache, Segment, segment, space_of
-from sie_gateway.jobs.client import MAX_ROOM, Asking, Identity, Room, Throttle
-from sie_gateway.jobs.pace import MIN_LEFT_S, STEP_S, Pace, forecast, opens_in_s, workers_needed
+from sie_gateway.jobs.cache import AnswerCache, CacheSegment, segment, space_of
+from sie_gateway.jobs.client import MAX_ROOM, JobClient, JobIdentity, Room, Throttle
+from sie_gateway.jobs.pace import MIN_LEFT_S, STEP_S, JobPace, forecast, opens_in_s, workers_needed
 from sie_gateway.jobs.run import window_s
 from sie_gateway.jobs.values import (
     GROUP_BYTES,
     GROUP_ITEMS,
     SHARD_BYTES,
     TOKEN_BYTES,
-    Input,
+    RowInput,
     bounds,
     grouped,
     pack,
@@ -88,7 +88,7 @@ def job(deadline: float = 0.0, tokens_per_s: float = 0.0, **fields: object) -> J
 
 
 def test_a_forecast_follows_from_the_rate_and_says_how_sure_it_is() -> None:
-    pace = Pace()
+    pace = JobPace()
     for step in range(20):
         pace.note(step * STEP_S, int(100 * step * STEP_S))
     assert pace.rate == 100
@@ -113,7 +113,7 @@ def test_workers_are_asked_for_where_they_help() -> None:
 
 
 def test_a_rest_is_no_part_of_the_rate() -> None:
-    pace = Pace()
+    pace = JobPace()
     pace.note(0.0, 0)
     pace.note(20.0, 2000)
     pace.rest()
@@ -123,13 +123,13 @@ def test_a_rest_is_no_part_of_the_rate() -> None:
     assert pace.rate == 100
 
 
-def inputs(*texts: str, query: str | None = None) -> list[Input]:
-    return [Input(Item(text), query) for text in texts]
+def inputs(*texts: str, query: str | None = None) -> list[RowInput]:
+    return [RowInput(Item(text), query) for text in texts]
 
 
 @given(st.lists(st.tuples(st.text(max_size=8), st.sampled_from([None, "q", "r"])), max_size=60))
 def test_each_input_is_in_one_group_and_no_group_has_two_queries(given: list[tuple[str, str | None]]) -> None:
-    every = [Input(Item(text), query) for text, query in given]
+    every = [RowInput(Item(text), query) for text, query in given]
     groups = grouped(every)
     assert sorted(place for group in groups for place in group) == list(range(len(every)))
     assert all(len({every[place].query for place in group}) == 1 for group in groups)
@@ -163,13 +163,15 @@ def test_a_shard_has_rows_whose_answers_fit_into_memory(
 ) -> None:
     resolved = Resolved(toy_entry(max_tokens=8192, outputs=outputs), "default", RunDefaults(), LoadOptions(), "", "")
     lane = Lane("_default", "_default", "default")
-    found = bounds(Understood("encode", resolved, RequestOptions(run), (), None, lane, "bulk"), has_images=has_images)
+    found = bounds(
+        PlannedRequest("encode", resolved, RequestOptions(run), (), None, lane, "bulk"), has_images=has_images
+    )
     assert found.rows == SHARD_BYTES // bytes_of_row
     assert found.text_bytes == (SHARD_BYTES // text_tokens * TOKEN_BYTES if text_tokens else None)
 
 
 def test_equal_inputs_are_computed_once() -> None:
-    every = [*inputs("a", "b", "a"), *inputs("a", query="q"), Input(Item(None, images=(b"a",))), *inputs("")]
+    every = [*inputs("a", "b", "a"), *inputs("a", query="q"), RowInput(Item(None, images=(b"a",))), *inputs("")]
     found = unique(every)
     assert [found.inputs[place] for place in found.places] == every
     assert len(found.inputs) == 5
@@ -192,8 +194,8 @@ def same(one: Answer, other: Answer) -> bool:
 
 
 def test_a_segment_gives_back_what_was_kept() -> None:
-    kept = {Input(Item(str(number))).digest: value(number) for number in range(100)}
-    read = Segment(segment(kept))
+    kept = {RowInput(Item(str(number))).digest: value(number) for number in range(100)}
+    read = CacheSegment(segment(kept))
     assert all(same(read.value(row), kept[digest]) for row, digest in enumerate(sorted(kept)))
     assert same(unpack(pack(value(3))), value(3))
 
@@ -203,22 +205,22 @@ async def test_a_cache_finds_what_other_jobs_kept_and_nothing_of_another_space(t
     space = space_of("k", "f1", "encode", {"a": 1, "b": 2})
     assert space == space_of("k", "f1", "encode", {"b": 2, "a": 1}) != space_of("k", "f2", "encode", {"a": 1, "b": 2})
     assert space != space_of("l", "f1", "encode", {"a": 1, "b": 2})
-    writer = Cache(store, space)
+    writer = AnswerCache(store, space)
     await writer.open()
-    digests = [Input(Item(str(number))).digest for number in range(300)]
+    digests = [RowInput(Item(str(number))).digest for number in range(300)]
     for start in range(0, 300, 100):
         await writer.keep(f"s{start}", {digests[place]: value(place) for place in range(start, start + 100)})
     await writer.keep("s0", {digests[0]: value(7)})  # another leader of the same shard: what is there stays
-    reader = Cache(store, space)
+    reader = AnswerCache(store, space)
     await reader.open()
     assert len(reader) == 300
-    asked = [digests[5], Input(Item("new")).digest, digests[250], digests[0]]
+    asked = [digests[5], RowInput(Item("new")).digest, digests[250], digests[0]]
     found = await reader.find(asked)
     assert found.keys() == {0, 2, 3}
     assert same(found[0], value(5))
     assert same(found[2], value(250))
     assert same(found[3], value(0))
-    other = Cache(store, space_of("k", "f2", "encode", {}))
+    other = AnswerCache(store, space_of("k", "f2", "encode", {}))
     await other.open()
     assert await other.find(digests) == {}
 
@@ -227,18 +229,18 @@ async def test_a_cache_is_bounded_and_a_removed_segment_is_a_miss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = opened(str(tmp_path), "TEST")
-    writer = Cache(store, "space")
-    digests = [Input(Item(str(number))).digest for number in range(200)]
+    writer = AnswerCache(store, "space")
+    digests = [RowInput(Item(str(number))).digest for number in range(200)]
     await writer.keep("s0", {digest: value(1) for digest in digests[:100]})
     await writer.keep("s1", {digest: value(2) for digest in digests[100:]})
-    reader = Cache(store, "space")
+    reader = AnswerCache(store, "space")
     await reader.open()
     size = len(segment({digest: value(2) for digest in digests[100:]}))  # of the newer one
     assert await caches.trim(store, 1 << 20) == 0
     assert await caches.trim(store, size) == 1
     assert len(await reader.find(digests)) == 100
     monkeypatch.setattr(caches, "MAX_ITEMS", 50)
-    smaller = Cache(store, "space")
+    smaller = AnswerCache(store, "space")
     await smaller.open()
     assert len(smaller) == 0
 
@@ -253,8 +255,8 @@ async def test_a_large_cache_does_not_hold_the_event_loop(tmp_path: Path) -> Non
     ends = np.cumsum([0, *map(len, packed)]).astype("<u8")
     obstore.put(store, "cache/space/s", b"".join([count.to_bytes(8, "little"), *digests, ends.tobytes(), *packed]))
     twin = digests[7][:8] + bytes(8)  # the first half does not tell them apart
-    await Cache(store, "space").keep("twin", {twin: value(3)})
-    cache = Cache(store, "space")
+    await AnswerCache(store, "space").keep("twin", {twin: value(3)})
+    cache = AnswerCache(store, "space")
     own_s, all_s = time.thread_time(), time.process_time()
     await cache.open()
     found = await cache.find([*digests[:20_000], twin])
@@ -368,7 +370,7 @@ async def test_what_was_waited_for_in_vain_is_no_trouble_any_more(monkeypatch: p
     async def attempt() -> None:
         raise FailedRequest(ResourceExhausted("the device has no memory left"), [])
 
-    asking = Asking(cast("Inference", None), cast("Identity", None), {}, told.append, at_once)
+    asking = JobClient(cast("Inference", None), cast("JobIdentity", None), {}, told.append, at_once)
     with pytest.raises(FailedRequest):
         await asyncio.wait_for(asking.patiently(attempt), 5)
     assert [each and each.code for each in told] == ["RESOURCE_EXHAUSTED", "RESOURCE_EXHAUSTED", None]

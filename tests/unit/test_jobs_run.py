@@ -21,15 +21,15 @@ from sie_gateway.jobs import run as runs
 from sie_gateway.jobs import scheduler as keepers
 from sie_gateway.jobs import service
 from sie_gateway.jobs.client import Halted
-from sie_gateway.jobs.ledger import Ledger
-from sie_gateway.jobs.records import Bound, JobsBucket, Usage, Use
-from sie_gateway.jobs.run import JobRun, Progress, ShardBroken
-from sie_gateway.jobs.scheduler import Keeper
-from sie_gateway.jobs.service import Jobs, Sweeper
+from sie_gateway.jobs.ledger import JobLedger
+from sie_gateway.jobs.records import JobsBucket, OwnerUsage, RecordUse, UseBound
+from sie_gateway.jobs.run import JobProgress, JobRun, ShardBroken
+from sie_gateway.jobs.scheduler import JobScheduler
+from sie_gateway.jobs.service import JobService, Sweeper
 from sie_runtime.process import Stop
 from sie_store.object_stores import StoreError
 
-BOUND = Bound(Use(1000, 1 << 20), ("SIE_MAX_JOBS", "SIE_MAX_JOBS_BYTES"))
+BOUND = UseBound(RecordUse(1000, 1 << 20), ("SIE_MAX_JOBS", "SIE_MAX_JOBS_BYTES"))
 JOB = JobRecord("job-1", "k", "key", 1.0, request=JobRequest(model="m", input=JobInput(file="f")))
 
 
@@ -54,8 +54,8 @@ class Output:
     unwinds: int = 0
     closing: asyncio.Event | None = None  # work that is closed waits for it
 
-    def work(self, leader: str) -> Callable[[JobRecord, Progress], Writing]:
-        def made(job: JobRecord, progress: Progress) -> Writing:
+    def work(self, leader: str) -> Callable[[JobRecord, JobProgress], Writing]:
+        def made(job: JobRecord, progress: JobProgress) -> Writing:
             if self.refuses == "all":
                 raise InvalidInput("output.url: this place is not below one of SIE_JOBS_URLS")
             self.made += 1
@@ -69,7 +69,7 @@ class Output:
 class Writing:
     output: Output
     leader: str
-    progress: Progress
+    progress: JobProgress
 
     def refuse(self, step: str) -> None:
         if self.output.breaks == step:
@@ -116,16 +116,18 @@ class World:
         self.server = MemoryServer()
         self.output = Output()
         self.brokers: dict[str, MemoryBroker] = {}
-        self.stops: dict[str, tuple[Stop, asyncio.Future[Any], Keeper]] = {}
+        self.stops: dict[str, tuple[Stop, asyncio.Future[Any], JobScheduler]] = {}
         self.now_s: Callable[[], float] = time.time  # at the broker
         self.removed: list[str] = []  # jobs whose objects a sweeper tried to remove
 
-    def gateway(self, name: str, at_once: int = 2) -> Ledger:
+    def gateway(self, name: str, at_once: int = 2) -> JobLedger:
         broker = self.brokers[name] = self.server.connect(name)
         bucket, stop = JobsBucket(broker, 1), Stop()
-        ledger = Ledger(bucket, broker, 1, Usage(BOUND, BOUND, kinds=("jobs", "bytes"), remedy="", reason="jobs"))
+        ledger = JobLedger(
+            bucket, broker, 1, OwnerUsage(BOUND, BOUND, kinds=("jobs", "bytes"), remedy="", reason="jobs")
+        )
         work = self.output.work(name)
-        keeper = Keeper(
+        keeper = JobScheduler(
             ledger, broker, name, work, at_once=at_once, storage="memory", replicas=1, now_s=lambda: self.now_s()
         )
         self.stops[name] = stop, asyncio.gather(bucket.run(stop), keeper.run(stop)), keeper
@@ -145,7 +147,7 @@ class World:
         stop.request()
         await asyncio.wait_for(task, 10)
 
-    async def job(self, ledger: Ledger, job_id: str = JOB.id) -> JobRecord:
+    async def job(self, ledger: JobLedger, job_id: str = JOB.id) -> JobRecord:
         job = await ledger._jobs.refresh(job_id)
         assert job is not None
         return job
@@ -167,7 +169,7 @@ async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
         await world.leave(name)
 
 
-async def state(world: World, ledger: Ledger, wanted: str, job_id: str = JOB.id) -> JobRecord:
+async def state(world: World, ledger: JobLedger, wanted: str, job_id: str = JOB.id) -> JobRecord:
     async def reached() -> JobRecord | None:
         job = await world.job(ledger, job_id)
         return job if job.state == wanted else None
@@ -678,7 +680,7 @@ async def test_only_so_many_jobs_run_at_once_and_the_oldest_are_first(world: Wor
     assert ends == sorted(ends)
 
 
-def sweeper(world: World, ledger: Ledger, refused: dict[str, SIEError], *, has_store: bool = True) -> Sweeper:
+def sweeper(world: World, ledger: JobLedger, refused: dict[str, SIEError], *, has_store: bool = True) -> Sweeper:
     """Of jobs whose objects cannot be removed, for these reasons."""
 
     async def forget(job: JobRecord) -> None:
@@ -689,7 +691,7 @@ def sweeper(world: World, ledger: Ledger, refused: dict[str, SIEError], *, has_s
     async def check(call: object, job: JobRecord) -> JobRecord:
         return job
 
-    jobs = Jobs(ledger, check, lambda job: 0, forget, lambda file: None, time.time)
+    jobs = JobService(ledger, check, lambda job: 0, forget, lambda file: None, time.time)
     lease = LeaderLease(leases_of(world.brokers["g1"], storage="memory", replicas=1), "jobs")
     return Sweeper(jobs, lease, 60.0, time.time, has_store=has_store)
 

@@ -15,7 +15,7 @@ from inprocess import InProcess, settings_of, until
 
 from sie_contracts.settings import SettingError
 from sie_gateway.fleet import workers
-from sie_gateway.fleet.workers import Endpoints, Workers, WorkerStatus
+from sie_gateway.fleet.workers import Endpoints, WorkerSockets, WorkerStatus
 from sie_runtime.http.server import HttpServer, Receive, Scope, Send
 from sie_runtime.process import Stop
 
@@ -169,7 +169,7 @@ async def test_kubernetes_is_asked_only_where_that_is_wanted_and_only_from_a_pod
         own = {"SIE_GATEWAY_HEALTH_MODE": "ws", "SIE_GATEWAY_K8S_PORT": str(sidecar.settings.worker_metrics_port)}
         api.change(endpoint("127.0.0.1"))
         for wanted in ("false", "true"):
-            found = Workers(settings_of(SIE_GATEWAY_KUBERNETES="false", **own))
+            found = WorkerSockets(settings_of(SIE_GATEWAY_KUBERNETES="false", **own))
             if wanted == "true":
                 found._endpoints = Endpoints(settings_of(**own), api=url, account=account)
             stop = Stop()

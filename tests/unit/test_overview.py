@@ -25,17 +25,17 @@ from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.inference.call import Call
 from sie_gateway.operations import doctor as doctor_module
 from sie_gateway.operations.doctor import Doctor
-from sie_gateway.operations.history import STEP_S, STEPS, History
+from sie_gateway.operations.history import STEP_S, STEPS, RequestHistory
 from sie_gateway.operations.log_tail import MAX_CHARS, MAX_LINES, LogTail
-from sie_gateway.operations.status import Status
-from sie_gateway.operations.summary import COST_SHARE, MAX_SHOWN, Shared
+from sie_gateway.operations.status import ClusterStatus
+from sie_gateway.operations.summary import COST_SHARE, MAX_SHOWN, CachedSummary
 
 MODELS, WORKERS, LOADED = 10_000, 1_000, 12
 MINUTE_BYTES = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def large() -> Status:
+def large() -> ClusterStatus:
     """Of 10,000 models and 1,000 workers, each of which has loaded 12 models."""
     names = [f"org/model-{number:05}" for number in range(MODELS)]
     fleet = Fleet(MemoryServer().connect("g"), settings_of(SIE_HEARTBEAT_TIMEOUT_MS="3600000"))
@@ -49,7 +49,7 @@ def large() -> Status:
     feed, lag, placer, peers = Mock(), Mock(is_known=False), Mock(fleet=fleet), Mock()
     feed.catalogue.entries = dict.fromkeys(names)
     peers.qps.return_value = 1234.5
-    return Status(settings_of(SIE_GATEWAY_HEALTH_MODE="nats"), Mock(), feed, placer, peers, (), lag, None)
+    return ClusterStatus(settings_of(SIE_GATEWAY_HEALTH_MODE="nats"), Mock(), feed, placer, peers, (), lag, None)
 
 
 @pytest.fixture
@@ -62,10 +62,10 @@ def compressed(body: Any) -> int:
     return len(gzip.compress(msgspec.json.encode(body), 1))
 
 
-def test_a_page_reads_less_than_a_mebibyte_a_minute_of_a_large_cluster(large: Status) -> None:
+def test_a_page_reads_less_than_a_mebibyte_a_minute_of_a_large_cluster(large: ClusterStatus) -> None:
     """It asks for the state each second, for history and requests each ten seconds."""
     now_s = 1_790_000_000.0
-    history = History(lambda: now_s)
+    history = RequestHistory(lambda: now_s)
     for _ in range(STEPS):
         for number in range(20):
             history.ended(
@@ -92,14 +92,14 @@ def test_what_is_dear_is_built_more_rarely() -> None:
         built.append(time.monotonic())
         return len(built)
 
-    shared = Shared(build)
+    shared = CachedSummary(build)
     assert [shared() for _ in range(20)] == [1] * 20
     assert shared.until_s - built[0] >= 0.005 / COST_SHARE
     shared.until_s = 0.0
     assert shared() == 2, "after that time it is built anew"
 
 
-def test_a_filter_finds_models_that_are_not_among_the_first(large: Status) -> None:
+def test_a_filter_finds_models_that_are_not_among_the_first(large: ClusterStatus) -> None:
     found = large.shown("MODEL-0999", ANYBODY)
     assert [each.name for each in found["models"]][-1].startswith("org/model-0999")
     assert found["counts"]["models"] == 10

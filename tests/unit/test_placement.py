@@ -28,7 +28,7 @@ from sie_contracts.wire.records import Placement, decode_placement
 from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.fleet.placement import Placer
-from sie_gateway.fleet.planner import FORGET_S, REFRESH_S, Planner, Waiting
+from sie_gateway.fleet.planner import FORGET_S, REFRESH_S, ModelBacklog, Planner
 
 LANE = Lane("_default", "l4", "default")
 
@@ -209,13 +209,15 @@ def beat(
 def test_work_that_waited_for_a_load_asks_for_no_further_host() -> None:
     planner = Planner(2.0)
     planner.note("m", 1, 100)
-    table = planner.step(None, [beat("w1"), beat("w2")], [], {"m": Waiting(1, 0.0)}, 0.0)
+    table = planner.step(None, [beat("w1"), beat("w2")], [], {"m": ModelBacklog(1, 0.0)}, 0.0)
     assert table is not None
     host = table.hosts["m"][0]
     beats = [beat(name, *([ModelStatus("m", "loaded", load_s=5.0)] if name == host else ())) for name in ("w1", "w2")]
     for second in (30.0, 31.0, 31.9):
-        assert planner.step(table, beats, [], {"m": Waiting(1, second)}, second) is None or len(table.hosts["m"]) == 1
-    raised = planner.step(table, beats, [], {"m": Waiting(1, 32.5)}, 32.5)
+        assert (
+            planner.step(table, beats, [], {"m": ModelBacklog(1, second)}, second) is None or len(table.hosts["m"]) == 1
+        )
+    raised = planner.step(table, beats, [], {"m": ModelBacklog(1, 32.5)}, 32.5)
     assert raised is not None
     assert len(raised.hosts["m"]) == 2
 
@@ -227,7 +229,7 @@ def test_a_model_that_is_wanted_without_work_gets_a_host_and_tells_nothing_of_it
     table = wanted.step(None, [beat("w1"), beat("w2")], [], {}, 0.0)
     assert table is not None
     assert len(table.hosts["m"]) == 1
-    beats, waiting = [beat("w1", rate=100.0), beat("w2", rate=100.0)], {"m": Waiting(50, 5.0)}
+    beats, waiting = [beat("w1", rate=100.0), beat("w2", rate=100.0)], {"m": ModelBacklog(50, 5.0)}
     other.note("m", 1, 0)
     cheap = other.step(None, beats, [], waiting, 1.0)
     usual = wanted.step(table, beats, [], waiting, 1.0)
@@ -261,7 +263,7 @@ def test_a_silent_worker_stays_a_host_until_work_of_its_models_waits() -> None:
     silent, live = beat("w1", ModelStatus("m", "loaded")), beat("w2")
     table = Placement(0.0, {"m": ("w1",)})
     assert planner.step(table, [live], [silent], {}, 20.0) is None
-    moved = planner.step(table, [live], [silent], {"m": Waiting(1, 2.5)}, 23.0)
+    moved = planner.step(table, [live], [silent], {"m": ModelBacklog(1, 2.5)}, 23.0)
     assert moved is not None
     assert moved.hosts == {"m": ("w2",)}
 
@@ -282,7 +284,7 @@ def test_an_idle_lane_is_written_once_and_a_busy_one_is_kept_fresh() -> None:
     table = planner.step(None, live, [], {}, 0.0)
     assert table is not None
     assert all(planner.step(table, live, [], {}, float(second)) is None for second in range(1, 600))
-    assert planner.step(table, live, [], {"m": Waiting(1, 0.0)}, REFRESH_S + 1.0) is not None
+    assert planner.step(table, live, [], {"m": ModelBacklog(1, 0.0)}, REFRESH_S + 1.0) is not None
 
 
 # who writes it
@@ -295,10 +297,10 @@ class Clock:
         return self.now_s
 
 
-async def gateway(broker: MemoryBroker, waiting: dict[str, Waiting], clock: Clock) -> tuple[Placer, Fleet]:
+async def gateway(broker: MemoryBroker, waiting: dict[str, ModelBacklog], clock: Clock) -> tuple[Placer, Fleet]:
     fleet = Fleet(broker, load(environ={}).settings, clock)
 
-    async def read(lane: Lane, models: object) -> dict[str, Waiting]:
+    async def read(lane: Lane, models: object) -> dict[str, ModelBacklog]:
         return waiting
 
     placer = Placer(broker, 2.0, fleet, read, clock, storage="memory")
@@ -341,7 +343,7 @@ async def test_a_pool_whose_stream_is_lost_holds_up_no_other_and_is_forgotten_wi
     broker, lost = server.connect("g"), [replace(LANE, pool=f"lost{number}") for number in range(8)]
     fleet = Fleet(broker, load(environ={}).settings, clock)
 
-    async def read(lane: Lane, models: object) -> dict[str, Waiting]:
+    async def read(lane: Lane, models: object) -> dict[str, ModelBacklog]:
         if lane in lost:
             raise BrokerError(f"there is no stream WORK_{lane.pool}")
         return {}

@@ -19,7 +19,7 @@ from sie_contracts.wire.records import Placement
 from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.fleet.placement import Placer
-from sie_gateway.fleet.planner import Planner, Waiting
+from sie_gateway.fleet.planner import ModelBacklog, Planner
 
 pytestmark = pytest.mark.serial
 
@@ -81,7 +81,7 @@ def test_the_first_table_and_a_look_at_a_steady_lane() -> None:
             beats[number] = beat(
                 number, {status.model: len(table.hosts[status.model]) for status in beats[number].models}, rng
             )
-        backlog = {name: Waiting(1, 0.01) for name in rng.sample(NAMES, 300)}
+        backlog = {name: ModelBacklog(1, 0.01) for name in rng.sample(NAMES, 300)}
         now_s += 0.5
         before_s = time.thread_time()
         found = planner.step(table, beats, [], backlog, now_s)
@@ -101,7 +101,7 @@ async def test_the_event_loop_takes_its_turns_while_the_first_table_is_made() ->
     server, turns, longest_s, done = MemoryServer(max_payload=1 << 16), 0, 0.0, False
     fleet = Fleet(server.connect("g"), load(environ={}).settings, time.monotonic)
 
-    async def waiting(lane: Lane, models: object) -> dict[str, Waiting]:
+    async def waiting(lane: Lane, models: object) -> dict[str, ModelBacklog]:
         return {}
 
     placer = Placer(server.connect("g"), 2.0, fleet, waiting, time.monotonic, storage="memory")

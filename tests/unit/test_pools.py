@@ -23,7 +23,7 @@ from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.settings import Settings
 from sie_contracts.wire import topology
 from sie_contracts.wire.records import PoolSpec, Reservation
-from sie_gateway.fleet.assignments import Candidate, assign, is_held_back, is_met, lacking, requested_workers
+from sie_gateway.fleet.assignments import AssignableWorker, assign, is_held_back, is_met, lacking, requested_workers
 from sie_gateway.fleet.placement import Placer
 from sie_gateway.fleet.pool_rules import HELD_BACK, MAX_RESERVATIONS, TOO_FEW
 from sie_gateway.operations.pools import parse_spec
@@ -35,7 +35,7 @@ PROFILES = ("l4", "a100")
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[list[Reservation], dict[str, Candidate], dict[str, str]]:
+def cases(draw: st.DrawFn) -> tuple[list[Reservation], dict[str, AssignableWorker], dict[str, str]]:
     profile, bundle = st.sampled_from(PROFILES), st.sampled_from(("", "default", "other"))
     reservations = [
         Reservation(
@@ -52,7 +52,7 @@ def cases(draw: st.DrawFn) -> tuple[list[Reservation], dict[str, Candidate], dic
         for number in range(draw(st.integers(0, 4)))
     ]
     candidate = st.builds(
-        Candidate,
+        AssignableWorker,
         profile,
         st.sampled_from(("default", "other")),
         st.integers(1, 4),
@@ -66,7 +66,7 @@ def cases(draw: st.DrawFn) -> tuple[list[Reservation], dict[str, Candidate], dic
 
 @given(cases())
 def test_each_worker_has_one_reservation_that_it_fits_and_nobody_moves_without_need(
-    case: tuple[list[Reservation], dict[str, Candidate], dict[str, str]],
+    case: tuple[list[Reservation], dict[str, AssignableWorker], dict[str, str]],
 ) -> None:
     reservations, workers, before = case
     specs = {each.spec.name: each.spec for each in reservations}
@@ -83,7 +83,7 @@ def test_each_worker_has_one_reservation_that_it_fits_and_nobody_moves_without_n
 
 @given(cases())
 def test_a_reservation_is_met_or_takes_nothing_new_and_the_older_comes_first(
-    case: tuple[list[Reservation], dict[str, Candidate], dict[str, str]],
+    case: tuple[list[Reservation], dict[str, AssignableWorker], dict[str, str]],
 ) -> None:
     reservations, workers, before = case
     found = assign(reservations, workers, before)
@@ -106,7 +106,7 @@ def test_a_reservation_is_met_or_takes_nothing_new_and_the_older_comes_first(
 
 @given(cases())
 def test_of_each_bundle_one_worker_stays_for_everybody(
-    case: tuple[list[Reservation], dict[str, Candidate], dict[str, str]],
+    case: tuple[list[Reservation], dict[str, AssignableWorker], dict[str, str]],
 ) -> None:
     """Unless it was gone before, or a reservation took it that may."""
     reservations, workers, before = case
@@ -127,7 +127,7 @@ def test_of_each_bundle_one_worker_stays_for_everybody(
 
 @given(cases())
 def test_what_is_asked_for_would_meet_a_reservation(
-    case: tuple[list[Reservation], dict[str, Candidate], dict[str, str]],
+    case: tuple[list[Reservation], dict[str, AssignableWorker], dict[str, str]],
 ) -> None:
     """A12: also with no worker at all."""
     reservations, workers, _ = case
@@ -136,16 +136,18 @@ def test_what_is_asked_for_would_meet_a_reservation(
         wanted = requested_workers(each.spec, held, {})
         short, count = lacking(each.spec, held)
         assert sum(wanted.values()) - len(held) == max(count, sum(short.values()))
-        more = [Candidate(profile, bundle) for (profile, bundle), number in wanted.items() for _ in range(number)]
+        more = [
+            AssignableWorker(profile, bundle) for (profile, bundle), number in wanted.items() for _ in range(number)
+        ]
         assert is_met(each.spec, [*held, *more])
 
 
 def test_a_worker_that_has_the_models_and_little_to_do_is_taken_first() -> None:
     spec = PoolSpec("r", {"l4": 1}, pinned_models=("m",))
     workers = {
-        "busy": Candidate("l4", "default", models=frozenset("m"), busy=9),
-        "idle": Candidate("l4", "default", models=frozenset("m")),
-        "a": Candidate("l4", "default"),
+        "busy": AssignableWorker("l4", "default", models=frozenset("m"), busy=9),
+        "idle": AssignableWorker("l4", "default", models=frozenset("m")),
+        "a": AssignableWorker("l4", "default"),
     }
     assert assign([Reservation(spec, 0.0, 0.0)], workers, {}) == {"idle": "r"}
     assert assign([Reservation(spec, 0.0, 0.0)], {"idle": workers["idle"]}, {}) == {}

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from sie_broker import BrokerUnavailable
-from sie_gateway.streams.shared import Shared
+from sie_gateway.streams.shared import SharedTasks
 from sie_runtime.process import Stop
 
 
@@ -28,7 +28,7 @@ class Work:
 
 
 async def test_whoever_comes_meanwhile_shares_the_attempt_and_whoever_leaves_does_not_end_it() -> None:
-    shared, work = Shared(), Work()
+    shared, work = SharedTasks(), Work()
     first, second = (asyncio.create_task(shared.run("a", work)) for _ in range(2))
     await asyncio.sleep(0)
     first.cancel()
@@ -42,7 +42,7 @@ async def test_whoever_comes_meanwhile_shares_the_attempt_and_whoever_leaves_doe
 
 
 async def test_an_error_reaches_all_who_wait_and_troubles_nobody_where_none_does() -> None:
-    shared, work = Shared(), Work()
+    shared, work = SharedTasks(), Work()
     work.error = ValueError("no")
     waiting = [asyncio.create_task(shared.run("a", work)) for _ in range(3)]
     await asyncio.sleep(0)
@@ -54,7 +54,7 @@ async def test_an_error_reaches_all_who_wait_and_troubles_nobody_where_none_does
 
 
 async def test_stopping_ends_what_is_under_way() -> None:
-    shared, work = Shared(), Work()
+    shared, work = SharedTasks(), Work()
     task = shared.begin("a", work)
     waiting = asyncio.create_task(shared.run("a", work))
     await asyncio.sleep(0)

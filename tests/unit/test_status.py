@@ -28,7 +28,7 @@ from sie_gateway.admission.peers import Peers
 from sie_gateway.fleet import workers
 from sie_gateway.operations import status as statuses
 from sie_gateway.operations.overview import CONSOLE, CONSOLE_FILES
-from sie_gateway.operations.status import Seen, failures, of_heartbeat, of_socket, summaries
+from sie_gateway.operations.status import ViewedWorker, failures, of_heartbeat, of_socket, summaries
 from sie_runtime.http.websocket import Seats
 
 ONE, TWO = toy_entry(), toy_entry("toy/two")
@@ -544,7 +544,7 @@ def test_a_model_is_summed_up_over_all_healthy_workers_and_copies() -> None:
 
 
 def test_the_reason_of_a_failed_load_is_told_of_healthy_workers() -> None:
-    def worker(name: str, *models: ModelStatus, healthy: bool = True) -> Seen:
+    def worker(name: str, *models: ModelStatus, healthy: bool = True) -> ViewedWorker:
         beat = Heartbeat(name, "_default", "l4", "default", True, "test", models=models)
         return of_heartbeat(beat, healthy=healthy)
 

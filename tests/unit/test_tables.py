@@ -26,6 +26,8 @@ from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.fleet.placement import Placer
 from sie_gateway.fleet.planner import Waiting
 from sie_sidecar.intake.pull import HostAssignment
+from sie_gateway.fleet.planner import ModelBacklog
+from sie_sidecar.intake.pull import Assignment
 
 LANE = Lane("_default", "l4", "default")
 KEY = topology.lane_key(LANE)
@@ -135,7 +137,7 @@ async def _exercise(brokers: list[Broker]) -> None:
     def clock() -> float:
         return now_s
 
-    async def waiting(lane: Lane, models: object) -> dict[str, Waiting]:
+    async def waiting(lane: Lane, models: object) -> dict[str, ModelBacklog]:
         return {}
 
     placers = []

@@ -25,7 +25,7 @@ from sie_cli.serve.ports import free_port
 from sie_contracts.settings import SettingError, load
 from sie_contracts.wire.trace_context import NONE
 from sie_gateway.inference.call import Call
-from sie_gateway.inference.results import Finished
+from sie_gateway.inference.results import RequestResult
 from sie_runtime import current_trace, tracing
 
 CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -464,7 +464,7 @@ def test_a_client_that_came_back_leads_to_the_run_that_answers_it() -> None:
     tracer = tracing.start(settings_of(SIE_TRACING_ENABLED="true", OTEL_TRACES_EXPORTER="none"), "gateway")
     assert tracer is not None
     run, again = (Call("r", 0.0, {}, span=tracer.begin("POST")) for _ in range(2))
-    run.labels["model"], run.finished = "toy/one", cast("Finished", object())
+    run.labels["model"], run.finished = "toy/one", cast("RequestResult", object())
     again.follow(run)
     assert (again.labels, again.finished) == (run.labels, run.finished)
     assert again.span is not None

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from sie_contracts.wire.batch_times import BatchTimes
-from sie_gateway.admission.window import REMEMBERED_S, Bound, Host, Shares, Ticket, Window, bound
+from sie_gateway.admission.window import REMEMBERED_S, Host, KeyWindow, QueueBound, Shares, Ticket, bound
 
 QUANTUM = 4096
 BATCH = 16_384  # tokens of a batch
 FULL = Host(credit_cost=4 * BATCH, credit_items=48, batch_cost=BATCH, pipeline=2)
 
 
-def window() -> Window:
-    return Window(Shares(), QUANTUM)
+def window() -> KeyWindow:
+    return KeyWindow(Shares(), QUANTUM)
 
 
 def order(found: list[tuple[Ticket, int]]) -> str:
@@ -37,11 +37,11 @@ def test_one_key_may_fill_what_its_hosts_take_in_and_several_share_less() -> Non
     full batches.
     """
     alone = bound([FULL, FULL], cold_tokens=8192, contested=False, mean_cost=100)
-    assert alone == Bound(8 * BATCH, 96)
+    assert alone == QueueBound(8 * BATCH, 96)
     contested = bound([FULL], cold_tokens=8192, contested=True, mean_cost=100)
     assert contested.tokens * 1.5 <= 2 * BATCH
     assert contested.items == 48
-    assert bound([FULL], cold_tokens=8192, contested=False, mean_cost=100, replicas=2) == Bound(2 * BATCH, 24)
+    assert bound([FULL], cold_tokens=8192, contested=False, mean_cost=100, replicas=2) == QueueBound(2 * BATCH, 24)
 
 
 def test_what_a_batch_costs_by_itself_keeps_batches_large_where_keys_share() -> None:
@@ -73,12 +73,12 @@ def test_batches_that_take_the_same_whatever_they_hold_cost_by_number() -> None:
 def test_a_fast_device_gets_work_for_the_way_of_a_message() -> None:
     """A device that runs two batches in less than the way there and back would otherwise stand still."""
     fast = Host(1000, 4, rate=1_000_000.0)
-    assert bound([fast], cold_tokens=1, contested=False, mean_cost=10) == Bound(30_000, 3000)
+    assert bound([fast], cold_tokens=1, contested=False, mean_cost=10) == QueueBound(30_000, 3000)
 
 
 def test_what_is_not_known_does_not_bound_and_a_model_without_a_host_is_held_back() -> None:
-    assert bound([Host()], cold_tokens=8192, contested=False, mean_cost=0.0) == Bound(math.inf, math.inf)
-    assert bound([], cold_tokens=8192, contested=True, mean_cost=0.0) == Bound(8192)
+    assert bound([Host()], cold_tokens=8192, contested=False, mean_cost=0.0) == QueueBound(math.inf, math.inf)
+    assert bound([], cold_tokens=8192, contested=True, mean_cost=0.0) == QueueBound(8192)
 
 
 def test_a_lane_is_contested_while_two_keys_were_seen_lately() -> None:
@@ -101,7 +101,7 @@ def test_keys_take_turns_by_tokens_however_many_requests_each_has() -> None:
         one.join(Ticket("a", [QUANTUM]))
     one.join(Ticket("b", [QUANTUM] * 3))
     one.join(Ticket("c", [QUANTUM // 4] * 12))
-    granted = order(one.grant(Bound(12 * QUANTUM), math.inf))
+    granted = order(one.grant(QueueBound(12 * QUANTUM), math.inf))
     assert granted == "abccccabccccabccccaaa"[: len(granted)]
     assert len(granted) == 3 * 6 + 3
 
@@ -109,22 +109,22 @@ def test_keys_take_turns_by_tokens_however_many_requests_each_has() -> None:
 def test_a_key_has_at_most_its_window_and_others_pass_it() -> None:
     one = window()
     one.join(Ticket("a", [QUANTUM] * 10))
-    assert order(one.grant(Bound(), 4 * QUANTUM)) == "aaaa"
+    assert order(one.grant(QueueBound(), 4 * QUANTUM)) == "aaaa"
     one.join(Ticket("b", [10]))
-    assert order(one.grant(Bound(), 4 * QUANTUM)) == "b"
-    assert one.grant(Bound(), 4 * QUANTUM) == []
+    assert order(one.grant(QueueBound(), 4 * QUANTUM)) == "b"
+    assert one.grant(QueueBound(), 4 * QUANTUM) == []
 
 
 def test_a_key_has_one_window_over_all_models_of_a_lane_and_priority() -> None:
     shares = Shares()
-    first, second = Window(shares, QUANTUM), Window(shares, QUANTUM)
+    first, second = KeyWindow(shares, QUANTUM), KeyWindow(shares, QUANTUM)
     ticket = Ticket("a", [QUANTUM] * 2)
     first.join(ticket)
     second.join(Ticket("a", [QUANTUM]))
-    assert len(first.grant(Bound(), 2 * QUANTUM)) == 2
-    assert second.grant(Bound(), 2 * QUANTUM) == []
+    assert len(first.grant(QueueBound(), 2 * QUANTUM)) == 2
+    assert second.grant(QueueBound(), 2 * QUANTUM) == []
     first.give_back(ticket, 1)
-    assert len(second.grant(Bound(), 2 * QUANTUM)) == 1
+    assert len(second.grant(QueueBound(), 2 * QUANTUM)) == 1
 
 
 def test_the_turn_is_kept_while_there_is_no_room_and_a_turns_tokens_may_pass() -> None:
@@ -132,10 +132,10 @@ def test_the_turn_is_kept_while_there_is_no_room_and_a_turns_tokens_may_pass() -
     one = window()
     holder = Ticket("h", [100])
     one.join(holder)
-    one.grant(Bound(), math.inf)
+    one.grant(QueueBound(), math.inf)
     large = Ticket("a", [QUANTUM])
     one.join(large)
-    most = Bound(QUANTUM + 50)
+    most = QueueBound(QUANTUM + 50)
     passed = []
     for number in range(20):
         small = Ticket(f"b{number}", [QUANTUM // 10])
@@ -153,9 +153,9 @@ def test_a_chunk_above_every_bound_goes_alone() -> None:
     large = Ticket("a", [10 * QUANTUM])
     one.join(large)
     one.join(Ticket("a", [1]))
-    assert order(one.grant(Bound(100, 1), 100)) == "a"
+    assert order(one.grant(QueueBound(100, 1), 100)) == "a"
     one.give_back(large, 0)
-    assert order(one.grant(Bound(100, 1), 100)) == "a"
+    assert order(one.grant(QueueBound(100, 1), 100)) == "a"
 
 
 def test_a_small_request_of_a_key_does_not_wait_for_its_large_ones_and_these_end_one_by_one() -> None:
@@ -163,10 +163,10 @@ def test_a_small_request_of_a_key_does_not_wait_for_its_large_ones_and_these_end
     one = window()
     large, next_one, small = (Ticket("a", [QUANTUM] * count) for count in (9, 9, 1))
     one.join(large)
-    assert one.grant(Bound(2 * QUANTUM), math.inf) == [(large, 0), (large, 1)]
+    assert one.grant(QueueBound(2 * QUANTUM), math.inf) == [(large, 0), (large, 1)]
     one.join(next_one)
     one.join(small)
-    found = [ticket for ticket, _ in one.grant(Bound(9 * QUANTUM), math.inf)]
+    found = [ticket for ticket, _ in one.grant(QueueBound(9 * QUANTUM), math.inf)]
     assert found.index(small) <= 3
     assert found.count(large) >= 4
     assert found.count(next_one) == 1
@@ -175,11 +175,11 @@ def test_a_small_request_of_a_key_does_not_wait_for_its_large_ones_and_these_end
 def test_a_request_of_one_chunk_passes_only_where_nobody_waits() -> None:
     one = window()
     ticket = Ticket("a", [10])
-    assert one.fits_now(ticket, Bound(100), 100)
+    assert one.fits_now(ticket, QueueBound(100), 100)
     one.admit(ticket)
-    assert not one.fits_now(Ticket("b", [100]), Bound(100), 1000)
+    assert not one.fits_now(Ticket("b", [100]), QueueBound(100), 1000)
     one.join(Ticket("c", [1000]))
-    assert not one.fits_now(Ticket("b", [1]), Bound(100), 1000)
+    assert not one.fits_now(Ticket("b", [1]), QueueBound(100), 1000)
 
 
 class Turns(RuleBasedStateMachine):
@@ -190,8 +190,8 @@ class Turns(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.shares = Shares()
-        self.windows = [Window(self.shares, 100) for _ in range(2)]
-        self.open: list[tuple[Window, Ticket]] = []
+        self.windows = [KeyWindow(self.shares, 100) for _ in range(2)]
+        self.open: list[tuple[KeyWindow, Ticket]] = []
 
     @rule(
         key=st.sampled_from("abc"), costs=st.lists(st.integers(1, 250), min_size=1, max_size=6), model=st.integers(0, 1)
@@ -206,7 +206,7 @@ class Turns(RuleBasedStateMachine):
         one = self.windows[model]
         before = dict(self.shares.tokens)
         had = one.items
-        found = one.grant(Bound(tokens, items), limit)
+        found = one.grant(QueueBound(tokens, items), limit)
         if found:
             assert one.items <= max(items, had, 1)
             assert one.tokens <= tokens or one.items == 1 or one.items == had
@@ -267,7 +267,7 @@ def test_no_key_that_waits_is_ahead_of_another_by_more_than_three_turns(requests
         one.join(Ticket(str(number), costs))
     sent = {str(number): 0 for number in range(len(requests))}
     while one.is_waiting:
-        granted = one.grant(Bound(room * QUANTUM), math.inf)
+        granted = one.grant(QueueBound(room * QUANTUM), math.inf)
         assert granted
         for ticket, chunk in granted:
             sent[ticket.key] += ticket.costs[chunk]
@@ -312,7 +312,7 @@ def simulate(
         most = (
             bound([host], cold_tokens=1, contested=contested, mean_cost=0.0, fixed_tokens=times.fixed_tokens())
             if fair
-            else Bound()
+            else QueueBound()
         )
         for ticket, _ in one.grant(most, math.inf):
             at(now_s + way_s, lambda now_s, ticket=ticket: published(ticket, now_s))  # type: ignore[misc]

@@ -209,7 +209,7 @@ class Replay:
             for worker in self.workers:
                 worker.follow(name)
         sizes = [max(0, tokens - chunk.SPECIAL_TOKENS) * chunk.BYTES_PER_TOKEN for tokens in request.tokens]
-        limits = chunk.Limits(int(self.plan.chunk_cost), NO_LIMIT, NO_LIMIT)
+        limits = chunk.ChunkLimits(int(self.plan.chunk_cost), NO_LIMIT, NO_LIMIT)
         for part in chunk.split(sizes, max_tokens=NO_LIMIT, item_result_bytes=0, limits=limits):
             lengths = request.tokens[part.start : part.stop]
             key = BatchKey(request.model, "", "encode", "", request.lora)

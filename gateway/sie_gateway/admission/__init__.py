@@ -3,5 +3,18 @@
     key ─► `grant`: what it may do ─► `window`: its share ─► `model_queue`: a place before the model, by `throughput`
     ─► admitted, or 429 or 503 with a time from `retry_slots`
 
-All refusals for lack of room are raised in `admission` and `slots`.
+Refusals for lack of room, by the class or function that raises them (`docs/errors.md` has the codes). Connections and
+websockets are bounded in `sie_runtime.http`, the store of large inputs refuses as QUEUE_UNAVAILABLE (`store_full`).
+
+    admission/admission.Admission   QUEUE_FULL          the wait, or the bytes that wait in this gateway
+    admission/grant.Quotas          RATE_LIMITED        tokens of a key in a minute
+    admission/slots.KeySlots        RATE_LIMITED        uploads of a key at once
+    admission/slots.KeySlots        RESOURCE_EXHAUSTED  uploads of all keys at once
+    inference/handler.Inference     QUEUE_FULL          requests in progress
+    inference/image_urls.ImageUrls  QUEUE_FULL          memory of fetched images
+    inference/inbox.Inbox           RESOURCE_EXHAUSTED  memory of results that come back
+    inference/intake.BodyReader     QUEUE_FULL          memory of bodies
+    jobs/files._unavailable         RESOURCE_EXHAUSTED  space of the payload store for files
+    jobs/records.OwnerUsage         RATE_LIMITED        jobs and files that are kept
+    streams/publish.WorkQueue       QUEUE_FULL          messages of a work stream
 """

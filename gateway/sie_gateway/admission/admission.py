@@ -26,9 +26,9 @@ from sie_contracts.settings import Settings
 from sie_contracts.wire.heartbeats import GatewayBeat, Heartbeat, QueuedWork
 from sie_contracts.wire.messages import PRIORITIES, Priority, WorkResult
 from sie_contracts.wire.topology import Lane
-from sie_gateway.admission.model_queue import Entered, Place, Refusal
+from sie_gateway.admission.model_queue import Entered, ModelQueue, WaitRefusal
 from sie_gateway.admission.peers import Peers, mean_cost
-from sie_gateway.admission.window import Host, Shares, Ticket, Window, bound
+from sie_gateway.admission.window import Host, KeyWindow, Shares, Ticket, bound
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.metrics import Metrics
 from sie_gateway.streams.backlog import Backlog
@@ -62,7 +62,7 @@ class Permits:
     def __init__(
         self,
         admission: Admission,
-        place: Place,
+        place: ModelQueue,
         entered: Entered,
         estimates: Sequence[int],
         size_bytes: int,
@@ -141,11 +141,11 @@ class Admission:
         self.peers.listeners.append(self.peer_announced)
         # lanes are those of the pools, the catalogue and the machine profiles
         self._shares: dict[tuple[Lane, Priority], Shares] = {}
-        self._places: dict[tuple[Lane, Priority, str], Place] = {}
+        self._places: dict[tuple[Lane, Priority, str], ModelQueue] = {}
         self._open: dict[Ticket, Permits] = {}  # from their admission to their end
-        self._gone: dict[str, tuple[Place, Entered]] = {}  # requests that ended before their results
+        self._gone: dict[str, tuple[ModelQueue, Entered]] = {}  # requests that ended before their results
         self._queueing: dict[Ticket, Permits] = {}  # those of them that wait for a permit
-        self._crowded: dict[Place, None] = {}  # where they wait
+        self._crowded: dict[ModelQueue, None] = {}  # where they wait
         self._waiting_bytes = 0
         fleet.listeners.append(self.pump)
 
@@ -197,7 +197,7 @@ class Admission:
             raise self._late(place, refusal, time_cost, budget_s, client)
 
     def _late(
-        self, place: Place, refusal: Refusal, tokens: float, budget_s: float, client: Callable[[], bytes]
+        self, place: ModelQueue, refusal: WaitRefusal, tokens: float, budget_s: float, client: Callable[[], bytes]
     ) -> QueueFull:
         retry_s = place.turns.book(self._clock(), client(), tokens, refusal.turn_s, refusal.room)
         message = (
@@ -208,7 +208,7 @@ class Admission:
             message = f"the queue stands still: a wait of {refusal.wait_s:.1f} s is expected, {budget_s:.1f} s are left"
         return QueueFull(message, retry_after_s=retry_s, extras={"queue_depth": self.queue_depth(place.lane)})
 
-    def _count_refusal(self, place: Place, reason: str) -> None:
+    def _count_refusal(self, place: ModelQueue, reason: str) -> None:
         self._metrics.rejected.labels(place.lane.machine_profile, place.lane.bundle, reason).inc()
 
     def expected_s(self, lane: Lane, priority: Priority) -> float | None:
@@ -226,7 +226,7 @@ class Admission:
                 longest_s = max(longest_s, wait.likely_s + wait.stalled_s)
         return longest_s
 
-    def look_again(self, place: Place) -> None:
+    def look_again(self, place: ModelQueue) -> None:
         """Refuse those that were let in and turn out to be late: sooner than their time-out, and what they would cost
         is left to others. Once in SHED_S, and not between the results of one batch, since those that are still to come
         would count as work ahead.
@@ -351,18 +351,18 @@ class Admission:
             place.left(entered, result, self._clock())
             place.freed(self._clock(), is_result=True)
 
-    def _place(self, lane: Lane, priority: Priority, residency: str) -> Place:
+    def _place(self, lane: Lane, priority: Priority, residency: str) -> ModelQueue:
         place = self._places.get((lane, priority, residency))
         if place is None:
             shares = self._shares.setdefault((lane, priority), Shares())
-            place = Place(lane, priority, residency, Window(shares, self._settings.chunk_cost))
+            place = ModelQueue(lane, priority, residency, KeyWindow(shares, self._settings.chunk_cost))
             self._places[lane, priority, residency] = place
         return place
 
     def _key_limit(self) -> float:
         return self._settings.key_window_tokens / self.peers.count()
 
-    def _refresh(self, place: Place, now_s: float) -> None:
+    def _refresh(self, place: ModelQueue, now_s: float) -> None:
         """Bring what is known of the place's hosts, and its bound, up to date."""
         if place.version == self._fleet.version and now_s < place.until_s:
             return
@@ -384,7 +384,7 @@ class Admission:
         for place in list(self._crowded):
             self._pump(place)
 
-    def _pump(self, place: Place) -> None:
+    def _pump(self, place: ModelQueue) -> None:
         now_s = self._clock()
         self._refresh(place, now_s)
         granted = place.window.grant(place.bound, self._key_limit())
@@ -396,7 +396,7 @@ class Admission:
         if not place.window.is_waiting:
             self._crowded.pop(place, None)
 
-    def freed(self, place: Place, *, is_result: bool) -> None:
+    def freed(self, place: ModelQueue, *, is_result: bool) -> None:
         """Something left the queue. It may have been the share of a key that waits elsewhere in the lane."""
         place.freed(self._clock(), is_result=is_result)
         if place in self._crowded:

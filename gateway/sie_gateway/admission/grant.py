@@ -45,7 +45,7 @@ ANYBODY = Grant()
 
 
 @dataclass(slots=True)
-class _Level:
+class _TokenLevel:
     """Tokens that a key may use here now; below 0 they are owed."""
 
     tokens: float
@@ -58,7 +58,7 @@ class Quotas:
     def __init__(self, gateways: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
         self._gateways = gateways
         self._clock = clock
-        self._levels: dict[str, _Level] = {}
+        self._levels: dict[str, _TokenLevel] = {}
 
     def charge(self, key: str, limits: Limits) -> Charge:
         """Open the charge of one call of this key."""
@@ -90,14 +90,14 @@ class Quotas:
         level, part = self._level(key, per_minute)
         level.tokens = min(part, level.tokens + difference)
 
-    def _level(self, key: str, per_minute: int) -> tuple[_Level, float]:
+    def _level(self, key: str, per_minute: int) -> tuple[_TokenLevel, float]:
         """The level as it is now, and what it is at most."""
         now_s, part = self._clock(), per_minute / max(1, self._gateways())
         level = self._levels.get(key)
         if level is None:
             if len(self._levels) >= _MAX_IDLE:
                 self._drop_full(now_s)
-            level = self._levels[key] = _Level(part, now_s)
+            level = self._levels[key] = _TokenLevel(part, now_s)
         level.tokens = min(part, level.tokens + (now_s - level.at_s) * part / MINUTE_S)
         level.at_s = now_s
         return level, part

@@ -25,9 +25,9 @@ from sie_contracts.wire.batch_times import BatchTimes
 from sie_contracts.wire.heartbeats import Heartbeat, QueuedWork
 from sie_contracts.wire.messages import Ok, Priority, WorkResult
 from sie_contracts.wire.topology import Lane
-from sie_gateway.admission.retry_slots import Turns
-from sie_gateway.admission.throughput import EXPIRY_S, MIN_SAMPLES, Drain, Known, Wait
-from sie_gateway.admission.window import Bound, Ticket, Window
+from sie_gateway.admission.retry_slots import RetrySlots
+from sie_gateway.admission.throughput import EXPIRY_S, MIN_SAMPLES, ExpectedWait, MeasuredBatch, Throughput
+from sie_gateway.admission.window import KeyWindow, QueueBound, Ticket
 
 MARGIN = 1.1  # on the time that a request is expected to take
 DOUBT = 1.0  # the square of the samples after which half of an expected wait is believed
@@ -45,7 +45,7 @@ RESTART_S = 10.0  # at least: in this time an adapter that ended is started and 
 OTHER_S = 2.0  # after which what another gateway told of its work in the queue says nothing any more
 
 
-class _Other(NamedTuple):
+class _PeerQueue(NamedTuple):
     """Queue of another gateway, as it announced it. `own`: the cost that this one had in the queue then."""
 
     at_s: float
@@ -54,7 +54,7 @@ class _Other(NamedTuple):
     own: float
 
 
-class Refusal(NamedTuple):
+class WaitRefusal(NamedTuple):
     """`wait_s`: how long the wait may be, by what is believed of predictions and what was promised to others. `turn_s`
     is when there will be room for this request, `room` the cost of all that may come in a second.
     """
@@ -85,21 +85,21 @@ class Entered:
         self.queued_s: dict[int, tuple[float, bool]] = {}
 
 
-class Place:
+class ModelQueue:
     """Queue of one model at one priority. Its hosts are looked up again after a heartbeat, or after a second."""
 
-    def __init__(self, lane: Lane, priority: Priority, residency: str, window: Window) -> None:
+    def __init__(self, lane: Lane, priority: Priority, residency: str, window: KeyWindow) -> None:
         self.lane = lane
         self.priority = priority
         self.residency = residency
         self.window = window
         self.batches = BatchTimes()
-        self.drain = Drain()
-        self.turns = Turns()
+        self.drain = Throughput()
+        self.turns = RetrySlots()
         self.entered: dict[Ticket, Entered] = {}  # in their order
         self.scale = 0.0  # tokens for each that was estimated, as results tell; 0 before the first
         self.crossover_tokens = 0  # of the model, 0 while not known
-        self.bound = Bound()
+        self.bound = QueueBound()
         self.hosts: list[Heartbeat] = []  # as `hosted_by` was told
         self._lanes = 1  # batches that they run at a time
         self._pipeline = 1
@@ -113,7 +113,7 @@ class Place:
         self._gone = 0.0  # tokens of requests that ended since, which may run all the same
         self._taken_s: float | None = None  # what was queued until then may run, None while not looked up
         self._stalled_until_s = -math.inf  # it was withdrawn while nothing ran: new work finds the same stall
-        self._others: dict[str, _Other] = {}  # by gateway
+        self._others: dict[str, _PeerQueue] = {}  # by gateway
 
     # what happens
 
@@ -219,7 +219,7 @@ class Place:
     def peer_announced(self, gateway: str, queued: QueuedWork, now_s: float) -> None:
         """Another gateway told what it has in the queue, and of turns."""
         self._others = {name: peer for name, peer in self._others.items() if now_s - peer.at_s < OTHER_S}
-        self._others[gateway] = _Other(now_s, queued.tokens, queued.rate, self.window.cost)
+        self._others[gateway] = _PeerQueue(now_s, queued.tokens, queued.rate, self.window.cost)
         self.turns.peer_announced(now_s, queued.turns, queued.claimed)
 
     def news(self, now_s: float, count: int) -> QueuedWork | None:
@@ -244,7 +244,9 @@ class Place:
 
     # what follows
 
-    def wait(self, now_s: float, ahead: float, cost: float, budget_s: float = math.inf, promised: float = 0.0) -> Wait:
+    def wait(
+        self, now_s: float, ahead: float, cost: float, budget_s: float = math.inf, promised: float = 0.0
+    ) -> ExpectedWait:
         """Wait of a request of `cost` tokens behind `ahead` tokens of this gateway, and behind what was promised by
         all gateways.
         """
@@ -290,7 +292,7 @@ class Place:
         in_queue = queued * (own + of_peers) / own if own else of_peers
         return in_queue + (ahead - queued) / share, share
 
-    def _at_workers(self, batch: Known, share: float) -> float:
+    def _at_workers(self, batch: MeasuredBatch, share: float) -> float:
         """Tokens of this gateway that may be in the batches that run: as many as are usual, or more where batches are
         still growing.
         """
@@ -313,7 +315,7 @@ class Place:
 
     def judge(
         self, now_s: float, key: str, cost: float, budget_s: float, floor_requests: int, client: Callable[[], bytes]
-    ) -> Refusal | None:
+    ) -> WaitRefusal | None:
         """Whether to refuse a request of `cost` tokens that came with this budget. While the work ahead is less than
         that of `floor_requests` requests it takes more to refuse.
         """
@@ -347,17 +349,17 @@ class Place:
         return max(requests * mean, window.stretch() * sum(host.credit_cost for host in self.hosts))
 
     def _refusal(
-        self, now_s: float, wait: Wait, longest_s: float, ahead: float, share: float, budget_s: float
-    ) -> Refusal:
+        self, now_s: float, wait: ExpectedWait, longest_s: float, ahead: float, share: float, budget_s: float
+    ) -> WaitRefusal:
         turn_s = ahead / wait.rate if wait.rate else 0.0
         if wait.stalled_s:
             turn_s += max(RESTART_S, STALL_TURN * wait.stalled_s)
         if now_s - self._began_s < OTHER_S and not any(now_s - peer.at_s < OTHER_S for peer in self._others.values()):
             share = 1 / self.gateways  # they may have as much, and did not tell yet
         room = share * wait.rate * _bunch_s(budget_s, wait.batch_s) if wait.rate else math.inf
-        return Refusal(longest_s, turn_s, room, bool(wait.stalled_s))
+        return WaitRefusal(longest_s, turn_s, room, bool(wait.stalled_s))
 
-    def late(self, now_s: float) -> list[tuple[Entered, Wait]]:
+    def late(self, now_s: float) -> list[tuple[Entered, ExpectedWait]]:
         """Requests in the queue that cannot be answered in time: nothing of them has run, and the expectation of
         the wait when they were let in was wrong.
         """
@@ -406,7 +408,7 @@ class Place:
             return -math.inf
         return self.drain.last_s + self.batches.seconds(tokens / self._lanes * (self.scale or 1.0) / entered.scale)
 
-    def shed(self, now_s: float) -> Iterator[tuple[Entered, Refusal, float]]:
+    def shed(self, now_s: float) -> Iterator[tuple[Entered, WaitRefusal, float]]:
         """`late`, each with its turn, one after the other, behind all that stays and all that was promised before; and
         with its cost as it would be counted now.
         """

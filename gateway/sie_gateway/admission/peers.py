@@ -43,7 +43,7 @@ def mean_cost(traffic: list[LaneTraffic]) -> float:
     return sum(flow.tokens for flow in traffic) / count if count else 0.0
 
 
-class _Flow:
+class _LaneFlow:
     """Messages and tokens that this gateway put into one lane and priority. `fresh` since the last announcement."""
 
     __slots__ = ("fresh", "messages", "rate", "tokens")
@@ -80,7 +80,7 @@ class Peers:
         self._bus = bus
         self._waiting = waiting
         self._clock = clock
-        self._flows: dict[tuple[Lane, Priority], _Flow] = {}
+        self._flows: dict[tuple[Lane, Priority], _LaneFlow] = {}
         self._heard: dict[str, tuple[float, GatewayBeat]] = {}
         self._aged_s = clock()
         self._answered = 0
@@ -111,7 +111,7 @@ class Peers:
         """Account for messages put into the queue."""
         flow = self._flows.get((lane, priority))
         if flow is None:
-            flow = self._flows[lane, priority] = _Flow()
+            flow = self._flows[lane, priority] = _LaneFlow()
         flow.messages += count
         flow.tokens += cost
         flow.fresh += cost

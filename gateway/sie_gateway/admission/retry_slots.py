@@ -36,7 +36,7 @@ def _uniform(low: float, high: float) -> float:
     return random.uniform(low, high)  # noqa: S311  spreads clients
 
 
-class _Turn:
+class _RetrySlot:
     __slots__ = ("cost", "due_s", "early_s", "is_open", "is_own")
 
     def __init__(self, due_s: float, early_s: float, cost: float, is_own: bool) -> None:
@@ -47,7 +47,7 @@ class _Turn:
         self.is_open = True
 
 
-class _Slots:
+class _SlotCosts:
     """Costs by the slot of SLOT_S in which they are due, and their sum."""
 
     __slots__ = ("costs", "total")
@@ -69,16 +69,16 @@ class _Slots:
         self.total = max(0.0, self.total - cost)
 
 
-class Turns:
+class RetrySlots:
     """Times are those of one clock, seconds; costs are tokens."""
 
     __slots__ = ("_booked", "_by_client", "_claimed", "_count", "_lapses", "_open", "_own", "_shown")
 
     def __init__(self) -> None:
-        self._by_client: dict[bytes, list[tuple[float, int, _Turn]]] = {}  # heaps, the next that is due first
-        self._lapses: list[tuple[float, int, bytes, _Turn]] = []
-        self._open = _Slots()  # of all gateways
-        self._own = _Slots()  # the part of it that this gateway gave
+        self._by_client: dict[bytes, list[tuple[float, int, _RetrySlot]]] = {}  # heaps, the next that is due first
+        self._lapses: list[tuple[float, int, bytes, _RetrySlot]] = []
+        self._open = _SlotCosts()  # of all gateways
+        self._own = _SlotCosts()  # the part of it that this gateway gave
         self._count = 0
         self._shown = 1.0  # share of those that were booked that came again
         # of this gateway, not told yet: client, due, cost
@@ -149,7 +149,7 @@ class Turns:
         self.promised(now_s)
         if len(self._lapses) >= MAX_TURNS:
             return False
-        turn = _Turn(now_s + retry_s, GRACE_SHARE * retry_s, cost, is_own)
+        turn = _RetrySlot(now_s + retry_s, GRACE_SHARE * retry_s, cost, is_own)
         self._count += 1
         heapq.heappush(self._lapses, (turn.due_s + max(GRACE_S, turn.early_s), self._count, client, turn))
         heapq.heappush(self._by_client.setdefault(client, []), (turn.due_s, self._count, turn))
@@ -193,7 +193,7 @@ class Turns:
         self._next(client)
         return True
 
-    def _next(self, client: bytes) -> list[tuple[float, int, _Turn]]:
+    def _next(self, client: bytes) -> list[tuple[float, int, _RetrySlot]]:
         """The turns of a client, without those at the front that are over."""
         turns = self._by_client.get(client, [])
         while turns and not turns[0][2].is_open:
@@ -202,14 +202,14 @@ class Turns:
             self._by_client.pop(client, None)
         return turns
 
-    def _close(self, turn: _Turn, *, came: bool) -> None:
+    def _close(self, turn: _RetrySlot, *, came: bool) -> None:
         turn.is_open = False
         for slots in (self._open, self._own) if turn.is_own else (self._open,):
             slots.remove(turn.due_s, turn.cost)
         self._shown += MEMORY * (came - self._shown)
 
 
-class Pace:
+class AnswerPace:
     """How fast a gateway answers, for the turns of those whom it could not even hear.
 
     Requests in progress are summed up over time, in request-seconds: those of the last answers, divided by their

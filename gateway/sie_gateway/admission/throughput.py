@@ -41,7 +41,7 @@ CAPPED = 0.05
 FULL = 0.8  # of a full batch: those that are larger leave nothing behind that fits
 
 
-class Wait(NamedTuple):
+class ExpectedWait(NamedTuple):
     """The wait of a request. `min_s` is what it takes if the batches ahead are full and end as usual; `likely_s` has
     one more, the batch that was formed before it came, unless batches are formed as the device is free. `stalled_s`:
     for how long nothing has come, where that is unusual; it may well last as long again. `evidence`: samples that this
@@ -63,7 +63,7 @@ class Wait(NamedTuple):
         return samples / (samples + doubt)
 
 
-class _Batch:
+class _BatchResults:
     """Results that one batch brought to this gateway."""
 
     __slots__ = (
@@ -112,7 +112,7 @@ class _Batch:
         return min(self.at_s - self.queued_s, self.device_s / lanes)
 
 
-def _is_changed(before: _Batch, newest: list[_Batch]) -> bool:
+def _is_changed(before: _BatchResults, newest: list[_BatchResults]) -> bool:
     """Whether all of the newest were slower, or all were faster, than a device can be that took so long for the batch
     before.
     """
@@ -120,7 +120,7 @@ def _is_changed(before: _Batch, newest: list[_Batch]) -> bool:
     return min(odd) > CHANGED or max(odd) * CHANGED < 1
 
 
-def _oddness(before: _Batch, batch: _Batch) -> float:
+def _oddness(before: _BatchResults, batch: _BatchResults) -> float:
     """How many times as long as possible a batch took beside one before it: n times the tokens take between once and n
     times as long.
     """
@@ -130,14 +130,14 @@ def _oddness(before: _Batch, batch: _Batch) -> float:
     return max(1.0, times / max(1.0, size)) * min(1.0, times / min(1.0, size))
 
 
-class _Sample(NamedTuple):
+class _BatchSample(NamedTuple):
     tokens: float
     seconds: float
     is_crowded: bool
     left_work: bool
 
 
-class Known(NamedTuple):
+class MeasuredBatch(NamedTuple):
     """A batch as the last samples have it. `is_full`: it is as large as it gets. `left_work`: most of them left work
     behind, and they do not grow as those of a worker that learns what they take. `longest_s`: of one of them.
     """
@@ -149,17 +149,17 @@ class Known(NamedTuple):
     longest_s: float
 
 
-class Drain:
+class Throughput:
     """Times are those of one clock, seconds."""
 
     __slots__ = ("_batches", "_evidence", "_known", "_known_s", "_lanes", "last_s")
 
     def __init__(self) -> None:
-        self._batches: deque[_Batch] = deque(maxlen=MAX_SAMPLES)
+        self._batches: deque[_BatchResults] = deque(maxlen=MAX_SAMPLES)
         self.last_s = -math.inf  # of the last result
         self._lanes = 1
         self._evidence = 0
-        self._known: Known | None = None
+        self._known: MeasuredBatch | None = None
         self._known_s = -math.inf  # when it was worked out, for as long as no batch came
 
     def left(
@@ -190,7 +190,7 @@ class Drain:
             None,
         )
         if entry is None:
-            entry = _Batch(batch, now_s, self.last_s, queued_s, is_crowded, device_s, pipeline, chunks)
+            entry = _BatchResults(batch, now_s, self.last_s, queued_s, is_crowded, device_s, pipeline, chunks)
             self._see_left(entry, queued_s)
             self._lanes = lanes
             self._batches.append(entry)
@@ -206,7 +206,7 @@ class Drain:
             entry.is_counted = True
             self._evidence = min(MAX_EVIDENCE, self._evidence + 1)
 
-    def _see_left(self, later: _Batch, queued_s: float) -> None:
+    def _see_left(self, later: _BatchResults, queued_s: float) -> None:
         """A queue is first in, first out: what was queued before a batch was formed, and ran in a later one, was left
         by it.
         """
@@ -214,10 +214,10 @@ class Drain:
             if batch.formed_s < later.formed_s and queued_s < batch.formed_s:
                 batch.left_work = True
 
-    def _samples(self, now_s: float) -> list[_Sample]:
+    def _samples(self, now_s: float) -> list[_BatchSample]:
         """The last batches that count, the newest first."""
-        samples: list[_Sample] = []
-        newest: list[_Batch] = []
+        samples: list[_BatchSample] = []
+        newest: list[_BatchResults] = []
         span_s = 0.0
         for batch in reversed(self._batches):
             age_s, seconds = now_s - batch.at_s, batch.seconds(self._lanes)
@@ -232,17 +232,17 @@ class Drain:
                     newest.append(batch)
                 elif _is_changed(batch, newest):
                     break
-                samples.append(_Sample(batch.tokens, seconds, batch.is_crowded, batch.left_work))
+                samples.append(_BatchSample(batch.tokens, seconds, batch.is_crowded, batch.left_work))
                 span_s += seconds
         return samples
 
-    def batch(self, now_s: float) -> Known | None:
+    def batch(self, now_s: float) -> MeasuredBatch | None:
         """None without a sample."""
         if now_s - self._known_s > LOOK_S:
             self._known, self._known_s = self._batch(now_s), now_s
         return self._known
 
-    def _batch(self, now_s: float) -> Known | None:
+    def _batch(self, now_s: float) -> MeasuredBatch | None:
         samples = self._samples(now_s)
         if not samples:
             if not self._batches or now_s - self._batches[-1].at_s > EXPIRY_S:
@@ -261,7 +261,7 @@ class Drain:
         is_steady = len(samples) >= MIN_SAMPLES - 1 and newest <= GROWING * before
         left_work = is_steady and 2 * sum(sample.left_work for sample in samples) >= len(samples)
         is_full = len(full) == len(counted)
-        return Known(max(tokens, 1.0), max(seconds, 1e-6), is_full, left_work, longest.seconds)
+        return MeasuredBatch(max(tokens, 1.0), max(seconds, 1e-6), is_full, left_work, longest.seconds)
 
     def is_settled(self, now_s: float, within_s: float) -> bool:
         """Whether all results of the last batch are here, or a batch takes so little that one does not matter."""
@@ -286,7 +286,7 @@ class Drain:
         share: float = 1.0,
         budget_s: float = math.inf,
         running: float = 0.0,
-    ) -> Wait:
+    ) -> ExpectedWait:
         """The wait of a request of `cost` tokens behind `ahead` tokens, of which the oldest was queued at `oldest_s`.
 
         A batch that may become larger than those that were measured takes (fixed + tokens) / (fixed + measured tokens)
@@ -300,7 +300,7 @@ class Drain:
         measured = self.batch(now_s)
         silent_s = now_s - max(oldest_s, self.last_s)
         if measured is None:
-            return Wait(stalled_s=silent_s if silent_s > UNKNOWN_STALL_S else 0.0)
+            return ExpectedWait(stalled_s=silent_s if silent_s > UNKNOWN_STALL_S else 0.0)
         tokens, seconds, is_full, left_work, longest_s = measured
         is_full |= left_work and seconds >= CAPPED * budget_s
         tokens /= share
@@ -322,4 +322,4 @@ class Drain:
             likely = (math.ceil(least) if least < FEW_BATCHES else least) + 1
         min_s = max(0.0, least * seconds - spent_s)
         likely_s = likely * seconds - spent_s
-        return Wait(min_s, likely_s, stalled_s, self._evidence, size / seconds, seconds, formed_s)
+        return ExpectedWait(min_s, likely_s, stalled_s, self._evidence, size / seconds, seconds, formed_s)

@@ -39,7 +39,7 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class QueueBound:
     """Most tokens and messages of one model in the queue. One chunk always may be, whatever its size."""
 
     tokens: float = math.inf
@@ -54,7 +54,7 @@ def bound(
     mean_cost: float,
     fixed_tokens: float = 0.0,
     replicas: int = 1,
-) -> Bound:
+) -> QueueBound:
     """How much of a model this gateway, one of `replicas`, keeps in the queue.
 
     With one key it is all that the hosts take in, which fills their pipelines. With several keys it may be less. A
@@ -70,7 +70,7 @@ def bound(
     """
     hosts = list(hosts)
     if not hosts:
-        return Bound(cold_tokens)
+        return QueueBound(cold_tokens)
     ahead = (CONTESTED_S if contested else ALONE_S) * sum(host.rate for host in hosts)
     tokens = math.inf
     if all(host.credit_cost for host in hosts):
@@ -78,7 +78,7 @@ def bound(
     items = math.inf
     if all(host.credit_items for host in hosts):
         items = max(sum(host.credit_items for host in hosts), ahead / mean_cost if mean_cost else 0.0)
-    return Bound(tokens / replicas, max(1.0, items / replicas))
+    return QueueBound(tokens / replicas, max(1.0, items / replicas))
 
 
 def _contested(host: Host, fixed_tokens: float) -> float:
@@ -149,7 +149,7 @@ class Ticket:
         return chunk
 
 
-class _Flow:
+class _KeyFlow:
     """Waiting requests of a key: requests that have had nothing yet, and those that have begun, each in
     order of arrival.
     """
@@ -170,7 +170,7 @@ class _Flow:
         return (first or second)[0]
 
 
-class Window:
+class KeyWindow:
     """Work of one model at one priority of a lane. `shares` are those of its lane and priority."""
 
     def __init__(self, shares: Shares, quantum: int) -> None:
@@ -181,8 +181,8 @@ class Window:
         self.items = 0
         self._quantum = quantum
         self._passed = 0  # cost of what went by while the first of the ring waits for room
-        self._flows: dict[str, _Flow] = {}
-        self._ring: deque[_Flow] = deque()
+        self._flows: dict[str, _KeyFlow] = {}
+        self._ring: deque[_KeyFlow] = deque()
 
     @property
     def idle(self) -> bool:
@@ -218,13 +218,13 @@ class Window:
         """Queue a request behind those of its key."""
         flow = self._flows.get(ticket.key)
         if flow is None:
-            flow = self._flows[ticket.key] = _Flow(ticket.key, self._quantum)
+            flow = self._flows[ticket.key] = _KeyFlow(ticket.key, self._quantum)
             self._ring.append(flow)
         flow.fresh.append(ticket)
         flow.cost += sum(ticket.costs)
         flow.tokens += sum(ticket.tokens)
 
-    def grant(self, most: Bound, key_limit: float) -> list[tuple[Ticket, int]]:
+    def grant(self, most: QueueBound, key_limit: float) -> list[tuple[Ticket, int]]:
         """Permits for the next chunks, in their order. A chunk for which the queue has no room keeps its turn; while it
         waits, smaller ones of other keys may pass it, a turn's cost in all.
         """
@@ -251,10 +251,10 @@ class Window:
             self._admit_next(flow, ticket, cost)
         return granted
 
-    def _has_room(self, tokens: int, most: Bound) -> bool:
+    def _has_room(self, tokens: int, most: QueueBound) -> bool:
         return not self.items or (self.tokens + tokens <= most.tokens and self.items < most.items)
 
-    def _pass(self, first: _Flow, most: Bound, key_limit: float) -> list[tuple[Ticket, int]]:
+    def _pass(self, first: _KeyFlow, most: QueueBound, key_limit: float) -> list[tuple[Ticket, int]]:
         granted: list[tuple[Ticket, int]] = []
         for flow in [flow for flow in self._ring if flow is not first]:
             while flow.fresh or flow.begun:
@@ -272,7 +272,7 @@ class Window:
                 self._admit_next(flow, ticket, cost)
         return granted
 
-    def _admit_next(self, flow: _Flow, ticket: Ticket, cost: int) -> None:
+    def _admit_next(self, flow: _KeyFlow, ticket: Ticket, cost: int) -> None:
         self.admit(ticket)
         flow.deficit -= cost
         flow.cost -= cost
@@ -296,7 +296,7 @@ class Window:
         self.items += 1
         self.shares.add(ticket.key, ticket.tokens[chunk])
 
-    def fits_now(self, ticket: Ticket, most: Bound, key_limit: float) -> bool:
+    def fits_now(self, ticket: Ticket, most: QueueBound, key_limit: float) -> bool:
         """Whether a request of one chunk may pass at once: nobody waits and there is room. It is not to `join` then."""
         tokens = ticket.tokens[0]
         if self._flows or not self._has_room(tokens, most):
@@ -328,7 +328,7 @@ class Window:
         ticket.next = len(ticket.costs)
         self._drop_if_empty(flow)
 
-    def _drop_if_empty(self, flow: _Flow) -> None:
+    def _drop_if_empty(self, flow: _KeyFlow) -> None:
         if not flow.fresh and not flow.begun:
             del self._flows[flow.key]
             self._ring.remove(flow)

@@ -19,9 +19,9 @@ from sie_gateway.dialects import embedding_types, fields, multimodal
 from sie_gateway.dialects.selection import able
 from sie_gateway.inference import decoding, reply
 from sie_gateway.inference.body import Item
-from sie_gateway.inference.call import Answer, Asked, Call
+from sie_gateway.inference.call import Call, EncodedReply, InferRequest
 from sie_gateway.inference.images import header
-from sie_gateway.inference.results import Finished
+from sie_gateway.inference.results import RequestResult
 from sie_runtime.http.server import Body
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 INPUT_TYPES = ("search_query", "search_document", "classification", "clustering", "image")
 
 
-async def embed(version: int, inference: Inference, call: Call, raw: bytes) -> Answer:
+async def embed(version: int, inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     """`POST /v{version}/embed`."""
     body = await decoding.decode(call, raw)
     resolved = able(inference, call, "embed", body.get("model"))
@@ -48,7 +48,7 @@ async def embed(version: int, inference: Inference, call: Call, raw: bytes) -> A
         params["max_seq_length"] = min(most, resolved.entry.max_tokens)
     with fields.named(output_types="model", dimensions="output_dimension"):
         understood = inference.understand(
-            call, Asked("encode", resolved, items, params, priority=fields.priority(body), side="")
+            call, InferRequest("encode", resolved, items, params, priority=fields.priority(body), side="")
         )
     return _answer(
         call,
@@ -102,7 +102,9 @@ def _parts(value: Any, path: str) -> Item:
 # what goes out
 
 
-def _answer(call: Call, finished: Finished, name: str, types: Sequence[str], version: int, *, bare: bool) -> Answer:
+def _answer(
+    call: Call, finished: RequestResult, name: str, types: Sequence[str], version: int, *, bare: bool
+) -> EncodedReply:
     """`bare`: vectors alone, without the name of their type."""
     began_s = time.perf_counter()
     vectors = finished.arrays(name, "dense")
@@ -129,7 +131,7 @@ def _answer(call: Call, finished: Finished, name: str, types: Sequence[str], ver
     parts.append((b"," if bare else b"},") + orjson.dumps(rest)[1:-1])
     late = finished.late(call.received_s, began_s)
     content = reply.chained(parts, lambda spent_s: b"," + orjson.dumps(late(spent_s))[1:])
-    return Answer(content, "application/json", finished.headers(finished.reported_times))
+    return EncodedReply(content, "application/json", finished.headers(finished.reported_times))
 
 
 def _shown(items: Sequence[Item]) -> dict[str, Any]:
@@ -142,7 +144,7 @@ def _shown(items: Sequence[Item]) -> dict[str, Any]:
     return {"images": [image._asdict() for image in headers if image is not None]}
 
 
-def _billed(finished: Finished) -> dict[str, int]:
+def _billed(finished: RequestResult) -> dict[str, int]:
     items = finished.request.items
     count = sum(len(item.images) for item in items)
     has_text = any(item.text is not None for item in items)

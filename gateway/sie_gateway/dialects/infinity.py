@@ -13,20 +13,20 @@ from uuid import uuid4
 from sie_gateway.dialects import fields, tei
 from sie_gateway.dialects.selection import able
 from sie_gateway.inference import decoding, reply
-from sie_gateway.inference.call import Answer, Asked, Call
+from sie_gateway.inference.call import Call, EncodedReply, InferRequest
 
 if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
 
 
-async def classify(inference: Inference, call: Call, raw: bytes) -> Answer:
+async def classify(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     """`POST /classify`: all classes of each text, best first."""
     body = await decoding.decode(call, raw)
     resolved = able(inference, call, "predict", body.get("model"))
     value = body.get("input")
     items = fields.items([value] if isinstance(value, str) else value, "input", inference.max_items(call))
     params = {**fields.parameters(body, "truncate", "options"), "raw_scores": fields.flag(body, "raw_scores")}
-    finished = await inference.run(call, Asked("extract", resolved, items, params))
+    finished = await inference.run(call, InferRequest("extract", resolved, items, params))
     began_s = time.perf_counter()
     content = {
         "object": "classify",
@@ -37,4 +37,4 @@ async def classify(inference: Inference, call: Call, raw: bytes) -> Answer:
         **finished.shared(explain=call.explains),
     }
     data, content_type = reply.body_of(content, 0, msgpack=False, late=finished.late(call.received_s, began_s))
-    return Answer(data, content_type, finished.headers(finished.reported_times))
+    return EncodedReply(data, content_type, finished.headers(finished.reported_times))

@@ -13,14 +13,14 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.wire.messages import Operation, RunOptions
 from sie_gateway.inference import arrow, decoding, reply
 from sie_gateway.inference import body as bodies
-from sie_gateway.inference.call import Answer, Asked, Call
-from sie_gateway.inference.results import Finished
+from sie_gateway.inference.call import Call, EncodedReply, InferRequest
+from sie_gateway.inference.results import RequestResult
 
 if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
 
 
-async def infer(operation: Operation, inference: Inference, call: Call, raw: bytes) -> Answer:
+async def infer(operation: Operation, inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     """`POST /v1/{operation}/{model}`."""
     assert call.resolved is not None
     is_msgpack = "msgpack" in call.headers.get("content-type", "").lower()
@@ -30,7 +30,7 @@ async def infer(operation: Operation, inference: Inference, call: Call, raw: byt
     format_ = reply.requested_format(
         call.headers.get("accept", ""), body_is_msgpack=is_msgpack, raw=operation == "encode"
     )
-    understood = inference.understand(call, Asked(operation, call.resolved, items, body, query))
+    understood = inference.understand(call, InferRequest(operation, call.resolved, items, body, query))
     understood = understood.with_warnings(*bodies.ignored(items, query), *_other_model(body, call.resolved.requested))
     if format_ == "raw":
         check_raw(understood.options.run)
@@ -65,28 +65,28 @@ def check_raw(run: RunOptions) -> None:
         raise InvalidInput(message, reason="unsupported_dtype", param="output_dtype")
 
 
-def raw_answer(call: Call, finished: Finished, name: str) -> Answer:
+def raw_answer(call: Call, finished: RequestResult, name: str) -> EncodedReply:
     """Dense vectors as bytes alone, C order, little endian. Raises FailedRequest when any input failed."""
     vectors = finished.succeeded(name)
     body = reply.Joined(vectors, "dense")
     width = vectors[0][1].outputs["dense"].shape[-1]
     headers = finished.headers(finished.timing(call.received_s)) | {"Content-Length": str(body.nbytes)}
     headers |= {"X-SIE-Shape": f"{len(vectors)},{width}", "X-SIE-Dtype": finished.request.options.run.dtype}
-    return Answer(body, reply.RAW, headers)
+    return EncodedReply(body, reply.RAW, headers)
 
 
-def arrow_answer(call: Call, finished: Finished) -> Answer:
+def arrow_answer(call: Call, finished: RequestResult) -> EncodedReply:
     """A row for each input, failed ones included. Raises FailedRequest where the request as a whole failed."""
     finished.check()
     request = finished.request
-    return Answer(
+    return EncodedReply(
         arrow.Rows(request.items, finished.outcomes, request.options.run),
         reply.ARROW,
         finished.headers(finished.timing(call.received_s)),
     )
 
 
-def _answer(call: Call, finished: Finished, *, msgpack: bool) -> Answer:
+def _answer(call: Call, finished: RequestResult, *, msgpack: bool) -> EncodedReply:
     began_s = time.perf_counter()
     request = finished.request
     items, options = request.items, request.options
@@ -116,4 +116,4 @@ def _answer(call: Call, finished: Finished, *, msgpack: bool) -> Answer:
     row = slot_of if request.operation == "extract" else None
     late = finished.late(call.received_s, began_s)
     data, content_type = reply.body_of(content, finished.values, msgpack=msgpack, row=row, late=late)
-    return Answer(data, content_type, finished.headers(finished.reported_times))
+    return EncodedReply(data, content_type, finished.headers(finished.reported_times))

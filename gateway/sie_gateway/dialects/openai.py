@@ -26,8 +26,8 @@ from sie_gateway.dialects.selection import able
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import decoding, reply
 from sie_gateway.inference.body import Item
-from sie_gateway.inference.call import Answer, Asked, Call
-from sie_gateway.inference.results import Finished, Understood
+from sie_gateway.inference.call import Call, EncodedReply, InferRequest
+from sie_gateway.inference.results import PlannedRequest, RequestResult
 
 if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
@@ -39,7 +39,7 @@ _ENCODINGS = ("model", *vocabulary.NAMES)
 _UNNAMED = f"token_encoding: ids were read as {DEFAULT_ENCODING}, since none was named; {vocabulary.OWN_IDS}"
 
 
-async def embeddings(inference: Inference, call: Call, raw: bytes) -> Answer:
+async def embeddings(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     """`POST /v1/embeddings`: the vectors that encode gives, in the order of the inputs."""
     body = await decoding.decode(call, raw)
     cut = voyage.truncation(call, body)
@@ -55,7 +55,7 @@ async def embeddings(inference: Inference, call: Call, raw: bytes) -> Answer:
     with fields.named(
         output_types="model", **({"dimensions": "output_dimension"} if body.get("dimensions") is None else {})
     ):
-        understood = inference.understand(call, Asked("encode", resolved, items, parameters, side=""))
+        understood = inference.understand(call, InferRequest("encode", resolved, items, parameters, side=""))
     if not encoding and _has_ids(body):
         understood = understood.with_warnings(_UNNAMED)
     if format_ == "raw":
@@ -217,7 +217,7 @@ def _too_many(tokens: int) -> InvalidInput:
     return InvalidInput(message, reason="too_many_tokens", param="input", extras={"limit": MAX_TOKENS})
 
 
-async def _check_tokens(inference: Inference, call: Call, request: Understood) -> None:
+async def _check_tokens(inference: Inference, call: Call, request: PlannedRequest) -> None:
     """Refuse more tokens than a request may have, before any of them is queued to be run. Raises InvalidInput, and what
     `run` raises.
 
@@ -229,7 +229,9 @@ async def _check_tokens(inference: Inference, call: Call, request: Understood) -
         return
     # of its own name: an answer to it that comes late is none to the run that follows; nor is it charged
     counting = replace(call, id=f"{call.id}-count", charge=Charge())
-    counted = await inference.run(counting, Asked("tokenize", request.resolved, texts, {}, run=options.counting(run)))
+    counted = await inference.run(
+        counting, InferRequest("tokenize", request.resolved, texts, {}, run=options.counting(run))
+    )
     counted.check("input")
     total = counted.usage["total_tokens"]
     if total > MAX_TOKENS:
@@ -256,7 +258,7 @@ def _max_bytes(text: str) -> int:
 # what goes out
 
 
-def _answer(call: Call, finished: Finished, kind: str, *, is_base64: bool) -> Answer:
+def _answer(call: Call, finished: RequestResult, kind: str, *, is_base64: bool) -> EncodedReply:
     began_s = time.perf_counter()
     rows, extras = embedding_types.converted(finished.arrays("input", "dense"), kind)
     data = [
@@ -278,4 +280,4 @@ def _answer(call: Call, finished: Finished, kind: str, *, is_base64: bool) -> An
         return b"]," + rest[1:-1] + b"," + orjson.dumps(late(spent_s))[1:]
 
     body = reply.listed(data, finished.values, b'{"object":"list","data":[', after)
-    return Answer(body, "application/json", finished.headers(finished.reported_times))
+    return EncodedReply(body, "application/json", finished.headers(finished.reported_times))

@@ -16,8 +16,8 @@ from sie_gateway.dialects.selection import able
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import decoding, reply
 from sie_gateway.inference.body import Item
-from sie_gateway.inference.call import Answer, Asked, Call
-from sie_gateway.inference.results import Finished
+from sie_gateway.inference.call import Call, EncodedReply, InferRequest
+from sie_gateway.inference.results import RequestResult
 
 if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
@@ -27,7 +27,7 @@ MAX_TOKENS_PER_DOC = 1 << 20
 DOCUMENTS_PER_UNIT = 100  # of what is billed
 
 
-async def either(inference: Inference, call: Call, raw: bytes) -> Answer:
+async def either(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     """`POST /rerank`: with `texts` it is TEI's, errors included."""
     body = await decoding.decode(call, raw)
     if body.get("texts") is not None:
@@ -36,7 +36,7 @@ async def either(inference: Inference, call: Call, raw: bytes) -> Answer:
     return await _rerank(inference, call, body, version=1, root=True)
 
 
-async def rerank(version: int, inference: Inference, call: Call, raw: bytes) -> Answer:
+async def rerank(version: int, inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     """`POST /v{version}/rerank`: documents by their relevance to a query, best first."""
     return await _rerank(inference, call, await decoding.decode(call, raw), version=version)
 
@@ -45,7 +45,9 @@ v1 = functools.partial(rerank, 1)
 v2 = functools.partial(rerank, 2)
 
 
-async def _rerank(inference: Inference, call: Call, body: fields.Body, *, version: int, root: bool = False) -> Answer:
+async def _rerank(
+    inference: Inference, call: Call, body: fields.Body, *, version: int, root: bool = False
+) -> EncodedReply:
     """`root`: without a version in the path a document is answered as a string, which is how Infinity has it."""
     cut = voyage.truncation(call, body)
     resolved = able(inference, call, "rerank", body.get("model"))
@@ -56,7 +58,7 @@ async def _rerank(inference: Inference, call: Call, body: fields.Body, *, versio
     document_tokens = fields.whole(body, "max_tokens_per_doc", 1, MAX_TOKENS_PER_DOC) or DEFAULT_TOKENS_PER_DOC
     is_raw = fields.flag(body, "raw_scores")
     parameters = cut | fields.parameters(body, "instruction", "truncate", "options")
-    infer_request = Asked("score", resolved, items, parameters, query, fields.priority(body))
+    infer_request = InferRequest("score", resolved, items, parameters, query, fields.priority(body))
     warnings = []
     if body.get("max_chunks_per_doc") is not None:
         warnings.append("max_chunks_per_doc: ignored, a document is read up to max_tokens_per_doc")
@@ -101,14 +103,14 @@ def _document(value: Any, path: str, names: list[str] | None, *, reads_images: b
 
 def _answer(
     call: Call,
-    finished: Finished,
+    finished: RequestResult,
     *,
     version: int,
     root: bool,
     count: int | None,
     with_documents: bool,
     warnings: list[str],
-) -> Answer:
+) -> EncodedReply:
     began_s = time.perf_counter()
     scores = [outcome.score or 0.0 for _, outcome in finished.succeeded("documents")]
     items = finished.request.items
@@ -140,4 +142,4 @@ def _answer(
         **({"data": ranked} if version == 1 else {}),  # what Voyage's client reads; it has the documents
     }
     data, content_type = reply.body_of(content, 0, msgpack=False, late=finished.late(call.received_s, began_s))
-    return Answer(data, content_type, finished.headers(finished.reported_times))
+    return EncodedReply(data, content_type, finished.headers(finished.reported_times))

@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sie_contracts.models.options import altered
-from sie_gateway.inference.call import Asked, Call
-from sie_gateway.inference.results import Finished
+from sie_gateway.inference.call import Call, InferRequest
+from sie_gateway.inference.results import RequestResult
 
 if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
 
 
-async def scored(inference: Inference, call: Call, request: Asked, *, raw: bool, document_tokens: int = 0) -> Finished:
+async def scored(
+    inference: Inference, call: Call, request: InferRequest, *, raw: bool, document_tokens: int = 0
+) -> RequestResult:
     """Run a score, from 0 to 1 unless `raw`. The worker maps it: only there it is known what a checkpoint's scores
     mean.
 

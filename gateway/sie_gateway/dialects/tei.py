@@ -24,8 +24,8 @@ from sie_gateway.dialects.selection import Capability, able, model_for, unable
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import decoding, reply
 from sie_gateway.inference.body import Item
-from sie_gateway.inference.call import Answer, Asked, Call
-from sie_gateway.inference.results import Finished
+from sie_gateway.inference.call import Call, EncodedReply, InferRequest
+from sie_gateway.inference.results import RequestResult
 
 if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
@@ -91,7 +91,7 @@ def _truncation(body: Mapping[str, Any]) -> dict[str, Any]:
 # what goes out
 
 
-def _answer(call: Call, finished: Finished, body: Any) -> Answer:
+def _answer(call: Call, finished: RequestResult, body: Any) -> EncodedReply:
     timing = finished.timing(call.received_s)
     headers = finished.headers({**timing, "queue_time": timing["queue_ms"]})
     headers |= {name: str(int(float(value))) for name, value in headers.items() if name.endswith("-Time")}
@@ -99,10 +99,10 @@ def _answer(call: Call, finished: Finished, body: Any) -> Answer:
     headers["X-Compute-Type"] = "cpu" if finished.request.lane.machine_profile == "cpu" else "gpu+optimized"
     headers["X-Compute-Characters"] = str(sum(len(item.text or "") for item in finished.request.items))
     headers["X-Compute-Tokens"] = str(finished.usage["total_tokens"])
-    return Answer(body if not isinstance(body, list | dict) else orjson.dumps(body), "application/json", headers)
+    return EncodedReply(body if not isinstance(body, list | dict) else orjson.dumps(body), "application/json", headers)
 
 
-Handler: TypeAlias = "Callable[[Inference, Call, bytes], Awaitable[Answer]]"
+Handler: TypeAlias = "Callable[[Inference, Call, bytes], Awaitable[EncodedReply]]"
 
 
 async def _encode(
@@ -112,18 +112,18 @@ async def _encode(
     capability: Capability,
     items: tuple[Item, ...],
     params: Mapping[str, Any],
-) -> Finished:
+) -> RequestResult:
     output = "sparse" if capability == "embed_sparse" else "dense"
     merged = {**_truncation(params), "output_types": [output], **fields.parameters(params, "dimensions", "prompt_name")}
     if capability == "embed":
         merged["normalize"] = fields.flag(params, "normalize", default=True)
-    understood = inference.understand(call, Asked("encode", resolved, items, merged, side=""))
+    understood = inference.understand(call, InferRequest("encode", resolved, items, merged, side=""))
     if capability == "embed_all":
         understood = understood.with_run(options.unpooled(resolved.entry, understood.options.run))
     return await inference.execute(call, understood)
 
 
-async def _embedded(inference: Inference, call: Call, raw: bytes, capability: Capability) -> Finished:
+async def _embedded(inference: Inference, call: Call, raw: bytes, capability: Capability) -> RequestResult:
     """The outputs of `inputs`."""
     body = await decoding.decode(call, raw)
     resolved = able(inference, call, capability, body.get("model"))
@@ -131,19 +131,19 @@ async def _embedded(inference: Inference, call: Call, raw: bytes, capability: Ca
     return await _encode(inference, call, resolved, capability, items, body)
 
 
-async def embed(inference: Inference, call: Call, raw: bytes) -> Answer:
+async def embed(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     """Dense vectors: a list of them, for a single input too."""
     finished = await _embedded(inference, call, raw, "embed")
     return _answer(call, finished, reply.listed(finished.arrays("inputs", "dense"), finished.values))
 
 
-async def embed_all(inference: Inference, call: Call, raw: bytes) -> Answer:
+async def embed_all(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     """The states of all tokens, not pooled and not normalised."""
     finished = await _embedded(inference, call, raw, "embed_all")
     return _answer(call, finished, reply.listed(finished.arrays("inputs", options.TOKEN_STATES), finished.values))
 
 
-async def embed_sparse(inference: Inference, call: Call, raw: bytes) -> Answer:
+async def embed_sparse(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     """Sparse vectors: index and weight of each word of the vocabulary that has one."""
     finished = await _embedded(inference, call, raw, "embed_sparse")
     indices, values = finished.arrays("inputs", "sparse.indices"), finished.arrays("inputs", "sparse.values")
@@ -156,7 +156,7 @@ def _sparse(row: tuple[Array, Array]) -> list[dict[str, Any]]:
     return [{"index": index, "value": value} for index, value in zip(indices.tolist(), weights.tolist(), strict=True)]
 
 
-async def similarity(inference: Inference, call: Call, raw: bytes) -> Answer:
+async def similarity(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     """Cosine of one sentence with each of others."""
     body = await decoding.decode(call, raw)
     resolved = able(inference, call, "embed", body.get("model"))
@@ -176,7 +176,7 @@ async def similarity(inference: Inference, call: Call, raw: bytes) -> Answer:
     return _answer(call, finished, (vectors[1:] @ vectors[0]).tolist())
 
 
-async def rerank(inference: Inference, call: Call, raw: bytes) -> Answer:
+async def rerank(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     """Texts by their relevance to a query, best first."""
     body = await decoding.decode(call, raw)
     resolved = able(inference, call, "rerank", body.get("model"))
@@ -185,7 +185,7 @@ async def rerank(inference: Inference, call: Call, raw: bytes) -> Answer:
         raise fields.refused("query", query, "a string")
     items = _texts(texts, inference.max_items(call), "texts")
     is_raw, with_text = fields.flag(body, "raw_scores", default=False), fields.flag(body, "return_text", default=False)
-    request = Asked("score", resolved, items, _truncation(body), Item(bodies.utf8(query, "query")))
+    request = InferRequest("score", resolved, items, _truncation(body), Item(bodies.utf8(query, "query")))
     finished = await scored(inference, call, request, raw=is_raw)
     scores = [outcome.score or 0.0 for _, outcome in finished.succeeded("texts")]
     order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
@@ -199,7 +199,7 @@ async def rerank(inference: Inference, call: Call, raw: bytes) -> Answer:
     )
 
 
-async def predict(inference: Inference, call: Call, raw: bytes) -> Answer:
+async def predict(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     """Classes of texts or pairs of texts: a list for one input, a list of lists for a batch."""
     body = await decoding.decode(call, raw)
     resolved = able(inference, call, "predict", body.get("model"))
@@ -220,12 +220,12 @@ async def predict(inference: Inference, call: Call, raw: bytes) -> Answer:
         **_truncation(body),
         "options": {"raw_scores": fields.flag(body, "raw_scores", default=False)},
     }
-    finished = await inference.run(call, Asked("extract", resolved, tuple(items), params))
+    finished = await inference.run(call, InferRequest("extract", resolved, tuple(items), params))
     predictions = classes(finished, "inputs")
     return _answer(call, finished, predictions[0] if is_single else predictions)
 
 
-def classes(finished: Finished, name: str) -> list[list[dict[str, Any]]]:
+def classes(finished: RequestResult, name: str) -> list[list[dict[str, Any]]]:
     """The classes of each input, best first. Raises FailedRequest."""
     predictions: list[list[dict[str, Any]]] = []
     for _, outcome in finished.succeeded(name):
@@ -234,7 +234,7 @@ def classes(finished: Finished, name: str) -> list[list[dict[str, Any]]]:
     return predictions
 
 
-async def tokenize(inference: Inference, call: Call, raw: bytes) -> Answer:
+async def tokenize(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     """The tokens of texts: ids, texts, and where they begin and end in the bytes of the text."""
     body = await decoding.decode(call, raw)
     value = body.get("inputs")
@@ -242,7 +242,7 @@ async def tokenize(inference: Inference, call: Call, raw: bytes) -> Answer:
     resolved = model_for(inference, call, "embed", body.get("model"))
     template = _template(body, resolved.entry)
     run = options.tokenizing(*template, add_special_tokens=fields.flag(body, "add_special_tokens", default=True))
-    finished = await inference.run(call, Asked("tokenize", resolved, items, {}, run=run))
+    finished = await inference.run(call, InferRequest("tokenize", resolved, items, {}, run=run))
     replies = [outcome.data or {} for _, outcome in finished.succeeded("inputs")]
     return _answer(
         call, finished, reply.listed(replies, MAP_VALUES * sum(len(entry["ids"]) for entry in replies), row=_tokens)
@@ -265,7 +265,7 @@ def _template(body: Mapping[str, Any], entry: ModelEntry) -> tuple[str, str]:
     return before, after
 
 
-async def decode(inference: Inference, call: Call, raw: bytes) -> Answer:
+async def decode(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     """The texts of token ids."""
     body = await decoding.decode(call, raw)
     value = body.get("ids")
@@ -274,11 +274,11 @@ async def decode(inference: Inference, call: Call, raw: bytes) -> Answer:
     items = tuple(Item(None, tokens=bodies.token_ids(ids, f"ids[{index}]")) for index, ids in enumerate(lists))
     resolved = model_for(inference, call, "embed", body.get("model"))
     run = options.decoding(skip_special_tokens=fields.flag(body, "skip_special_tokens", default=True))
-    finished = await inference.run(call, Asked("decode", resolved, items, {}, run=run))
+    finished = await inference.run(call, InferRequest("decode", resolved, items, {}, run=run))
     return _answer(call, finished, [(outcome.data or {})["text"] for _, outcome in finished.succeeded("ids")])
 
 
-async def main_task(inference: Inference, call: Call, raw: bytes) -> Answer:
+async def main_task(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     """`POST /`: what the model is for. A source sentence asks for similarities."""
     body = await decoding.decode(call, raw)
     value = body.get("inputs")
@@ -297,7 +297,7 @@ async def main_task(inference: Inference, call: Call, raw: bytes) -> Answer:
     raise unable(resolved, "embed")
 
 
-async def info(inference: Inference, call: Call, raw: bytes) -> Answer:
+async def info(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     """Description of the server in the words of TEI's /info."""
     resolved = model_for(inference, call, "embed")
     entry, workers = resolved.entry, inference.workers_of(resolved.bundle)
@@ -311,7 +311,7 @@ async def info(inference: Inference, call: Call, raw: bytes) -> Answer:
         kind = {"reranker": {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}}
     elif classifies(entry):
         kind = {"classifier": {"id2label": {}, "label2id": {}}}
-    return Answer(
+    return EncodedReply(
         orjson.dumps(
             {
                 "model_id": entry.id,

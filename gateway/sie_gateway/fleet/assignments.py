@@ -20,7 +20,7 @@ DEFAULT_BUNDLE = "default"  # of the workers that are asked for where a reservat
 
 
 @dataclass(frozen=True)
-class Candidate:
+class AssignableWorker:
     """A worker that may be reserved. `models` are those that it has loaded, `busy` the tokens that it has taken in and
     not answered.
     """
@@ -32,7 +32,7 @@ class Candidate:
     busy: int = 0
 
     @classmethod
-    def from_heartbeat(cls, beat: Heartbeat) -> Candidate:
+    def from_heartbeat(cls, beat: Heartbeat) -> AssignableWorker:
         loaded = frozenset(status.model for status in beat.models if status.state == "loaded")
         return cls(beat.machine_profile, beat.bundle, max(1, beat.gpu_count), loaded, beat.held_cost)
 
@@ -40,7 +40,7 @@ class Candidate:
         return self.machine_profile in spec.gpus and spec.bundle in ("", self.bundle)
 
 
-def lacking(spec: PoolSpec, held: Iterable[Candidate]) -> tuple[dict[str, int], int]:
+def lacking(spec: PoolSpec, held: Iterable[AssignableWorker]) -> tuple[dict[str, int], int]:
     """Shortage of a reservation with these workers: GPUs by machine profile, and workers up to its minimum. Both empty
     when it is met.
     """
@@ -52,14 +52,14 @@ def lacking(spec: PoolSpec, held: Iterable[Candidate]) -> tuple[dict[str, int], 
     return short, max(0, spec.minimum_worker_count - count)
 
 
-def is_met(spec: PoolSpec, held: Iterable[Candidate]) -> bool:
+def is_met(spec: PoolSpec, held: Iterable[AssignableWorker]) -> bool:
     """Whether every count of GPUs and the minimum of workers is reached."""
     short, workers = lacking(spec, held)
     return not short and not workers
 
 
 def assign(
-    reservations: Iterable[Reservation], workers: Mapping[str, Candidate], before: Mapping[str, str]
+    reservations: Iterable[Reservation], workers: Mapping[str, AssignableWorker], before: Mapping[str, str]
 ) -> dict[str, str]:
     """The reservation of each worker that has one: worker id to pool. `before`: as it was.
 
@@ -83,7 +83,9 @@ def assign(
     return assigned
 
 
-def is_held_back(reservation: Reservation, workers: Mapping[str, Candidate], assigned: Mapping[str, str]) -> bool:
+def is_held_back(
+    reservation: Reservation, workers: Mapping[str, AssignableWorker], assigned: Mapping[str, str]
+) -> bool:
     """Whether a reservation lacks workers only because the last one of a bundle stays for everybody."""
     held = [workers[name] for name, pool in assigned.items() if pool == reservation.spec.name and name in workers]
     if reservation.takes_last or is_met(reservation.spec, held):
@@ -96,8 +98,8 @@ def is_held_back(reservation: Reservation, workers: Mapping[str, Candidate], ass
 
 def _addition(
     spec: PoolSpec,
-    held: Sequence[Candidate],
-    workers: Mapping[str, Candidate],
+    held: Sequence[AssignableWorker],
+    workers: Mapping[str, AssignableWorker],
     assigned: Mapping[str, str],
     *,
     takes_last: bool,
@@ -121,7 +123,9 @@ def _addition(
     return [*chosen, *more] if complete else []
 
 
-def _without_last(free: Sequence[str], workers: Mapping[str, Candidate], assigned: Mapping[str, str]) -> list[str]:
+def _without_last(
+    free: Sequence[str], workers: Mapping[str, AssignableWorker], assigned: Mapping[str, str]
+) -> list[str]:
     """`free` less the last one of each bundle of which nobody else is left for everybody."""
     stays = {worker.bundle for name, worker in workers.items() if name not in assigned and name not in free}
     remaining = []
@@ -133,7 +137,7 @@ def _without_last(free: Sequence[str], workers: Mapping[str, Candidate], assigne
 
 
 def requested_workers(
-    spec: PoolSpec, held: Sequence[Candidate], gpus_each: Mapping[str, int]
+    spec: PoolSpec, held: Sequence[AssignableWorker], gpus_each: Mapping[str, int]
 ) -> Counter[tuple[str, str]]:
     """How many workers a reservation asks for, by machine profile and bundle: those that it has, and those that it
     lacks.

@@ -110,7 +110,7 @@ class DemandRecords:
             return False
 
 
-class _Start:
+class _ColdStart:
     """A lane without a worker: since when it is asked for, and when it last was."""
 
     __slots__ = ("first_s", "last_s")
@@ -137,7 +137,7 @@ class ColdStarts:
         self._metrics = metrics
         self._pending_reason = pending_reason
         self._clock = clock
-        self._starts: dict[Lane, _Start] = {}  # lanes are those of the catalogue and the machine profiles
+        self._starts: dict[Lane, _ColdStart] = {}  # lanes are those of the catalogue and the machine profiles
         self._took_s: dict[Lane, float] = {}
 
     def requested(self, lane: Lane) -> None:
@@ -151,7 +151,7 @@ class ColdStarts:
             if lane in self._starts:
                 self._took_s[lane] = now_s - self._starts.pop(lane).first_s
         else:
-            self._starts.setdefault(lane, _Start(now_s)).last_s = now_s
+            self._starts.setdefault(lane, _ColdStart(now_s)).last_s = now_s
 
     def drop_pool(self, pool: str) -> None:
         """The pool is there no more."""

@@ -17,7 +17,7 @@ from sie_broker import BrokerError, BrokerUnavailable, Queue, Stored
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.messages import PRIORITIES
 from sie_contracts.wire.topology import Lane
-from sie_gateway.fleet.planner import Waiting
+from sie_gateway.fleet.planner import ModelBacklog
 from sie_gateway.streams.backlog import Backlog
 from sie_runtime.process import Stop, Trouble
 
@@ -39,15 +39,15 @@ class Lag:
         self._pools = pools  # come and go
         self._now_s = now_s
         self._known: dict[Lane, None] = {}
-        self._lanes: dict[Labels, Waiting] = {}
-        self._models: dict[Labels, Waiting] = {}
+        self._lanes: dict[Labels, ModelBacklog] = {}
+        self._models: dict[Labels, ModelBacklog] = {}
         self.is_known = False  # else there is nothing to tell, which is not the same as no work
 
-    def lanes(self) -> Mapping[Labels, Waiting]:
+    def lanes(self) -> Mapping[Labels, ModelBacklog]:
         """By pool, machine profile, bundle and priority."""
         return self._lanes
 
-    def models(self) -> Mapping[Labels, Waiting]:
+    def models(self) -> Mapping[Labels, ModelBacklog]:
         """By model, pool, machine profile, bundle and priority."""
         return self._models
 
@@ -74,8 +74,8 @@ class Lag:
         """Raises BrokerError."""
         if not self._queue.connected:
             raise BrokerUnavailable("no connection to the broker")
-        lanes: dict[Labels, Waiting] = {}
-        models: dict[Labels, Waiting] = {}
+        lanes: dict[Labels, ModelBacklog] = {}
+        models: dict[Labels, ModelBacklog] = {}
         pools = sorted(self._pools)
         self._known = {lane: None for lane in self._known if lane.pool in pools}
         counted = {pool: counts for pool in pools if (counts := self._backlog.by_subject(pool)) is not None}
@@ -84,7 +84,11 @@ class Lag:
         self._lanes, self._models, self.is_known = lanes, models, bool(counted)
 
     async def _refresh_pool(
-        self, pool: str, counts: Mapping[str, int], lanes: dict[Labels, Waiting], models: dict[Labels, Waiting]
+        self,
+        pool: str,
+        counts: Mapping[str, int],
+        lanes: dict[Labels, ModelBacklog],
+        models: dict[Labels, ModelBacklog],
     ) -> None:
         busy: dict[Lane, int] = {}
         for subject, count in counts.items():
@@ -101,7 +105,7 @@ class Lag:
             for priority in PRIORITIES:
                 labels = lane.pool, lane.machine_profile, lane.bundle, priority
                 count = self._backlog.messages(lane, priority) or 0
-                lanes[labels] = Waiting(count)
+                lanes[labels] = ModelBacklog(count)
                 if count:
                     questions.append((topology.lane_filter(lane, priority), labels))
         questions += [
@@ -114,13 +118,15 @@ class Lag:
                 continue
             oldest_s = self._age_s(first)
             if of_lane is not None:
-                lanes[of_lane] = Waiting(lanes[of_lane].count, oldest_s)
+                lanes[of_lane] = ModelBacklog(lanes[of_lane].count, oldest_s)
             if first.subject not in answered and (model := _model_of(first)) is not None:
                 answered.add(first.subject)
                 lane = lane_of(first.subject)
                 of_model = model, lane.pool, lane.machine_profile, lane.bundle, first.subject.split(".")[5]
-                before = models.get(of_model, Waiting(0))  # by the other way that it may take
-                models[of_model] = Waiting(before.count + counts.get(first.subject, 1), max(before.oldest_s, oldest_s))
+                before = models.get(of_model, ModelBacklog(0))  # by the other way that it may take
+                models[of_model] = ModelBacklog(
+                    before.count + counts.get(first.subject, 1), max(before.oldest_s, oldest_s)
+                )
 
 
 def lane_of(subject: str) -> Lane:

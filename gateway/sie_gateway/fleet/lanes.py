@@ -52,7 +52,7 @@ def mean_rate(rates: NDArray[np.float64], arriving: NDArray[np.float64]) -> floa
     return float(rates.mean()) if len(rates) else 0.0
 
 
-class _Lane:
+class _LaneWorkers:
     """The healthy workers of one lane, by their id, and which of them have a model loaded."""
 
     def __init__(self) -> None:
@@ -116,8 +116,8 @@ class Fleet:
             str, tuple[float, Heartbeat]
         ] = {}  # in the order of the heartbeats, the oldest first; so is _healthy
         self._healthy: dict[str, Heartbeat] = {}
-        self._lanes: dict[Lane, _Lane] = {}
-        self._served: dict[tuple[str, str], dict[str, _Lane]] = {}  # pool and bundle -> machine profile -> lane
+        self._lanes: dict[Lane, _LaneWorkers] = {}
+        self._served: dict[tuple[str, str], dict[str, _LaneWorkers]] = {}  # pool and bundle -> machine profile -> lane
         self._statuses: dict[str, dict[str, ModelStatus]] = {}  # model -> worker -> what it reports
         self._loading_s: dict[str, dict[str, float]] = {}  # worker -> model -> when it was first heard to load it
         self.version = 0  # grows with every heartbeat
@@ -176,7 +176,7 @@ class Fleet:
         key = Lane(beat.pool, beat.machine_profile, beat.bundle)
         lane = self._lanes.get(key)
         if lane is None:
-            lane = self._lanes[key] = _Lane()
+            lane = self._lanes[key] = _LaneWorkers()
             self._served.setdefault((beat.pool, beat.bundle), {})[beat.machine_profile] = lane
         self._healthy[beat.worker] = beat
         lane.put(beat)
@@ -339,7 +339,7 @@ class Fleet:
         return Lane(pool, min(names, key=lambda name: (ranks.get(name, len(ranks)), name)), bundle)
 
     @staticmethod
-    def _with(serving: Mapping[str, _Lane], residency: str) -> list[str]:
+    def _with(serving: Mapping[str, _LaneWorkers], residency: str) -> list[str]:
         """The machine profiles of which a worker has the model loaded."""
         return [name for name, of_lane in serving.items() if residency in of_lane.loaded]
 

@@ -25,7 +25,7 @@ from sie_contracts.wire.messages import WorkItem
 from sie_contracts.wire.records import Placement
 from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.lanes import Fleet
-from sie_gateway.fleet.planner import Planner, Slices, Waiting
+from sie_gateway.fleet.planner import ModelBacklog, Planner, Slices
 from sie_gateway.streams.backlog import Backlog
 from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Stop, Trouble
@@ -60,7 +60,7 @@ class Placer:
         broker: Store,
         adopt_after_s: float,
         fleet: Fleet,
-        waiting: Callable[[Lane, Collection[str]], Awaitable[Mapping[str, Waiting]]],
+        waiting: Callable[[Lane, Collection[str]], Awaitable[Mapping[str, ModelBacklog]]],
         now_s: Callable[[], float],
         *,
         storage: str = "file",
@@ -242,7 +242,7 @@ class Ages:
         self._ages_s: dict[str, float] = {}
         self._names: dict[Lane, dict[str, str]] = {}
 
-    async def waiting_of(self, lane: Lane, models: Collection[str]) -> Mapping[str, Waiting]:
+    async def waiting_of(self, lane: Lane, models: Collection[str]) -> Mapping[str, ModelBacklog]:
         """By model, without those of which nothing waits. Raises BrokerError."""
         await self._backlog.fresh(lane.pool, EVERY_S / 2)
         prefix = topology.lane_filter(lane).removesuffix(">")
@@ -275,7 +275,7 @@ class Ages:
         oldest_s: dict[str, float] = {}
         for subject, model in subjects.items():
             oldest_s[model] = max(oldest_s.get(model, 0.0), self._ages_s.get(subject, 0.0))
-        return {model: Waiting(count, oldest_s[model]) for model, count in counts.items()}
+        return {model: ModelBacklog(count, oldest_s[model]) for model, count in counts.items()}
 
     def drop_pool(self, pool: str) -> None:
         """The pool is there no more."""

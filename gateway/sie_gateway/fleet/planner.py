@@ -36,18 +36,18 @@ SLICE_PAUSE_S = 0.0001  # enough for the event loop to take its turn, which wait
 
 
 @dataclass(frozen=True)
-class Waiting:
+class ModelBacklog:
     """Messages of one model in the stream: messages, leased ones included, and the age of the oldest in seconds."""
 
     count: int
     oldest_s: float = 0.0
 
 
-_NOTHING = Waiting(0)
+_NOTHING = ModelBacklog(0)
 
 
 @dataclass(slots=True, eq=False)
-class _Worker:
+class _PlannedWorker:
     """State of a worker by its last heartbeat.
 
     `statuses`: model, state and error of each of its statuses. `taking`: shape (2, models), float64, the index of each
@@ -87,7 +87,7 @@ class Planner:
         self._adopt_after_s = adopt_after_s
         self._pause = pause
         self._layout = Layout(pause)
-        self._workers: dict[str, _Worker] = {}
+        self._workers: dict[str, _PlannedWorker] = {}
         self._table: Placement | None = None  # that the rows are those of
         self._scales: dict[str, Replicas] = {}
         self._lowering: set[str] = set()  # models of which fewer hosts would do
@@ -122,7 +122,7 @@ class Planner:
         table: Placement | None,
         beats: Sequence[Heartbeat],
         silent: Sequence[Heartbeat],
-        backlog: Mapping[str, Waiting],
+        backlog: Mapping[str, ModelBacklog],
         now_s: float,
     ) -> Placement | None:
         """The table to write, or None while the present one stands. `now_s`: the broker's time.
@@ -158,7 +158,7 @@ class Planner:
     # ---- what there is
 
     def _served(
-        self, silent: Sequence[Heartbeat], table: Placement | None, backlog: Mapping[str, Waiting]
+        self, silent: Sequence[Heartbeat], table: Placement | None, backlog: Mapping[str, ModelBacklog]
     ) -> list[Heartbeat]:
         """The workers that host anything of which nothing waits past the bound."""
         hosts = table.hosts if table is not None else {}
@@ -172,7 +172,7 @@ class Planner:
         }
         return [beat for beat in silent if beat.worker in self._hosting[1] and beat.worker not in late]
 
-    def _remember(self, table: Placement | None, backlog: Mapping[str, Waiting], now_s: float) -> None:
+    def _remember(self, table: Placement | None, backlog: Mapping[str, ModelBacklog], now_s: float) -> None:
         if table is not None and table is not self._table:
             for model in table.hosts:  # another gateway, or this one before it was started again, knew it
                 if model not in self._wanted_s:
@@ -237,7 +237,7 @@ class Planner:
             ]
             taking = np.array([[self._layout.indices[model] for model, _ in served], [rate for _, rate in served]])
         load_s = max((status.load_s for status in beat.models), default=0.0)
-        self._workers[beat.worker] = _Worker(beat, statuses_read, taking, beat.rate, sum(rates), load_s)
+        self._workers[beat.worker] = _PlannedWorker(beat, statuses_read, taking, beat.rate, sum(rates), load_s)
 
     def _forget_unused(self, now_s: float) -> None:
         """Rows to drop: models unused for FORGET_S, or too many, that no worker has. The longest unused come first."""
@@ -350,7 +350,7 @@ class Planner:
             return None
         return max(since_s, self._spare_s)
 
-    def _scale(self, backlog: Mapping[str, Waiting], now_s: float) -> NDArray[np.float64]:
+    def _scale(self, backlog: Mapping[str, ModelBacklog], now_s: float) -> NDArray[np.float64]:
         """Have each model get as many hosts as it asks for. Returns the demand, shape (size,), in workers' worth of
         time.
         """

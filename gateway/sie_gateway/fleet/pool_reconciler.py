@@ -19,9 +19,9 @@ from sie_broker.record import Bucket, LeaderLease, leases_of
 from sie_contracts.settings import Settings
 from sie_contracts.wire import topology
 from sie_gateway.fleet import assignments, pool_rules
-from sie_gateway.fleet.assignments import Candidate
+from sie_gateway.fleet.assignments import AssignableWorker
 from sie_gateway.fleet.lanes import Fleet
-from sie_gateway.fleet.pools import Pools
+from sie_gateway.fleet.pools import PoolDirectory
 from sie_gateway.metrics import Metrics
 from sie_gateway.streams.publish import WorkQueue
 from sie_runtime.clock import BrokerClock
@@ -36,14 +36,14 @@ UNREADY_S = 30.0
 _logger = logging.getLogger("sie.gateway.pools")
 
 
-class PoolKeeper:
+class PoolReconciler:
     """Keeps what reservations need. `run` belongs to one task."""
 
     def __init__(
         self,
         settings: Settings,
         broker: Broker,
-        pools: Pools,
+        pools: PoolDirectory,
         fleet: Fleet,
         queue: WorkQueue,
         clock: BrokerClock,
@@ -174,7 +174,7 @@ class PoolKeeper:
     def _count(self, event: str, count: int = 1) -> None:
         self._metrics.pool_events.labels(event).inc(count)
 
-    def _candidates(self) -> dict[str, Candidate]:
+    def _candidates(self) -> dict[str, AssignableWorker]:
         """The workers that may be reserved, or keep their reservation.
 
         A worker that has a place keeps it while its heartbeats come and it has not been unready for UNREADY_S; and for
@@ -184,7 +184,7 @@ class PoolKeeper:
         if self._first_s is None:
             self._first_s = now_s
         assigned = self._record.assigned.workers
-        candidates: dict[str, Candidate] = {}
+        candidates: dict[str, AssignableWorker] = {}
         unready_s: dict[str, float] = {}
         beats = self._fleet.workers()
         for beat, is_healthy in beats:
@@ -194,7 +194,7 @@ class PoolKeeper:
                 unready_s[beat.worker] = self._unready_s.get(beat.worker, now_s)
                 is_healthy = self._fleet.is_heard(beat.worker) and now_s - unready_s[beat.worker] < UNREADY_S
             if is_healthy:
-                candidates[beat.worker] = Candidate.from_heartbeat(beat)
+                candidates[beat.worker] = AssignableWorker.from_heartbeat(beat)
         self._unready_s = unready_s
         if now_s - self._first_s < self._settings.heartbeat_timeout_ms / 1000:
             names = {beat.worker for beat, _ in beats}
@@ -202,5 +202,5 @@ class PoolKeeper:
             for worker, pool in assigned.items():
                 if worker not in names and pool in live:
                     spec = live[pool].spec
-                    candidates[worker] = Candidate(min(spec.gpus), spec.bundle or assignments.DEFAULT_BUNDLE)
+                    candidates[worker] = AssignableWorker(min(spec.gpus), spec.bundle or assignments.DEFAULT_BUNDLE)
         return candidates

@@ -2,7 +2,7 @@
 
     POST, renew, DELETE ──pool_rules──► PoolRecord, compare-and-set ──watch──► every gateway: routes, Pool objects
                                             ▲
-    PoolKeeper: streams; the leader of the gateways: expiry, removal, assignments ──► sidecars ask any gateway
+    PoolReconciler: streams; the leader of the gateways: expiry, removal, assignments ──► sidecars ask any gateway
 
 A reservation has a stream of its own. It ends at once for everybody by the broker's clock: requests that wait for it
 fail with POOL_NOT_FOUND, then its stream goes. Its name is free again when that is done.
@@ -25,7 +25,7 @@ from sie_contracts.wire.heartbeats import Heartbeat
 from sie_contracts.wire.records import Assigned, PoolSpec, Reservation, Reservations
 from sie_gateway.admission.grant import Grant
 from sie_gateway.fleet import assignments, pool_rules
-from sie_gateway.fleet.assignments import Candidate
+from sie_gateway.fleet.assignments import AssignableWorker
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.fleet.pool_rules import HELD_BACK, ON_THEIR_WAY, TOO_FEW, not_found
 from sie_gateway.metrics import Metrics
@@ -185,7 +185,7 @@ class PoolRecord(Collection[str]):
             raise QueueUnavailable(f"an earlier pool {name!r} is still being removed") from None
 
 
-class Pools:
+class PoolDirectory:
     """Operations of clients on pools, and the pools that they see. May be called by any task."""
 
     def __init__(
@@ -276,7 +276,9 @@ class Pools:
 
     def is_active(self, reservation: Reservation) -> bool:
         """Whether every count is met by healthy workers that serve it."""
-        return assignments.is_met(reservation.spec, map(Candidate.from_heartbeat, self.serving(reservation.spec.name)))
+        return assignments.is_met(
+            reservation.spec, map(AssignableWorker.from_heartbeat, self.serving(reservation.spec.name))
+        )
 
     def visible(self, grant: Grant) -> Callable[[str], bool]:
         """Names of the pools that a credential may read: those of the installation, and those that it reserved."""
@@ -310,13 +312,17 @@ class Pools:
         if self._is_held_back(reservation):
             return HELD_BACK
         assigned = self.record.assigned.workers
-        held = [Candidate.from_heartbeat(beat) for beat in self._fleet.healthy() if assigned.get(beat.worker) == name]
+        held = [
+            AssignableWorker.from_heartbeat(beat) for beat in self._fleet.healthy() if assigned.get(beat.worker) == name
+        ]
         return ON_THEIR_WAY if assignments.is_met(reservation.spec, held) else TOO_FEW
 
     def _is_held_back(self, reservation: Reservation) -> bool:
         default = topology.pool_name("default")
         workers = {
-            beat.worker: Candidate.from_heartbeat(beat) for beat in self._fleet.healthy() if beat.own_pool == default
+            beat.worker: AssignableWorker.from_heartbeat(beat)
+            for beat in self._fleet.healthy()
+            if beat.own_pool == default
         }
         return assignments.is_held_back(reservation, workers, self.record.assigned.workers)
 
@@ -339,10 +345,10 @@ class Pools:
         gpus: dict[str, int] = {}
         for beat in beats.values():
             gpus[beat.machine_profile] = max(gpus.get(beat.machine_profile, 1), beat.gpu_count)
-        held: dict[str, list[Candidate]] = {}
+        held: dict[str, list[AssignableWorker]] = {}
         for worker, pool in self.record.workers().items():
             if worker in beats:
-                held.setdefault(pool, []).append(Candidate.from_heartbeat(beats[worker]))
+                held.setdefault(pool, []).append(AssignableWorker.from_heartbeat(beats[worker]))
         counts: Counter[tuple[str, str, str]] = Counter()
         for name, reservation in self.record.live().items():
             for (profile, bundle), count in assignments.requested_workers(

@@ -19,7 +19,7 @@ from sie_gateway.admission.peers import Peers, mean_cost
 from sie_gateway.fleet.demand import DemandRecords
 from sie_gateway.fleet.lag import Lag
 from sie_gateway.fleet.lanes import Fleet, worker_rate
-from sie_gateway.fleet.pools import Pools
+from sie_gateway.fleet.pools import PoolDirectory
 from sie_gateway.streams.backlog import Backlog
 from sie_runtime.feed import CatalogueFeed
 
@@ -57,7 +57,7 @@ class Scaling:
         lag: Lag,
         peers: Peers,
         demand: DemandRecords,
-        pools: Pools,
+        pools: PoolDirectory,
     ) -> None:
         self._settings = settings
         self._feed = feed

@@ -150,7 +150,7 @@ def _socket_url(url: str) -> str:
     return urlunsplit((scheme, pieces.netloc.rpartition("@")[2], f"{pieces.path.rstrip('/')}/ws/status", "", ""))
 
 
-class Workers:
+class WorkerSockets:
     """All status sockets of one gateway. Raises SettingError where Kubernetes is to be asked and this is no pod."""
 
     def __init__(self, settings: Settings) -> None:
@@ -234,12 +234,12 @@ class _Metadata(msgspec.Struct, frozen=True, rename="camel"):
     resource_version: str = ""
 
 
-class _Slices(msgspec.Struct, frozen=True):
+class _SliceList(msgspec.Struct, frozen=True):
     items: list[_Slice]
     metadata: _Metadata = _Metadata()
 
 
-_slices = msgspec.json.Decoder(_Slices)
+_slices = msgspec.json.Decoder(_SliceList)
 
 
 class Endpoints:

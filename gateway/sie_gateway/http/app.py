@@ -35,9 +35,9 @@ from sie_gateway.http.auth import Gate
 from sie_gateway.http.route_kinds import GatewayRoute
 from sie_gateway.http.routes import PROBES, TABLE, openapi_document
 from sie_gateway.inference import telemetry
-from sie_gateway.inference.call import Answer, Call, native_shape
+from sie_gateway.inference.call import Call, EncodedReply, native_shape
 from sie_gateway.inference.handler import InferenceRoute
-from sie_gateway.inference.intake import Intake, body_memory, bounded, check_length
+from sie_gateway.inference.intake import BodyIntake, body_memory, bounded, check_length
 from sie_gateway.inference.reattach import ClientGone
 from sie_gateway.inference.results import FailedRequest
 from sie_gateway.operations import handlers
@@ -184,7 +184,7 @@ class Edge:
         self._gate = gate
         self._readiness = readiness
         self._tracer = tracer
-        self._intake = Intake(body_memory(gateway.settings))
+        self._intake = BodyIntake(body_memory(gateway.settings))
         self._probes = probes(readiness.not_ready, None, functools.partial(_healthy_workers, gateway))
         self._root = gateway.settings.root_path or ""
         self._versions = ClientVersions()
@@ -301,7 +301,7 @@ class Edge:
         most = self._gateway.settings.max_body_bytes
         body = call.reader = self._intake.reader(call.headers, receive, min(most, call.grant.limits.body_bytes or most))
 
-        async def send_answer(answer: Answer) -> None:
+        async def send_answer(answer: EncodedReply) -> None:
             await reply(send, answer.status, answer.body, answer.content_type, answer.headers)
 
         try:

@@ -19,8 +19,8 @@ from sie_runtime.http.server import Body, Receive
 
 if TYPE_CHECKING:
     from sie_gateway.inference.body import Item
-    from sie_gateway.inference.intake import Reader
-    from sie_gateway.inference.results import Finished
+    from sie_gateway.inference.intake import BodyReader
+    from sie_gateway.inference.results import RequestResult
     from sie_runtime.spans import Span
 
 ROUTE_KEY = "X-SIE-Route-Key"
@@ -65,10 +65,10 @@ class Call:
     resolved: Resolved | None = None  # the model of that name
     client: str = ""  # its address
     body: bytes = b""  # of an inference request
-    reader: Reader | None = None  # of its body, where a connection brought it
-    infer_request: Asked | None = None  # the last one that was understood
+    reader: BodyReader | None = None  # of its body, where a connection brought it
+    infer_request: InferRequest | None = None  # the last one that was understood
     attempt: int = 0  # how often it began anew because the model's entry changed
-    finished: Finished | None = None  # what ran last
+    finished: RequestResult | None = None  # what ran last
     code: str = ""  # of the error that it was answered with
     message: str = ""  # of that error
     context: Context = NONE  # of its trace, which its work carries on: our span's, or else its client's
@@ -136,7 +136,7 @@ def route_key(call: Call | None) -> str:
 
 
 @dataclass(frozen=True)
-class Answer:
+class EncodedReply:
     """A success, or what a client that waits for capacity takes for "not yet". A body in pieces may be read more than
     once.
     """
@@ -148,7 +148,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Asked:
+class InferRequest:
     """What is asked of a model, whichever client family wrote it. `parameters` is a map as a native body has it
     (contract 5).
 

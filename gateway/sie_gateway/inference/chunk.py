@@ -62,7 +62,7 @@ class Files(NamedTuple):
 _NO_FILES, _IMAGE = Files(), ImageCost()
 
 
-class Limits(NamedTuple):
+class ChunkLimits(NamedTuple):
     """The bounds of one chunk: estimated tokens, bytes of its inputs in the message, bytes of its results.
 
     `any_size`: an input above `payload_bytes` goes through the payload store.
@@ -80,7 +80,7 @@ def plan(
     operation: Operation,
     entry: ModelEntry,
     run: RunOptions,
-    limits: Limits,
+    limits: ChunkLimits,
     image: ImageCost = _IMAGE,
 ) -> tuple[list[Chunk], int]:
     """The chunks of a request, and the bytes of its items. `image`: what each image costs. Raises PayloadTooLarge."""
@@ -205,7 +205,7 @@ def split(
     *,
     max_tokens: int,
     item_result_bytes: int,
-    limits: Limits,
+    limits: ChunkLimits,
     token_result_bytes: int = 0,
     each_tokens: int = 0,
     rows: int = 1,

@@ -31,15 +31,15 @@ from sie_contracts.wire.heartbeats import Heartbeat
 from sie_contracts.wire.messages import Operation, Priority
 from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.admission import Admission
-from sie_gateway.admission.retry_slots import Pace
+from sie_gateway.admission.retry_slots import AnswerPace
 from sie_gateway.fleet.capabilities import CAN, Able, any_model
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.http.route_kinds import GatewayRoute
 from sie_gateway.inference import body as bodies
-from sie_gateway.inference.call import Answer, Asked, Call, EntryChanged, route_key
+from sie_gateway.inference.call import Call, EncodedReply, EntryChanged, InferRequest, route_key
 from sie_gateway.inference.image_urls import ImageUrls, links
 from sie_gateway.inference.reattach import Attachments, ClientGone
-from sie_gateway.inference.results import Finished, Understood
+from sie_gateway.inference.results import PlannedRequest, RequestResult
 from sie_gateway.inference.runner import Runner
 from sie_gateway.inference.shadow import Shadows
 from sie_gateway.metrics import Metrics
@@ -75,9 +75,9 @@ class Inference:
         self._default_models = dict(settings.default_models or ())
         self._plain: dict[tuple[str, Operation, str, Side], tuple[ModelEntry, RequestOptions]] = {}
         self.shadows = Shadows(lambda: feed.catalogue, fleet, admission, metrics, self.run)
-        self.away: Attachments[Answer] = Attachments()
+        self.away: Attachments[EncodedReply] = Attachments()
         self.in_progress = 0
-        self._pace = Pace()
+        self._pace = AnswerPace()
         self.idle = asyncio.Event()  # set while nothing is in progress
         self.idle.set()
 
@@ -137,7 +137,7 @@ class Inference:
         call: Call,
         route: InferenceRoute,
         read: Callable[[], Awaitable[bytes]],
-        send: Callable[[Answer], Awaitable[None]],
+        send: Callable[[EncodedReply], Awaitable[None]],
     ) -> None:
         """`POST` of an inference route. A model that the path names comes first: an unknown one is refused before the
         body is read.
@@ -155,7 +155,7 @@ class Inference:
         finally:
             self._enter(-1)
 
-    async def answered(self, call: Call, route: InferenceRoute, raw: bytes) -> Answer:
+    async def answered(self, call: Call, route: InferenceRoute, raw: bytes) -> EncodedReply:
         """The answer to a body that no connection sent, such as a line of a batch. Raises SIEError, FailedRequest."""
         call.body, call.shape = raw, route.shape
         self._resolve(call, route)
@@ -166,7 +166,7 @@ class Inference:
         if call.model is not None:
             call.resolved = self.resolve(call.model, call, CAN.get(route.endpoint, any_model))
 
-    async def _answer(self, call: Call, route: InferenceRoute, read: Callable[[], Awaitable[bytes]]) -> Answer:
+    async def _answer(self, call: Call, route: InferenceRoute, read: Callable[[], Awaitable[bytes]]) -> EncodedReply:
         raw = call.body = await _within(read, call.budget_s)
         detached = self.away.find(call, raw)
         if detached is not None:
@@ -177,7 +177,7 @@ class Inference:
             raise ClientGone
         return run.answer
 
-    async def _handled(self, call: Call, route: InferenceRoute, raw: bytes) -> Answer:
+    async def _handled(self, call: Call, route: InferenceRoute, raw: bytes) -> EncodedReply:
         """The route's answer by one entry of the model from start to end: anew, all of it, where that changed on the
         way.
         """
@@ -210,7 +210,7 @@ class Inference:
             retry_after_s=self._pace.retry_s(time.perf_counter()),
         )
 
-    def understand(self, call: Call, request: Asked) -> Understood:
+    def understand(self, call: Call, request: InferRequest) -> PlannedRequest:
         """Merge the parameters and choose the lane. Raises SIEError: what is asked can never be done."""
         headers, resolved, call.infer_request = call.headers, request.resolved, request
         lane = self.lane(headers, resolved)  # a pool that is not there comes before parameters that are wrong
@@ -228,7 +228,7 @@ class Inference:
         ):
             options = replace(options, warnings=(*options.warnings, *message))
         call.labels.update(machine_profile=lane.machine_profile, model=resolved.canonical)
-        return Understood(
+        return PlannedRequest(
             request.operation,
             resolved,
             options,
@@ -238,13 +238,13 @@ class Inference:
             self._priority(headers, request.priority),
         )
 
-    async def run(self, call: Call, request: Asked) -> Finished:
+    async def run(self, call: Call, request: InferRequest) -> RequestResult:
         """Have a model do what is asked, within the call's budget. Raises SIEError; what became of each input is in the
         result.
         """
         return await self.execute(call, self.understand(call, request))
 
-    async def execute(self, call: Call, request: Understood) -> Finished:
+    async def execute(self, call: Call, request: PlannedRequest) -> RequestResult:
         """As `run`, for what was understood before. The images that are at URLs are fetched."""
         reads = "image" in request.resolved.entry.inputs and request.operation in ("encode", "score", "extract")
         if not reads or not links(request.items, request.query):
@@ -258,7 +258,7 @@ class Inference:
                 call.infer_request = replace(call.infer_request, items=request.items, query=request.query)
             return await self._execute(call, request)
 
-    async def _execute(self, call: Call, request: Understood) -> Finished:
+    async def _execute(self, call: Call, request: PlannedRequest) -> RequestResult:
         try:
             finished = await self._runner.run(call, request)
         except QueueFull as error:  # the broker's own refusal knows no depth
@@ -269,7 +269,7 @@ class Inference:
         return finished
 
     def _options(
-        self, resolved: Resolved, request: Asked, on_item_error: str, *, strict: bool
+        self, resolved: Resolved, request: InferRequest, on_item_error: str, *, strict: bool
     ) -> tuple[Resolved, RequestOptions]:
         """`run_options`; the outcome for a body without parameters is kept: it is that of every such body, and a tenth
         of a request.
@@ -366,7 +366,7 @@ async def _within(read: Callable[[], Awaitable[bytes]], budget_s: float) -> byte
         raise GatewayTimeout(f"the body was not complete within the budget of {budget_s:g} s", param="body") from error
 
 
-Handler = Callable[[Inference, Call, bytes], Awaitable[Answer]]
+Handler = Callable[[Inference, Call, bytes], Awaitable[EncodedReply]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -95,7 +95,7 @@ class Collector:
             self._done.cancel()
 
 
-class NoRoom(Exception):
+class InboxFull(Exception):
     """A part that would pass a bound of this gateway."""
 
 
@@ -167,11 +167,11 @@ class Fragments:
     def _find_room(self, keep: Assembly, size: int, now_s: float) -> None:
         held = sum(self._all[key].held_bytes for key in self._requests[keep.request])
         if held + size > self.max_request_bytes:
-            raise NoRoom(f"parts of the results of one request pass {self.max_request_bytes >> 20} MiB")
+            raise InboxFull(f"parts of the results of one request pass {self.max_request_bytes >> 20} MiB")
         if self.held_bytes + size > self.max_bytes:
             self._expire(now_s)
         if self.held_bytes + size > self.max_bytes:
-            raise NoRoom(f"this gateway holds {self.held_bytes >> 20} MiB of unfinished results")
+            raise InboxFull(f"this gateway holds {self.held_bytes >> 20} MiB of unfinished results")
 
     def _expire(self, now_s: float) -> None:
         while self._all:
@@ -308,7 +308,7 @@ class Inbox:
             self._metrics.outcomes.labels("undecodable").inc()
             _logger.error("request %s: what was sent is no part of a result: %s", part.request, error)
             return "unknown"
-        except NoRoom as error:
+        except InboxFull as error:
             self._metrics.outcomes.labels("no_room").inc()
             self._fragments.drop_request(part.request)
             collector.fail(

@@ -38,7 +38,7 @@ def body_memory(settings: Settings) -> int:
     return MAX_HELD_BYTES if limit is None else min(MAX_HELD_BYTES, limit // 2)
 
 
-class Intake:
+class BodyIntake:
     """All bodies of a gateway, `max_bytes` of memory. One more always may be read if no other counts, so the budget is
     no limit on one body.
     """
@@ -58,12 +58,12 @@ class Intake:
         """Count so many more, or fewer."""
         self.held_bytes += more_bytes
 
-    def reader(self, headers: Mapping[str, str], receive: Receive, limit: int) -> Reader:
+    def reader(self, headers: Mapping[str, str], receive: Receive, limit: int) -> BodyReader:
         """Reads one body of at most `limit` bytes. What it holds counts until `close`. PayloadTooLarge if it is
         announced as larger.
         """
         check_length(headers, limit)
-        return Reader(self, receive, limit)
+        return BodyReader(self, receive, limit)
 
     def paced(self, receive: Receive) -> Receive:
         """`receive` of a body that has no reader, at the pace of all of them once it is large."""
@@ -90,10 +90,10 @@ class Intake:
             await asyncio.sleep(ahead_s)
 
 
-class Reader:
+class BodyReader:
     """One body."""
 
-    def __init__(self, intake: Intake, receive: Receive, limit: int) -> None:
+    def __init__(self, intake: BodyIntake, receive: Receive, limit: int) -> None:
         self._intake = intake
         self._receive = receive
         self._limit = limit

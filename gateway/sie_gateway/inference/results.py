@@ -44,7 +44,7 @@ FOUND_VALUES = 20  # of something that was found in a text, as many numbers as a
 
 
 @dataclass(frozen=True)
-class Understood:
+class PlannedRequest:
     """What is asked, with every parameter merged and the lane chosen."""
 
     operation: Operation
@@ -55,19 +55,19 @@ class Understood:
     lane: Lane
     priority: Priority
 
-    def with_run(self, run: RunOptions) -> Understood:
+    def with_run(self, run: RunOptions) -> PlannedRequest:
         """The same request with other options of the run."""
         return replace(self, options=replace(self.options, run=run))
 
-    def with_warnings(self, *warnings: str) -> Understood:
+    def with_warnings(self, *warnings: str) -> PlannedRequest:
         """The same request with further warnings of its reply."""
         return replace(self, options=replace(self.options, warnings=(*self.options.warnings, *warnings)))
 
 
-class Finished:
+class RequestResult:
     """The outcomes of a request, in the order of its inputs."""
 
-    def __init__(self, request: Understood, refused: Mapping[int, Failed]) -> None:
+    def __init__(self, request: PlannedRequest, refused: Mapping[int, Failed]) -> None:
         self.request = request
         self.publish_ms = 0.0  # until the first messages were stored
         self.last: WorkResult | None = None  # of the chunk that finished last

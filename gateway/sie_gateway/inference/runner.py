@@ -1,7 +1,7 @@
 """A request that was understood is run: its inputs are checked and cut into chunks, the chunks are admitted and
 published, their results are collected.
 
-    check items ─► chunks ─► admission ─► publish, as permits are granted ─► results ─► Finished
+    check items ─► chunks ─► admission ─► publish, as permits are granted ─► results ─► RequestResult
                                              └ on any failure: messages without a result are withdrawn from the queue
 """
 
@@ -28,9 +28,9 @@ from sie_gateway.inference.call import Call, EntryChanged
 from sie_gateway.inference.chunk import Chunk
 from sie_gateway.inference.entities import mentions
 from sie_gateway.inference.inbox import Collector, Inbox
-from sie_gateway.inference.results import Finished, Understood
+from sie_gateway.inference.results import PlannedRequest, RequestResult
 from sie_gateway.metrics import Metrics
-from sie_gateway.streams.publish import Stored, WorkQueue
+from sie_gateway.streams.publish import StoredMessage, WorkQueue
 from sie_runtime.failpoints import failpoint
 from sie_runtime.feed import CatalogueFeed
 
@@ -60,7 +60,7 @@ class Runner:
         self._cold = cold
         self._load_hold_s = load_hold_s
 
-    async def run(self, call: Call, request: Understood) -> Finished:
+    async def run(self, call: Call, request: PlannedRequest) -> RequestResult:
         """Publish the items that can be run, wait for their results, and put these beside the failures of the others.
 
         Raises SIEError, and EntryChanged where gateway and workers do not know the same entry of the model.
@@ -77,14 +77,14 @@ class Runner:
             if (failure := _unusable(item, request, takers)) is not None
         }
         runnable = [index for index in range(len(request.items)) if index not in refused]
-        finished = Finished(request, refused)
+        finished = RequestResult(request, refused)
         if not runnable:
             return finished
         items: Sequence[Item] = [request.items[index] for index in runnable] if refused else request.items
         if _reads_mentions(request):
             items = [replace(item, mentions=mentions(item)) for item in items]
         lane, priority, resolved = request.lane, request.priority, request.resolved
-        limits = chunk.Limits(
+        limits = chunk.ChunkLimits(
             self._admission.chunk_cost(lane, priority, resolved.residency),
             self._queue.payload_bytes,
             self._queue.result_bytes,
@@ -145,7 +145,7 @@ class Runner:
             raise EntryChanged(entry)
         return catalogue.revisions.get(entry.id, 0)
 
-    async def _results(self, call: Call, request: Understood, collector: Collector, deadline_s: float) -> None:
+    async def _results(self, call: Call, request: PlannedRequest, collector: Collector, deadline_s: float) -> None:
         """Wait for all results until the end of the budget. From the end of the hold on, until a worker has the model,
         check each CHECK_AGAIN_S whether one loads it.
 
@@ -173,7 +173,7 @@ class _Sending:
         self,
         queue: WorkQueue,
         admission: Admission,
-        request: Understood,
+        request: PlannedRequest,
         permits: Permits,
         build: Callable[[int], WorkItem],
         collector: Collector,
@@ -187,7 +187,7 @@ class _Sending:
         self._build = build
         self._collector = collector
         self._deadline_s = deadline_s
-        self._stored: dict[int, Stored] = {}
+        self._stored: dict[int, StoredMessage] = {}
         self._rest: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -235,7 +235,7 @@ class _Sending:
 
 
 def _builder(
-    call: Call, request: Understood, items: Sequence[Item], chunks: Sequence[Chunk], revision: int, reply: str
+    call: Call, request: PlannedRequest, items: Sequence[Item], chunks: Sequence[Chunk], revision: int, reply: str
 ) -> Callable[[int], WorkItem]:
     """The work item of each chunk, by its number. Its budget is what is left of the call's when it is built."""
     resolved = request.resolved
@@ -317,7 +317,7 @@ class _Takers:
         return self._told[modality]
 
 
-def _unusable(item: Item, request: Understood, takers: _Takers) -> Failed | None:
+def _unusable(item: Item, request: PlannedRequest, takers: _Takers) -> Failed | None:
     """Why this model cannot run the item, as far as the gateway can tell; None if it can."""
     entry = request.resolved.entry
     accepted = [*entry.inputs]
@@ -342,7 +342,7 @@ def _unusable(item: Item, request: Understood, takers: _Takers) -> Failed | None
     return None
 
 
-def _reads_mentions(request: Understood) -> bool:
+def _reads_mentions(request: PlannedRequest) -> bool:
     return request.operation == "extract" and families.row(request.resolved.entry.family).reads_mentions
 
 

@@ -31,9 +31,9 @@ from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.admission import Admission
 from sie_gateway.admission.grant import Grant
 from sie_gateway.fleet.lanes import Fleet
-from sie_gateway.inference.call import Asked, Call
+from sie_gateway.inference.call import Call, InferRequest
 from sie_gateway.inference.reply import array_of
-from sie_gateway.inference.results import Finished
+from sie_gateway.inference.results import RequestResult
 from sie_gateway.metrics import Metrics
 from sie_runtime.http.server import uuid7
 from sie_runtime.ranks import spearman
@@ -68,7 +68,7 @@ class Mean:
 
 
 @dataclass
-class Figures:
+class ShadowFigures:
     """What was measured of a shadow since this gateway started: the metrics fold aliases beyond a number of them."""
 
     model: str
@@ -97,7 +97,7 @@ class Shadows:
         fleet: Fleet,
         admission: Admission,
         metrics: Metrics,
-        run: Callable[[Call, Asked], Awaitable[Finished]],
+        run: Callable[[Call, InferRequest], Awaitable[RequestResult]],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._catalogue = catalogue
@@ -107,12 +107,12 @@ class Shadows:
         self._run = run
         self._clock = clock
         self._met: dict[str, int] = {}  # by alias, requests whose share is copied
-        self._figures: dict[str, Figures] = {}  # by alias
+        self._figures: dict[str, ShadowFigures] = {}  # by alias
         self._paused_s: dict[str, float] = {}  # by model, until when
         self._opening: set[str] = set()  # residencies that a copy is to have loaded
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def after(self, call: Call, finished: Finished) -> None:
+    def after(self, call: Call, finished: RequestResult) -> None:
         """A request was answered; where it came by an alias it is counted, and copied if its turn has come."""
         if (
             not finished.request.resolved.alias
@@ -126,14 +126,14 @@ class Shadows:
         except Exception:  # an answer never fails for its copy
             _logger.exception("a request of %s could not be copied", finished.request.resolved.alias)
 
-    def figures(self, alias: str, model: str) -> Figures:
+    def figures(self, alias: str, model: str) -> ShadowFigures:
         """Of the shadow that an alias has; another model begins anew."""
         figures = self._figures.get(alias)
         if figures is None or figures.model != model:
-            figures = self._figures[alias] = Figures(model)
+            figures = self._figures[alias] = ShadowFigures(model)
         return figures
 
-    def _after(self, call: Call, request: Asked, finished: Finished) -> None:
+    def _after(self, call: Call, request: InferRequest, finished: RequestResult) -> None:
         resolved = finished.request.resolved
         self._metrics.alias_requests.labels(resolved.alias, resolved.canonical).inc()
         alias = self._catalogue().aliases.get(resolved.alias)
@@ -149,7 +149,7 @@ class Shadows:
         if due > was_due:
             self._copy(call, request, finished, alias, alias.shadow.model)
 
-    def _copy(self, call: Call, request: Asked, finished: Finished, alias: Alias, model: str) -> None:
+    def _copy(self, call: Call, request: InferRequest, finished: RequestResult, alias: Alias, model: str) -> None:
         try:
             resolved = self._catalogue().resolve(model, follow=False)
             pool = finished.request.lane.pool
@@ -178,7 +178,7 @@ class Shadows:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _refused(self, finished: Finished, resolved: Resolved, lane: Lane) -> Result | None:
+    def _refused(self, finished: RequestResult, resolved: Resolved, lane: Lane) -> Result | None:
         """Why there is no copy now."""
         if self._clock() < self._paused_s.get(resolved.canonical, 0.0):
             return "paused"
@@ -196,7 +196,9 @@ class Shadows:
         waits_s = [self._admission.expected_s(lane, priority) for priority in PRIORITIES]
         return any(each_s is None or each_s > LOADED_S for each_s in waits_s)
 
-    async def _measured(self, call: Call, request: Asked, finished: Finished, alias: Alias, model: str) -> None:
+    async def _measured(
+        self, call: Call, request: InferRequest, finished: RequestResult, alias: Alias, model: str
+    ) -> None:
         """Run a copy. Every error of it ends here."""
         canonical = request.resolved.canonical
         result: Result = "failed"
@@ -228,7 +230,7 @@ class Shadows:
         self._metrics.shadows.labels(alias.id, model, result).inc()
         self.figures(alias.id, model).copies[result] += 1
 
-    def _compare(self, finished: Finished, copied: Finished, alias: Alias, model: str) -> None:
+    def _compare(self, finished: RequestResult, copied: RequestResult, alias: Alias, model: str) -> None:
         names, figures = (alias.id, model), self.figures(alias.id, model)
         for side, values, mean in (
             ("served", finished, figures.served_ms),
@@ -257,7 +259,7 @@ def _has_room(beat: Heartbeat) -> bool:
     return held == 0 or held < beat.slots
 
 
-def cosines(finished: Finished, copied: Finished) -> list[float]:
+def cosines(finished: RequestResult, copied: RequestResult) -> list[float]:
     """Of each input's dense vectors, where both have one of the same width in floats; else there is
     nothing to compare.
     """
@@ -276,7 +278,7 @@ def cosines(finished: Finished, copied: Finished) -> list[float]:
     return values
 
 
-def rank_agreement(finished: Finished, copied: Finished) -> float | None:
+def rank_agreement(finished: RequestResult, copied: RequestResult) -> float | None:
     """Spearman's correlation of the scores of a request's documents, None where there are fewer than three of both."""
     pairs = [
         (first.score, two.score)

@@ -1,7 +1,7 @@
 """Jobs: work on whole files that outlives a request, and the files that it reads and writes.
 
-    POST /v1/jobs, /v1/batches ──► Jobs (service) ──► Ledger: a record in the broker ──► Keeper of every gateway
-    Keeper: takes the lease of a job ──► JobRun: plan ─► shards ─► manifest
+    POST /v1/jobs, /v1/batches ──► JobService ──► JobLedger: a record in the broker ──► Keeper of every gateway
+    JobScheduler: takes the lease of a job ──► JobRun: plan ─► shards ─► manifest
     a shard: rows ─► equal ones once ─► cache ─► groups by length ─► Asking ─► one object, created once ─► its record
 
 A shard's object has a name that follows from its number, and is only ever created, never replaced. So whichever

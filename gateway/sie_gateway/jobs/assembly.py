@@ -13,14 +13,14 @@ from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.grant import Charge, Grant, Quotas
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.inference.handler import Inference, InferenceRoute
-from sie_gateway.jobs.engine import Credentials, Engine
+from sie_gateway.jobs.engine import Credentials, JobEngine
 from sie_gateway.jobs.files import FileStore
-from sie_gateway.jobs.ledger import Ledger
+from sie_gateway.jobs.ledger import JobLedger
 from sie_gateway.jobs.pace import workers_needed
-from sie_gateway.jobs.records import Bound, JobsBucket, Usage, Use
-from sie_gateway.jobs.results import Results
-from sie_gateway.jobs.scheduler import Keeper
-from sie_gateway.jobs.service import Jobs, Sweeper
+from sie_gateway.jobs.records import JobsBucket, OwnerUsage, RecordUse, UseBound
+from sie_gateway.jobs.results import JobResults
+from sie_gateway.jobs.scheduler import JobScheduler
+from sie_gateway.jobs.service import JobService, Sweeper
 from sie_runtime.http.server import uuid7
 from sie_runtime.process import Stop, Tasks
 from sie_store import object_stores
@@ -31,10 +31,10 @@ class JobParts(NamedTuple):
     """Parts that handlers of routes use, and the tasks that run beside them."""
 
     files: FileStore
-    jobs: Jobs
-    results: Results
+    jobs: JobService
+    results: JobResults
     bucket: JobsBucket
-    keeper: Keeper
+    keeper: JobScheduler
     sweeper: Sweeper
 
     def start(self, tasks: Tasks, stop: Stop) -> None:
@@ -66,7 +66,7 @@ def assembled(
     """
     url, replicas = settings.payload_store_url, settings.stream_replicas
     bucket = JobsBucket(broker, replicas)
-    ledger = Ledger(bucket, broker, replicas, _job_usage(settings))
+    ledger = JobLedger(bucket, broker, replicas, _job_usage(settings))
     leases = leases_of(broker, storage=settings.stream_storage, replicas=replicas)
     files = FileStore(bucket, open_files(url), LeaderLease(leases, "files"), _file_usage(settings), now_s)
     store = None if url is None else object_stores.opened(url, "SIE_PAYLOAD_STORE_URL")
@@ -74,13 +74,13 @@ def assembled(
     def charge(grant: Grant) -> Charge:
         return quotas.charge(grant.key, grant.limits)
 
-    engine = Engine(settings, inference, ledger, files, store, Credentials(grant_of_key, charge), route_of)
+    engine = JobEngine(settings, inference, ledger, files, store, Credentials(grant_of_key, charge), route_of)
 
     def workers(job: JobRecord) -> int:
         return sum(str(Lane(beat.pool, beat.machine_profile, beat.bundle)) == job.lane for beat in fleet.healthy())
 
-    jobs = Jobs(ledger, engine.check, workers, engine.remove, files.content, now_s)
-    keeper = Keeper(
+    jobs = JobService(ledger, engine.check, workers, engine.remove, files.content, now_s)
+    keeper = JobScheduler(
         ledger,
         broker,
         uuid7(),
@@ -91,25 +91,29 @@ def assembled(
         now_s=now_s,
     )
     sweeper = Sweeper(jobs, LeaderLease(leases, "jobs"), settings.jobs_keep_s, now_s, has_store=url is not None)
-    return JobParts(files, jobs, Results(ledger, engine), bucket, keeper, sweeper)
+    return JobParts(files, jobs, JobResults(ledger, engine), bucket, keeper, sweeper)
 
 
-def _job_usage(settings: Settings) -> Usage:
-    return Usage(
-        Bound(Use(settings.jobs_per_key, settings.jobs_bytes_per_key), ("SIE_JOBS_PER_KEY", "SIE_JOBS_BYTES_PER_KEY")),
-        Bound(Use(settings.max_jobs, settings.max_jobs_bytes), ("SIE_MAX_JOBS", "SIE_MAX_JOBS_BYTES")),
+def _job_usage(settings: Settings) -> OwnerUsage:
+    return OwnerUsage(
+        UseBound(
+            RecordUse(settings.jobs_per_key, settings.jobs_bytes_per_key),
+            ("SIE_JOBS_PER_KEY", "SIE_JOBS_BYTES_PER_KEY"),
+        ),
+        UseBound(RecordUse(settings.max_jobs, settings.max_jobs_bytes), ("SIE_MAX_JOBS", "SIE_MAX_JOBS_BYTES")),
         kinds=("jobs and batches", "bytes of records of jobs and batches"),
         remedy="delete some that have ended",
         reason="jobs",
     )
 
 
-def _file_usage(settings: Settings) -> Usage:
-    return Usage(
-        Bound(
-            Use(settings.files_per_key, settings.files_bytes_per_key), ("SIE_FILES_PER_KEY", "SIE_FILES_BYTES_PER_KEY")
+def _file_usage(settings: Settings) -> OwnerUsage:
+    return OwnerUsage(
+        UseBound(
+            RecordUse(settings.files_per_key, settings.files_bytes_per_key),
+            ("SIE_FILES_PER_KEY", "SIE_FILES_BYTES_PER_KEY"),
         ),
-        Bound(Use(settings.max_files, settings.max_files_bytes), ("SIE_MAX_FILES", "SIE_MAX_FILES_BYTES")),
+        UseBound(RecordUse(settings.max_files, settings.max_files_bytes), ("SIE_MAX_FILES", "SIE_MAX_FILES_BYTES")),
         kinds=("files", "bytes of files"),
         remedy="delete some, or let them expire",
         reason="files",

@@ -50,7 +50,7 @@ def space_of(owner: str, fingerprint: str, operation: str, params: Mapping[str, 
     return hashlib.sha256(key).hexdigest()[:32]
 
 
-class Segment:
+class CacheSegment:
     """The values of one object."""
 
     def __init__(self, data: bytes) -> None:
@@ -73,7 +73,7 @@ def segment(values: Mapping[bytes, Answer]) -> bytes:
     return b"".join([len(digests).to_bytes(COUNT_BYTES, "little"), *digests, offsets.tobytes(), *packed])
 
 
-class _Known(NamedTuple):
+class _KnownDigests(NamedTuple):
     """The digests of all segments, sorted, in two halves whose order is that of bytes: numbers of the machine's own
     byte order are sorted and searched many times faster than records. `segments` and `rows`: where the value of each
     digest is.
@@ -85,7 +85,7 @@ class _Known(NamedTuple):
     rows: NDArray[np.uint32]
 
     @classmethod
-    def from_digests(cls, digests: Sequence[bytes]) -> _Known:
+    def from_digests(cls, digests: Sequence[bytes]) -> _KnownDigests:
         """`digests`: of each segment, one behind the other."""
         counts = [len(digest) // DIGEST_BYTES for digest in digests]
         high, low = _halves(b"".join(digests))
@@ -113,7 +113,7 @@ def _halves(digests: bytes) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
     return numbers[:, 0].astype(np.uint64), numbers[:, 1].astype(np.uint64)
 
 
-def _values(segment: Segment, rows: Sequence[tuple[int, int]], name: str) -> dict[int, Answer]:
+def _values(segment: CacheSegment, rows: Sequence[tuple[int, int]], name: str) -> dict[int, Answer]:
     """Values of a segment by their places."""
     answers: dict[int, Answer] = {}
     for place, row in rows:
@@ -124,15 +124,15 @@ def _values(segment: Segment, rows: Sequence[tuple[int, int]], name: str) -> dic
     return answers
 
 
-class Cache:
+class AnswerCache:
     """Cache of one job. `open` reads the segments that exist."""
 
     def __init__(self, store: ObjectStore, space: str) -> None:
         self._store = store
         self._folder = f"{PREFIX}{space}/"
         self._names: list[str] = []
-        self._known = _Known.from_digests([])
-        self._read: OrderedDict[int, Segment] = OrderedDict()
+        self._known = _KnownDigests.from_digests([])
+        self._read: OrderedDict[int, CacheSegment] = OrderedDict()
 
     async def open(self) -> None:
         """Read the digests of all segments. Raises StoreError."""
@@ -154,7 +154,7 @@ class Cache:
             total += len(rows) // DIGEST_BYTES
             self._names.append(entry["path"])
             digests.append(rows)
-        self._known = await asyncio.to_thread(_Known.from_digests, digests)
+        self._known = await asyncio.to_thread(_KnownDigests.from_digests, digests)
 
     async def _rows(self, name: str) -> bytes:
         """The digests of a segment; none of one that was removed meanwhile."""
@@ -182,13 +182,13 @@ class Cache:
                 answers |= await asyncio.to_thread(_values, segment, rows, self._names[number])
         return answers
 
-    async def _segment(self, number: int) -> Segment | None:
+    async def _segment(self, number: int) -> CacheSegment | None:
         import obstore
 
         if number not in self._read:
             try:
                 response = await within(LONG_S, obstore.get_async(self._store, self._names[number]))
-                self._read[number] = Segment(bytes(await within(LONG_S, response.bytes_async())))
+                self._read[number] = CacheSegment(bytes(await within(LONG_S, response.bytes_async())))
             except ObjectMissing:  # removed to make room
                 return None
             if len(self._read) > SEGMENTS_KEPT:

@@ -30,10 +30,10 @@ from sie_contracts.errors import (
 from sie_contracts.wire.messages import Failed, Ok, Operation, WorkResult
 from sie_gateway.admission.grant import Charge, Grant
 from sie_gateway.inference.body import Item
-from sie_gateway.inference.call import Asked, Call, EntryChanged
+from sie_gateway.inference.call import Call, EntryChanged, InferRequest
 from sie_gateway.inference.handler import Inference
 from sie_gateway.inference.reply import Placed
-from sie_gateway.inference.results import FailedRequest, Understood
+from sie_gateway.inference.results import FailedRequest, PlannedRequest
 from sie_runtime.http.server import uuid7
 
 ATTEMPTS = 3  # of an input that fails for a moment, such as by a lack of memory
@@ -60,7 +60,7 @@ class Halted(Exception):
 
 
 @dataclass(frozen=True)
-class Identity:
+class JobIdentity:
     """Identity that a job works for. `grant` looks the credential up as it is now, None where it is not valid any more;
     `charge` opens what one call uses of its quota.
     """
@@ -160,7 +160,7 @@ class Throttle:
                 self._mean = mean if self._mean is None else 0.8 * self._mean + 0.2 * mean
 
 
-class Asking:
+class JobClient:
     """The requests of one job. `on_trouble` is called with the error that it waits for, None when that has passed.
     `until_open` returns when the job may work: each request waits for it, however long it was in line before.
     """
@@ -168,7 +168,7 @@ class Asking:
     def __init__(
         self,
         inference: Inference,
-        identity: Identity,
+        identity: JobIdentity,
         headers: Mapping[str, str],
         on_trouble: Callable[[SIEError | None], None],
         until_open: Callable[[], Awaitable[None]],
@@ -226,12 +226,12 @@ class Asking:
         params: Mapping[str, Any],
         items: Sequence[Item],
         query: Item | None = None,
-    ) -> tuple[Call, Understood]:
+    ) -> tuple[Call, PlannedRequest]:
         """A request of the job, as one of a client is understood. Raises SIEError."""
         call = self.call()
         resolved = self.inference.resolve(spec, call)
         body = {"params": dict(params)} if params else {}
-        request = Asked(operation, resolved, tuple(items), body, query, "bulk")
+        request = InferRequest(operation, resolved, tuple(items), body, query, "bulk")
         return call, self.inference.understand(call, request)
 
     async def outcomes(

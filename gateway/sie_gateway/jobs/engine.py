@@ -17,17 +17,17 @@ from sie_contracts.jobs import JobRecord
 from sie_contracts.settings import Secret, Settings
 from sie_gateway.admission.grant import Charge, Grant
 from sie_gateway.inference.body import Item
-from sie_gateway.inference.call import Asked, Call
+from sie_gateway.inference.call import Call, InferRequest
 from sie_gateway.inference.handler import Inference
-from sie_gateway.inference.results import Understood
+from sie_gateway.inference.results import PlannedRequest
 from sie_gateway.jobs import pace
-from sie_gateway.jobs.client import Asking, Identity
+from sie_gateway.jobs.client import JobClient, JobIdentity
 from sie_gateway.jobs.files import FileStore
-from sie_gateway.jobs.ledger import Ledger
-from sie_gateway.jobs.lines import Lines
-from sie_gateway.jobs.native import Before, Native, Places
-from sie_gateway.jobs.run import Progress, Work
-from sie_gateway.jobs.storage import Workplace
+from sie_gateway.jobs.ledger import JobLedger
+from sie_gateway.jobs.lines import BatchJob
+from sie_gateway.jobs.native import Before, JobPlaces, NativeJob
+from sie_gateway.jobs.run import JobProgress, JobWork
+from sie_gateway.jobs.storage import JobStorage
 from sie_store.datasets import templates
 from sie_store.datasets.places import Place
 from sie_store.sinks import opening
@@ -49,14 +49,14 @@ class Credentials(NamedTuple):
     charge: Callable[[Grant], Charge]
 
 
-class Engine:
+class JobEngine:
     """`store`: the payload store, None without one. `route_of` finds the route that answers POST of a path."""
 
     def __init__(
         self,
         settings: Settings,
         inference: Inference,
-        ledger: Ledger,
+        ledger: JobLedger,
         files: FileStore,
         store: ObjectStore | None,
         credentials: Credentials,
@@ -96,7 +96,7 @@ class Engine:
             self._check_sink(request, understood)
         return replace(job, model=understood.resolved.canonical, lane=str(understood.lane))
 
-    def _pinned(self, call: Call, request: JobRequest) -> Understood:
+    def _pinned(self, call: Call, request: JobRequest) -> PlannedRequest:
         """The model that answers, with its profile, and the lane. Raises SIEError, also for parameters that it does not
         take.
         """
@@ -104,7 +104,7 @@ class Engine:
         item = Item(None, modalities=("image",), images=(b"",)) if templates.reads_images(request.input) else Item("")
         query = Item("") if request.operation == "score" else None
         body = {"params": dict(request.params)} if request.params else {}
-        infer_request = Asked(request.operation, resolved, (item,), body, query, "bulk")
+        infer_request = InferRequest(request.operation, resolved, (item,), body, query, "bulk")
         if request.operation not in resolved.entry.tasks:
             tasks = ", ".join(resolved.entry.tasks)
             message = f"operation: {resolved.entry.id} does not {request.operation}, it does {tasks}"
@@ -117,7 +117,7 @@ class Engine:
         probe = Call(call.id, call.received_s, headers, grant=call.grant)
         return self._inference.understand(probe, infer_request)
 
-    def _check_sink(self, request: JobRequest, understood: Understood) -> None:
+    def _check_sink(self, request: JobRequest, understood: PlannedRequest) -> None:
         """Whether the database can have what the job writes. Raises InvalidInput: a job would find out after it has
         computed a shard.
         """
@@ -165,16 +165,16 @@ class Engine:
 
     # of one that runs
 
-    def work(self, job: JobRecord, progress: Progress) -> Work:
+    def work(self, job: JobRecord, progress: JobProgress) -> JobWork:
         """Build the work of a job for its leader. Raises NotReady."""
         workplace = self.workplace(job)
-        identity = Identity(job.owner, *self._credentials)
+        identity = JobIdentity(job.owner, *self._credentials)
         request = job.request
 
         def trouble(error: SIEError | None) -> None:
             progress.trouble(None if error is None else ErrorInfo(error.code, error.message))
 
-        asking = Asking(
+        asking = JobClient(
             self._inference,
             identity,
             headers_of(request) if request is not None else {},
@@ -183,8 +183,8 @@ class Engine:
             request.tokens_per_s if request is not None else 0.0,
         )
         if request is None:
-            return Lines(workplace, job, asking, progress, self._route_of)
-        return Native(
+            return BatchJob(workplace, job, asking, progress, self._route_of)
+        return NativeJob(
             workplace,
             job,
             asking,
@@ -194,7 +194,7 @@ class Engine:
             shares_cache=self._settings.jobs_cache_shared,
         )
 
-    def _places(self, job: JobRecord, request: JobRequest) -> Places:
+    def _places(self, job: JobRecord, request: JobRequest) -> JobPlaces:
         store = self.require_store()
         if request.input.url:
             source = Place.opened(request.input.url, self._urls)
@@ -208,7 +208,7 @@ class Engine:
             if url is None:
                 raise InvalidInput("output.sink: SIE_JOBS_SINKS does not have it any more", param="output.sink")
             sink = opening.opened(url.reveal(), "SIE_JOBS_SINKS")
-        return Places(source, self.output(job), sink, self._before)
+        return JobPlaces(source, self.output(job), sink, self._before)
 
     async def _before(self, job_id: str) -> Before:
         job = self._ledger.find(job_id)
@@ -218,9 +218,9 @@ class Engine:
         """Remove what a job keeps itself: its plan and parts. Raises StoreError."""
         await self.workplace(job).remove()
 
-    def workplace(self, job: JobRecord) -> Workplace:
+    def workplace(self, job: JobRecord) -> JobStorage:
         """Storage of a job's plan and parts. Raises NotReady."""
-        return Workplace(self.require_store(), job.id, self._files)
+        return JobStorage(self.require_store(), job.id, self._files)
 
     def output(self, job: JobRecord) -> Place:
         """Output place of a job. Raises InvalidInput where that is not allowed any more."""

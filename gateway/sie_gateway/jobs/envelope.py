@@ -23,7 +23,7 @@ MAX_LINE_BYTES = 64 << 20
 _NATIVE = ("/v1/encode", "/v1/score", "/v1/extract")  # whose model is in the path
 
 
-class Request(NamedTuple):
+class BatchRequest(NamedTuple):
     """Request of a line: `path` is that of the route, `body` its JSON."""
 
     custom_id: str
@@ -31,7 +31,7 @@ class Request(NamedTuple):
     body: bytes
 
 
-class Row(NamedTuple):
+class BatchRow(NamedTuple):
     """A line of the output, without its newline. `code`: of its error, None for an answer."""
 
     text: bytes
@@ -39,7 +39,7 @@ class Row(NamedTuple):
     tokens: int = 0
 
 
-class _Line(msgspec.Struct):
+class _BatchLine(msgspec.Struct):
     """A line whose values are not decoded: its body is decoded where it is answered, as that of a client is."""
 
     custom_id: msgspec.Raw = msgspec.Raw(b"")
@@ -48,12 +48,12 @@ class _Line(msgspec.Struct):
     body: msgspec.Raw = msgspec.Raw(b"")
 
 
-class _Body(msgspec.Struct):
+class _BatchBody(msgspec.Struct):
     model: msgspec.Raw = msgspec.Raw(b"")
 
 
-_decode = msgspec.json.Decoder(_Line).decode
-_decode_body = msgspec.json.Decoder(_Body).decode
+_decode = msgspec.json.Decoder(_BatchLine).decode
+_decode_body = msgspec.json.Decoder(_BatchBody).decode
 
 
 class BadLine(Exception):
@@ -64,7 +64,7 @@ class BadLine(Exception):
         self.code, self.message = code, message
 
 
-class Cut:
+class BatchCut:
     """Cuts a file into spans of lines, as its bytes pass, and finds lines with a custom_id of a line before.
 
     A line of white space is no request: `Span.first` counts it, `Span.rows` does not.
@@ -137,7 +137,7 @@ def requests_of(text: bytes, span: Span) -> list[tuple[int, bytes]]:
     return [(number, stripped) for number, line in lines if (stripped := line.strip())]
 
 
-def read(line: bytes, number: int, endpoint: str, *, is_repeated: bool) -> Request:
+def read(line: bytes, number: int, endpoint: str, *, is_repeated: bool) -> BatchRequest:
     """The request of a line. Raises BadLine."""
     where = f"line {number + 1}"
     try:
@@ -163,24 +163,24 @@ def read(line: bytes, number: int, endpoint: str, *, is_repeated: bool) -> Reque
         if not model:
             raise BadLine("missing_required_parameter", f"{where}: body.model: expected the name of a model")
         url = f"{url}/{model}"
-    return Request(custom_id, url, body)
+    return BatchRequest(custom_id, url, body)
 
 
-def answer(custom_id: str, request_id: str, status: int, body: bytes, tokens: int = 0) -> Row:
+def answer(custom_id: str, request_id: str, status: int, body: bytes, tokens: int = 0) -> BatchRow:
     """Answer of a request: `body` is JSON."""
     head = orjson.dumps({"id": _new_id(), "custom_id": custom_id})
     response = orjson.dumps({"status_code": status, "request_id": request_id})
     text = head[:-1] + b',"response":' + response[:-1] + b',"body":' + body + b'},"error":null}'
-    return Row(text, None if status < 400 else _code_of(status, orjson.loads(body)), tokens)
+    return BatchRow(text, None if status < 400 else _code_of(status, orjson.loads(body)), tokens)
 
 
-def failure(custom_id: str | None, code: str, message: str) -> Row:
+def failure(custom_id: str | None, code: str, message: str) -> BatchRow:
     """A request that was not answered."""
     line = {"custom_id": custom_id, "response": None, "error": {"code": code, "message": message}}
-    return Row(orjson.dumps({"id": _new_id(), **line}), code)
+    return BatchRow(orjson.dumps({"id": _new_id(), **line}), code)
 
 
-def written(text: bytes) -> list[Row]:
+def written(text: bytes) -> list[BatchRow]:
     """The rows of a part that is stored."""
     return [_row(line) for line in text.split(b"\n") if line]
 
@@ -190,12 +190,12 @@ def custom_id_of(line: bytes) -> str | None:
     return _text(_lenient(line).custom_id)
 
 
-def _lenient(line: bytes) -> _Line:
+def _lenient(line: bytes) -> _BatchLine:
     """Values of a line, empty where it is no request."""
     try:
         return _decode(line)
     except (ValueError, RecursionError):
-        return _Line()
+        return _BatchLine()
 
 
 def _text(value: msgspec.Raw) -> str | None:
@@ -210,16 +210,16 @@ def _new_id() -> str:
     return f"batch_req_{uuid7().replace('-', '')}"
 
 
-def _row(line: bytes) -> Row:
+def _row(line: bytes) -> BatchRow:
     row = orjson.loads(line)
     if row["error"] is not None:
-        return Row(line, str(row["error"]["code"]))
+        return BatchRow(line, str(row["error"]["code"]))
     status, body = row["response"]["status_code"], row["response"]["body"]
     if status >= 400:
-        return Row(line, _code_of(status, body))
+        return BatchRow(line, _code_of(status, body))
     usage = body.get("usage") if isinstance(body, dict) else None
     tokens = usage.get("total_tokens") if isinstance(usage, dict) else None
-    return Row(line, None, tokens if isinstance(tokens, int) else 0)
+    return BatchRow(line, None, tokens if isinstance(tokens, int) else 0)
 
 
 def _code_of(status: int, body: Any) -> str:

@@ -20,7 +20,7 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.jobs import FileRecord
 from sie_gateway.http.route_kinds import GatewayRoute, control
 from sie_gateway.inference.call import Call, family
-from sie_gateway.jobs.files import MAX_FILE_BYTES, About, sees_all
+from sie_gateway.jobs.files import MAX_FILE_BYTES, FileDescription, sees_all
 from sie_gateway.operations.handlers import json_response, number
 from sie_runtime.http.routes import FORM, RAW, Content, Parameter
 
@@ -171,7 +171,9 @@ async def upload(gateway: Gateway, request: Request) -> Response:
     if "purpose" in request.query_params:
         name, purpose = request.query_params.get("filename", ""), _purpose(request.query_params["purpose"])
         check_name(name)
-        record = await gateway.files.receive(_call(request).key, request.stream(), lambda: About(name, purpose, 0))
+        record = await gateway.files.receive(
+            _call(request).key, request.stream(), lambda: FileDescription(name, purpose, 0)
+        )
     else:
         form = Form(request.headers.get("content-type", ""), request.stream())
         record = await gateway.files.receive(_call(request).key, form.file(), functools.partial(_about, form))
@@ -184,13 +186,13 @@ def _purpose(text: str) -> str:
     return text
 
 
-def _about(form: Form) -> About:
+def _about(form: Form) -> FileDescription:
     for name in form.fields:
         if name not in _FIELDS:
             raise InvalidInput(
                 f"{name[:80]}: no such field here, expected {', '.join(_FIELDS)}", reason="schema", param=name[:80]
             )
-    return About(form.file_name, _purpose(form.fields.get("purpose", "")), _expires_after_s(form))
+    return FileDescription(form.file_name, _purpose(form.fields.get("purpose", "")), _expires_after_s(form))
 
 
 def _expires_after_s(form: Form) -> int:

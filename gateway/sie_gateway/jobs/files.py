@@ -24,7 +24,7 @@ from sie_contracts.errors import InvalidInput, NotFound, NotReady, PayloadTooLar
 from sie_contracts.jobs import FileRecord
 from sie_gateway.admission.grant import Grant
 from sie_gateway.admission.slots import KeySlots
-from sie_gateway.jobs.records import JobsBucket, Usage, Use
+from sie_gateway.jobs.records import JobsBucket, OwnerUsage, RecordUse
 from sie_runtime.http.asgi import uuid7
 from sie_runtime.process import Stop, Trouble
 from sie_store.files import FileObjects
@@ -39,7 +39,7 @@ CLEAN_S = 20.0
 _logger = logging.getLogger("sie.gateway.files")
 
 
-class About(NamedTuple):
+class FileDescription(NamedTuple):
     """Description of a file beside its bytes. `expires_after_s` 0: it is kept."""
 
     name: str
@@ -71,7 +71,7 @@ class FileStore:
         bucket: JobsBucket,
         objects: FileObjects | None,
         lease: LeaderLease,
-        usage: Usage,
+        usage: OwnerUsage,
         wall_clock: Callable[[], float],
         *,
         max_bytes: int = MAX_FILE_BYTES,
@@ -162,9 +162,11 @@ class FileStore:
         if (existing := await self._refreshed(file)) is not None and existing.state == "ready":
             return existing
         async with self._outputs:
-            return await self._receive(owner, data, lambda: About(name, purpose, expires_after_s), file, bounded=False)
+            return await self._receive(
+                owner, data, lambda: FileDescription(name, purpose, expires_after_s), file, bounded=False
+            )
 
-    async def receive(self, owner: str, data: AsyncIterator[bytes], about: Callable[[], About]) -> FileRecord:
+    async def receive(self, owner: str, data: AsyncIterator[bytes], about: Callable[[], FileDescription]) -> FileRecord:
         """Store a file that a client sends, of which all is known when `data` has ended: then `about` is called.
 
         Raises InvalidInput for an empty file, PayloadTooLarge, RateLimited for what a key may not have,
@@ -175,19 +177,19 @@ class FileStore:
             return await self._receive(owner, data, about, new_id(), bounded=True)
 
     async def _receive(
-        self, owner: str, data: AsyncIterator[bytes], about: Callable[[], About], file: str, *, bounded: bool
+        self, owner: str, data: AsyncIterator[bytes], about: Callable[[], FileDescription], file: str, *, bounded: bool
     ) -> FileRecord:
         """`bounded`: it is refused where its owner, or all, have as much as may be. An output counts and is kept."""
         objects = self._required()
         if bounded:
-            self._usage.check(owner, Use(1))
+            self._usage.check(owner, RecordUse(1))
         draft = FileRecord(file, owner, "", "", 0, "", self._wall_clock(), state="writing")
         self._usage.charge(draft.id, owner, 0)
 
         def grow(size: int) -> None:
             self._usage.charge(draft.id, owner, size)
             if bounded:
-                self._usage.check(owner, Use())
+                self._usage.check(owner, RecordUse())
 
         try:
             with _unavailable():
@@ -214,7 +216,7 @@ class FileStore:
             self._usage.charge(file, record.owner, record.bytes)
 
     async def _write(
-        self, objects: FileObjects, draft: FileRecord, read: _Read, about: Callable[[], About]
+        self, objects: FileObjects, draft: FileRecord, read: _Read, about: Callable[[], FileDescription]
     ) -> FileRecord:
         await read.begin()
         await objects.put(draft.id, read.pieces(), WRITE_S)

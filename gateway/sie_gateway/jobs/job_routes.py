@@ -51,7 +51,7 @@ class _FieldMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     input_type: str = "text"
 
 
-class _Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _SubmittedJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Fields that these clients send; `src` is `source` of their call."""
 
     model: str
@@ -78,7 +78,7 @@ def requested(body: Mapping[str, Any]) -> dict[str, Any]:
         if name in body:
             raise _refused(name, instead)
     try:
-        job = msgspec.convert(body, _Job)
+        job = msgspec.convert(body, _SubmittedJob)
     except msgspec.ValidationError as error:
         message, _, path = str(error).rpartition(" - at `$.")
         field = path.rstrip("`") if message else "body"
@@ -104,7 +104,7 @@ def requested(body: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _input(job: _Job, src: str, options: dict[str, Any]) -> dict[str, Any]:
+def _input(job: _SubmittedJob, src: str, options: dict[str, Any]) -> dict[str, Any]:
     """Input of the job. Takes the query of a score out of `options`."""
     fields = job.field_map
     if fields.input_type != "text":

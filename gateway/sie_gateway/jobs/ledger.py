@@ -15,17 +15,17 @@ from sie_contracts import jobs as records
 from sie_contracts.errors import NotFound
 from sie_contracts.jobs import JobRecord, ShardRecord
 from sie_contracts.wire import topology
-from sie_gateway.jobs.records import JobsBucket, Usage, Use
+from sie_gateway.jobs.records import JobsBucket, OwnerUsage, RecordUse
 from sie_runtime.metrics import Scrape
 
 
-class Ledger:
+class JobLedger:
     """All jobs, as this gateway knows them. `bucket` is followed by its own task.
 
     The record of a job that runs grows by less than 20 KiB, which counts in `usage` and ends no job.
     """
 
-    def __init__(self, bucket: JobsBucket, broker: Store, replicas: int, usage: Usage) -> None:
+    def __init__(self, bucket: JobsBucket, broker: Store, replicas: int, usage: OwnerUsage) -> None:
         self._usage = usage
         self._bucket = bucket
         self._jobs = bucket.jobs
@@ -63,7 +63,7 @@ class Ledger:
         """
         if job.id not in self._usage:  # else the same submission is on its way
             size = len(records.encode(job))
-            self._usage.check(job.owner, Use(1, size))
+            self._usage.check(job.owner, RecordUse(1, size))
             self._usage.charge(job.id, job.owner, size)
         try:
             return await self.change(job.id, lambda before: job if before is None else before, created=True)
@@ -127,10 +127,10 @@ class Ledger:
         self.woken.set()
 
 
-class Figures(Collector):
+class JobFigures(Collector):
     """Counts of all jobs that are kept, whichever gateway leads them."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: JobLedger) -> None:
         self._ledger = ledger
         self._scrape = Scrape("gateway")
 

@@ -19,28 +19,28 @@ import orjson
 
 from sie_contracts.errors import ErrorInfo, NotFound, SIEError
 from sie_contracts.jobs import FileRecord, JobRecord, Plan, ShardRecord, Span
-from sie_gateway.inference.call import Answer, Call
+from sie_gateway.inference.call import Call, EncodedReply
 from sie_gateway.inference.results import FailedRequest
 from sie_gateway.jobs import envelope
-from sie_gateway.jobs.client import Asking, Halted
-from sie_gateway.jobs.envelope import BadLine, Cut, Request, Row
-from sie_gateway.jobs.run import Progress, ShardBroken
-from sie_gateway.jobs.storage import Workplace
+from sie_gateway.jobs.client import Halted, JobClient
+from sie_gateway.jobs.envelope import BadLine, BatchCut, BatchRequest, BatchRow
+from sie_gateway.jobs.run import JobProgress, ShardBroken
+from sie_gateway.jobs.storage import JobStorage
 from sie_store.datasets.answers import most_frequent
 
 if TYPE_CHECKING:
     from sie_gateway.inference.handler import InferenceRoute
 
 
-class Lines:
+class BatchJob:
     """The work of one batch. `route_of` finds the route that answers POST of a path."""
 
     def __init__(
         self,
-        workplace: Workplace,
+        workplace: JobStorage,
         job: JobRecord,
-        asking: Asking,
-        progress: Progress,
+        asking: JobClient,
+        progress: JobProgress,
         route_of: Callable[[str], InferenceRoute | None],
     ) -> None:
         assert job.batch is not None
@@ -51,7 +51,7 @@ class Lines:
         self._progress = progress
         self._route_of = route_of
         self._repeated: frozenset[int] = frozenset()  # lines with the custom_id of a line before
-        self._rows: dict[int, dict[int, Row]] = {}  # of shards that are not stored: what is answered, by line
+        self._rows: dict[int, dict[int, BatchRow]] = {}  # of shards that are not stored: what is answered, by line
 
     async def plan(self) -> Plan:
         """See Work. Raises InvalidInput for a file without lines, or with too many."""
@@ -60,7 +60,7 @@ class Lines:
         return plan
 
     async def _planned(self) -> Plan:
-        cut = Cut(self._batch.input_file_id)
+        cut = BatchCut(self._batch.input_file_id)
         async for piece in await self._place.files.open(await self._input()):
             await asyncio.to_thread(cut.feed, piece)
         return await self._place.keep_plan(cut.plan())
@@ -83,7 +83,7 @@ class Lines:
         del self._rows[number]
         return record
 
-    async def _stored(self, number: int, span: Span, rows: Sequence[Row]) -> ShardRecord:
+    async def _stored(self, number: int, span: Span, rows: Sequence[BatchRow]) -> ShardRecord:
         data = await asyncio.to_thread(lambda: b"".join(row.text + b"\n" for row in rows))
         stands = await self._place.put_once(_part(number), data)
         return await asyncio.to_thread(_record, number, span, stands, rows if stands is data else None)
@@ -183,10 +183,10 @@ class Lines:
         self._rows[shard][number] = row
         self._progress.rows(shard, 1, int(row.code is not None))
 
-    async def _answered(self, request: Request, route: InferenceRoute) -> Row:
+    async def _answered(self, request: BatchRequest, route: InferenceRoute) -> BatchRow:
         calls: list[Call] = []
 
-        async def attempt() -> Answer:
+        async def attempt() -> EncodedReply:
             call = self._asking.call()
             calls.append(call)
             call.path, call.model = request.path, route_model(route, request.path)
@@ -214,7 +214,7 @@ class Lines:
 
 
 def _part(number: int) -> str:
-    return Workplace.part(number, "jsonl")
+    return JobStorage.part(number, "jsonl")
 
 
 def _source(span: Span) -> str:
@@ -226,7 +226,7 @@ def _some(data: bytes, *, failures: bool) -> bytes:
     return b"".join(row.text + b"\n" for row in envelope.written(data) if (row.code is not None) == failures)
 
 
-def _record(number: int, span: Span, data: bytes, answered: Sequence[Row] | None = None) -> ShardRecord:
+def _record(number: int, span: Span, data: bytes, answered: Sequence[BatchRow] | None = None) -> ShardRecord:
     """`answered`: the rows that the data are; by default they are read."""
     rows = envelope.written(data) if answered is None else answered
     codes = Counter(row.code for row in rows if row.code is not None)
@@ -242,7 +242,7 @@ def _record(number: int, span: Span, data: bytes, answered: Sequence[Row] | None
     )
 
 
-def _expired(line: bytes) -> Row:
+def _expired(line: bytes) -> BatchRow:
     return envelope.failure(
         envelope.custom_id_of(line), "batch_expired", "the batch expired before this request was answered"
     )

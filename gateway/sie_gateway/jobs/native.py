@@ -18,11 +18,11 @@ from sie_contracts.errors import ErrorInfo, InvalidInput, NotFound
 from sie_contracts.jobs import Again, JobRecord, Plan, ShardRecord, Span, Unread
 from sie_gateway.inference.body import Item
 from sie_gateway.jobs import cache as caches
-from sie_gateway.jobs.cache import Cache
-from sie_gateway.jobs.client import Asking, Halted
-from sie_gateway.jobs.run import Progress, ShardBroken, broken_parts
-from sie_gateway.jobs.storage import Workplace
-from sie_gateway.jobs.values import Bounds, Input, Unique, Values, bounds, unique
+from sie_gateway.jobs.cache import AnswerCache
+from sie_gateway.jobs.client import Halted, JobClient
+from sie_gateway.jobs.run import JobProgress, ShardBroken, broken_parts
+from sie_gateway.jobs.storage import JobStorage
+from sie_gateway.jobs.values import Bounds, RowInput, RowValues, Unique, bounds, unique
 from sie_store.datasets import manifests, parts, plans, shards, templates
 from sie_store.datasets.answers import About, Answer, shard_of
 from sie_store.datasets.places import Place
@@ -44,7 +44,7 @@ REFUSALS = (AccessRefused, CollectionMismatch, CollectionMissing, CollectionRefu
 _logger = logging.getLogger("sie.gateway.jobs")
 
 
-class Made(NamedTuple):
+class AnsweredShard(NamedTuple):
     """A shard that is answered, until it is written. `data`: its part. `unsent`: what the database has to get yet."""
 
     data: bytes
@@ -55,12 +55,12 @@ class Before(NamedTuple):
     """A job that another one retries."""
 
     job: JobRecord
-    workplace: Workplace
+    workplace: JobStorage
     output: Place
     shards: dict[int, ShardRecord]
 
 
-class Places(NamedTuple):
+class JobPlaces(NamedTuple):
     """Places where a job reads and writes. `before` finds a job by its id, for retries."""
 
     source: Place
@@ -69,18 +69,18 @@ class Places(NamedTuple):
     before: Callable[[str], Awaitable[Before]]
 
 
-class Native:
+class NativeJob:
     """`cache_bytes`: what all answers that are kept for later jobs may take. `shares_cache`: jobs of all keys take
     them.
     """
 
     def __init__(
         self,
-        workplace: Workplace,
+        workplace: JobStorage,
         job: JobRecord,
-        asking: Asking,
-        progress: Progress,
-        places: Places,
+        asking: JobClient,
+        progress: JobProgress,
+        places: JobPlaces,
         *,
         cache_bytes: int,
         shares_cache: bool,
@@ -94,7 +94,7 @@ class Native:
         self._places = places
         self._cache_bytes = cache_bytes if job.request.cache else 0
         self._cache_owner = "" if shares_cache else job.owner
-        self._cache: Cache | None = None
+        self._cache: AnswerCache | None = None
         self._kept_bytes = 0  # for later jobs, since the last trim
         self._opening = asyncio.Lock()
         self._count = 0  # of parts
@@ -103,8 +103,8 @@ class Native:
         self._is_prepared = False  # the collection of the database
         self._computed: dict[int, int] = {}  # inputs of a shard that a model answered
         self._preparing = asyncio.Lock()
-        self._unwritten: dict[int, Made] = {}  # what the database or the store did not take yet
-        self._values = Values(asking, job.model, job.request.operation, job.request.params, job.fingerprint)
+        self._unwritten: dict[int, AnsweredShard] = {}  # what the database or the store did not take yet
+        self._values = RowValues(asking, job.model, job.request.operation, job.request.params, job.fingerprint)
 
     # the plan
 
@@ -198,7 +198,7 @@ class Native:
         del self._unwritten[number]
         return record
 
-    async def _answered(self, number: int, span: Span) -> Made:
+    async def _answered(self, number: int, span: Span) -> AnsweredShard:
         try:
             rows = await self._rows(number, span)
         except InvalidInput as error:
@@ -207,7 +207,9 @@ class Native:
         about = About(self._job.id, number, self._job.model, self._values.fingerprint, reused=reused)
         shard = await asyncio.to_thread(shard_of, about, rows, answers, self._request.input.keep)
         data = await asyncio.to_thread(parts.encode, shard, self._request.output.format)
-        return Made(data, None if self._places.sink is None else await asyncio.to_thread(_for_sink, rows, answers))
+        return AnsweredShard(
+            data, None if self._places.sink is None else await asyncio.to_thread(_for_sink, rows, answers)
+        )
 
     async def _answers(self, number: int, rows: Sequence[Row]) -> tuple[list[Answer], int]:
         """The answer of each row, and how many were taken from an equal row or from the cache."""
@@ -253,7 +255,7 @@ class Native:
         every = {**cached, **computed}
         return [every[place] for place in range(len(once.inputs))]
 
-    async def _keep(self, cache: Cache, number: int, good: dict[bytes, Answer]) -> None:
+    async def _keep(self, cache: AnswerCache, number: int, good: dict[bytes, Answer]) -> None:
         """Keep answers for later jobs. What is not kept is computed again then: this job goes on without."""
         try:
             self._kept_bytes += await cache.keep(f"{self._job.id}-{number:06}", good)
@@ -262,7 +264,7 @@ class Native:
         if self._kept_bytes > self._cache_bytes * UNTRIMMED:
             await self._trim()
 
-    async def _opened(self, once: Unique) -> Cache | None:
+    async def _opened(self, once: Unique) -> AnswerCache | None:
         """The answers of other jobs. They are found by the fingerprint of the model as it is now, which an answer
         tells.
         """
@@ -276,7 +278,7 @@ class Native:
                     return None
                 request = self._request
                 space = (self._cache_owner, self._values.fingerprint, request.operation, request.params)
-                cache = Cache(self._workplace.store, caches.space_of(*space))
+                cache = AnswerCache(self._workplace.store, caches.space_of(*space))
                 await cache.open()
                 self._cache = cache
         return self._cache
@@ -393,10 +395,10 @@ def _named(span: Span) -> str:
     return f"{span.source or span.after or 'images'}:{span.first}-{span.first + span.rows - 1}"
 
 
-def _input(row: Row, operation: str) -> Input:
+def _input(row: Row, operation: str) -> RowInput:
     if operation == "score":
-        return Input(_item(row.document, row.images), row.query)
-    return Input(_item(row.text, row.images))
+        return RowInput(_item(row.document, row.images), row.query)
+    return RowInput(_item(row.text, row.images))
 
 
 def _item(text: str | None, images: tuple[bytes, ...]) -> Item:

@@ -21,7 +21,7 @@ MIN_SPREAD = 0.02
 MIN_LEFT_S = 300.0  # in which the rest of a late job is to be done: less would ask for workers that come too late
 
 
-class Pace:
+class JobPace:
     """Rows a second over the last minutes, and how much that varies."""
 
     def __init__(self) -> None:

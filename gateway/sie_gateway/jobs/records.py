@@ -18,24 +18,24 @@ from sie_runtime.process import Stop, Trouble
 RETRY_S = 60
 
 
-class Use(NamedTuple):
+class RecordUse(NamedTuple):
     """Records, and their bytes."""
 
     records: int = 0
     size: int = 0
 
-    def plus(self, more: Use) -> Use:
-        return Use(self.records + more.records, self.size + more.size)
+    def plus(self, more: RecordUse) -> RecordUse:
+        return RecordUse(self.records + more.records, self.size + more.size)
 
 
-class Bound(NamedTuple):
+class UseBound(NamedTuple):
     """The largest use, with the settings that say so."""
 
-    most: Use
+    most: RecordUse
     settings: tuple[str, str]
 
 
-class Usage:
+class OwnerUsage:
     """Uses by owner, as this gateway knows them: records that are on their way count from their beginning, those of
     another gateway when its watch has brought them. So each other gateway may exceed a bound by what it takes in this
     time.
@@ -43,12 +43,12 @@ class Usage:
     `kinds`: the names of records and bytes in a refusal; `remedy`: what makes room; `reason`: of the refusal.
     """
 
-    def __init__(self, of_key: Bound, in_all: Bound, *, kinds: tuple[str, str], remedy: str, reason: str) -> None:
+    def __init__(self, of_key: UseBound, in_all: UseBound, *, kinds: tuple[str, str], remedy: str, reason: str) -> None:
         self._of_key, self._in_all = of_key, in_all
         self._kinds, self._remedy, self._reason = kinds, remedy, reason
         self._charges: dict[str, tuple[str, int]] = {}  # by record: its owner, bytes
-        self._uses: dict[str, Use] = {}  # by owner
-        self._whole = Use()
+        self._uses: dict[str, RecordUse] = {}  # by owner
+        self._whole = RecordUse()
 
     def __contains__(self, record_id: str) -> bool:
         return record_id in self._charges
@@ -57,28 +57,28 @@ class Usage:
         """Have a record count as so many bytes of this owner, in place of what it counted as before."""
         self.release(record_id)
         self._charges[record_id] = (owner, size)
-        self._add(owner, Use(1, size))
+        self._add(owner, RecordUse(1, size))
 
     def release(self, record_id: str) -> None:
         """Have a record count no longer."""
         if (charge := self._charges.pop(record_id, None)) is not None:
             owner, size = charge
-            self._add(owner, Use(-1, -size))
+            self._add(owner, RecordUse(-1, -size))
 
-    def check(self, owner: str, more: Use) -> None:
+    def check(self, owner: str, more: RecordUse) -> None:
         """Raises RateLimited if `more` would exceed what this owner, or all owners, may have."""
-        self._check(self._uses.get(owner, Use()).plus(more), self._of_key, "this key has")
+        self._check(self._uses.get(owner, RecordUse()).plus(more), self._of_key, "this key has")
         self._check(self._whole.plus(more), self._in_all, "all keys together have")
 
-    def _check(self, use: Use, bound: Bound, subject: str) -> None:
+    def _check(self, use: RecordUse, bound: UseBound, subject: str) -> None:
         for have, most, kind, setting in zip(use, bound.most, self._kinds, bound.settings, strict=True):
             if have > most:
                 message = f"{subject} {most} {kind} ({setting}): {self._remedy}"
                 raise RateLimited(message, reason=self._reason, retry_after_s=RETRY_S)
 
-    def _add(self, owner: str, use: Use) -> None:
+    def _add(self, owner: str, use: RecordUse) -> None:
         self._whole = self._whole.plus(use)
-        self._uses[owner] = self._uses.get(owner, Use()).plus(use)
+        self._uses[owner] = self._uses.get(owner, RecordUse()).plus(use)
         if not self._uses[owner].records:
             del self._uses[owner]
 
@@ -91,7 +91,7 @@ _decoder = msgspec.msgpack.Decoder(_Kept)
 _logger = logging.getLogger("sie.gateway.jobs")
 
 
-class Values(Mapping[str, T], Generic[T]):
+class RecordValues(Mapping[str, T], Generic[T]):
     """The records of one kind by id. `listeners` are called with an id and its record, None for one that is gone."""
 
     def __init__(self, record: Record[_Kept], prefix: str) -> None:
@@ -171,8 +171,8 @@ class JobsBucket:
         bucket = Bucket(broker, topology.JOBS_BUCKET, storage="file", replicas=replicas, removed_age_s=REMOVED_AGE_S)
         self._record = Record[_Kept](bucket, _decode, self._on_value, on_lost=self._on_lost)
         self.is_read = False
-        self.files = Values[FileRecord](self._record, "file.")
-        self.jobs = Values[JobRecord](self._record, "job.")
+        self.files = RecordValues[FileRecord](self._record, "file.")
+        self.jobs = RecordValues[JobRecord](self._record, "job.")
 
     async def follow(self) -> None:
         """Make the bucket if it is not there, and read it. Raises BrokerError."""

@@ -7,8 +7,8 @@ import asyncio
 from sie_contracts.api import jobs as api
 from sie_contracts.errors import NotFound, QueueUnavailable
 from sie_contracts.jobs import JobRecord
-from sie_gateway.jobs.engine import Engine
-from sie_gateway.jobs.ledger import Ledger
+from sie_gateway.jobs.engine import JobEngine
+from sie_gateway.jobs.ledger import JobLedger
 from sie_gateway.jobs.native import manifest
 from sie_gateway.jobs.service import broker_errors_mapped
 from sie_store.datasets import parts, shards
@@ -17,10 +17,10 @@ from sie_store.object_stores import ObjectMissing, StoreError
 SAMPLED = 4  # parts of which a sample is taken, at most
 
 
-class Results:
+class JobResults:
     """Results of all jobs. The right to read them was checked before."""
 
-    def __init__(self, ledger: Ledger, engine: Engine) -> None:
+    def __init__(self, ledger: JobLedger, engine: JobEngine) -> None:
         self._ledger = ledger
         self._engine = engine
 

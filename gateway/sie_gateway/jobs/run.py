@@ -30,8 +30,8 @@ from sie_contracts.errors import ErrorInfo, NotFound, SIEError
 from sie_contracts.jobs import MAX_BROKEN, JobRecord, Plan, ShardRecord, Span, Unread
 from sie_gateway.jobs import pace
 from sie_gateway.jobs.client import Halted
-from sie_gateway.jobs.ledger import Ledger
-from sie_gateway.jobs.pace import Pace
+from sie_gateway.jobs.ledger import JobLedger
+from sie_gateway.jobs.pace import JobPace
 from sie_store.datasets.answers import most_frequent
 from sie_store.object_stores import AccessRefused, BucketMissing, StoreError
 
@@ -72,7 +72,7 @@ class Replaced(Exception):
     """This gateway does not lead the job any more, or nothing of it is left to do."""
 
 
-class Progress(Protocol):
+class JobProgress(Protocol):
     """Progress that the work of a job reports to its run."""
 
     def rows(self, shard: int, done: int, failed: int) -> None:
@@ -85,7 +85,7 @@ class Progress(Protocol):
         """Return when the job may work: see `windows`."""
 
 
-class Work(Protocol):
+class JobWork(Protocol):
     """Operations that differ between kinds of jobs."""
 
     async def plan(self) -> Plan:
@@ -105,7 +105,7 @@ class Work(Protocol):
         """Close what is open."""
 
 
-class _Sums:
+class _ShardSums:
     """Sums over the records of shards. Each record is looked at once: a job may have 100,000, and tells of them every
     second.
     """
@@ -139,10 +139,10 @@ class JobRun:
 
     def __init__(
         self,
-        ledger: Ledger,
+        ledger: JobLedger,
         job: JobRecord,
         leader: str,
-        work: Callable[[JobRecord, Progress], Work],
+        work: Callable[[JobRecord, JobProgress], JobWork],
         now_s: Callable[[], float],
     ) -> None:
         self._ledger = ledger
@@ -152,12 +152,12 @@ class JobRun:
         self._job = job
         self._make = work
         self._shards: dict[int, ShardRecord] | None = None  # answered ones, once they were read
-        self._sums = _Sums({})
+        self._sums = _ShardSums({})
         self._live: dict[int, tuple[int, int]] = {}  # rows and failures of shards that are being answered
         self._unread: tuple[Unread, ...] = ()
         self._trouble: ErrorInfo | None = None
         self._is_ending = False  # this run writes the end of the job
-        self._pace = Pace()
+        self._pace = JobPace()
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
@@ -258,7 +258,7 @@ class JobRun:
         finally:
             await work.close()
 
-    async def _led(self, work: Work) -> None:
+    async def _led(self, work: JobWork) -> None:
         if self._job.wanted == "cancel" or self._is_late:
             await self._finish(work, "cancelled" if self._job.wanted == "cancel" else "expired")
             return
@@ -286,7 +286,7 @@ class JobRun:
         elif ended:
             await self._finish(work, ENDS[ended])
 
-    async def _whole(self, work: Work) -> None:
+    async def _whole(self, work: JobWork) -> None:
         await self._worked(work)
         await self._finish(work, "completed")
 
@@ -300,7 +300,7 @@ class JobRun:
         """Run a job that is planned. A leader that died may have come to its end."""
         return "finalizing" if self._job.finalizing_s else "running"
 
-    async def _worked(self, work: Work) -> None:
+    async def _worked(self, work: JobWork) -> None:
         plan, done = await self._read(work)
         if not plan.spans and plan.unread:
             raise SIEError.from_info(plan.unread[0].error)
@@ -336,14 +336,14 @@ class JobRun:
         same = tuple(number for number in first if number in job.suspects)
         return (job.lost, same) if same else (job.lost[-1:], first)
 
-    async def _read(self, work: Work) -> tuple[Plan, dict[int, ShardRecord]]:
+    async def _read(self, work: JobWork) -> tuple[Plan, dict[int, ShardRecord]]:
         """The plan, and the shards that are answered."""
         plan = await self._patiently(work.plan)
         done = self._shards = await self._patiently(lambda: self._ledger.shards(self._id))
         self._unread = plan.unread
         return plan, done
 
-    async def _answer(self, work: Work, plan: Plan, waiting: Iterator[int], done: dict[int, ShardRecord]) -> None:
+    async def _answer(self, work: JobWork, plan: Plan, waiting: Iterator[int], done: dict[int, ShardRecord]) -> None:
         for number in waiting:
             span = plan.spans[number]
             try:
@@ -355,7 +355,7 @@ class JobRun:
             self._live.pop(number, None)
             done[number] = shard
 
-    async def _attempted(self, work: Work, number: int, span: Span) -> ShardRecord:
+    async def _attempted(self, work: JobWork, number: int, span: Span) -> ShardRecord:
         self._live.pop(number, None)  # what an attempt before this one told
         return await work.shard(number, span)
 
@@ -439,7 +439,7 @@ class JobRun:
         """Progress by the record; nothing before that was read."""
         if self._shards is None:
             return {}
-        sums = self._sums = self._sums if self._sums.shards is self._shards else _Sums(self._shards)
+        sums = self._sums = self._sums if self._sums.shards is self._shards else _ShardSums(self._shards)
         sums.add()
         broken = broken_parts(sums.broken, self._unread)
         live = self._live.values()
@@ -507,7 +507,7 @@ class JobRun:
 
         await self._change(paused)
 
-    async def _finish(self, work: Work, state: str, error: ErrorInfo | None = None) -> None:
+    async def _finish(self, work: JobWork, state: str, error: ErrorInfo | None = None) -> None:
         """Complete the output of what was answered, then end. A job that is complete waits for its store; one that is
         to end early does so for LAST_TRIES_S.
         """
@@ -530,7 +530,7 @@ class JobRun:
         self._live.clear()
         await self._end(state, error=error, **fields)
 
-    async def _completed(self, work: Work, state: str, done: dict[int, ShardRecord]) -> dict[str, Any]:
+    async def _completed(self, work: JobWork, state: str, done: dict[int, ShardRecord]) -> dict[str, Any]:
         if self._job.is_planned:
             self._unread = (await work.plan()).unread
             self._shards = done

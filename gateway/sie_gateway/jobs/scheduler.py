@@ -15,8 +15,8 @@ from sie_broker import BrokerError, Store
 from sie_broker.record import LeaderLease, leases_of
 from sie_contracts.errors import NotFound
 from sie_contracts.jobs import JobRecord
-from sie_gateway.jobs.ledger import Ledger
-from sie_gateway.jobs.run import JobRun, Progress, Work, is_due, left
+from sie_gateway.jobs.ledger import JobLedger
+from sie_gateway.jobs.run import JobProgress, JobRun, JobWork, is_due, left
 from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 1.0
@@ -48,15 +48,15 @@ class _Running:
             self.task.cancel()
 
 
-class Keeper:
+class JobScheduler:
     """Runs at most `at_once` jobs here. `run` belongs to one task."""
 
     def __init__(
         self,
-        ledger: Ledger,
+        ledger: JobLedger,
         broker: Store,
         name: str,
-        work: Callable[[JobRecord, Progress], Work],
+        work: Callable[[JobRecord, JobProgress], JobWork],
         *,
         at_once: int,
         storage: str,

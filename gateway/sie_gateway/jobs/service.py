@@ -27,7 +27,7 @@ from sie_contracts.errors import (
 )
 from sie_contracts.jobs import JobRecord, check_request
 from sie_gateway.inference.call import Call
-from sie_gateway.jobs.ledger import Ledger
+from sie_gateway.jobs.ledger import JobLedger
 from sie_gateway.jobs.pace import forecast
 from sie_gateway.jobs.run import expires_s, window_s
 from sie_runtime.http.server import uuid7
@@ -47,7 +47,7 @@ _BATCH_STATES: dict[str, batches_api.BatchState] = {
 }
 
 
-class Jobs:
+class JobService:
     """`check` refuses a job that can never run, before it is kept, and returns what it resolved to; `workers` counts
     those that serve a job; `remove` removes the objects that a job keeps itself; `content` gives the name and the
     digest of a file, None of one that is gone.
@@ -55,7 +55,7 @@ class Jobs:
 
     def __init__(
         self,
-        ledger: Ledger,
+        ledger: JobLedger,
         check: Callable[[Call, JobRecord], Awaitable[JobRecord]],
         workers: Callable[[JobRecord], int],
         forget: Callable[[JobRecord], Awaitable[None]],
@@ -337,7 +337,7 @@ class Sweeper:
     """
 
     def __init__(
-        self, jobs: Jobs, lease: LeaderLease, keep_s: float, now_s: Callable[[], float], *, has_store: bool
+        self, jobs: JobService, lease: LeaderLease, keep_s: float, now_s: Callable[[], float], *, has_store: bool
     ) -> None:
         self._jobs = jobs
         self._lease = lease

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 LONG_S = 120.0  # of a call of the store
 
 
-class Workplace:
+class JobStorage:
     """Storage of one job. `store`: the payload store."""
 
     def __init__(self, store: ObjectStore, job_id: str, files: FileStore) -> None:

@@ -1,6 +1,6 @@
 """Answers of rows, as a job keeps them until their shard is written: equal inputs are computed once.
 
-inputs ──key──► unique inputs ──► cache ──► groups: by length, of one query ──► Asking ──► Answer of each input
+inputs ──key──► unique inputs ──► cache ──► groups: by length, of one query ──► JobClient ──► Answer of each input
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from sie_contracts.errors import ErrorInfo, SIEError
 from sie_contracts.wire.messages import Failed, Ok, Operation
 from sie_gateway.inference.body import Item
 from sie_gateway.inference.reply import Placed, array_of
-from sie_gateway.inference.results import Understood
-from sie_gateway.jobs.client import Asking, Halted
+from sie_gateway.inference.results import PlannedRequest
+from sie_gateway.jobs.client import Halted, JobClient
 from sie_store.datasets.answers import Answer
 
 MODEL_CHANGED = "MODEL_CHANGED"
@@ -32,7 +32,7 @@ TOKEN_BYTES = 4  # of a text, roughly
 _SIZES = {"float32": 4, "float16": 2}
 
 
-class Input(NamedTuple):
+class RowInput(NamedTuple):
     """Input that a row gives to the model. `query`: of a score."""
 
     item: Item
@@ -59,7 +59,7 @@ class Bounds(NamedTuple):
     text_bytes: int | None
 
 
-def bounds(understood: Understood, *, has_images: bool) -> Bounds:
+def bounds(understood: PlannedRequest, *, has_images: bool) -> Bounds:
     """How large a shard may be so that its answers take about SHARD_BYTES: all are in memory until it is written, and
     the vectors of its tokens take a hundred times as much as a text. Texts with many tokens are bounded by their bytes.
     """
@@ -82,12 +82,12 @@ def bounds(understood: Understood, *, has_images: bool) -> Bounds:
     return Bounds(max(1, rows), text_bytes)
 
 
-class Values:
+class RowValues:
     """Computes the values of inputs for one job. `spec`: the model, pinned to its profile."""
 
     def __init__(
         self,
-        asking: Asking,
+        asking: JobClient,
         spec: str,
         operation: Operation,
         params: Mapping[str, Any],
@@ -101,7 +101,7 @@ class Values:
         self.fingerprint = fingerprint
 
     async def answers_of(
-        self, inputs: Sequence[Input], on_done: Callable[[Sequence[int], Sequence[Answer]], None]
+        self, inputs: Sequence[RowInput], on_done: Callable[[Sequence[int], Sequence[Answer]], None]
     ) -> list[Answer]:
         """The answer to each input. `on_done` is called with places whose answers are there. Raises SIEError for what
         no input can escape; Halted where the model is another one than before.
@@ -123,7 +123,7 @@ class Values:
             raise errors.exceptions[0] from errors
         return [value for value in answers if value is not None]
 
-    async def _compute(self, inputs: Sequence[Input]) -> list[Answer]:
+    async def _compute(self, inputs: Sequence[RowInput]) -> list[Answer]:
         query = None if inputs[0].query is None else Item(inputs[0].query)
         items = [entry.item for entry in inputs]
         outcomes = await self._asking.outcomes(self._spec, self._operation, self._params, items, query)
@@ -154,7 +154,7 @@ def value_of(placed: Placed) -> Answer:
     return Answer(None, outcome.tokens, outcome.truncated, arrays, outcome.score, outcome.data)
 
 
-def grouped(inputs: Sequence[Input]) -> list[list[int]]:
+def grouped(inputs: Sequence[RowInput]) -> list[list[int]]:
     """Places of the inputs of each request: inputs of one query, and of similar length, the longest first. So batches
     are full and need little filling, and no long text is left for the end.
     """
@@ -183,15 +183,15 @@ def grouped(inputs: Sequence[Input]) -> list[list[int]]:
 class Unique(NamedTuple):
     """Inputs without repetition, and for each row the place of its input."""
 
-    inputs: list[Input]
+    inputs: list[RowInput]
     digests: list[bytes]
     places: list[int]
 
 
-def unique(inputs: Sequence[Input]) -> Unique:
+def unique(inputs: Sequence[RowInput]) -> Unique:
     """Equal inputs once, in the order of their first occurrence."""
     place_of: dict[bytes, int] = {}
-    inputs_once: list[Input] = []
+    inputs_once: list[RowInput] = []
     digests: list[bytes] = []
     places: list[int] = []
     for entry in inputs:
@@ -205,7 +205,7 @@ def unique(inputs: Sequence[Input]) -> Unique:
     return Unique(inputs_once, digests, places)
 
 
-class Packed(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
+class PackedValue(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
     """A value as the cache keeps it. Only values without an error are kept."""
 
     arrays: dict[str, tuple[str, tuple[int, ...], bytes]]
@@ -215,13 +215,13 @@ class Packed(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
     truncated: bool = False
 
 
-_decode = msgspec.msgpack.Decoder(Packed).decode
+_decode = msgspec.msgpack.Decoder(PackedValue).decode
 
 
 def pack(value: Answer) -> bytes:
     """A value as bytes."""
     arrays = {name: (array.dtype.str, array.shape, array.tobytes()) for name, array in value.arrays.items()}
-    return msgspec.msgpack.encode(Packed(arrays, value.score, value.data, value.tokens, value.truncated))
+    return msgspec.msgpack.encode(PackedValue(arrays, value.score, value.data, value.tokens, value.truncated))
 
 
 def unpack(packed: bytes) -> Answer:

@@ -66,7 +66,7 @@ class Filter:
         return not any(value for _, value in self._values())
 
 
-class DeadLetters:
+class DeadLetterOperations:
     """The dead letters of an installation's own pools, to which its workers also write those of reservations.
 
     Nothing but places is kept here: every answer is read from the broker. Raises QueueUnavailable where the broker does

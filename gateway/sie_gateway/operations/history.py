@@ -52,7 +52,7 @@ class Note(NamedTuple):
 
 
 @dataclass
-class _Step:
+class _HistoryStep:
     """`STEP_S` seconds from `at` on, seconds since the epoch."""
 
     at: int
@@ -75,7 +75,7 @@ class _Step:
 
 
 @dataclass
-class _Places:
+class _SlowestNotes:
     slowest: list[Note] = field(default_factory=list)  # a heap
     failed: deque[Note] = field(default_factory=lambda: deque(maxlen=FAILED))
 
@@ -83,22 +83,22 @@ class _Places:
 @dataclass
 class _Minute:
     at: int
-    owners: dict[str, _Places] = field(default_factory=dict)
-    remaining: _Places = field(default_factory=_Places)
+    owners: dict[str, _SlowestNotes] = field(default_factory=dict)
+    remaining: _SlowestNotes = field(default_factory=_SlowestNotes)
 
-    def places(self, owner: str) -> _Places:
+    def places(self, owner: str) -> _SlowestNotes:
         """Notes of a key, so that the requests of one do not push out those of another."""
         if owner not in self.owners and len(self.owners) >= MAX_OWNERS:
             return self.remaining
-        return self.owners.setdefault(owner, _Places())
+        return self.owners.setdefault(owner, _SlowestNotes())
 
 
-class History:
+class RequestHistory:
     """Belongs to the gateway's loop. `clock`: seconds since the epoch."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._steps: deque[_Step] = deque(maxlen=STEPS)
+        self._steps: deque[_HistoryStep] = deque(maxlen=STEPS)
         self._minutes: deque[_Minute] = deque(maxlen=STEPS * STEP_S // MINUTE_S)
         self._numbers = itertools.count()
 
@@ -123,10 +123,10 @@ class History:
         if is_slow:
             (heapq.heappush if len(places.slowest) < SLOWEST else heapq.heappushpop)(places.slowest, note)
 
-    def _step(self, now_s: float) -> _Step:
+    def _step(self, now_s: float) -> _HistoryStep:
         at = int(now_s) // STEP_S * STEP_S
         if not self._steps or self._steps[-1].at < at:  # a clock that is put back goes on with the last step
-            self._steps.append(_Step(at))
+            self._steps.append(_HistoryStep(at))
         return self._steps[-1]
 
     def _minute(self, now_s: float) -> _Minute:
@@ -176,7 +176,7 @@ def quantile(counts: array[int], share: float) -> float:
     return round(BOUNDS_MS[-1], 3)
 
 
-def _joined(at: int, steps: list[_Step]) -> dict[str, Any]:
+def _joined(at: int, steps: list[_HistoryStep]) -> dict[str, Any]:
     """Several steps as one, with the median and the 99th percentile of each stage, ms, in the order of STAGES_TOLD."""
     errors: Counter[str] = Counter()
     for step in steps:

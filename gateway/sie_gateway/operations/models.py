@@ -19,9 +19,9 @@ from sie_contracts.models.entries import ModelEntry, classifies, listed_outputs,
 from sie_contracts.places import without_paths
 from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
 from sie_gateway.fleet.lanes import Fleet
-from sie_gateway.inference.shadow import Figures
+from sie_gateway.inference.shadow import ShadowFigures
 
-Measured = Callable[[str, str], Figures]
+Measured = Callable[[str, str], ShadowFigures]
 """What a gateway measured of an alias' shadow, by the names of both."""
 _SLICE = 50  # models that are described in one turn of the loop: a millisecond or two
 
@@ -175,7 +175,7 @@ def score_scale(entry: ModelEntry) -> str | None:
     return {"identity": "logit", None: None}.get(entry.head.activation, "probability")
 
 
-class Listed(NamedTuple):
+class ModelList(NamedTuple):
     """Some models, and how many there are of their kind."""
 
     infos: list[dict[str, Any]]
@@ -193,7 +193,7 @@ async def model_list(
     named: str = "",
     limit: int | None = None,
     figures: Measured,
-) -> Listed:
+) -> ModelList:
     """All models in order of name, each followed by its variants, then the aliases. `named`: only those with this in
     their name, in any case. `limit`: only the first ones, of which alone the rest is looked up.
     """
@@ -219,7 +219,7 @@ async def model_list(
             and (not output or output in info["outputs"])
             and (not loaded or info["loaded"])
         ]
-    return Listed(infos[:limit], len(infos) if picks else len(names))
+    return ModelList(infos[:limit], len(infos) if picks else len(names))
 
 
 def _names(catalogue: Catalogue, kind: str, *, variants: bool) -> list[tuple[str, str | None]]:

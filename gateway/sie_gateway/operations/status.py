@@ -28,11 +28,11 @@ from sie_gateway.admission.peers import Peers
 from sie_gateway.fleet.lag import Labels, Lag
 from sie_gateway.fleet.lanes import STATES
 from sie_gateway.fleet.placement import Placer
-from sie_gateway.fleet.planner import Waiting
-from sie_gateway.fleet.workers import Workers, WorkerSocket, WorkerStatus
-from sie_gateway.operations.history import History
+from sie_gateway.fleet.planner import ModelBacklog
+from sie_gateway.fleet.workers import WorkerSocket, WorkerSockets, WorkerStatus
+from sie_gateway.operations.history import RequestHistory
 from sie_gateway.operations.log_tail import LogTail
-from sie_gateway.operations.summary import MAX_SHOWN, Glance, PlacedLane, Shared, Waitings, of_pool
+from sie_gateway.operations.summary import MAX_SHOWN, CachedSummary, ClusterSummary, LaneTable, Waitings, of_pool
 from sie_runtime.feed import CatalogueFeed
 from sie_runtime.http.server import Receive, Scope, Send
 from sie_runtime.http.websocket import Frames, Seats
@@ -44,7 +44,7 @@ LOOKED_S = 5.0  # after the last look nobody is asked any more
 HEARD_S = 0.5  # the broker says within this time that nobody listens; who listens says nothing
 
 
-class Pulse:
+class WorkerHealth:
     """`gone`: workers that were looked for and are not connected. `run` belongs to one task."""
 
     def __init__(self, bus: Bus, clock: Callable[[], float] = time.monotonic) -> None:
@@ -91,7 +91,7 @@ _OF_LANE = ("pool", "machine_profile", "bundle", "priority")
 
 
 @dataclass(frozen=True)
-class Seen:
+class ViewedWorker:
     """A worker as it is shown, and the state and queue depth of each model that it reports. `failures`: why it could
     not load a model, by model.
     """
@@ -101,7 +101,7 @@ class Seen:
     failures: Mapping[str, str] = field(default_factory=dict)
 
 
-def of_heartbeat(beat: Heartbeat, *, healthy: bool) -> Seen:
+def of_heartbeat(beat: Heartbeat, *, healthy: bool) -> ViewedWorker:
     info = WorkerInfo(
         name=beat.worker,
         url=None,
@@ -122,14 +122,14 @@ def of_heartbeat(beat: Heartbeat, *, healthy: bool) -> Seen:
         for status in beat.models
         if status.state == "failed" and status.error is not None
     }
-    return Seen(info, {status.model: (status.state, status.queued) for status in beat.models}, failures)
+    return ViewedWorker(info, {status.model: (status.state, status.queued) for status in beat.models}, failures)
 
 
-def of_socket(url: str, status: WorkerStatus | None) -> Seen:
+def of_socket(url: str, status: WorkerStatus | None) -> ViewedWorker:
     """A worker by its own status; None while its socket tells nothing."""
     url = public_url(url)
     if status is None:
-        return Seen(WorkerInfo(url, url, "", 0, "", [], 0, 0, 0, False, "", "", ""), {})
+        return ViewedWorker(WorkerInfo(url, url, "", 0, "", [], 0, 0, 0, False, "", "", ""), {})
     devices = status.gpus
     info = WorkerInfo(
         name=status.name,
@@ -146,10 +146,10 @@ def of_socket(url: str, status: WorkerStatus | None) -> Seen:
         bundle_config_hash=status.bundle_config_hash,
         device=devices[0].device if devices else "",
     )
-    return Seen(info, {model.name: (model.state, model.queue_depth) for model in status.models})
+    return ViewedWorker(info, {model.name: (model.state, model.queue_depth) for model in status.models})
 
 
-def summaries(models: Iterable[str], workers: Iterable[Seen]) -> list[ModelSummary]:
+def summaries(models: Iterable[str], workers: Iterable[ViewedWorker]) -> list[ModelSummary]:
     """Summary of each model, from healthy workers. A profile that needs other weights is another copy of it, named
     `model:profile`.
     """
@@ -160,7 +160,7 @@ def summaries(models: Iterable[str], workers: Iterable[Seen]) -> list[ModelSumma
     return [_summary(model, states) for model, states in reports.items()]
 
 
-def failures(workers: Iterable[Seen]) -> dict[str, str]:
+def failures(workers: Iterable[ViewedWorker]) -> dict[str, str]:
     """Why healthy workers could not load a model, the first reason of each model."""
     errors: dict[str, str] = {}
     for worker in workers:
@@ -181,7 +181,7 @@ def _summary(model: str, reports: list[tuple[WorkerInfo, str, int]]) -> ModelSum
     )
 
 
-class Status:
+class ClusterStatus:
     """The view of one gateway. `dead_letters`: how many pieces of work were ever given up in these pools, as the broker
     last told.
     """
@@ -211,15 +211,15 @@ class Status:
         self._lag = lag
         self._nats_monitor_url = nats_monitor_url
         self._visible = visible
-        self.sockets = Workers(settings)
-        self.history = History()
+        self.sockets = WorkerSockets(settings)
+        self.history = RequestHistory()
         self.log = LogTail()
-        self.pulse = Pulse(queue)
+        self.pulse = WorkerHealth(queue)
         self.dead_letters = 0
         self.seats = Seats(MAX_SOCKETS, "gateway")
         self._frames: dict[tuple[str, WorkerSocket | None], Frames] = {}  # by key and worker, None: of the cluster
-        self._glance = Shared(self._summarise)
-        self._placed = Shared(self._look_at_tables)
+        self._glance = CachedSummary(self._summarise)
+        self._placed = CachedSummary(self._look_at_tables)
 
     async def run(self, stop: Stop) -> None:
         """Until `stop`: keep the log of requests, ask how much work was given up."""
@@ -234,13 +234,13 @@ class Status:
             return  # it is away, which others report, or a new pool's stream is not made yet
         self.dead_letters = sum(state.last_sequence for state in states)
 
-    def workers(self) -> list[Seen]:
+    def workers(self) -> list[ViewedWorker]:
         """All workers that are known, healthy or not, by name or URL."""
         if self._settings.gateway_health_mode == "ws":
             return [of_socket(url, status) for url, status in self.sockets.statuses()]
         return [of_heartbeat(beat, healthy=healthy) for beat, healthy in self.fleet.workers()]
 
-    def view(self) -> tuple[list[Seen], ClusterInfo, list[ModelSummary]]:
+    def view(self) -> tuple[list[ViewedWorker], ClusterInfo, list[ModelSummary]]:
         """Workers, sums and models of now."""
         workers = self.workers()
         healthy = [worker for worker in workers if worker.info.healthy]
@@ -300,7 +300,7 @@ class Status:
             }
         ).decode()
 
-    def _summarise(self) -> Glance:
+    def _summarise(self) -> ClusterSummary:
         workers, cluster, models = self.view()
         missing = self.pulse.gone
         models.sort(key=lambda model: (-model.total_queue_depth, model.state == "available", model.name))
@@ -310,7 +310,7 @@ class Status:
         ]
         infos.sort(key=lambda info: (info.healthy, -info.queue_depth, info.name))
         cluster = msgspec.structs.replace(cluster, worker_count=sum(info.healthy for info in infos))
-        return Glance(cluster, infos, models, failures(workers), sum(info.queue_depth for info in infos))
+        return ClusterSummary(cluster, infos, models, failures(workers), sum(info.queue_depth for info in infos))
 
     def shown(self, text: str, grant: Grant) -> dict[str, Any]:
         """View of the page at `/` for a credential: counts of everything; of the workers those that are not healthy
@@ -332,11 +332,11 @@ class Status:
         visible = self._visible(grant)
         return {"lanes": [lane.shown(text.lower(), visible) for lane in self._placed()]}
 
-    def _look_at_tables(self) -> list[PlacedLane]:
+    def _look_at_tables(self) -> list[LaneTable]:
         waiting = Waitings(self._lag.models())
         lanes, now_s = self.fleet.lanes(), self._placer.now_s()
         return [
-            PlacedLane.from_table(table, lane, lanes.get(lane, []), waiting, now_s)
+            LaneTable.from_table(table, lane, lanes.get(lane, []), waiting, now_s)
             for lane, table in sorted(self._placer.tables().items(), key=lambda item: str(item[0]))
         ]
 
@@ -389,7 +389,7 @@ class Status:
         return urls[int(place)]
 
 
-def _queues(names: tuple[str, ...], waiting_by_labels: Mapping[Labels, Waiting]) -> list[QueueInfo]:
+def _queues(names: tuple[str, ...], waiting_by_labels: Mapping[Labels, ModelBacklog]) -> list[QueueInfo]:
     return [
         QueueInfo(messages=waiting.count, oldest_s=round(waiting.oldest_s, 3), **dict(zip(names, labels, strict=True)))
         for labels, waiting in waiting_by_labels.items()

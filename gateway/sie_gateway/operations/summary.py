@@ -17,7 +17,7 @@ from sie_contracts.wire.heartbeats import Heartbeat
 from sie_contracts.wire.records import Placement
 from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.lag import Labels
-from sie_gateway.fleet.planner import Waiting
+from sie_gateway.fleet.planner import ModelBacklog
 from sie_gateway.fleet.pool_rules import HIDDEN
 
 COST_SHARE = 0.002  # of a core, for one kind of look by all open pages; past it they see older figures
@@ -26,7 +26,7 @@ T = TypeVar("T")
 Pooled = TypeVar("Pooled", WorkerInfo, QueueInfo)
 
 
-class Shared(Generic[T]):
+class CachedSummary(Generic[T]):
     """Last result of `build`, built again after so long that building it takes COST_SHARE of the time."""
 
     def __init__(self, build: Callable[[], T]) -> None:
@@ -43,7 +43,7 @@ class Shared(Generic[T]):
 
 
 @dataclass(frozen=True)
-class Glance:
+class ClusterSummary:
     """Workers and models of the whole cluster, in the order in which they are shown."""
 
     cluster: ClusterInfo
@@ -78,18 +78,20 @@ def of_pool(info: Pooled, visible: Callable[[str], bool]) -> Pooled:
 class Waitings:
     """Waiting work of each model of a lane, of any priority."""
 
-    def __init__(self, waiting_by_labels: Mapping[Labels, Waiting]) -> None:
-        self._found: dict[tuple[str, ...], list[Waiting]] = {}
+    def __init__(self, waiting_by_labels: Mapping[Labels, ModelBacklog]) -> None:
+        self._found: dict[tuple[str, ...], list[ModelBacklog]] = {}
         for (*model_and_lane, _priority), waiting in waiting_by_labels.items():
             self._found.setdefault(tuple(model_and_lane), []).append(waiting)
 
-    def of_model(self, model: str, lane: Lane) -> Waiting:
+    def of_model(self, model: str, lane: Lane) -> ModelBacklog:
         entries = self._found.get((model, lane.pool, lane.machine_profile, lane.bundle), ())
-        return Waiting(sum(entry.count for entry in entries), max((entry.oldest_s for entry in entries), default=0.0))
+        return ModelBacklog(
+            sum(entry.count for entry in entries), max((entry.oldest_s for entry in entries), default=0.0)
+        )
 
 
 @dataclass(frozen=True)
-class PlacedLane:
+class LaneTable:
     """The placement table of a lane. `rows`: of its models, those with work first."""
 
     lane: Lane
@@ -100,7 +102,7 @@ class PlacedLane:
     @classmethod
     def from_table(
         cls, table: Placement, lane: Lane, beats: Sequence[Heartbeat], waiting: Waitings, now_s: float
-    ) -> PlacedLane:
+    ) -> LaneTable:
         """`beats`: of the healthy workers of the lane."""
         reports = {beat.worker: {status.model: status for status in beat.models} for beat in beats}
         rows = list[dict[str, Any]]()

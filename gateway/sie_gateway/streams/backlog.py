@@ -17,7 +17,7 @@ from sie_broker.independent import independently
 from sie_contracts.wire import topology
 from sie_contracts.wire.messages import Priority
 from sie_contracts.wire.topology import Lane
-from sie_gateway.streams.shared import Shared
+from sie_gateway.streams.shared import SharedTasks
 from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 1.0
@@ -44,7 +44,7 @@ class Backlog:
         self._read: dict[
             str, tuple[float, dict[str, int], dict[str, int]]
         ] = {}  # pool -> when, by subject, by lane and priority
-        self._asking = Shared()
+        self._asking = SharedTasks()
 
     async def run(self, stop: Stop) -> None:
         """Read every pool each EVERY_S until `stop`."""

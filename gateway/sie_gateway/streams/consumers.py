@@ -27,7 +27,7 @@ from sie_contracts.errors import PoolNotFound
 from sie_contracts.settings import Settings
 from sie_contracts.wire import topology
 from sie_contracts.wire.topology import ConsumerSpec, Lane
-from sie_gateway.streams.shared import Shared
+from sie_gateway.streams.shared import SharedTasks
 from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Stop, Trouble
 
@@ -40,7 +40,7 @@ _ATTEMPTS = 3
 _logger = logging.getLogger("sie.gateway.consumers")
 
 
-class Route(NamedTuple):
+class WorkRoute(NamedTuple):
     """Subject where a model's work is published, and the consumer that serves it."""
 
     subject: str
@@ -55,10 +55,12 @@ class Rest(NamedTuple):
 
 
 @functools.lru_cache(4096)
-def _routes(lane: Lane, priority: str, model: str, ack_wait_s: float) -> tuple[Route, Route]:
+def _routes(lane: Lane, priority: str, model: str, ack_wait_s: float) -> tuple[WorkRoute, WorkRoute]:
     """A model's own way, and the one by its slot."""
     own, shared = topology.work_subject(lane, priority, model), topology.slot_subject(lane, priority, model)
-    return Route(own, topology.consumer_of(own, ack_wait_s)), Route(shared, topology.consumer_of(shared, ack_wait_s))
+    return WorkRoute(own, topology.consumer_of(own, ack_wait_s)), WorkRoute(
+        shared, topology.consumer_of(shared, ack_wait_s)
+    )
 
 
 def rests(before: Mapping[str, Rest], states: Iterable[ConsumerState], now_s: float) -> dict[str, Rest]:
@@ -106,7 +108,7 @@ class StreamConsumers:
         self._own: set[str] = set()
         self._verified: set[str] = set()
         self._held: dict[str, tuple[ConsumerSpec, float]] = {}
-        self._ensuring = Shared()
+        self._ensuring = SharedTasks()
         self._stale: set[str] = set()  # deleted while they were ensured
         self._rests: dict[str, Rest] = {}
         self._watch: Subscription | None = None
@@ -121,7 +123,7 @@ class StreamConsumers:
             raise
         self._watch = watch
 
-    def route(self, own: Route, shared: Route, deadline_s: float) -> Route:
+    def route(self, own: WorkRoute, shared: WorkRoute, deadline_s: float) -> WorkRoute:
         """The way of a request, whose consumer is kept there until `deadline_s` of this object's clock."""
         name = own.consumer.name
         route = own if name in self._own or len(self._own) < self._limit else shared
@@ -234,7 +236,7 @@ class StreamConsumers:
         await self._ensuring.stop()
 
 
-class Consumers:
+class WorkConsumers:
     """The consumers of all pools of this gateway."""
 
     def __init__(
@@ -268,7 +270,7 @@ class Consumers:
                 self._streams[name] = stream
         return self._streams[name]
 
-    def route(self, lane: Lane, priority: str, model: str, deadline_s: float) -> Route:
+    def route(self, lane: Lane, priority: str, model: str, deadline_s: float) -> WorkRoute:
         """Route of a request's work. Raises KeyError for a pool that is not followed."""
         own, shared = _routes(lane, priority, model, self._ack_wait_s)
         return self._streams[own.consumer.stream].route(own, shared, deadline_s)

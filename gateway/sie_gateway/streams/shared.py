@@ -10,7 +10,7 @@ from typing import Any
 from sie_broker import BrokerUnavailable
 
 
-class Shared:
+class SharedTasks:
     """Whoever stops waiting does not end it for the others. How it ended is read also when nobody waits any more."""
 
     def __init__(self) -> None:

@@ -114,7 +114,8 @@ def headers_of(scope: Scope) -> dict[str, str]:
 
 
 def common_headers(headers: Mapping[str, str], request_id: str, trace_id: str | None) -> list[tuple[bytes, bytes]]:
-    """The headers that every reply has. The id that a client sent is returned if it has at most MAX_ID_CHARS, all
+    """Headers of each reply of an application: ids, trace and versions. Probes, preflights and refusals of the protocol
+    have headers of their own. The id that a client sent is returned if it has at most MAX_ID_CHARS, all
     printable.
     """
     given = headers.get("x-request-id", "")
