@@ -33,7 +33,6 @@ from sie_runtime.metrics import TURN_S, Fold, Maker, Scrape, epoch_number
 from sie_runtime.metrics_table import FOLDED, LABELS, MAX_SERIES, OOM, OTHER, TABLE, Metric
 from sie_runtime.metrics_table import Process as Kind
 from sie_sidecar.metrics import OomCounts, SidecarMetrics, TowerCounts, of_models
-from sie_sidecar.metrics import Metrics, Remedies, Towers, of_models
 
 CANARY = "ZyKanarienvogel"
 CONTRACT = {
@@ -361,17 +360,6 @@ def test_what_an_adapter_did_about_memory_is_counted_over_its_successors_too() -
     assert (oom_counts.count("m", "cache_clears"), oom_counts.count("other", "terminal_failures")) == (4, 1)
     assert oom_counts.models() == {"m", "other"}
     assert oom_counts.count("nobody", "cache_clears") == 0
-    remedies = Remedies()
-    remedies.told(described(1, Shortages("m", cache_clears=2)))
-    remedies.told(described(1, Shortages("m", cache_clears=3, batch_splits=1)))
-    assert remedies.count("m", "cache_clears") == 3
-    remedies.told(described(2))
-    remedies.told(described(2, Shortages("m", cache_clears=1), Shortages("other", terminal_failures=1)))
-    assert (remedies.count("m", "cache_clears"), remedies.count("m", "batch_splits")) == (4, 1)
-    remedies.told(described(2, Shortages("m")))  # a container's adapter has the same pid each time
-    assert (remedies.count("m", "cache_clears"), remedies.count("other", "terminal_failures")) == (4, 1)
-    assert remedies.models() == {"m", "other"}
-    assert remedies.count("nobody", "cache_clears") == 0
 
 
 def test_the_epoch_is_told_as_the_number_that_grows() -> None:

@@ -24,10 +24,8 @@ from sie_contracts.wire.records import Placement
 from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.fleet.placement import Placer
-from sie_gateway.fleet.planner import Waiting
-from sie_sidecar.intake.pull import HostAssignment
 from sie_gateway.fleet.planner import ModelBacklog
-from sie_sidecar.intake.pull import Assignment
+from sie_sidecar.intake.pull import HostAssignment
 
 LANE = Lane("_default", "l4", "default")
 KEY = topology.lane_key(LANE)
