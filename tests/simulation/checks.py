@@ -26,7 +26,7 @@ GRACE_S = 1.0  # past its deadline nothing is open
 IDLE_S = 0.05  # how long a device may have nothing to do while work is past its bound: some round trips
 MAX_SKIPPED = 40  # batches of its own priority that arrived later than a job and went before it
 MAX_HELD = 512  # entries of any map or queue of a process
-FIXED = {("Ledger", "_free")}  # of one size from the start
+FIXED = {("LeaseLedger", "_free")}  # of one size from the start
 # What may keep a patient request from its answer: refusals that say so at once, and what the plan of the seed breaks
 # for good.
 REFUSED = frozenset(
