@@ -69,7 +69,7 @@ def test_models_and_bundles_are_read_and_hidden_files_are_not(tmp_path: Path) ->
     assert set(folders.bundles) == {*packaged_catalogue().bundles, "eyes"}
     assert (folders.bundles["eyes"].image, folders.bundles["eyes"].requires) == ("registry/eyes:1", ("pillow",))
     assert folders.files == {"org/a": "a.yaml", "org/b": "deep/er/b.yml"}
-    assert set(found.look()) == {"a.yaml", "deep/er/b.yml", "bundles/eyes.yaml"}
+    assert set(found.read_signature()) == {"a.yaml", "deep/er/b.yml", "bundles/eyes.yaml"}
 
 
 def test_a_file_is_read_again_when_it_changes_and_only_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +274,7 @@ async def test_a_filter_that_nothing_fits_any_more_is_told_once_for_each_change(
 async def aliased(store: CatalogueStore, name: str, *models: str) -> None:
     """Write an alias as the API does."""
     alias = Alias(name, tuple(map(Target, models)))
-    change = reload.Change(name, await store.held(name), normalised(alias), "api", "create")
+    change = reload.CatalogueChange(name, await store.held(name), normalised(alias), "api", "create")
     await store.write([change], index=(await store.alias_index()).written({name: alias}))
 
 
@@ -319,7 +319,9 @@ async def test_what_was_written_over_the_api_stays_and_the_log_says_so(
     async with following(tmp_path) as service:
         held = await service.store.held("org/a")
         assert held.entry is not None
-        await service.store.write([reload.Change("org/a", held, {**held.entry, "max_tokens": 32}, "api", "patch")])
+        await service.store.write(
+            [reload.CatalogueChange("org/a", held, {**held.entry, "max_tokens": 32}, "api", "patch")]
+        )
         put(tmp_path, "a.yaml", ENTRY.format("org/a", 16))
         await until(lambda: "a.yaml is not applied: org/a was written over the API" in caplog.text, "the log")
         revision, entry = await service.model("org/a")
