@@ -60,15 +60,15 @@ def test_only_what_changed_is_read_again(faulty: Place) -> None:
         put(faulty, f"{name}.yaml", ENTRY.format(f"org/{name}", 8))
     found = overlay(faulty)
     assert set(own(found)) == {"org/a", "org/b", "org/c"}
-    before = found.look()
-    assert found.look() == before
+    before = found.read_signature()
+    assert found.read_signature() == before
     faulty.server.faults.requests.clear()
     own(found)
     assert [asked.path for asked in faulty.server.faults.requests if asked.path.endswith(".yaml")] == []
     put(faulty, "a.yaml", ENTRY.format("org/a", 9))
     faulty.delete("b.yaml")
     put(faulty, "d.yaml", ENTRY.format("org/d", 7))
-    assert found.look() != before
+    assert found.read_signature() != before
     faulty.server.faults.requests.clear()
     assert own(found) == {"org/a": 9, "org/c": 8, "org/d": 7}
     names = [request.path.rpartition("/")[2] for request in faulty.server.faults.requests]

@@ -69,7 +69,7 @@ def test_models_and_bundles_are_read_and_hidden_files_are_not(tmp_path: Path) ->
     assert set(folders.bundles) == {*packaged_catalogue().bundles, "eyes"}
     assert (folders.bundles["eyes"].image, folders.bundles["eyes"].requires) == ("registry/eyes:1", ("pillow",))
     assert folders.files == {"org/a": "a.yaml", "org/b": "deep/er/b.yml"}
-    assert set(found.look()) == {"a.yaml", "deep/er/b.yml", "bundles/eyes.yaml"}
+    assert set(found.read_signature()) == {"a.yaml", "deep/er/b.yml", "bundles/eyes.yaml"}
 
 
 def test_a_file_is_read_again_when_it_changes_and_only_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
