@@ -34,7 +34,7 @@ README_MODELS = {
 # kinds that the guarded cluster serves; those again of which a test counts the requests
 GUARDED_KINDS = ("mini", "cross", "m3", "late", "reranker", "classes")
 WATCHED_KINDS = ("mini", "late", "tags")
-_clusters = shared.SharedTasks()
+_clusters = shared.Shared()
 
 
 @pytest.hookimpl(wrapper=True)
