@@ -29,6 +29,7 @@ from cluster import until
 from report import Report
 from stack import Part, Plan, Stack
 
+from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.settings import Secret
 from sie_runtime.feed import HttpConfigSource, snapshot
 from sie_runtime.process import GC_THRESHOLDS
@@ -64,7 +65,7 @@ def written_ms(stack: Stack, model: str) -> tuple[list[float], list[float]]:
     return answered, seen
 
 
-async def read_s(stack: Stack) -> tuple[float, float, large_catalogue.Catalogue]:
+async def read_s(stack: Stack) -> tuple[float, float, Catalogue]:
     """Processor seconds of reading the export into a catalogue, the longest turn of the loop meanwhile, and the
     catalogue.
     """

@@ -141,7 +141,7 @@ def test_entities_equal_those_of_the_package(kind: str, tmp_path: Path, table: P
 def test_the_ids_are_those_of_the_package(model: Gliner2Model, package: Any) -> None:
     text = "Zürich: the_harbour\u200d [P] [SEP_TEXT] (search) \u202e https://search.index/[E] don't 👩‍💻 queue"
     made = model.prepare([text], [options()])
-    [(_, [batch])] = [(key, [each for _, each in made.passes]) for key, made in made._made.items()]
+    [(_, [batch])] = [(key, [each for _, each in made.passes]) for key, made in made._prepared.items()]
     expected = package.processor.collate_fn_inference([(text, {"entities": dict.fromkeys(LABELS, "")})])
     assert batch.input_ids.tolist() == expected.input_ids.tolist()
     assert batch.schema_special_indices == expected.schema_special_indices
@@ -243,7 +243,7 @@ def test_a_long_text_is_read_in_windows_each_as_the_package_reads_it(folder: Pat
     late = compared = 0
     for text, found in zip(texts, extract(model, texts, options(threshold=0.4)), strict=True):
         words = model._words(text)
-        [made] = model.prepare([text], [options()])._made.values()
+        [made] = model.prepare([text], [options()])._prepared.values()
         reads = sorted((at for batch, _ in made.passes for at in batch), key=lambda at: at.start)
         assert len(reads) > 2
         assert all(len(row) <= 96 for _, batch in made.passes for row in batch.input_ids)

@@ -101,12 +101,12 @@ def test_images_reach_the_adapter_with_their_rows_and_sizes(tokenizer: ModelToke
     decoded = items(batch.lengths, batch.ids, batch.types, found)
     assert decoded.lengths.tolist() == [0, 1, 0]
     assert decoded.costs.tolist() == [9, 1, 18]
-    shown = [image for row in found.of(np.arange(3)) for image in row]
+    shown = [image for row in found.for_items(np.arange(3)) for image in row]
     assert [(image.height, image.width) for image in shown] == [(100, 50), (101, 50), (102, 50)]
     for image, given in zip(shown, (prepared(0), prepared(1), prepared(2, 2, 3)), strict=True):
         assert image.pixels.shape == (given.height, given.width, 3)
         assert image.pixels.tobytes() == given.pixels
-    assert [len(row) for row in found.of(np.array([2, 0]))] == [2, 1]
+    assert [len(row) for row in found.for_items(np.array([2, 0]))] == [2, 1]
 
 
 def test_a_batch_without_images_has_no_bytes_of_them(tokenizer: ModelTokenizer) -> None:
@@ -149,7 +149,7 @@ def test_images_have_keys_by_their_pixels_and_who_asked(tokenizer: ModelTokenize
     batch = to_batch("b", "m", "encode", "text", parts)
     found = images(batch.images, batch.pixels, RECIPE, batch.image_keys)
     assert found is not None
-    mine, theirs, nobodys, again = ([image.key for image in row] for row in found.of(np.arange(4)))
+    mine, theirs, nobodys, again = ([image.key for image in row] for row in found.for_items(np.arange(4)))
     assert mine[0] == mine[2] != mine[1]
     assert not set(mine) & set(theirs)
     assert nobodys == [b"", b"", b""]

@@ -125,7 +125,7 @@ def test_a_model_that_reads_sounds_by_itself_gets_them_beside_the_texts(tokenize
     found = sounds(batch.sounds, batch.features, whole)
     assert found is not None
     assert (batch.texts, found.tokens.tolist()) == (("river", ""), [36])
-    assert [len(each) for each in found.of(np.arange(2))] == [0, 1]
+    assert [len(each) for each in found.for_items(np.arange(2))] == [0, 1]
 
 
 def test_sounds_that_cannot_be_run_are_refused_for_their_input_alone(tokenizer: ModelTokenizer) -> None:
@@ -151,7 +151,7 @@ def test_sounds_reach_the_adapter_with_their_rows_and_shapes(tokenizer: ModelTok
     assert found is not None
     decoded = items(batch.lengths, batch.ids, batch.types, None, found)
     assert (decoded.lengths.tolist(), decoded.costs.tolist()) == ([1, 0, 0], [1, 8, 8])
-    assert [len(row) for row in found.of(np.arange(3))] == [0, 1, 1]
+    assert [len(row) for row in found.for_items(np.arange(3))] == [0, 1, 1]
     for features, given in zip(found.shown, (heard(1), heard(2)), strict=True):
         assert features.shape == RECIPE.shape
         assert features.tobytes() == given.features
