@@ -1,5 +1,5 @@
-"""Sources of vectors and scores: a cluster, or a library in this process; `servers` has those of other servers. An input
-is a text or an image of a file.
+"""Sources of vectors and scores: a cluster, or a library in this process. Those of other servers are in `servers`. An
+input is a text or an image of a file.
 """
 
 from __future__ import annotations
