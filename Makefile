@@ -145,4 +145,4 @@ chaos: $(VENV)/.dev
 	$(BIN)/python tests/chaos/run.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(SGLANG) $(SDKS) .venv-upgrade dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(SGLANG) $(SDKS) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -40,8 +40,8 @@ from sentence_transformers import SentenceTransformer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModel, BertConfig, PreTrainedConfig, PreTrainedTokenizerFast, XLMRobertaConfig
 
-from sie_adapter.engine.device_threads import Job
-from sie_adapter.engine.engine import Engine, prepare_process
+from sie_adapter.engine.device_threads import DeviceJob
+from sie_adapter.engine.engine import AdapterEngine, prepare_process
 from sie_contracts.models.entries import ModelEntry, Weights
 from sie_contracts.settings import Settings
 from sie_contracts.wire.ipc import BatchDone, Group, Reply, RunBatch
@@ -110,7 +110,7 @@ def save(folder: Path, config: PreTrainedConfig) -> None:
     ).save_pretrained(folder)
 
 
-def engine_run(engine: Engine, model: str, load: Load, batch_tokens: int) -> Run:
+def engine_run(engine: AdapterEngine, model: str, load: Load, batch_tokens: int) -> Run:
     size = max(1, batch_tokens // load.ids.shape[1])
     messages = []
     for start in range(0, len(load.ids), size):
@@ -125,9 +125,9 @@ def engine_run(engine: Engine, model: str, load: Load, batch_tokens: int) -> Run
 
     def run() -> np.ndarray:
         replies: list[list[Reply]] = [[] for _ in messages]
-        jobs = [Job(message, found.append) for message, found in zip(messages, replies, strict=True)]
+        jobs = [DeviceJob(message, found.append) for message, found in zip(messages, replies, strict=True)]
         for job in jobs:
-            engine.lanes.submit(job)
+            engine.device_threads.submit(job)
         vectors = []
         for job, found in zip(jobs, replies, strict=True):
             job.finished.wait()
@@ -224,7 +224,7 @@ def measure(runs: dict[str, Run], rounds: int, device: torch.device, busy: list[
     )
 
 
-def rows(size: str, arguments: argparse.Namespace, engine: Engine, batch_tokens: int) -> Iterator[str]:
+def rows(size: str, arguments: argparse.Namespace, engine: AdapterEngine, batch_tokens: int) -> Iterator[str]:
     """Lines of the table for the lengths of one model."""
     config, device = SIZES[size], engine.device
     ceiling, source = peak(device, getattr(torch, arguments.precision))
@@ -282,7 +282,7 @@ def main() -> None:
     settings = Settings(
         device=arguments.device, default_compute_precision=arguments.precision, attention_backend=arguments.attention
     )
-    engine = Engine(settings)
+    engine = AdapterEngine(settings)
     name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else engine.device.type
     batch_tokens = settings.max_batch_cost
     lines = [

@@ -113,15 +113,15 @@ Run = Callable[[Sequence[np.ndarray], Sequence[str]], "np.ndarray | None"]
 def engine(precision: str, attention: str = "auto", name: str | None = None) -> Run:
     import yaml
 
-    from sie_adapter.engine.device_threads import Job
-    from sie_adapter.engine.engine import Engine, prepare_process
+    from sie_adapter.engine.device_threads import DeviceJob
+    from sie_adapter.engine.engine import AdapterEngine, prepare_process
     from sie_contracts.models.catalogue import packaged_folder
     from sie_contracts.models.entries import parse_entry
     from sie_contracts.settings import Settings
     from sie_contracts.wire.ipc import BatchDone, Group, Refused, Reply, RunBatch
 
     prepare_process()
-    made = Engine(Settings(device="cpu", default_compute_precision=precision, attention_backend=attention))
+    made = AdapterEngine(Settings(device="cpu", default_compute_precision=precision, attention_backend=attention))
     fields = yaml.safe_load(next(packaged_folder().glob("models/**/all-MiniLM-L6-v2.yaml")).read_text())
     entry = parse_entry({**fields, "load": {**fields.get("load", {}), "engine": name}})
     made.residency.ensure("mini", entry)
@@ -132,8 +132,8 @@ def engine(precision: str, attention: str = "auto", name: str | None = None) -> 
         for number, batch in enumerate(batched(ids)):
             lengths = np.array([len(each) for each in batch], "<i4").tobytes()
             message = RunBatch("b", "mini", "encode", lengths, np.concatenate(batch).tobytes(), (Group(0, len(batch)),))
-            jobs.append(Job(message, functools.partial(replies.__setitem__, number)))
-            made.lanes.submit(jobs[-1])
+            jobs.append(DeviceJob(message, functools.partial(replies.__setitem__, number)))
+            made.device_threads.submit(jobs[-1])
         for job in jobs:
             job.finished.wait()
         done = [replies[number] for number in range(len(jobs))]

@@ -68,7 +68,6 @@ def beats(workers: int, models: list[str]) -> list[Heartbeat]:
             credit_items=64,
             batch_cost=16_384,
             pipeline=2,
-            reads_parts=True,
         )
         found.append(beat)
     return found

@@ -140,7 +140,7 @@ def measure(alone: Alone, cluster: Cluster, texts: list[str], options: argparse.
     say(f"\nJob to 8 x 32: {found['job'] / found['clients']:.2f}. ")
     say(f"Job beside one request a second to itself: {found['job beside requests'] / found['job']:.2f}. ")
     tokens = sum(len(batch.ids) // 4 for batch in batches) / len(texts)
-    batch_ms = 1000 * alone.budget / (found["job"] * tokens / len(alone.engine.lanes))
+    batch_ms = 1000 * alone.budget / (found["job"] * tokens / len(alone.engine.device_threads))
     bound_ms = 2 * percentile(quiet_ms, 0.99) + DEPTH * batch_ms
     say(f"Bound of the p99 of a request beside a job: {bound_ms:.0f} ms; a full batch takes {batch_ms:.0f} ms.")
     say("\n| one short text, ms | p50 | p99 | requests |")

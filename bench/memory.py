@@ -26,8 +26,8 @@ import torch
 from matplotlib.figure import Figure
 from report import Report, machine
 
-from sie_adapter.engine.device_threads import Job
-from sie_adapter.engine.engine import Engine, prepare_process
+from sie_adapter.engine.device_threads import DeviceJob
+from sie_adapter.engine.engine import AdapterEngine, prepare_process
 from sie_adapter.engine.graph import GROUP_TOKENS, filled_length
 from sie_contracts.models.entries import LoadOptions, ModelEntry, RunDefaults, Weights
 from sie_contracts.settings import Settings
@@ -92,7 +92,7 @@ def batches(names: Sequence[str]) -> Iterator[RunBatch]:
         )
 
 
-def warm_up(engine: Engine, names: Sequence[str]) -> None:
+def warm_up(engine: AdapterEngine, names: Sequence[str]) -> None:
     """Run batches of each shape in each lane, and once in a lane that is alone."""
     shapes = [(texts, length) for length in _LENGTHS for texts in _TEXTS if texts * length <= GROUP_TOKENS]
     for name in names:
@@ -100,7 +100,7 @@ def warm_up(engine: Engine, names: Sequence[str]) -> None:
             lengths = np.full(texts, length, "<i4").tobytes()
             ids = np.full(texts * length, 1000, "<i4").tobytes()
             message = RunBatch("", name, "encode", lengths, ids, (Group(0, texts),))
-            for beside in (1, len(engine.lanes), len(engine.lanes)):
+            for beside in (1, len(engine.device_threads), len(engine.device_threads)):
                 for sent in [Sent(engine, message) for _ in range(beside)]:
                     sent.wait()
 
@@ -108,10 +108,10 @@ def warm_up(engine: Engine, names: Sequence[str]) -> None:
 class Sent:
     """A batch that a lane runs."""
 
-    def __init__(self, engine: Engine, message: RunBatch) -> None:
+    def __init__(self, engine: AdapterEngine, message: RunBatch) -> None:
         self._replies: list[Reply] = []
-        self._job = Job(message, self._replies.append)
-        engine.lanes.submit(self._job)
+        self._job = DeviceJob(message, self._replies.append)
+        engine.device_threads.submit(self._job)
 
     def wait(self) -> None:
         self._job.finished.wait()
@@ -122,7 +122,7 @@ class Sent:
 def work(engine: str, rate: float, minutes: float) -> None:
     """A worker: run batches at `rate` and print a line with seconds, batches and bytes now and then."""
     prepare_process()
-    made = Engine(Settings(device="cpu"))
+    made = AdapterEngine(Settings(device="cpu"))
     with tempfile.TemporaryDirectory() as folder:
         found = models(Path(folder))
         for each in found:
@@ -140,7 +140,7 @@ def work(engine: str, rate: float, minutes: float) -> None:
         if past_s >= 60 * minutes:
             break
         under_way.append(Sent(made, message))
-        while len(under_way) > 2 * len(made.lanes):  # slower than the rate: no queue that grows
+        while len(under_way) > 2 * len(made.device_threads):  # slower than the rate: no queue that grows
             under_way.pop(0).wait()
     made.stop(30)
 

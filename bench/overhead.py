@@ -39,8 +39,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from client import closed_loop, connect, request
 from words import WORDS
 
-from sie_adapter.engine.device_threads import Job
-from sie_adapter.engine.engine import Engine, prepare_process
+from sie_adapter.engine.device_threads import DeviceJob
+from sie_adapter.engine.engine import AdapterEngine, prepare_process
 from sie_cli.serve.ports import free_port
 from sie_contracts.settings import load
 from sie_contracts.wire import ipc
@@ -67,7 +67,7 @@ class Alone:
         settings = load(
             environ={**environ, "SIE_MACHINE_PROFILE": "cpu" if not torch.cuda.is_available() else "cuda"}
         ).settings
-        self.engine = Engine(settings)
+        self.engine = AdapterEngine(settings)
         self.budget = settings.max_batch_cost
         entry = packaged_catalogue().entries[MODEL]
         resident = self.engine.residency.ensure(MODEL, entry)
@@ -110,15 +110,15 @@ class Alone:
             while time.perf_counter() < end_s:
                 with lock:
                     message = next(source)
-                job = Job(message, lambda _: None)
-                self.engine.lanes.submit(job)
+                job = DeviceJob(message, lambda _: None)
+                self.engine.device_threads.submit(job)
                 job.finished.wait()
                 with lock:
                     done += len(message.lengths) // 4
 
         started_s = time.perf_counter()
-        with ThreadPoolExecutor(len(self.engine.lanes)) as pool:
-            list(pool.map(lane, range(len(self.engine.lanes))))
+        with ThreadPoolExecutor(len(self.engine.device_threads)) as pool:
+            list(pool.map(lane, range(len(self.engine.device_threads))))
         return done / (time.perf_counter() - started_s)
 
 

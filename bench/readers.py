@@ -49,7 +49,7 @@ from parity.reader_checkpoints import OCR_TOKENS, lighton
 from report import Report, machine
 from words import WORDS
 
-from sie_adapter.engine.engine import Engine, prepare_process
+from sie_adapter.engine.engine import AdapterEngine, prepare_process
 from sie_adapter.families.extraction import ExtractOptions
 from sie_adapter.packed.packing import Shown
 from sie_contracts.models.entries import parse_entry
@@ -112,7 +112,7 @@ class Alone:
 
     def __init__(self, folder: Path, files: Sequence[bytes], tokens: int) -> None:
         prepare_process()
-        self.engine = Engine(Settings())
+        self.engine = AdapterEngine(Settings())
         entry = parse_entry({"id": READER, **entry_of(folder)})
         weights: Any = self.engine.residency.ensure(READER, entry).weights
         self.precision = weights.precision

@@ -52,7 +52,7 @@ class Seen:
     trace: traces.Trace
 
 
-async def sent(url: str, requests: Sequence[traces.Request]) -> tuple[list[float], float]:
+async def sent(url: str, requests: Sequence[traces.TraceRequest]) -> tuple[list[float], float]:
     """Each request at its time, however long the others take; and the median of twenty in turn before."""
     limits = httpx.Limits(max_connections=500, max_keepalive_connections=500)
     async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60, limits=limits) as client:
@@ -66,14 +66,14 @@ async def sent(url: str, requests: Sequence[traces.Request]) -> tuple[list[float
         lone = sorted([await one(64) for _ in range(20)])
         start_s = time.perf_counter()
 
-        async def at(request: traces.Request) -> float:
+        async def at(request: traces.TraceRequest) -> float:
             await asyncio.sleep(start_s + request.at - time.perf_counter())
             return await one(request.tokens[0])
 
         return list(await asyncio.gather(*map(at, requests))), lone[10]
 
 
-def measured(requests: Sequence[traces.Request], environ: dict[str, str], device: stack.Device) -> Seen:
+def measured(requests: Sequence[traces.TraceRequest], environ: dict[str, str], device: stack.Device) -> Seen:
     with tempfile.TemporaryDirectory() as folder:
         cluster, file = (
             stack.Stack(Path(folder), stack.Plan(workers=[device], environ=environ)),

@@ -57,7 +57,7 @@ def forward() -> Callable[[], Any]:
 def transforms(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     import torch
 
-    from sie_adapter.engine import answers
+    from sie_adapter.engine import item_results
     from sie_contracts.models.muvera import Muvera
     from sie_contracts.wire.messages import RunOptions
 
@@ -73,7 +73,7 @@ def transforms(options: argparse.Namespace, say: Callable[[str], None]) -> None:
 
     def transform(hidden: Any, kind: RunOptions) -> None:
         with torch.inference_mode():
-            answers.vectors(kind, {"dense": list(hidden.mean(1)), "multivector": list(hidden)})
+            item_results.vectors(kind, {"dense": list(hidden.mean(1)), "multivector": list(hidden)})
 
     def run(kind: RunOptions, pool: ThreadPoolExecutor | None) -> tuple[float, float]:
         """Texts a second, and the median time from the begin of a pass to its answer."""
@@ -138,13 +138,13 @@ def transforms(options: argparse.Namespace, say: Callable[[str], None]) -> None:
 def engine_of(models: list[str], lanes: int) -> tuple[Any, Any]:
     import yaml
 
-    from sie_adapter.engine.engine import Engine, prepare_process
+    from sie_adapter.engine.engine import AdapterEngine, prepare_process
     from sie_contracts.models.catalogue import packaged_folder
     from sie_contracts.models.entries import parse_entry
     from sie_contracts.settings import Settings
 
     prepare_process()
-    made = Engine(Settings(device="cpu", default_compute_precision="bfloat16"))
+    made = AdapterEngine(Settings(device="cpu", default_compute_precision="bfloat16"))
     entry = parse_entry(yaml.safe_load(next(packaged_folder().glob("models/**/all-MiniLM-L6-v2.yaml")).read_text()))
     for model in models:
         made.residency.ensure(model, entry)
@@ -153,7 +153,7 @@ def engine_of(models: list[str], lanes: int) -> tuple[Any, Any]:
 
 def serve(models: list[str], pipe: Any) -> None:
     """Run as many batches of each model as asked for, in turn; say how much memory is this process's own."""
-    from sie_adapter.engine.device_threads import Job
+    from sie_adapter.engine.device_threads import DeviceJob
     from sie_contracts.wire.ipc import Group, RunBatch
 
     made, _ = engine_of(models, CORES)
@@ -166,9 +166,9 @@ def serve(models: list[str], pipe: Any) -> None:
             for model in models:
                 if turn < counts[model]:
                     jobs.append(
-                        Job(RunBatch("b", model, "encode", lengths, ids, (Group(0, BATCH),)), lambda reply: None)
+                        DeviceJob(RunBatch("b", model, "encode", lengths, ids, (Group(0, BATCH),)), lambda reply: None)
                     )
-                    made.lanes.submit(jobs[-1])
+                    made.device_threads.submit(jobs[-1])
         for job in jobs:
             job.finished.wait()
         pipe.send(psutil.Process().memory_full_info().pss)

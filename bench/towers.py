@@ -29,7 +29,7 @@ from parity.toys import image
 from PIL import Image
 from report import Report, machine
 
-from sie_adapter.engine.engine import Engine, prepare_process
+from sie_adapter.engine.engine import AdapterEngine, prepare_process
 from sie_contracts.models.entries import parse_entry
 from sie_contracts.settings import Settings
 from sie_sidecar.prepare.tokens import ModelTokenizer
@@ -65,7 +65,7 @@ TOWER = {
 }
 
 
-def load(engine: Engine, folder: Path, pixels: int) -> Served:
+def load(engine: AdapterEngine, folder: Path, pixels: int) -> Served:
     qwen_checkpoints.qwen3_vl(folder, axes=(12, 10, 10), language=LANGUAGE, tower=TOWER)
     entry = parse_entry(
         {
@@ -104,7 +104,7 @@ def main() -> None:
     arguments = parser.parse_args()
     say = Report()
     prepare_process()
-    engine = Engine(Settings(device=arguments.device))
+    engine = AdapterEngine(Settings(device=arguments.device))
     kept_bytes, each, first, later, ratios = 0, [], [], [], []
     with tempfile.TemporaryDirectory() as folder:
         served = load(engine, Path(folder) / "reranker", arguments.edge**2)

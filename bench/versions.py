@@ -4,10 +4,10 @@
 2. Texts per second at 64 clients with one text a request and at 8 clients with 32, in turn, several rounds; medians and
    their ratio. Processor time of each process for one text.
 
-    python bench/versions.py --old .venv-upgrade/bin/sie
+    python bench/versions.py --old ../before/.venv/bin/sie
 
-`.venv-upgrade` holds the version that a rolling upgrade starts from: `make test-long ARGS=tests/upgrade` installs it.
-Writes a table to bench/results/versions.md.
+`--old` names the command of another checkout, made by its own `make install`. Writes a table to
+bench/results/versions.md.
 
 A difference of a few percent only counts where both run with the same packages: in an environment that has those of the
 tests as well, a sidecar took up to a tenth more of a processor. `--new` names an environment without them.

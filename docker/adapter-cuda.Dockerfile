@@ -22,14 +22,14 @@ ENV PIP_CONSTRAINT=/src/constraints.txt PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSI
 RUN /opt/bill/bin/pip install cyclonedx-bom==7.5.0
 # hadolint ignore=DL3013,DL3059
 RUN pip --python /opt/sie/bin/python install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch==2.13.0
-# compiled against the torch above
+# compiled against the torch above, in a layer of its own: flash-attn as the extra `flash` names it
 RUN pip --python /opt/sie/bin/python install ninja==1.13.2 wheel==0.48.0 einops==0.8.2 \
     && TORCH_CUDA_ARCH_LIST="$TORCH_CUDA_ARCH_LIST" MAX_JOBS="$MAX_JOBS" \
        pip --python /opt/sie/bin/python install --no-build-isolation --no-deps flash-attn==2.8.3.post2
 COPY pyproject.toml docker/trim.sh ./
 # hadolint ignore=DL3013
 RUN mkdir catalog && touch LICENSE README.md \
-    && pip --python /opt/sie/bin/python install ".[image-adapter]" \
+    && pip --python /opt/sie/bin/python install ".[image-adapter-cuda]" \
     && /opt/bill/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-file /opt/sie/sbom.cdx.json /opt/sie/bin/python \
     && sh trim.sh /opt/sie
 

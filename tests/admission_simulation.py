@@ -270,7 +270,7 @@ class Before(Admission):
     ) -> None:
         place = self._place(lane, priority, residency)
         ahead = place.window.ahead(key, cost)
-        self._look(place, self._clock())
+        self._refresh(place, self._clock())
         if not ahead or not place.hosts:
             return
         rate = 0.0
@@ -446,7 +446,7 @@ class World:
 
         permits.on_refused = refuse
         self.waiting[gateway][job] = None
-        if permits.take():
+        if permits.pop():
             self.publish(job)
         else:
             permits.grant = lambda chunk: self.publish(job)
@@ -471,7 +471,7 @@ class World:
         if job.withdrawn:
             self.gateways[job.gateway][0].answered_late(result)
             return
-        job.permits.taken(result)
+        job.permits.result_arrived(result)
         if not job.one.outcome:
             job.one.outcome, job.one.end_s = "answered", self.now_s
             self.close(job, job.then)

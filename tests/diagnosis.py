@@ -16,13 +16,13 @@ from click.testing import CliRunner
 from cluster import SIE
 from stack import Stack
 
-import sie_cli.doctor.checks as doctor
+import sie_cli.doctor.command as doctor
 from sie_cli.main import main
 
 TOKEN, READ, ADMIN = "user-token", "read", "admin-token-of-a-test"
 COMMAND_S = 60.0
 BEATS = {"SIE_HEALTH_PUBLISH_INTERVAL_MS": "500"}
-_FILLED = {"look.serve": "sie serve", "serve": "sie serve", "at_broker": " --url URL", "where": " --url URL"}
+_FILLED = {"probe.serve": "sie serve", "serve": "sie serve", "at_broker": " --url URL", "where": " --url URL"}
 
 
 def commands(text: str) -> list[str]:

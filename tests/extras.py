@@ -22,6 +22,7 @@ from packaging.utils import canonicalize_name
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8"))["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 OF_DEVELOPERS = {"dev", "clients-test", "bench"}  # need a checkout
+COMPILED = {"flash"}  # compiled for a GPU where it is installed
 _SHARED = ("sie_contracts", "sie_broker", "sie_runtime", "sie_store")
 # packages and modules of ours by extra
 FOR = {
@@ -72,7 +73,6 @@ TRACING = "sie_runtime.spans"
 FROM_ELSEWHERE = {
     "starlette": "fastapi",  # which hands out its classes
     "docling": "docling-slim",  # whose package it is
-    "flash-attn": "docker/adapter-cuda.Dockerfile",  # compiled there
 }
 # parts of others that need what their distribution does not bring
 NEEDS = {"uvicorn.protocols.websockets": "websockets"}

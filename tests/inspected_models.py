@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from sie_adapter.engine.device_threads import Job
-from sie_adapter.engine.engine import Engine
+from sie_adapter.engine.device_threads import DeviceJob
+from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.loading.inspection import Inspection, inspect
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.entries import ModelEntry, parse_entry
@@ -31,7 +31,7 @@ def inspected(folder: Path) -> ModelEntry:
 
 
 def run(
-    engine: Engine, entry: ModelEntry, operation: Operation, texts: Sequence[str], query: str = "", **body: Any
+    engine: AdapterEngine, entry: ModelEntry, operation: Operation, texts: Sequence[str], query: str = "", **body: Any
 ) -> list[Any]:
     """What a client gets for `texts`: a map of arrays, a score or the extracted map of each. Options merge as the
     gateway merges them.
@@ -45,8 +45,8 @@ def run(
         "test", entry.id, operation, layout.layout, [rowing.BatchPart(made.rows, work)], pooling=options.pooling
     )
     replies: list[Any] = []
-    job = Job(message, replies.append)
-    engine.lanes.submit(job)
+    job = DeviceJob(message, replies.append)
+    engine.device_threads.submit(job)
     assert job.finished.wait(60)
     reply = replies[-1]
     assert isinstance(reply, BatchDone), reply

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from sie_broker.nats import connect
-from sie_config_service.mirror import Held
-from sie_config_service.store import SEED_BATCH, Change, normalised, open_store
+from sie_config_service.mirror import HeldModel
+from sie_config_service.store import SEED_BATCH, CatalogueChange, normalised, open_store
 from sie_contracts.errors import ModelNotFound
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.entries import ModelEntry, parse_document
@@ -48,7 +48,7 @@ async def fill(url: str, count: int) -> None:
         store = await open_store(broker, load(environ={}, mode="queue").settings)
         held = (await store.snapshot()).held
         changes = [
-            Change(name, Held(), normalised(entry), "api", "create")
+            CatalogueChange(name, HeldModel(), normalised(entry), "api", "create")
             for name, entry in entries(count).items()
             if name not in held
         ]

@@ -138,7 +138,7 @@ class Awaited:
         asyncio.get_running_loop().add_reader(forked.status_file, self._end)
 
     @classmethod
-    async def started(cls, argv: Sequence[str], environ: Mapping[str, str]) -> Awaited | supervisor.Process:
+    async def started(cls, argv: Sequence[str], environ: Mapping[str, str]) -> Awaited | supervisor.ChildProcess:
         """In the place of `supervisor.started`."""
         if argv[0] != sys.executable:  # the broker
             return await _started(argv, environ)

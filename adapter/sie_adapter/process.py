@@ -105,11 +105,11 @@ def _name_temporary_folder() -> None:
 
 def _learning(settings: Settings) -> Callable[[], None]:
     """Learn of the passes that the process before did not survive. Returns what does so for each one to come."""
-    from sie_adapter.memory.batch_limits import Frontier, Passes, PostMortem
+    from sie_adapter.memory.batch_limits import BatchLimits, CrashRecord, PassRecords
 
-    post_mortem = PostMortem(Passes.of(settings), functools.partial(Frontier.of, settings))
-    post_mortem.learn()
-    return post_mortem.learn
+    crash_record = CrashRecord(PassRecords.for_socket(settings), functools.partial(BatchLimits.for_machine, settings))
+    crash_record.learn()
+    return crash_record.learn
 
 
 def _require_device(name: str) -> None:
@@ -119,15 +119,15 @@ def _require_device(name: str) -> None:
 
 
 def _serve(path: Path, listener: socket.socket, settings: Settings, wake: socket.socket, waker: socket.socket) -> None:
-    from sie_adapter.engine.engine import Engine
-    from sie_adapter.server import Server
+    from sie_adapter.engine.engine import AdapterEngine
+    from sie_adapter.server import AdapterServer
     from sie_store import disk
 
     tracer = tracing.start(settings.tracing, "adapter")
-    engine = Engine(settings)
+    engine = AdapterEngine(settings)
     if tracer is not None:
-        engine.lanes.listeners.append(functools.partial(spans.ran, tracer))
-    server = Server(listener, engine, lambda: _wake(waker, _DRAIN), worker_trust(allowed(settings)))
+        engine.device_threads.listeners.append(functools.partial(spans.ran, tracer))
+    server = AdapterServer(listener, engine, lambda: _wake(waker, _DRAIN), worker_trust(allowed(settings)))
     cache = engine.loader.sources.cache
     watch = disk.Watch(cache.relieve, cache.folder)
     _logger.info("adapter ready on %s, pid %d", path, os.getpid())

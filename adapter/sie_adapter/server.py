@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sie_adapter.engine.device_threads import Job, timed
-from sie_adapter.engine.engine import Engine
+from sie_adapter.engine.device_threads import DeviceJob, timed
+from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.memory.residency import Permission
 from sie_contracts.errors import InternalFailure, ModelLoadFailed, SIEError
 from sie_contracts.models.entries import ModelEntry, parse_entry
@@ -38,10 +38,10 @@ SEND_TIMEOUT_S = 30.0
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
-class Server:
+class AdapterServer:
     """Serves `engine` on `listener`. Owns the connections, not the listener."""
 
-    def __init__(self, listener: socket.socket, engine: Engine, drain: Callable[[], None], trust: Trust) -> None:
+    def __init__(self, listener: socket.socket, engine: AdapterEngine, drain: Callable[[], None], trust: Trust) -> None:
         """`drain` is called when a sidecar asks the process to end. `trust` says what an entry may make this process
         run and read.
         """
@@ -146,8 +146,8 @@ class Server:
             answer(ipc.BatchStarted(request.batch))
             run = self._engine.prepare(request, permission)
         run = run or functools.partial(self._engine.execute, permission=permission)
-        job = Job(request, answer, run, is_started=is_raw)
-        self._engine.lanes.submit(job)
+        job = DeviceJob(request, answer, run, is_started=is_raw)
+        self._engine.device_threads.submit(job)
         job.finished.wait()
         if broken:
             raise broken[0]
@@ -161,10 +161,10 @@ class Server:
     ) -> None:
         """A batch that is written beside the lanes. This thread waits for it."""
         answer(ipc.BatchStarted(request.batch))
-        job = Job(request, answer, is_started=True)
+        job = DeviceJob(request, answer, is_started=True)
         reply, began_ns, ended_ns = timed(lambda: self._engine.execute(request, permission=permission, is_gone=is_gone))
         answer(reply)
-        self._engine.lanes.tell(job, reply, began_ns, ended_ns)
+        self._engine.device_threads.notify(job, reply, began_ns, ended_ns)
 
     def _answer(self, request: Request) -> Reply:
         may_drop = request.may_drop if isinstance(request, (ipc.Ping, ipc.EnsureReady)) else ()
@@ -172,18 +172,18 @@ class Server:
         try:
             return self._answer_or_raise(request, permission)
         except SIEError as error:
-            told = public(error.info())
-            if told.message != error.message:
+            reply_error = public(error.info())
+            if reply_error.message != error.message:
                 # the one place that says where
                 _logger.warning("%s was refused: %s", type(request).__name__, error.message)
-            return Refused(told, dropped=permission.dropped)
+            return Refused(reply_error, dropped=permission.dropped)
         except Exception:
             _logger.exception("%s failed", type(request).__name__)
             failure = InternalFailure(f"{type(request).__name__} failed, see the log of the adapter")
             return Refused(failure.info(), dropped=permission.dropped)
 
     def _answer_or_raise(self, request: Request, permission: Permission) -> Reply:
-        lanes, residency = self._engine.lanes, self._engine.residency
+        lanes, residency = self._engine.device_threads, self._engine.residency
         match request:
             case ipc.Ping():
                 residency.relieve(permission)

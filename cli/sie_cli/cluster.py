@@ -38,7 +38,7 @@ BROKER_URL, CONFIG_URL, GATEWAY_URL = "SIE_NATS_URL", "SIE_CONFIG_SERVICE_URL", 
 
 
 @dataclass(frozen=True)
-class _Part:
+class _ClusterPart:
     """A part of a cluster: its name, the setting and the field of Access that hold its address."""
 
     name: str
@@ -46,10 +46,10 @@ class _Part:
     local: str
 
 
-_PARTS: Mapping[str, _Part] = {
-    BROKER_URL: _Part("broker", "nats_url", "broker_url"),
-    CONFIG_URL: _Part("config service", "config_service_url", "config_url"),
-    GATEWAY_URL: _Part("gateway", "gateway_url", "gateway_url"),
+_PARTS: Mapping[str, _ClusterPart] = {
+    BROKER_URL: _ClusterPart("broker", "nats_url", "broker_url"),
+    CONFIG_URL: _ClusterPart("config service", "config_service_url", "config_url"),
+    GATEWAY_URL: _ClusterPart("gateway", "gateway_url", "gateway_url"),
 }
 
 
@@ -66,7 +66,7 @@ class Cluster:
 
     @classmethod
     def of(
-        cls, found: Loaded, named: Path | None = None, *, looks_around: bool = True, required: bool = True
+        cls, loaded_settings: Loaded, named: Path | None = None, *, looks_around: bool = True, required: bool = True
     ) -> Cluster:
         """The cluster of these settings, and of the `sie serve` with the data directory `named`; without one, and where
         `looks_around`, of the `sie serve` with the default data directory.
@@ -75,8 +75,8 @@ class Cluster:
         `named`.
         """
         data_dir = (named or default_data_dir()).absolute()
-        cluster = cls(found.settings, found.sources, data_dir, named is not None)
-        if named is None and (not looks_around or all(found.sources[name] != "default" for name in _PARTS)):
+        cluster = cls(loaded_settings.settings, loaded_settings.sources, data_dir, named is not None)
+        if named is None and (not looks_around or all(loaded_settings.sources[name] != "default" for name in _PARTS)):
             return cluster
         written = cluster.local()
         if written is None:
@@ -95,15 +95,20 @@ class Cluster:
             name for name in _PARTS if sources[name] == "flag" or (sources[name] == "environment" and not self.is_named)
         }
         local = {name: str(getattr(written, part.local)) for name, part in _PARTS.items()}
-        given = {name: getattr(self.settings, part.field) for name, part in _PARTS.items()}
-        known = {name for name in chosen if public_url(given[name] or "").rstrip("/") in local[name].split(",")}
+        configured = {name: getattr(self.settings, part.field) for name, part in _PARTS.items()}
+        local_names = {
+            name for name in chosen if public_url(configured[name] or "").rstrip("/") in local[name].split(",")
+        }
         # if one address is that of another cluster, the others are not of this one
-        is_ours = self.is_named or chosen == known
+        is_ours = self.is_named or chosen == local_names
         changes: dict[str, Any] = {}
         for name, part in _PARTS.items():
-            if local[name] and (name in known or (is_ours and name not in chosen)):
+            if local[name] and (name in local_names or (is_ours and name not in chosen)):
                 sources[name] = SOURCE
-                changes |= {part.field: given[name] if name in known else local[name], **_credentials(name, written)}
+                changes |= {
+                    part.field: configured[name] if name in local_names else local[name],
+                    **_credentials(name, written),
+                }
         return dataclasses.replace(self, settings=dataclasses.replace(self.settings, **changes), sources=sources)
 
     def local(self) -> Access | None:
@@ -225,14 +230,14 @@ def cluster_options(address: str, *settings: str, looks_around: bool = True, req
 
     def decorate(command: F) -> F:
         @functools.wraps(command)
-        def run(*args: Any, data_dir: Path | None, **given: Any) -> Any:
-            values = {BY_NAME[name].field: given.pop(BY_NAME[name].field) for name in names}
-            found = loaded(values)
+        def run(*args: Any, data_dir: Path | None, **options: Any) -> Any:
+            values = {BY_NAME[name].field: options.pop(BY_NAME[name].field) for name in names}
+            loaded_settings = loaded(values)
             try:
-                cluster = Cluster.of(found, data_dir, looks_around=looks_around, required=required)
+                cluster = Cluster.of(loaded_settings, data_dir, looks_around=looks_around, required=required)
             except SettingError as error:
                 refuse(error)
-            return command(cluster, *args, **given)
+            return command(cluster, *args, **options)
 
         return data_dir_option(url_option(address, _PARTS[address].name)(named_options(*settings)(cast(F, run))))
 

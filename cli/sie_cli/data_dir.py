@@ -44,8 +44,8 @@ def private_folder(path: Path) -> Path:
     ours, OSError.
     """
     path.mkdir(mode=0o700, exist_ok=True)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         raise SettingError("--data-dir", f"{path} is no folder of this user: remove it, or name another data directory")
     path.chmod(0o700)
     return path

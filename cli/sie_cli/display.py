@@ -22,9 +22,9 @@ def size(count: float) -> str:
     return f"{count:.1f} GiB"
 
 
-def counted(count: int, what: str, plural: str | None = None) -> str:
+def counted(count: int, noun: str, plural: str | None = None) -> str:
     """`1 file`, `2 files`."""
-    return f"{count} {what}" if count == 1 else f"{count} {plural or what + 's'}"
+    return f"{count} {noun}" if count == 1 else f"{count} {plural or noun + 's'}"
 
 
 def printable(text: str, *, lines: bool = False) -> str:
@@ -40,7 +40,7 @@ def printable(text: str, *, lines: bool = False) -> str:
 def document(value: Any) -> str:
     """A value as JSON. What a terminal would obey is escaped, as JSON allows everywhere that it can stand."""
     text = msgspec.json.format(msgspec.json.encode(value)).decode()
-    return re.sub(r"[^ -~]", lambda found: _escaped(found[0]), text)
+    return re.sub(r"[^ -~]", lambda match: _escaped(match[0]), text)
 
 
 def _escaped(letter: str) -> str:

@@ -16,7 +16,7 @@ from sie_broker.dead_letters import Found, Letters, letter_stream
 from sie_cli import display
 from sie_cli.cluster import BROKER_URL, Cluster, cluster_options
 from sie_cli.options import AnyPosition
-from sie_cli.refusal import Refused
+from sie_cli.refusal import CommandRefused
 from sie_contracts.settings import Settings
 from sie_contracts.wire.messages import Failed, WorkResult
 
@@ -35,21 +35,21 @@ def _letters(broker: Broker, pool: str) -> Letters:
     return Letters(broker, pool, on_unreadable)
 
 
-async def _one(letters: Letters, name: str) -> Found:
-    """The letter whose id begins with `name`. Raises Refused unless it is exactly one."""
-    found = await letters.named(name)
-    if len(found) != 1:
-        raise Refused(
-            f"{len(found)} dead letters have an id that begins with {name}"
-            if found
+async def _letter(letters: Letters, name: str) -> Found:
+    """The letter whose id begins with `name`. Raises CommandRefused unless it is exactly one."""
+    letter = await letters.named(name)
+    if len(letter) != 1:
+        raise CommandRefused(
+            f"{len(letter)} dead letters have an id that begins with {name}"
+            if letter
             else f"there is no dead letter {name}"
         )
-    return found[0]
+    return letter[0]
 
 
-def _at(found: Found) -> str:
+def _at(letter: Found) -> str:
     """When it was given up, in UTC."""
-    at = datetime.fromtimestamp(found.letter.at_s, UTC)
+    at = datetime.fromtimestamp(letter.letter.at_s, UTC)
     return at.isoformat(sep=" ", timespec="seconds").removesuffix("+00:00")
 
 
@@ -74,20 +74,20 @@ def list_command(cluster: Cluster) -> None:
     """When, which model, why, and how often it was tried."""
 
     async def body(broker: Broker) -> list[Found]:
-        return [found async for found in _letters(broker, cluster.settings.pool).all()]
+        return [letter async for letter in _letters(broker, cluster.settings.pool).all()]
 
     rows = [("ID", "TIME (UTC)", "MODEL", "ERROR", "INPUTS", "DELIVERIES", "DEATHS")]
-    for found in _on(cluster, body):
-        inputs = "?" if found.inputs is None else str(found.inputs)
+    for message in _on(cluster, body):
+        inputs = "?" if message.inputs is None else str(message.inputs)
         rows.append(
             (
-                found.letter.id,
-                _at(found),
-                found.model,
-                found.error,
+                message.letter.id,
+                _at(message),
+                message.model,
+                message.error,
                 inputs,
-                str(found.letter.deliveries),
-                str(found.letter.deaths),
+                str(message.letter.deliveries),
+                str(message.letter.deaths),
             )
         )
     if len(rows) == 1:
@@ -102,12 +102,12 @@ def list_command(cluster: Cluster) -> None:
 @_options
 def show(cluster: Cluster, name: str, with_input: bool) -> None:
     """Everything that is known of one dead letter."""
-    found = _on(cluster, lambda broker: _one(_letters(broker, cluster.settings.pool), name))
-    letter, item = found.letter, found.item
+    message = _on(cluster, lambda broker: _letter(_letters(broker, cluster.settings.pool), name))
+    letter, item = message.letter, message.item
     lines = {
         "id": letter.id,
-        "time": f"{_at(found)} UTC",
-        "error": found.error,
+        "time": f"{_at(message)} UTC",
+        "error": message.error,
         "message": letter.error.message,
         "workers": ", ".join(letter.workers),
         "deliveries": letter.deliveries,
@@ -124,7 +124,7 @@ def show(cluster: Cluster, name: str, with_input: bool) -> None:
             "profile": item.profile,
             "revision": item.revision,
             "operation": item.operation,
-            "inputs": found.inputs,
+            "inputs": message.inputs,
         }
     if with_input:
         lines |= {"item": msgspec.json.encode(item).decode() if item is not None else repr(letter.item)}
@@ -147,8 +147,8 @@ def replay(cluster: Cluster, name: str, timeout_s: float) -> None:
     failed = [outcome.error for outcome in outcomes if isinstance(outcome, Failed)]
     for error in failed:
         click.echo(f"error: {error.code} {error.reason}: {error.message}")
-    kept = "the dead letter is kept" if failed else "the dead letter is removed"
-    click.echo(f"answered: {len(outcomes) - len(failed)} of {len(outcomes)} inputs have a value, {kept}")
+    remainder = "the dead letter is kept" if failed else "the dead letter is removed"
+    click.echo(f"answered: {len(outcomes) - len(failed)} of {len(outcomes)} inputs have a value, {remainder}")
     sys.exit(1 if failed else 0)
 
 
@@ -160,16 +160,16 @@ async def replayed(broker: Broker, settings: Settings, name: str, timeout_s: flo
     from sie_gateway.operations.replay import Unreadable, open_replays
 
     letters = _letters(broker, settings.pool)
-    found = await _one(letters, name)
+    letter = await _letter(letters, name)
     async with open_replays(broker, letters, Metrics(), float(settings.ack_wait_s)) as replays:
         try:
-            return await _waiting(replays.run(found, timeout_s), timeout_s)
+            return await _waiting(replays.run(letter, timeout_s), timeout_s)
         except Unreadable as error:
-            raise Refused(str(error)) from None
+            raise CommandRefused(str(error)) from None
 
 
 async def _waiting(answer: Awaitable[T], timeout_s: float) -> T:
-    """Wait, with a note on the terminal each NOTE_S. Raises Refused when it takes too long."""
+    """Wait, with a note on the terminal each NOTE_S. Raises CommandRefused when it takes too long."""
     task = asyncio.ensure_future(answer)
     passed_s = 0.0
     while not (await asyncio.wait({task}, timeout=NOTE_S))[0]:
@@ -178,7 +178,7 @@ async def _waiting(answer: Awaitable[T], timeout_s: float) -> T:
     try:
         return await task
     except TimeoutError:
-        raise Refused(
+        raise CommandRefused(
             f"no answer within {timeout_s:.0f} s; the dead letter is kept, and the work runs if a worker comes in time"
         ) from None
 
@@ -193,30 +193,30 @@ def purge(cluster: Cluster, name: str | None, yes: bool) -> None:
 
     async def chosen(broker: Broker) -> list[Found]:
         letters = _letters(broker, pool)
-        return [await _one(letters, name)] if name else [found async for found in letters.all()]
+        return [await _letter(letters, name)] if name else [letter async for letter in letters.all()]
 
-    found = _on(cluster, chosen)
-    if found and not yes:
-        click.confirm(f"Remove {len(found)} dead letters of pool {pool} for ever?", abort=True)
+    letters = _on(cluster, chosen)
+    if letters and not yes:
+        click.confirm(f"Remove {len(letters)} dead letters of pool {pool} for ever?", abort=True)
 
     async def removed(broker: Broker) -> None:
-        letters = Letters(broker, pool)
-        for each in found:
-            await letters.remove(each)
+        store = Letters(broker, pool)
+        for letter in letters:
+            await store.remove(letter)
 
     _on(cluster, removed)
-    click.echo(f"{len(found)} removed")
+    click.echo(f"{len(letters)} removed")
 
 
 def _on(cluster: Cluster, body: Callable[[Broker], Awaitable[T]]) -> T:
-    """Run against the broker, which must have dead letters of the pool. Raises Refused where it has not."""
+    """Run against the broker, which must have dead letters of the pool. Raises CommandRefused where it has not."""
 
     pool = cluster.settings.pool
 
     async def run(broker: NatsBroker) -> T:
         stream = letter_stream(pool)
         if all(info.config.get("name") != stream for info in await broker.stream_infos()):
-            raise Refused(f"this broker has no stream {stream}: no gateway of pool {pool} was ever here")
+            raise CommandRefused(f"this broker has no stream {stream}: no gateway of pool {pool} was ever here")
         return await body(broker)
 
     return cluster.at_broker("sie-dlq", run)

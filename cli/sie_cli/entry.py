@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from types import FrameType
 
 
@@ -17,6 +18,14 @@ def main() -> None:
     from sie_contracts.loopback import bypass_proxies
 
     bypass_proxies(os.environ)
+    from sie_cli.home import settle
+    from sie_contracts.settings import SettingError
+
+    try:
+        settle(os.environ)
+    except SettingError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)
     from sie_cli.main import main as command
 
     command()

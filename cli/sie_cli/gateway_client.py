@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from sie_cli.cluster import Cluster
 from sie_cli.display import printable
 from sie_cli.options import refuse
-from sie_cli.refusal import Refused
+from sie_cli.refusal import CommandRefused
 from sie_contracts.settings import public_url
 
 if TYPE_CHECKING:
@@ -41,6 +41,6 @@ def gateway_client(cluster: Cluster, scopes: str, *, is_patient: bool = False) -
     except SIEConnectionError as error:
         refuse(f"no gateway answers at {public_url(url)}: {error}; {cluster.without_gateway()}")
     except ModelNotFoundError as error:
-        raise Refused(f"{printable(str(error))} (`sie models list` shows all)") from error
+        raise CommandRefused(f"{printable(str(error))} (`sie models list` shows all)") from error
     except SIEError as error:
-        raise Refused(printable(str(error))) from error
+        raise CommandRefused(printable(str(error))) from error

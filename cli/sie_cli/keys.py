@@ -16,7 +16,7 @@ from sie_cli import display
 from sie_cli.cluster import BROKER_URL, Cluster, cluster_options
 from sie_cli.moments import future, moment
 from sie_cli.options import AnyPosition
-from sie_cli.refusal import Refused
+from sie_cli.refusal import CommandRefused
 from sie_runtime import keys as records
 from sie_runtime.http.routes import SCOPES
 from sie_runtime.keys import Key, KeyBuckets, Limits
@@ -29,13 +29,13 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._@/-]{0,63}")
 
 
 def _scopes(text: str) -> tuple[str, ...]:
-    given = [part.strip().lower() for part in text.split(",") if part.strip()]
-    unknown = [part for part in given if part not in SCOPES]
-    if unknown or not given:
+    requested = [part.strip().lower() for part in text.split(",") if part.strip()]
+    unknown = [part for part in requested if part not in SCOPES]
+    if unknown or not requested:
         raise click.BadParameter(
             f"{', '.join(unknown) or 'nothing'}: expected some of {', '.join(SCOPES)}, joined by commas"
         )
-    return tuple(scope for scope in SCOPES if scope in given)
+    return tuple(scope for scope in SCOPES if scope in requested)
 
 
 def _bytes(text: str) -> int:
@@ -117,22 +117,22 @@ def create(
 
     async def body(broker: Broker) -> None:
         buckets = await KeyBuckets.open(broker, cluster.settings.stream_replicas)
-        found = [each for each, _ in await buckets.read()]
-        if len(found) >= MAX_KEYS:
-            raise Refused(
-                f"there are {len(found)} keys, at most {MAX_KEYS} are kept: `sie keys revoke ID --forget` those that "
+        keys = [key for key, _ in await buckets.read()]
+        if len(keys) >= MAX_KEYS:
+            raise CommandRefused(
+                f"there are {len(keys)} keys, at most {MAX_KEYS} are kept: `sie keys revoke ID --forget` those that "
                 "have ended"
             )
-        if any(each.name == name and not each.ended(time.time()) for each in found):
-            raise Refused(f"a key named {name} is in use; revoke it first, or take another name")
+        if any(key.name == name and not key.ended(time.time()) for key in keys):
+            raise CommandRefused(f"a key named {name} is in use; revoke it first, or take another name")
         await buckets.write(key, 0)
 
     cluster.at_broker("sie-keys", body)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode({**_plain(key), "token": token})))
         return
-    told = f"key {key.id} {name}: {', '.join(scopes)}; {_end(key)}."
-    click.echo(f"{told} Gateways ask for its token where SIE_AUTH_MODE is token. It is shown this once:", err=True)
+    line = f"key {key.id} {name}: {', '.join(scopes)}; {_end(key)}."
+    click.echo(f"{line} Gateways ask for its token where SIE_AUTH_MODE is token. It is shown this once:", err=True)
     click.echo(token)
 
 
@@ -141,16 +141,17 @@ def create(
 @_options
 def list_command(cluster: Cluster, as_json: bool) -> None:
     """All keys: id, name, scopes, when made, until when, limits. Tokens are not known."""
-    found = sorted(_all(cluster), key=lambda key: key.created_s)
+    listed = sorted(_all(cluster), key=lambda key: key.created_s)
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode([_plain(key) for key in found])))
+        click.echo(msgspec.json.format(msgspec.json.encode([_plain(key) for key in listed])))
         return
-    if not found:
+    if not listed:
         click.echo("no keys")
         return
     rows = [("ID", "NAME", "SCOPES", "CREATED (UTC)", "STATE", "LIMITS")]
     rows += [
-        (key.id, key.name, ",".join(key.scopes), moment(key.created_s), _end(key), _limits(key.limits)) for key in found
+        (key.id, key.name, ",".join(key.scopes), moment(key.created_s), _end(key), _limits(key.limits))
+        for key in listed
     ]
     display.table(rows)
 
@@ -172,7 +173,7 @@ def revoke(cluster: Cluster, identifier: str | None, by_token: bool, forget: boo
     """
     if (identifier is None) != by_token:
         raise click.UsageError("give the ID or the name of a key (`sie keys list` shows them), or --token")
-    digest = records.digest_of(_asked_token()) if by_token else ""
+    digest = records.digest_of(_prompted_token()) if by_token else ""
 
     async def body(broker: Broker) -> Key:
         buckets = await KeyBuckets.open(broker, cluster.settings.stream_replicas)
@@ -183,9 +184,11 @@ def revoke(cluster: Cluster, identifier: str | None, by_token: bool, forget: boo
             try:
                 await (buckets.remove(key.id, revision) if forget else buckets.write(ended, revision))
             except WrongRevision as error:
-                raise Refused(f"key {key.id} was changed meanwhile: look at `sie keys list` and try again") from error
+                raise CommandRefused(
+                    f"key {key.id} was changed meanwhile: look at `sie keys list` and try again"
+                ) from error
             return key
-        raise Refused(
+        raise CommandRefused(
             "no key has this token" if by_token else f"there is no key {identifier}; `sie keys list` shows all"
         )
 
@@ -193,7 +196,7 @@ def revoke(cluster: Cluster, identifier: str | None, by_token: bool, forget: boo
     click.echo(f"key {key.id} {key.name} is {'revoked and forgotten' if forget else 'revoked'}")
 
 
-def _asked_token() -> str:
+def _prompted_token() -> str:
     if sys.stdin.isatty():
         return str(click.prompt("token", hide_input=True)).strip()
     return sys.stdin.readline().strip()
@@ -229,9 +232,9 @@ def _end(key: Key) -> str:
 
 
 def _limits(limits: Limits) -> str:
-    told = [
+    parts = [
         f"{limits.body_bytes:,} bytes" if limits.body_bytes else "",
         f"{limits.items:,} items" if limits.items else "",
         f"{limits.tokens_per_minute:,} tokens/min" if limits.tokens_per_minute else "",
     ]
-    return ", ".join(filter(None, told)) or "-"
+    return ", ".join(filter(None, parts)) or "-"

@@ -235,12 +235,12 @@ def adapter(spare: bool, **values: Any) -> None:
 @settings_options("gateway", "config", "sidecar", "adapter")
 def settings_command(standalone: bool, as_json: bool, **values: Any) -> None:
     """Every setting: its value, where that came from, what it means. Secrets are shown as stars."""
-    found = loaded(values, "standalone" if standalone else "queue")
+    loaded_settings = loaded(values, "standalone" if standalone else "queue")
     rows = [
         {
             "name": row.name,
-            "value": shown(row, getattr(found.settings, row.field)),
-            "source": found.sources[row.name],
+            "value": shown(row, getattr(loaded_settings.settings, row.field)),
+            "source": loaded_settings.sources[row.name],
             "default": shown(row, row.default),
             "flag": row.flag if row.name.startswith("SIE_") and not row.secret else "",
             "read_by": list(row.components),

@@ -15,7 +15,7 @@ def future(text: str) -> float:
     """Seconds since 1970: of a day or moment (UTC where it names no zone), or that far from now."""
     span = re.fullmatch(r"(\d{1,6})([mhdw])", text.strip().lower())
     if span is not None:
-        found = time.time() + int(span[1]) * _UNITS[span[2]]
+        at_s = time.time() + int(span[1]) * _UNITS[span[2]]
     else:
         try:
             at = datetime.fromisoformat(text.strip())
@@ -23,10 +23,10 @@ def future(text: str) -> float:
             raise click.BadParameter(
                 f"{text[:40]}: expected 30m, 12h, 90d, 4w, or a date such as 2030-01-31"
             ) from error
-        found = (at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp()
-    if found <= time.time():
+        at_s = (at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp()
+    if at_s <= time.time():
         raise click.BadParameter(f"{text[:40]}: is in the past")
-    return found
+    return at_s
 
 
 def moment(at_s: float) -> str:
@@ -36,7 +36,7 @@ def moment(at_s: float) -> str:
 
 def local(at_s: float, now_s: float) -> str:
     """On the clock of this machine; with its day where that is not today."""
-    at, now = (datetime.fromtimestamp(each).astimezone() for each in (at_s, now_s))
+    at, now = (datetime.fromtimestamp(time_s).astimezone() for time_s in (at_s, now_s))
     return at.strftime("%H:%M" if at.date() == now.date() else "%Y-%m-%d %H:%M")
 
 

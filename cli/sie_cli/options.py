@@ -64,19 +64,19 @@ URL = "Of the {what}.  [{name}; default: that of the local `sie serve`]"
 _ANYWHERE = ("--url", "--nats-url", "--gateway-url", "--config-service-url", "--data-dir", "--pool")
 
 
-def url_option(name: str, what: str) -> Callable[[F], F]:
+def url_option(name: str, subject: str) -> Callable[[F], F]:
     """Add --url, the address of the one server that a command asks; the flag of its setting means the same."""
     row = BY_NAME[name]
     return click.option(
-        "--url", row.flag, row.field, metavar="URL", default=None, help=URL.format(what=what, name=name)
+        "--url", row.flag, row.field, metavar="URL", default=None, help=URL.format(what=subject, name=name)
     )
 
 
 class SettingOption(click.Option):
     """The option of a setting, which --help shows under the heading of its group."""
 
-    def __init__(self, *args: Any, heading: str = "", **given: Any) -> None:
-        super().__init__(*args, **given)
+    def __init__(self, *args: Any, heading: str = "", **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
         self.heading = heading
 
 
@@ -88,8 +88,8 @@ class ManyOptions(click.Command):
 
     FIRST, OWN = "Most used options", "Options"
 
-    def __init__(self, *args: Any, first: Sequence[str] = (), **given: Any) -> None:
-        super().__init__(*args, **given)
+    def __init__(self, *args: Any, first: Sequence[str] = (), **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
         self._first = tuple(first)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -99,7 +99,7 @@ class ManyOptions(click.Command):
             if record is not None:
                 sections.setdefault(self._heading(param), {})[param.opts[0]] = record
         headings = [self.FIRST, self.OWN, *dict.fromkeys(row.heading for row in ROWS)]
-        for heading in (each for each in headings if each in sections):
+        for heading in (title for title in headings if title in sections):
             order = self._first if heading == self.FIRST else sorted(sections[heading])
             with formatter.section(heading):
                 formatter.write_dl([sections[heading][name] for name in order])
@@ -150,20 +150,20 @@ class AnyPosition(click.Group):
 
 def behind(args: list[str]) -> list[str]:
     """The arguments, with _ANYWHERE moved from before the first name to the end."""
-    kept: list[str] = []
+    lines: list[str] = []
     moved: list[str] = []
     rest = list(args)
     while rest and rest[0].startswith("-") and rest[0] != "--":
         first = rest.pop(0)
         name, has_value, _ = first.partition("=")
-        into = moved if name in _ANYWHERE else kept
+        into = moved if name in _ANYWHERE else lines
         into.append(first)
         if into is moved and not has_value and rest:
             moved.append(rest.pop(0))
     if not rest:
         return args
     end = rest.index("--") if "--" in rest else len(rest)
-    return [*kept, *rest[:end], *moved, *rest[end:]]
+    return [*lines, *rest[:end], *moved, *rest[end:]]
 
 
 def _option(row: Row) -> Callable[[F], F]:
@@ -189,27 +189,28 @@ def _failpoints(context: click.Context, parameter: click.Parameter, value: str |
 def flags_of(values: dict[str, Any]) -> dict[str, str]:
     """The raw text of the setting flags that were given, by variable name."""
     rows = {row.field: row for row in ROWS}
-    given = {name: value for name, value in values.items() if name in rows and value is not None}
+    options = {name: value for name, value in values.items() if name in rows and value is not None}
     return {
-        rows[name].name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in given.items()
+        rows[name].name: str(value).lower() if isinstance(value, bool) else str(value)
+        for name, value in options.items()
     }
 
 
 def loaded(values: dict[str, Any], mode: Mode = "queue") -> Loaded:
     """All settings; a bad one ends the process with status 2 and its name. Warnings go to standard error."""
     try:
-        found = load(flags=flags_of(values), mode=mode)
+        loaded_settings = load(flags=flags_of(values), mode=mode)
     except SettingError as error:
         refuse(error)
-    if found.settings.log_json:
+    if loaded_settings.settings.log_json:
         own_stderr(json=True)
     failpoints.arm(values.get("failpoints") or "")
-    for warning in () if values.get("warned") else found.warnings:
-        if found.settings.log_json:
+    for warning in () if values.get("warned") else loaded_settings.warnings:
+        if loaded_settings.settings.log_json:
             logging.getLogger("sie.settings").warning("%s", warning)
         else:
             click.echo(f"warning: {warning}", err=True)
-    return found
+    return loaded_settings
 
 
 def refuse(error: Exception | str) -> NoReturn:

@@ -22,8 +22,8 @@ from sie_cli.access import write_private
 from sie_cli.cluster import BROKER_URL, Cluster, cluster_options
 from sie_cli.display import counted
 from sie_cli.moments import moment
-from sie_cli.refusal import Refused, refusing
-from sie_config_service.mirror import Stored
+from sie_cli.refusal import CommandRefused, refusing
+from sie_config_service.mirror import StoredModel
 from sie_config_service.store import open_store
 from sie_contracts.wire import topology
 from sie_runtime import keys as key_records
@@ -49,7 +49,7 @@ class Backup(msgspec.Struct, frozen=True):
     version: str
     made_s: float
     keys: list[Key]
-    catalogue: list[Stored]
+    catalogue: list[StoredModel]
     entries: dict[str, list[tuple[str, bytes]]]
 
 
@@ -71,7 +71,7 @@ def backup(cluster: Cluster, file: Path, force: bool) -> None:
     its mode is 0600: keep it as you keep secrets.
     """
     if file.exists() and not force:
-        raise Refused(f"{file} exists: name another file, or replace it with --force")
+        raise CommandRefused(f"{file} exists: name another file, or replace it with --force")
 
     async def body(broker: NatsBroker) -> Backup:
         replicas = cluster.settings.stream_replicas
@@ -84,37 +84,37 @@ def backup(cluster: Cluster, file: Path, force: bool) -> None:
         keys = [key for key, _ in await buckets.read()]
         return Backup(sie_contracts.__version__, time.time(), keys, await store.backup(), entries)
 
-    made = cluster.at_broker("sie-backup", body)
-    content = msgspec.msgpack.encode(made)
+    snapshot = cluster.at_broker("sie-backup", body)
+    content = msgspec.msgpack.encode(snapshot)
     with refusing():
         write_private(file, FORMAT + hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
-    click.echo(f"{file}: {_contents(made)}")
+    click.echo(f"{file}: {_contents(snapshot)}")
 
 
 def read_backup(file: Path) -> Backup:
-    """Raises Refused for what is no backup, or a damaged one."""
+    """Raises CommandRefused for what is no backup, or a damaged one."""
     with refusing():
         head, _, content = file.read_bytes().partition(b"\n")
     if not head.startswith(FORMAT):
-        raise Refused(f"{file} is no backup that this version of `sie` can read")
+        raise CommandRefused(f"{file} is no backup that this version of `sie` can read")
     if head.removeprefix(FORMAT).decode("ascii", "replace") != hashlib.sha256(content).hexdigest():
-        raise Refused(f"{file} is damaged: its digest is another one; take another backup")
+        raise CommandRefused(f"{file} is damaged: its digest is another one; take another backup")
     try:
         return msgspec.msgpack.decode(content, type=Backup)
     except msgspec.DecodeError as error:
-        raise Refused(f"{file}: a backup of another version of `sie`: {error}") from error
+        raise CommandRefused(f"{file}: a backup of another version of `sie`: {error}") from error
 
 
-def _contents(made: Backup) -> str:
-    files = sum(key.startswith("file.") for key, _ in made.entries[topology.JOBS_BUCKET])
-    models = len({stored.model for stored in made.catalogue})
+def _contents(snapshot: Backup) -> str:
+    files = sum(key.startswith("file.") for key, _ in snapshot.entries[topology.JOBS_BUCKET])
+    models = len({stored.model for stored in snapshot.catalogue})
     return ", ".join(
         (
-            counted(len(made.keys), "key"),
-            f"{counted(models, 'model')} and aliases of the API in {counted(len(made.catalogue), 'revision')}",
-            counted(len(made.entries[topology.JOBS_BUCKET]) - files, "job"),
+            counted(len(snapshot.keys), "key"),
+            f"{counted(models, 'model')} and aliases of the API in {counted(len(snapshot.catalogue), 'revision')}",
+            counted(len(snapshot.entries[topology.JOBS_BUCKET]) - files, "job"),
             counted(files, "file"),
-            counted(len(made.entries[topology.SHARDS_BUCKET]), "shard"),
+            counted(len(snapshot.entries[topology.SHARDS_BUCKET]), "shard"),
         )
     )
 
@@ -170,7 +170,7 @@ async def _write_missing(bucket: KeyValue, entries: list[tuple[str, bytes]]) -> 
     batch: list[Write] = []
     for write in missing:
         batch.append(write)
-        if len(batch) == BATCH or sum(len(each.value or b"") for each in batch) > BATCH_BYTES or write is missing[-1]:
+        if len(batch) == BATCH or sum(len(entry.value or b"") for entry in batch) > BATCH_BYTES or write is missing[-1]:
             await bucket.write(batch)
             batch = []
     return len(missing)
@@ -202,7 +202,7 @@ def repair(cluster: Cluster, stream: str) -> None:
         if stream in KEYS:
             return await _repair_keys(broker, cluster)
         if info is None:
-            raise Refused(f"the broker has no stream {stream}; `sie topology show` lists all")
+            raise CommandRefused(f"the broker has no stream {stream}; `sie topology show` lists all")
         return await _repair(broker, cluster, info)
 
     click.echo(cluster.at_broker("sie-repair", body))
@@ -212,7 +212,7 @@ def _set_aside(cluster: Cluster, stream: str) -> str:
     """Move the files of a stream out of the folder of a broker that does not run."""
     folders = [path for path in (cluster.data_dir / "nats" / "jetstream").glob("*/streams/*") if path.name == stream]
     if not folders:
-        raise Refused(f"there are no files of a stream {stream} in {cluster.data_dir / 'nats'}")
+        raise CommandRefused(f"there are no files of a stream {stream} in {cluster.data_dir / 'nats'}")
     place = cluster.data_dir / DAMAGED / f"{stream}-{time.time_ns()}"
     with refusing():
         place.parent.mkdir(mode=0o700, exist_ok=True)
@@ -223,18 +223,18 @@ def _set_aside(cluster: Cluster, stream: str) -> str:
 async def _repair_keys(broker: NatsBroker, cluster: Cluster) -> str:
     from sie_broker.nats.operator import damage, remake, salvage
 
-    found: dict[str, Key] = {}
+    keys: dict[str, Key] = {}
     for stream in KEYS:
         info = await broker.stream_info(stream)
         if info is None:
             continue
         for key, _ in key_records.readable(await salvage(broker, stream)):
-            found[key.id] = key_records.stricter(found.get(key.id), key) or key
+            keys[key.id] = key_records.stricter(keys.get(key.id), key) or key
         if await damage(broker, info):
             await remake(broker, info)
     buckets = await KeyBuckets.open(broker, cluster.settings.stream_replicas)
-    written = await _write_keys(buckets, list(found.values()))
-    return f"{KEYS[0]} has {counted(len(found), 'key')}, of which {written} were written; {KEYS[1]} has the same"
+    written = await _write_keys(buckets, list(keys.values()))
+    return f"{KEYS[0]} has {counted(len(keys), 'key')}, of which {written} were written; {KEYS[1]} has the same"
 
 
 async def _repair(broker: NatsBroker, cluster: Cluster, info: StreamInfo) -> str:

@@ -10,17 +10,17 @@ import click
 from sie_contracts.errors import SIEError
 
 
-class Refused(click.ClickException):
+class CommandRefused(click.ClickException):
     """What was asked cannot be done; the message says what to do next. Status 1."""
 
 
 @contextlib.contextmanager
 def refusing() -> Iterator[None]:
-    """What goes wrong with a model or a file becomes Refused."""
+    """What goes wrong with a model or a file becomes CommandRefused."""
     try:
         yield
     except SIEError as error:
-        raise Refused(error.message) from error
+        raise CommandRefused(error.message) from error
     except OSError as error:
         name = f"{error.filename}: " if error.filename else ""
-        raise Refused(f"{name}{error.strerror or error}") from error
+        raise CommandRefused(f"{name}{error.strerror or error}") from error

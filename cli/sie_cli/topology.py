@@ -55,17 +55,17 @@ def _options(command: F) -> F:
 
 @topology.command()
 @_options
-@click.option("--consumers", "each", is_flag=True, help="Every consumer, not their sums by lane.")
-def show(cluster: Cluster, as_json: bool, each: bool) -> None:
+@click.option("--consumers", "with_consumers", is_flag=True, help="Every consumer, not their sums by lane.")
+def show(cluster: Cluster, as_json: bool, with_consumers: bool) -> None:
     """Print all streams, and consumers by lane with their backlog.
 
     `own` consumers are those of one model, `shared` ones are slots of many. Messages wait or are leased to a worker.
     """
-    found = cluster.at_broker("sie-topology", _shown)
+    present = cluster.at_broker("sie-topology", _shown)
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(found)))
+        click.echo(msgspec.json.format(msgspec.json.encode(present)))
         return
-    for stream in found:
+    for stream in present:
         limits = f"of {_bytes(stream['max_bytes'])}" if stream["max_bytes"] > 0 else "without a limit"
         click.secho(stream["name"], bold=True, nl=False)
         click.echo(
@@ -75,7 +75,7 @@ def show(cluster: Cluster, as_json: bool, each: bool) -> None:
         for lane in stream["lanes"]:
             counts = f"{lane['own']:>4} own  {lane['shared']:>3} shared"
             click.echo(f"  {lane['lane']:<40}  {counts}  {lane['waiting']:>8,} waiting  {lane['leased']:>6,} leased")
-            for consumer in lane["consumers"] if each else ():
+            for consumer in lane["consumers"] if with_consumers else ():
                 click.echo(
                     f"    {consumer['subject']:<70}  {consumer['waiting']:>8,} waiting  {consumer['leased']:>6,} leased"
                 )
@@ -130,12 +130,12 @@ async def steps_at(broker: NatsBroker, settings: Settings) -> list[Step]:
     from sie_broker.nats.operator import look, plan, streams
     from sie_gateway.streams.publish import work_spec
 
-    found = {str(info.config["name"]) for info in await streams(broker)}
+    present = {str(info.config["name"]) for info in await streams(broker)}
     own = {names.pool_name("default"), settings.pool}
     steps: list[Step] = []
-    for pool in sorted({name.removeprefix(_WORK) for name in found if name.startswith(_WORK)} | own):
+    for pool in sorted({name.removeprefix(_WORK) for name in present if name.startswith(_WORK)} | own):
         # a reservation, whose dead letters are kept elsewhere
-        reserved = pool not in own and f"DEAD_{pool}" not in found
+        reserved = pool not in own and f"DEAD_{pool}" not in present
         facts = await look(broker, names.stream_name(pool))
         steps += plan(facts, work_spec(settings, pool, reserved=reserved), float(settings.ack_wait_s))
         if reserved:
@@ -183,20 +183,20 @@ def _plain(step: Step) -> dict[str, Any]:
 async def _shown(broker: NatsBroker) -> list[dict[str, Any]]:
     from sie_broker.nats.operator import streams
 
-    found = []
+    shown = []
     for info in await streams(broker):
         name = str(info.config["name"])
         consumers = await broker.consumer_infos(name) if name.startswith(_WORK) else []
-        found.append(_stream(name, info, consumers))
-    return found
+        shown.append(_stream(name, info, consumers))
+    return shown
 
 
 def _stream(name: str, info: StreamInfo, consumers: list[ConsumerInfo]) -> dict[str, Any]:
     from sie_broker.nats.api import consumer_state_of, version_of
 
     by_lane: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for each in consumers:
-        state = consumer_state_of(each)
+    for consumer in consumers:
+        state = consumer_state_of(consumer)
         lane = ".".join(state.subject.split(".")[2:5])
         by_lane[lane].append(
             {
@@ -226,11 +226,11 @@ def _stream(name: str, info: StreamInfo, consumers: list[ConsumerInfo]) -> dict[
         "lanes": [
             {
                 "lane": lane,
-                "own": sum(not each["shared"] for each in members),
-                "shared": sum(each["shared"] for each in members),
-                "waiting": sum(each["waiting"] for each in members),
-                "leased": sum(each["leased"] for each in members),
-                "consumers": sorted(members, key=lambda each: str(each["subject"])),
+                "own": sum(not member["shared"] for member in members),
+                "shared": sum(member["shared"] for member in members),
+                "waiting": sum(member["waiting"] for member in members),
+                "leased": sum(member["leased"] for member in members),
+                "consumers": sorted(members, key=lambda consumer: str(consumer["subject"])),
             }
             for lane, members in sorted(by_lane.items())
         ],

@@ -19,7 +19,7 @@ from sie_runtime.http.routes import Match, bearer
 from sie_runtime.keys import Key, Keys
 
 
-class Gate:
+class ConfigGate:
     """Checks a call's credentials: both tokens are compared, whatever matched, each in constant time."""
 
     def __init__(self, settings: Settings, clock: Callable[[], float] = time.time) -> None:
@@ -58,9 +58,9 @@ class Gate:
             needed = "SIE_ADMIN_TOKEN or SIE_CONFIG_READ_TOKEN" if reads else "SIE_ADMIN_TOKEN"
             if self._by_key:
                 needed += f", or that of a key with scope {'read' if row is None else row.scope},"
-            given = "this token is not known" if token else "a token is missing"
+            reason = "this token is not known" if token else "a token is missing"
             raise Unauthenticated(
-                f"{given}: send `Authorization: Bearer` and the value that {needed} has at the config service"
+                f"{reason}: send `Authorization: Bearer` and the value that {needed} has at the config service"
             )
         if not match.methods:
             raise NotFound("no such path; /docs lists all")

@@ -24,7 +24,7 @@ from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.entries import ModelEntry, parse_document
 
 if TYPE_CHECKING:
-    from sie_config_service.mirror import Held, Snapshot
+    from sie_config_service.mirror import CatalogueSnapshot, HeldModel
 
 INDEX_KEY = "aliases"
 VECTORS_CHANGED = "alias_vectors_changed"  # warnings: what was indexed through the alias does not fit what it gives now
@@ -33,14 +33,14 @@ _index = msgspec.json.Decoder(dict[str, tuple[str, ...]])
 
 
 @dataclass(frozen=True)
-class Index:
+class AliasIndex:
     """What each alias names, and the bucket's revision of that for compare-and-set."""
 
     models: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     sequence: int = 0
 
     @classmethod
-    def read(cls, value: bytes | None, sequence: int) -> Index:
+    def read(cls, value: bytes | None, sequence: int) -> AliasIndex:
         return cls(_index.decode(value) if value else {}, sequence)
 
     def naming(self, model: str) -> list[str]:
@@ -59,25 +59,25 @@ class Index:
 
 
 @dataclass(frozen=True)
-class Guarded:
+class GuardedWrite:
     """What goes with a write that may be done: the index if that must be as it was, and what the reply
     tells otherwise.
     """
 
     index: Write | None = None
-    told: dict[str, Any] = field(default_factory=dict)
+    reply_fields: dict[str, Any] = field(default_factory=dict)
 
 
 async def guard(
-    index: Index,
-    read: Snapshot,
+    index: AliasIndex,
+    read: CatalogueSnapshot,
     catalogue: Callable[[], Awaitable[Catalogue]],
     model: str,
-    held: Held,
+    held: HeldModel,
     entry: dict[str, Any] | None,
     *,
     force: bool,
-) -> Guarded:
+) -> GuardedWrite:
     """Look at a write before it is done: the checked document `entry`, or None for a removal, over what was `held`,
     with the index and the models as they are. `catalogue` reads all of it, which an error alone needs.
 
@@ -90,7 +90,7 @@ async def guard(
             "$.id", f"{model} is {'an alias' if was_alias else 'a model'}: take another id, or DELETE it first"
         )
     if isinstance(after, Alias):
-        before = _known(held.entry)
+        before = _entry_of(held.entry)
         concerned = _those(read, [model, *after.models, *(before.models if isinstance(before, Alias) else ())])
         try:
             check(after, concerned)
@@ -100,16 +100,18 @@ async def guard(
         changed = was_alias and (not isinstance(before, Alias) or changes_vectors(before, after, concerned))
         bundles = {concerned.resolve(target.model).bundle for target in after.alias}
         routable = {"routable_bundles_by_profile": {"default": sorted(bundles)}}
-        return Guarded(index.written({model: after}), routable | ({"warnings": [VECTORS_CHANGED]} if changed else {}))
+        return GuardedWrite(
+            index.written({model: after}), routable | ({"warnings": [VECTORS_CHANGED]} if changed else {})
+        )
     if was_alias:
-        return Guarded(index.written({model: None}))
+        return GuardedWrite(index.written({model: None}))
     if held.entry is None and (
         twin := next((alias for alias in index.models if alias.casefold() == model.casefold()), None)
     ):
         raise _invalid("$.id", f"there is an alias {twin!r}: take another id, or DELETE the alias first")
     if not (named := index.naming(model)):
-        return Guarded(index.written() if after is None else None)
-    present = _those(read, [model, *named, *(each for alias in named for each in index.models[alias])])
+        return GuardedWrite(index.written() if after is None else None)
+    present = _those(read, [model, *named, *(model for alias in named for model in index.models[alias])])
     broken = _broken(present, named, model, after)
     if broken and not force:
         name, why = next(iter(broken.items()))
@@ -124,19 +126,21 @@ async def guard(
             param="id",
             extras={"aliases": sorted(broken), "revision": held.revision, "diff": []},
         )
-    return Guarded(index.written(), {"warnings": [ALIAS_BROKEN]} if broken else {})
+    return GuardedWrite(index.written(), {"warnings": [ALIAS_BROKEN]} if broken else {})
 
 
-def _those(read: Snapshot, names: Iterable[str]) -> Catalogue:
+def _those(read: CatalogueSnapshot, names: Iterable[str]) -> Catalogue:
     """The catalogue as far as these names, in whatever case, revision or profile, are concerned: of ten thousand
     documents few are read.
     """
-    wanted = {model_of(name) for name in names}
-    found = {name: _known(stored.entry) for name, stored in read.live.items() if name.casefold() in wanted}
-    return Catalogue.of({name: each for name, each in found.items() if each is not None}, {}, read.bundles, read.epoch)
+    models = {model_of(name) for name in names}
+    entries = {name: _entry_of(stored.entry) for name, stored in read.live.items() if name.casefold() in models}
+    return Catalogue.of(
+        {name: entry for name, entry in entries.items() if entry is not None}, {}, read.bundles, read.epoch
+    )
 
 
-def _known(entry: dict[str, Any] | None) -> ModelEntry | Alias | None:
+def _entry_of(entry: dict[str, Any] | None) -> ModelEntry | Alias | None:
     """A stored document. None where there is none, or one that an older schema let in: then a write is
     what mends it.
     """
@@ -149,16 +153,16 @@ def _known(entry: dict[str, Any] | None) -> ModelEntry | Alias | None:
 def _broken(present: Catalogue, named: list[str], model: str, after: ModelEntry | None) -> dict[str, str]:
     """The aliases that hold now and would not once the model is `after`, each with the reason."""
     changed = present.with_model(model, after, 0, "")
-    found = {}
+    problems = {}
     for name in named:
         if (alias := present.aliases.get(name)) is not None and _fault(alias, present) is None:
             why = _fault(alias, changed)
             if why is not None:
-                found[name] = why
-    return found
+                problems[name] = why
+    return problems
 
 
-def broken_by(read: Snapshot, index: Index, models: Iterable[str]) -> dict[str, str]:
+def broken_by(read: CatalogueSnapshot, index: AliasIndex, models: Iterable[str]) -> dict[str, str]:
     """The aliases that do not hold, of those that name one of these models or have its id, each with the reason."""
     folded = {model.casefold() for model in models}
     named = sorted(
@@ -166,7 +170,7 @@ def broken_by(read: Snapshot, index: Index, models: Iterable[str]) -> dict[str, 
         for alias, targets in index.models.items()
         if not folded.isdisjoint({alias.casefold(), *map(model_of, targets)})
     )
-    present = _those(read, [*named, *(each for alias in named for each in index.models[alias])])
+    present = _those(read, [*named, *(name for alias in named for name in index.models[alias])])
     faults = {name: _fault(present.aliases[name], present) for name in named if name in present.aliases}
     return {name: why for name, why in faults.items() if why is not None}
 
@@ -191,21 +195,21 @@ def index_of(models: Mapping[str, dict[str, Any] | None]) -> dict[str, Alias | N
     """What a batch of documents, None for those that are removed, means for the index. Of a removed one it is not known
     what it was.
     """
-    found: dict[str, Alias | None] = {}
+    aliases: dict[str, Alias | None] = {}
     for name, entry in models.items():
         document = parse_document(entry) if entry is not None and is_alias(entry) else None
-        found[name] = document if isinstance(document, Alias) else None
-    return found
+        aliases[name] = document if isinstance(document, Alias) else None
+    return aliases
 
 
-def index_in(read: Snapshot, index: Index) -> dict[str, tuple[str, ...]]:
+def index_in(read: CatalogueSnapshot, index: AliasIndex) -> dict[str, tuple[str, ...]]:
     """The index as the aliases of the catalogue make it; of one that cannot be parsed, as it is in `index`."""
-    found: dict[str, tuple[str, ...]] = {}
+    targets: dict[str, tuple[str, ...]] = {}
     for name, stored in read.live.items():
         if is_alias(stored.entry):
-            alias = _known(dict(stored.entry))
-            found[name] = alias.models if isinstance(alias, Alias) else index.models.get(name, ())
-    return found
+            alias = _entry_of(dict(stored.entry))
+            targets[name] = alias.models if isinstance(alias, Alias) else index.models.get(name, ())
+    return targets
 
 
 def _invalid(loc: str, message: str) -> ValidationFailed:

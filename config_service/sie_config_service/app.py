@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -29,12 +29,11 @@ from sie_contracts.errors import (
 )
 from sie_contracts.wire import configs
 from sie_runtime.http.asgi import documented
+from sie_runtime.http.coding import check_type, decoded
+from sie_runtime.http.routes import plain_path
 from sie_runtime.http.server import App, Receive, Scope, Send, common_headers, headers_of, probes, uuid7
 from sie_runtime.metrics_table import OTHER
 from sie_runtime.tracing import begin_request, end_request
-
-if TYPE_CHECKING:
-    pass
 
 PAGE_FILES = "https://cdn.jsdelivr.net https://fastapi.tiangolo.com"  # where FastAPI's page of documents has its files
 CLIENT_GONE = 499  # in metrics only, as at a gateway
@@ -53,13 +52,15 @@ def create_app(service: ConfigService) -> App:
     async def edge(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        if not scope["path"].startswith(("/v1/", "/docs", "/openapi.json")):
+        path = plain_path(scope["path"])
+        scope = {**scope, "path": path}
+        if not path.startswith(("/v1/", "/docs", "/openapi.json")):
             await inner(scope, receive, send)
             return
-        match = TABLE.match(scope["path"])
+        match = TABLE.match(path)
         route = match.route(scope["method"]) or next(iter(match.methods.values()), None)
         endpoint = OTHER if route is None else route.endpoint
-        received_s, path = time.perf_counter(), scope["path"]
+        received_s = time.perf_counter()
         request_id = scope["sie.request_id"] = uuid7()
         headers = headers_of(scope)
         status, code = 0, b""  # none yet
@@ -81,11 +82,14 @@ def create_app(service: ConfigService) -> App:
             assert route is not None, "a path without a route is not let in"
             if route.handler is None:
                 page = documented(tagged, PAGE_FILES)
-                await app({**scope, "path": path.removesuffix("/")}, receive, page)  # one final slash says nothing
+                await app(scope, receive, page)
             elif scope["method"] != route.method:
                 raise HTTPException(405, headers={"Allow": route.method})
             else:
-                request = Request({**scope, "path_params": match.parameters}, receive)
+                if route.body is not None:
+                    check_type(headers, route.body.media)
+                body = decoded(scope["method"], headers, receive)
+                request = Request({**scope, "path_params": match.parameters}, body)
                 await (await route.handler(service, request))(scope, receive, tagged)
         except ClientDisconnect:  # in the middle of its body, and nobody reads an answer
             status = CLIENT_GONE
@@ -126,6 +130,8 @@ def _answer_to(error: Exception, request_id: str) -> Response:
     headers |= {"X-SIE-Error-Code": error.code, "x-should-retry": "true" if error.retryable else "false"}
     if error.retryable:
         headers["Retry-After"] = str(max(1, error.retry_after_s))
+    if error.reason == "content_encoding":
+        headers["Accept-Encoding"] = "gzip"  # RFC 7694
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     status, body = configs.config_shape(error, request_id, None)

@@ -32,7 +32,7 @@ _ANY_KEY = "[...]"  # what msgspec says for whichever key of a map
 
 
 @dataclass(frozen=True)
-class Document:
+class ParsedDocument:
     """A decoded document. `node` has the places of a YAML document's fields, and is None of JSON."""
 
     value: Any
@@ -43,14 +43,14 @@ class Document:
         return None if self.node is None else _line(self.node, loc.removeprefix("$"))
 
 
-def read(body: bytes, content_type: str) -> Document:
+def read(body: bytes, content_type: str) -> ParsedDocument:
     """Decode JSON where `content_type` says so, else YAML. Raises ValidationFailed.
 
     In YAML no key may stand twice and nothing may be an alias: a few lines of those are a document of gigabytes.
     """
     if content_type.partition(";")[0].strip().lower().endswith("json"):
         try:
-            return Document(plain.from_json(body))
+            return ParsedDocument(plain.from_json(body))
         except plain.Malformed as error:
             raise invalid("$", str(error)) from None
     try:
@@ -61,7 +61,7 @@ def read(body: bytes, content_type: str) -> Document:
             if node is None:
                 raise invalid("$", "expected a document, got nothing")
             _check_nodes(node)
-            return Document(loader.construct_document(node), node)
+            return ParsedDocument(loader.construct_document(node), node)
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
@@ -91,13 +91,13 @@ def _line_of(event: yaml.Event) -> int | None:
 
 
 def _check_nodes(root: yaml.Node) -> None:
-    seen: set[int] = set()
+    visited: set[int] = set()
     waiting = [root]
     while waiting:
         node = waiting.pop()
-        if id(node) in seen:
+        if id(node) in visited:
             raise invalid("$", "an alias: expected its value written out", node.start_mark.line + 1)
-        seen.add(id(node))
+        visited.add(id(node))
         if isinstance(node, yaml.MappingNode):
             names: set[str] = set()
             for key, value in node.value:
@@ -123,32 +123,32 @@ def invalid(loc: str, message: str, line: int | None = None) -> ValidationFailed
     )
 
 
-def checked(raw: Any, document: Document) -> ModelEntry | Alias:
+def checked(raw: Any, document: ParsedDocument) -> ModelEntry | Alias:
     """The entry that `raw` is, which came from `document` as it is or in part. Raises ValidationFailed."""
-    found = _parsed(raw, document, parse_document, Alias if is_alias(raw) else ModelEntry)
-    revision = found.weights.revision if isinstance(found, ModelEntry) and found.weights.hub else ""
+    entry = _parsed(raw, document, parse_document, Alias if is_alias(raw) else ModelEntry)
+    revision = entry.weights.revision if isinstance(entry, ModelEntry) and entry.weights.hub else ""
     if revision and not _COMMIT.fullmatch(revision):
         loc = "$.weights.revision"
         fault = f"expected a commit of 40 hex digits, since a branch or a tag moves, got {revision[:60]!r}"
         raise invalid(loc, f"{fault}; `sie models add` finds it, and the hub shows it", document.line(loc))
-    return found
+    return entry
 
 
-def checked_bundle(document: Document) -> Bundle:
+def checked_bundle(document: ParsedDocument) -> Bundle:
     """The bundle that a document is. Raises ValidationFailed."""
     return _parsed(document.value, document, parse_bundle, Bundle)
 
 
-def _parsed(raw: Any, document: Document, parse: Callable[[Any], T], kind: type) -> T:
+def _parsed(raw: Any, document: ParsedDocument, parse: Callable[[Any], T], kind: type) -> T:
     try:
         return parse(raw)
     except ValidationFailed as error:
         (fault,) = error.extras["errors"]
         loc, message = said(kind, _narrowed(raw, fault["loc"], parse), fault["message"])
-        raise invalid(loc, message + _given(raw, loc.removeprefix("$"), message), document.line(loc)) from None
+        raise invalid(loc, message + _value_at(raw, loc.removeprefix("$"), message), document.line(loc)) from None
 
 
-def _given(value: Any, path: str, message: str) -> str:
+def _value_at(value: Any, path: str, message: str) -> str:
     """What a message about a wrong type ends with: the text or number that stands at the path."""
     if not _GOT.search(message):
         return ""
@@ -168,18 +168,18 @@ def _given(value: Any, path: str, message: str) -> str:
     return f": {value!r}" if is_short else ""
 
 
-def _narrowed(raw: Any, told: str, parse: Callable[[Any], object]) -> str:
+def _narrowed(raw: Any, message: str, parse: Callable[[Any], object]) -> str:
     """A path in which the key that is at fault stands for each `[...]`: the one with which alone the fault is still the
     same.
     """
-    loc = told
+    loc = message
     while _ANY_KEY in loc:
         head, _, tail = loc.partition(_ANY_KEY)
         for key, trial in _with_one_key(raw, head.removeprefix("$")):
             try:
                 parse(trial)
             except ValidationFailed as error:
-                if error.param == told:
+                if error.param == message:
                     loc = f"{head}.{key}{tail}"
                     break
         else:
@@ -196,8 +196,8 @@ def _with_one_key(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield str(key), {key: inner}
         return
     for key, rest in _steps(value, path):
-        for found, inner in _with_one_key(value[key], rest):
-            yield found, {**value, key: inner}
+        for narrowed, inner in _with_one_key(value[key], rest):
+            yield narrowed, {**value, key: inner}
 
 
 def _steps(keys: Any, path: str) -> Iterator[tuple[str, str]]:
@@ -209,7 +209,7 @@ def _steps(keys: Any, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _line(node: yaml.Node, path: str) -> int:
-    found: int = node.start_mark.line + 1
+    line: int = node.start_mark.line + 1
     if isinstance(node, yaml.MappingNode):
         pairs = {key.value: (key, value) for key, value in node.value}
         for name, rest in _steps(pairs, path):
@@ -221,7 +221,7 @@ def _line(node: yaml.Node, path: str) -> int:
         and int(index[1]) < len(node.value)
     ):
         return _line(node.value[int(index[1])], path[index.end() :])
-    return found
+    return line
 
 
 def merged(target: Any, patch: Any) -> Any:
@@ -241,12 +241,12 @@ def difference(before: Any, after: Any) -> list[dict[str, Any]]:
     """What differs, field by field, at most MAX_DIFFERENCES: `path` with `before` and `after`, without the one that is
     not there.
     """
-    found: list[dict[str, Any]] = []
-    for each in _differences(before, after, "$"):
-        found.append(each)
-        if len(found) == MAX_DIFFERENCES:
+    changes: list[dict[str, Any]] = []
+    for change in _differences(before, after, "$"):
+        changes.append(change)
+        if len(changes) == MAX_DIFFERENCES:
             break
-    return found
+    return changes
 
 
 def _differences(before: Any, after: Any, path: str) -> Iterator[dict[str, Any]]:

@@ -81,8 +81,8 @@ def _names(node: inspect.Type | None) -> list[str]:
 def _node(node: Any, path: str) -> inspect.Type | None:
     """The type at a path. A key of a map may have dots: each place where it may end is tried."""
     if not path:
-        found: inspect.Type | None = node
-        return found
+        current: inspect.Type | None = node
+        return current
     for part in _parts(node):
         if isinstance(part, inspect.StructType):
             for field in part.fields:
@@ -93,7 +93,7 @@ def _node(node: Any, path: str) -> inspect.Type | None:
             if path.startswith("[...]"):
                 return _node(part.value_type, path[5:])
             ends = [at for at in range(1, len(path) + 1) if at == len(path) or path[at] in ".["]
-            return next((found for at in ends if (found := _node(part.value_type, path[at:])) is not None), None)
+            return next((current for at in ends if (current := _node(part.value_type, path[at:])) is not None), None)
         elif isinstance(part, inspect.CollectionType | inspect.VarTupleType) and (index := re.match(r"\[\d+\]", path)):
             return _node(part.item_type, path[index.end() :])
     return None

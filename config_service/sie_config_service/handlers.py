@@ -14,10 +14,10 @@ import msgspec
 from fastapi import Request
 from fastapi.responses import Response
 
-from sie_config_service.documents import Document, difference, read
-from sie_config_service.mirror import Held, bundles_of
+from sie_config_service.documents import ParsedDocument, difference, read
+from sie_config_service.mirror import HeldModel, bundles_of
 from sie_config_service.store import digest_of
-from sie_config_service.writes import Asked, Edit, profiles_of
+from sie_config_service.writes import Edit, WriteRequest, profiles_of
 from sie_contracts.errors import GatewayTimeout, InvalidInput, PayloadTooLarge
 from sie_contracts.models.aliases import is_alias
 from sie_contracts.names import did_you_mean
@@ -36,12 +36,12 @@ MAX_KEY_CHARS = 255
 
 async def models(service: ConfigService, _request: Request) -> Response:
     """All models."""
-    found = (await service.require().snapshot()).live
+    live = (await service.require().snapshot()).live
     return json_response(
         {
             "models": [
                 configs.listed(model, stored.entry or {}, stored.source, stored.note)
-                for model, stored in sorted(found.items())
+                for model, stored in sorted(live.items())
             ]
         }
     )
@@ -58,14 +58,14 @@ async def history(service: ConfigService, request: Request) -> Response:
             "model_id": model,
             "revisions": [
                 {
-                    "revision": each.revision,
-                    "created_at": each.created_at,
-                    "operation": each.operation,
-                    "author": each.author or each.source,
-                    "note": each.note,
-                    "changes": [] if before is None else difference(before.entry, each.entry),
+                    "revision": revision.revision,
+                    "created_at": revision.created_at,
+                    "operation": revision.operation,
+                    "author": revision.author or revision.source,
+                    "note": revision.note,
+                    "changes": [] if before is None else difference(before.entry, revision.entry),
                 }
-                for each, before in itertools.zip_longest(revisions, revisions[1:])
+                for revision, before in itertools.zip_longest(revisions, revisions[1:])
             ],
         }
     )
@@ -76,14 +76,14 @@ async def status(service: ConfigService, request: Request) -> Response:
     model = request.path_params["id"]
     store = service.require()
     read = await store.snapshot()
-    held = read.held.get(model, Held())
+    held = read.held.get(model, HeldModel())
     if held.stored is None or held.entry is None:
         raise await store.not_found(model)
     bundles = (
         None
         if is_alias(held.entry)
         else {
-            bundle: (configs.bundle_hash(read.revisions(bundle)), service.workers.of(bundle))
+            bundle: (configs.bundle_hash(read.revisions(bundle)), service.workers.of_bundle(bundle))
             for bundle in bundles_of(read.bundles, held.entry)
         }
     )
@@ -130,7 +130,7 @@ async def resolve(service: ConfigService, request: Request) -> Response:
 
 async def epoch(service: ConfigService, _request: Request) -> Response:
     """The epoch: equal epochs are equal catalogues."""
-    return json_response(msgspec.to_builtins(await service.require().told()))
+    return json_response(msgspec.to_builtins(await service.require().catalogue_epoch()))
 
 
 async def export(service: ConfigService, _request: Request) -> Response:
@@ -143,35 +143,35 @@ async def export(service: ConfigService, _request: Request) -> Response:
 
 async def create(service: ConfigService, request: Request) -> Response:
     """Add a model, or profiles to one."""
-    given, body = await _read(request)
+    parameters, body = await _read(request)
     edits = await service.edits()
-    document, ignored = await edits.public(given)
-    wanted = edits.entry(document.value, document)
-    edit, profiles = edits.create(wanted), profiles_of(wanted)
-    return await _write(service, request, "create", wanted["id"], edit, body, profiles, ignored)
+    document, ignored = await edits.public(parameters)
+    desired = edits.entry(document.value, document)
+    edit, profiles = edits.create(desired), profiles_of(desired)
+    return await _write(service, request, "create", desired["id"], edit, body, profiles, ignored)
 
 
 async def rollback(service: ConfigService, request: Request) -> Response:
     """Make a former revision the newest again."""
     model = request.path_params["id"]
-    given, body = await _read(request)
-    return await _write(service, request, "rollback", model, (await service.edits()).rollback(model, given), body)
+    parameters, body = await _read(request)
+    return await _write(service, request, "rollback", model, (await service.edits()).rollback(model, parameters), body)
 
 
 async def put(service: ConfigService, request: Request) -> Response:
     """Replace a model."""
     model = request.path_params["id"]
-    given, body = await _read(request)
+    parameters, body = await _read(request)
     edits = await service.edits()
-    document, ignored = await edits.public(given, model)
+    document, ignored = await edits.public(parameters, model)
     return await _write(service, request, "put", model, edits.put(model, document), body, warnings=ignored)
 
 
 async def patch(service: ConfigService, request: Request) -> Response:
     """Change a model by a JSON merge patch."""
     model = request.path_params["id"]
-    given, body = await _read(request)
-    return await _write(service, request, "patch", model, (await service.edits()).patch(model, given), body)
+    parameters, body = await _read(request)
+    return await _write(service, request, "patch", model, (await service.edits()).patch(model, parameters), body)
 
 
 async def delete(service: ConfigService, request: Request) -> Response:
@@ -193,7 +193,7 @@ async def _write(
     """Do one write and answer it."""
     dry_run, force = _flags(request, "dry_run", "force")
     answered = await service.require_writer().write(
-        Asked(
+        WriteRequest(
             operation,
             model,
             edit,
@@ -211,7 +211,7 @@ async def _write(
     return json_response(answered.body, {"ETag": f'"{answered.body["revision"]}"'}, status)
 
 
-async def _read(request: Request) -> tuple[Document, bytes]:
+async def _read(request: Request) -> tuple[ParsedDocument, bytes]:
     body = await _body(request)
     # a large YAML takes seconds
     return await asyncio.to_thread(read, body, request.headers.get("content-type", "")), body
@@ -236,21 +236,21 @@ async def _body(request: Request) -> bytes:
 
 
 def _key(request: Request) -> str:
-    given = request.headers.get("idempotency-key", "")
-    if len(given) > MAX_KEY_CHARS:
-        message = f"Idempotency-Key: expected at most {MAX_KEY_CHARS} characters, got {len(given)}"
+    key = request.headers.get("idempotency-key", "")
+    if len(key) > MAX_KEY_CHARS:
+        message = f"Idempotency-Key: expected at most {MAX_KEY_CHARS} characters, got {len(key)}"
         raise InvalidInput(message, reason="schema", param="Idempotency-Key")
-    return given
+    return key
 
 
 def _if_match(request: Request) -> int | None:
-    given = request.headers.get("if-match")
-    if given is None:
+    header = request.headers.get("if-match")
+    if header is None:
         return None
     # a proxy that compresses makes an ETag a weak one
-    text = given.strip().removeprefix("W/").removeprefix('"').removesuffix('"')
+    text = header.strip().removeprefix("W/").removeprefix('"').removesuffix('"')
     if not (text.isascii() and text.isdigit() and len(text) < 19):
-        message = f"If-Match: expected the number of a revision, as the ETag of the model gives it, got {given[:60]!r}"
+        message = f"If-Match: expected the number of a revision, as the ETag of the model gives it, got {header[:60]!r}"
         raise InvalidInput(message, reason="schema", param="If-Match")
     return int(text)
 
@@ -261,11 +261,11 @@ def _flags(request: Request, *names: str) -> list[bool]:
         if name not in names:
             message = f"{name[:60]}: no such parameter of a write{did_you_mean(name, names)}"
             raise InvalidInput(message, reason="schema", param=name[:60])
-    found = [request.query_params.get(name, "false") for name in names]
-    for name, given in zip(names, found, strict=True):
-        if given not in ("true", "false"):
-            raise InvalidInput(f"{name}: expected true or false, got {given[:60]!r}", reason="schema", param=name)
-    return [given == "true" for given in found]
+    values = [request.query_params.get(name, "false") for name in names]
+    for name, value in zip(names, values, strict=True):
+        if value not in ("true", "false"):
+            raise InvalidInput(f"{name}: expected true or false, got {value[:60]!r}", reason="schema", param=name)
+    return [value == "true" for value in values]
 
 
 def _document(request: Request, document: Any, default: str, headers: dict[str, str] | None = None) -> Response:

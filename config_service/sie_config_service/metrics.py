@@ -8,7 +8,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 import sie_contracts
-from sie_config_service.mirror import Snapshot
+from sie_config_service.mirror import CatalogueSnapshot
 from sie_runtime.http.refusals import REFUSED
 from sie_runtime.metrics import Maker, Scrape, epoch_number
 from sie_runtime.metrics_table import OTHER
@@ -16,10 +16,10 @@ from sie_runtime.metrics_table import OTHER
 _METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE"})
 
 
-class Metrics(Collector):
+class ConfigMetrics(Collector):
     """`last_read` gives the catalogue as it was read last, None before the first time."""
 
-    def __init__(self, last_read: Callable[[], Snapshot | None]) -> None:
+    def __init__(self, last_read: Callable[[], CatalogueSnapshot | None]) -> None:
         make = Maker("config")
         self.registry = make.registry
         self._requests = make.counters("sie_config_requests")

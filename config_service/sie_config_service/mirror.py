@@ -41,7 +41,7 @@ _logger = logging.getLogger("sie.config")
 _Record = TypeVar("_Record")
 
 
-class Stored(msgspec.Struct, frozen=True):
+class StoredModel(msgspec.Struct, frozen=True):
     """One revision of a model. `entry` is None once it is removed. `source`: packaged, overlay or api; seeding touches
     the first two.
     """
@@ -57,12 +57,12 @@ class Stored(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldModel:
     """A model as it is in the bucket, and the bucket's revision for compare-and-set. `stored` is None for one that
     never was.
     """
 
-    stored: Stored | None = None
+    stored: StoredModel | None = None
     sequence: int = 0
 
     @property
@@ -80,24 +80,24 @@ class Held:
         return self.sequence + 1
 
 
-_stored = msgspec.json.Decoder(Stored)
+_stored = msgspec.json.Decoder(StoredModel)
 _bundle = msgspec.json.Decoder(Bundle)
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class CatalogueSnapshot:
     """All models at one epoch, removed ones included. `concerned`: the number of the last write that each bundle was
     told of, as far as it is known; what came up to `unknown` may have concerned any.
     """
 
     epoch: str = ""
-    held: Mapping[str, Held] = field(default_factory=dict)
+    held: Mapping[str, HeldModel] = field(default_factory=dict)
     bundles: Mapping[str, Bundle] = field(default_factory=dict)
     concerned: Mapping[str, int] = field(default_factory=dict)
     unknown: int = 0
 
     @cached_property
-    def live(self) -> dict[str, Stored]:
+    def live(self) -> dict[str, StoredModel]:
         """Without removed ones."""
         return {
             model: held.stored
@@ -119,14 +119,14 @@ class Snapshot:
 
     @cached_property
     def _revisions(self) -> dict[str, dict[str, int]]:
-        found: dict[str, dict[str, int]] = {bundle: {} for bundle in self.bundles}
+        revisions: dict[str, dict[str, int]] = {bundle: {} for bundle in self.bundles}
         for model, stored in self.live.items():
             for bundle in bundles_of(self.bundles, stored.entry or {}):
-                found.setdefault(bundle, {})[model] = stored.revision
-        return found
+                revisions.setdefault(bundle, {})[model] = stored.revision
+        return revisions
 
     @cached_property
-    def told(self) -> ConfigEpoch:
+    def catalogue_epoch(self) -> ConfigEpoch:
         """What whoever follows compares with what it has."""
         hashes = {bundle: configs.bundle_hash(revisions) for bundle, revisions in self._revisions.items()}
         return ConfigEpoch(
@@ -171,19 +171,19 @@ class Mirror:
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
         self._lock = asyncio.Lock()
-        self._now = Snapshot()
+        self._now = CatalogueSnapshot()
         self._read = 0  # the bucket's revision up to which it was read
         self._created = ""  # when the bucket was made; empty until it was read
         self.is_lost = False  # the broker has another bucket now
         self.suspect = asyncio.Event()  # the bucket may be lost: `check` tells
-        self.before = Snapshot()  # what was read before `forget`
+        self.before = CatalogueSnapshot()  # what was read before `forget`
 
     @property
-    def last(self) -> Snapshot | None:
+    def last(self) -> CatalogueSnapshot | None:
         """As it was read last, without asking; None before that and while all of it is to be read again."""
         return self._now if self._now.epoch else None
 
-    async def snapshot(self) -> Snapshot:
+    async def snapshot(self) -> CatalogueSnapshot:
         """All as the broker's leader has it now. Raises BrokerError; NotReady also once the bucket is lost."""
         async with self._lock:
             try:
@@ -202,12 +202,12 @@ class Mirror:
                 self._read = int(last)
             return self._now
 
-    async def forget(self) -> None:
+    async def invalidate(self) -> None:
         """Read all of it again next time: the broker was away, and what it has now may be an older copy."""
         async with self._lock:
             if self._now.epoch:
                 self.before = self._now
-            self._now, self._read = Snapshot(), 0
+            self._now, self._read = CatalogueSnapshot(), 0
         self.suspect.set()
 
     async def check(self) -> bool:
@@ -221,9 +221,11 @@ class Mirror:
             if not self.is_lost:
                 raise
             return True
-        return any(before.revision > held.get(model, Held()).revision for model, before in self.before.held.items())
+        return any(
+            before.revision > held.get(model, HeldModel()).revision for model, before in self.before.held.items()
+        )
 
-    async def write(self, writes: Sequence[Write]) -> tuple[Snapshot | None, int]:
+    async def write(self, writes: Sequence[Write]) -> tuple[CatalogueSnapshot | None, int]:
         """Do a batch. Returns all as it was just before, None where that cannot be told, and the bucket's last
         revision.
 
@@ -244,15 +246,17 @@ class Mirror:
     async def _begin(self, created: str, last: int) -> None:
         """Read all models, and all bundles. What any write up to `last` concerned is not known."""
         models = await self._bucket.use(lambda bucket: bucket.entries("model"))
-        found = await self._bucket.use(lambda bucket: bucket.entries("bundle"))
-        bundles = [decoded(_bundle, entry) for entry in found]
+        entries = await self._bucket.use(lambda bucket: bucket.entries("bundle"))
+        bundles = [decoded(_bundle, entry) for entry in entries]
         held = {}
         for entry in models:
             stored = decoded(_stored, entry)
-            held[stored.model or str((stored.entry or {})["id"])] = Held(stored, entry.revision)
+            held[stored.model or str((stored.entry or {})["id"])] = HeldModel(stored, entry.revision)
         self._read = max((entry.revision for entry in models), default=0)
         self._created = created
-        self._now = Snapshot(f"{created}:{self._read}", held, {bundle.id: bundle for bundle in bundles}, {}, last)
+        self._now = CatalogueSnapshot(
+            f"{created}:{self._read}", held, {bundle.id: bundle for bundle in bundles}, {}, last
+        )
 
     async def _since(self, last: int) -> list[Entry]:
         """What was written since, up to revision `last` at least, or what is left of it. Raises BrokerUnavailable."""
@@ -283,14 +287,14 @@ class Mirror:
             number = read
             if kind == "history" and entry.value is not None:
                 stored = decoded(_stored, entry)
-                before = held.get(stored.model, Held())
+                before = held.get(stored.model, HeldModel())
                 if stored.revision <= before.revision:
                     continue  # an earlier one, restored from a backup
                 if stored.revision > before.revision + 1:
                     unknown = read  # what came between is not there any more
                 for bundle in concerns(bundles, stored.entry, before.entry):
                     concerned[bundle] = read
-                held[stored.model] = Held(stored, read - 1)
+                held[stored.model] = HeldModel(stored, read - 1)
             elif kind == "bundle":
                 unknown = read
                 bundles = {name: bundle for name, bundle in bundles.items() if bundle_key(name) != entry.key}
@@ -300,4 +304,4 @@ class Mirror:
         self._read = read
         epoch = f"{self._now.created}:{number}"
         if epoch != self._now.epoch:  # else it is the same, with what was derived from it
-            self._now = Snapshot(epoch, held, bundles, concerned, unknown)
+            self._now = CatalogueSnapshot(epoch, held, bundles, concerned, unknown)

@@ -66,10 +66,10 @@ class Overlay:
         self.is_remote = self.name.startswith(("s3://", "gs://"))
         self._bucket = BucketFolder(self.name, SUFFIXES) if self.is_remote else None
         self._packaged: dict[str, tuple[ModelEntry | Alias, str]] = {}
-        self._kept: dict[str, tuple[tuple[int, int, int], Any]] = {}
+        self._cached: dict[str, tuple[tuple[int, int, int], Any]] = {}
         self.last: Folders | None = None  # that could be read
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Which folder is in use, for the log of a start. Warns of one that somebody else may write to. Raises
         SettingError, OSError.
         """
@@ -89,11 +89,11 @@ class Overlay:
     def _entries(self) -> list[ModelEntry]:
         documents = [
             *(document for document, _ in self._packaged.values()),
-            *(document for _, document in self._kept.values()),
+            *(document for _, document in self._cached.values()),
         ]
-        return [each for each in documents if isinstance(each, ModelEntry)]
+        return [document for document in documents if isinstance(document, ModelEntry)]
 
-    def look(self) -> Signature:
+    def read_signature(self) -> Signature:
         """The files as they are now. Raises SettingError for a named folder that is not there, or a store that does not
         help, OSError.
         """
@@ -104,7 +104,7 @@ class Overlay:
             if self._settings.models_dir:
                 raise SettingError("SIE_MODELS_DIR", f"{self.name} is not a folder: make it, or name another one")
             return {}
-        found: dict[str, tuple[int, int, int]] = {}
+        signature: dict[str, tuple[int, int, int]] = {}
         waiting = [""]
         while waiting:
             place = waiting.pop()
@@ -116,8 +116,8 @@ class Overlay:
                         waiting.append(f"{place}{entry.name}/")
                     elif entry.name.endswith(SUFFIXES) and entry.is_file():
                         stat = entry.stat()
-                        found[place + entry.name] = stat.st_mtime_ns, stat.st_size, stat.st_ino
-        return found
+                        signature[place + entry.name] = stat.st_mtime_ns, stat.st_size, stat.st_ino
+        return signature
 
     def folders(self) -> Folders:
         """Everything, read and checked. Raises ValidationFailed naming file, field and line, SettingError, OSError."""
@@ -144,9 +144,9 @@ class Overlay:
                 loc, why = lacking(bundles, entry.family, entry.bundle)
                 path = files.get(model, model)
                 raise _in_file(invalid(loc, why, self._line(path, loc)), path)
-        wanted = _filtered(models, self._settings.model_filter)
-        seeded({model: entry for model, (entry, _) in wanted.items()})
-        self.last = Folders(wanted, bundles, files)
+        filtered = _filtered(models, self._settings.model_filter)
+        seeded({model: entry for model, (entry, _) in filtered.items()})
+        self.last = Folders(filtered, bundles, files)
         return self.last
 
     def _line(self, path: str, loc: str) -> int | None:
@@ -154,11 +154,11 @@ class Overlay:
         return read(file.read_bytes(), YAML).line(loc) if file.is_file() else None
 
     def _documents(self) -> dict[str, ModelEntry | Alias | Bundle]:
-        found = self.look()
-        kept = {path: known for path, known in self._kept.items() if found.get(path) == known[0]}
-        bodies = self._bodies({path: size for path, (_, size, _) in found.items() if path not in kept})
-        self._kept = kept | {path: (found[path], _document(path, body)) for path, body in bodies.items()}
-        return {path: document for path, (_, document) in self._kept.items()}
+        signature = self.read_signature()
+        cached = {path: remembered for path, remembered in self._cached.items() if signature.get(path) == remembered[0]}
+        bodies = self._bodies({path: size for path, (_, size, _) in signature.items() if path not in cached})
+        self._cached = cached | {path: (signature[path], _document(path, body)) for path, body in bodies.items()}
+        return {path: document for path, (_, document) in self._cached.items()}
 
     def _bodies(self, paths: Collection[str]) -> dict[str, bytes]:
         """What is in these files, of too large ones enough to tell."""
@@ -188,8 +188,10 @@ def _with_plug_ins(bundle: Bundle) -> Bundle:
     """The packaged bundle serves what is installed beside this process as well: on one machine that is where its
     workers run.
     """
-    found = {point.name for point in metadata.entry_points(group=PLUG_INS)} - set(bundle.families)
-    return msgspec.structs.replace(bundle, families=(*bundle.families, *sorted(found))) if bundle.families else bundle
+    plugged_in = {point.name for point in metadata.entry_points(group=PLUG_INS)} - set(bundle.families)
+    return (
+        msgspec.structs.replace(bundle, families=(*bundle.families, *sorted(plugged_in))) if bundle.families else bundle
+    )
 
 
 def _filtered(
@@ -204,4 +206,4 @@ def _filtered(
         raise SettingError(
             "SIE_MODEL_FILTER", f"neither the packaged models nor SIE_MODELS_DIR has {', '.join(unknown)}; {fix}"
         )
-    return {model: found for model, found in models.items() if model in names}
+    return {model: entry for model, entry in models.items() if model in names}

@@ -14,7 +14,7 @@ from sie_broker.owner import own
 from sie_broker.record import retry_conflicts
 from sie_config_service.app import create_app
 from sie_config_service.overlay import MAX_TOLD, Overlay, Signature
-from sie_config_service.reload import Reload, tell_broken, warn_of_others
+from sie_config_service.reload import Reload, log_broken, warn_of_others
 from sie_config_service.restore import Restore
 from sie_config_service.state import ConfigService
 from sie_config_service.store import CatalogueStore, open_store
@@ -31,7 +31,7 @@ _logger = logging.getLogger("sie.config")
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedCatalogue:
     """The seeded catalogue, and the folder that it was seeded from as it was then."""
 
     store: CatalogueStore
@@ -39,15 +39,15 @@ class Prepared:
     seen: Signature
 
 
-async def prepare(settings: Settings, broker: Broker, known: Overlay | None = None) -> Prepared:
-    """Open the store and bring it up to what the folders say. `known`: as they were read before, which counts where
-    they cannot be read now. Raises SettingError, BrokerError, NotReady.
+async def prepare(settings: Settings, broker: Broker, cached_overlay: Overlay | None = None) -> PreparedCatalogue:
+    """Open the store and bring it up to what the folders say. `cached_overlay`: as they were read before, which counts
+    where they cannot be read now. Raises SettingError, BrokerError, NotReady.
     """
-    overlay = known or Overlay(settings)
-    seen: Signature = {}
+    overlay = cached_overlay or Overlay(settings)
+    signature: Signature = {}
     try:
-        _logger.info("%s", await asyncio.to_thread(overlay.told))
-        seen = await asyncio.to_thread(overlay.look)
+        _logger.info("%s", await asyncio.to_thread(overlay.describe))
+        signature = await asyncio.to_thread(overlay.read_signature)
         folders = await asyncio.to_thread(overlay.folders)
     except (SettingError, ValidationFailed, OSError) as error:
         if overlay.last is None:
@@ -71,12 +71,14 @@ async def prepare(settings: Settings, broker: Broker, known: Overlay | None = No
     changes = await store.seed(folders.models)
     read = await store.snapshot()
     warn_of_others(folders, read)
-    tell_broken(read, await store.alias_index(), changes)
+    log_broken(read, await store.alias_index(), changes)
     _logger.info("the catalogue holds %d models, seeding changed %d", len(folders.models), len(changes))
-    return Prepared(store, overlay, seen)
+    return PreparedCatalogue(store, overlay, signature)
 
 
-async def keep(service: ConfigService, settings: Settings, broker: Broker, prepared: Prepared, stop: Stop) -> None:
+async def keep(
+    service: ConfigService, settings: Settings, broker: Broker, prepared: PreparedCatalogue, stop: Stop
+) -> None:
     """Serve the catalogue and follow the folder of models. If the broker loses the catalogue, seed it again.
 
     Each replica does so; compare-and-set decides between them, and what is written over the API meanwhile stays.
@@ -98,34 +100,34 @@ async def keep(service: ConfigService, settings: Settings, broker: Broker, prepa
         if again is None:
             return
         recovered = set(again.store.written_over_api())
-        if gone := [name for name in prepared.store.written_over_api() if name not in recovered]:
-            told = ", ".join(gone[:MAX_TOLD]) + (", ..." if len(gone) > MAX_TOLD else "")
-            _logger.warning("%d changes over the API were lost with it, make them again: %s", len(gone), told)
+        if lost := [name for name in prepared.store.written_over_api() if name not in recovered]:
+            listed = ", ".join(lost[:MAX_TOLD]) + (", ..." if len(lost) > MAX_TOLD else "")
+            _logger.warning("%d changes over the API were lost with it, make them again: %s", len(lost), listed)
         prepared = again
 
 
 async def seeded(
-    service: ConfigService, settings: Settings, broker: Broker, stop: Stop, known: Overlay | None = None
-) -> Prepared | None:
+    service: ConfigService, settings: Settings, broker: Broker, stop: Stop, overlay: Overlay | None = None
+) -> PreparedCatalogue | None:
     """`prepare` until it has worked; None at the stop. Meanwhile the readiness of the service says why not. Raises
     SettingError.
     """
 
-    async def attempt() -> Prepared:
+    async def attempt() -> PreparedCatalogue:
         try:
-            return await prepare(settings, broker, known)
+            return await prepare(settings, broker, overlay)
         except (BrokerError, NotReady) as error:
             service.trouble = str(error)
             raise
 
-    found: Prepared | None = await retry(
+    prepared: PreparedCatalogue | None = await retry(
         attempt,
         errors=(BrokerError, NotReady),
         stop=stop,
         logger=_logger,
         what="seeding the catalogue",
     )
-    return found
+    return prepared
 
 
 async def _make_streams(settings: Settings, stop: Stop) -> None:

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sie_broker import BrokerError
-from sie_config_service.aliases import Index, broken_by
-from sie_config_service.mirror import Held, Snapshot
+from sie_config_service.aliases import AliasIndex, broken_by
+from sie_config_service.mirror import CatalogueSnapshot, HeldModel
 from sie_config_service.overlay import Folders, Overlay, Signature
-from sie_config_service.store import CatalogueStore, Change, normalised
-from sie_config_service.workers import Workers
+from sie_config_service.store import CatalogueChange, CatalogueStore, normalised
+from sie_config_service.workers import CatalogueReaders
 from sie_contracts.errors import SIEError, ValidationFailed
 from sie_contracts.settings import SettingError
 from sie_contracts.wire import configs
@@ -35,15 +35,15 @@ WATCHED_S = 30.0
 _logger = logging.getLogger("sie.config")
 
 
-def warn_of_others(folders: Folders, read: Snapshot) -> None:
+def warn_of_others(folders: Folders, read: CatalogueSnapshot) -> None:
     """Say which files are not applied, because somebody wrote their models over the API."""
     for model, path in folders.files.items():
-        stored, wanted = read.held.get(model, Held()).stored, folders.models.get(model)
+        stored, packaged = read.held.get(model, HeldModel()).stored, folders.models.get(model)
         if (
             stored is not None
             and stored.source == "api"
-            and wanted is not None
-            and stored.entry != normalised(wanted[0])
+            and packaged is not None
+            and stored.entry != normalised(packaged[0])
         ):
             does = "removed" if stored.entry is None else "written"
             _logger.warning(
@@ -51,7 +51,7 @@ def warn_of_others(folders: Folders, read: Snapshot) -> None:
             )
 
 
-def tell_broken(read: Snapshot, index: Index, done: Iterable[Change]) -> None:
+def log_broken(read: CatalogueSnapshot, index: AliasIndex, done: Iterable[CatalogueChange]) -> None:
     """Say which aliases do not hold after these changes: what a folder says is not refused for what was written over
     the API.
     """
@@ -63,7 +63,7 @@ def tell_broken(read: Snapshot, index: Index, done: Iterable[Change]) -> None:
 class _Watched:
     """A change that is stored, until the workers of its bundles stand at its epoch."""
 
-    told: str
+    outcome: str
     epoch: str
     bundles: tuple[str, ...]
     due_s: float
@@ -78,7 +78,7 @@ class Reload:
     store: CatalogueStore
     overlay: Overlay
     seen: Signature
-    workers: Workers | None = None
+    workers: CatalogueReaders | None = None
     check: Callable[[dict[str, Any]], Awaitable[None]] | None = None
     _refused: Signature | None = None  # told once
     _trouble: Trouble = field(default_factory=lambda: Trouble(_logger, "a change of the folder of models waits"))
@@ -91,7 +91,7 @@ class Reload:
         while not await stop.wait_for(pause_s):
             begun_s = time.monotonic()
             try:
-                now = await asyncio.to_thread(self.overlay.look)
+                now = await asyncio.to_thread(self.overlay.read_signature)
             except (SettingError, OSError) as error:
                 now = {"": (0, 0, 0)}
                 if self._refused != now:
@@ -109,7 +109,7 @@ class Reload:
     async def _apply(self, now: Signature) -> None:
         try:
             folders = await asyncio.to_thread(self.overlay.folders)
-            if await asyncio.to_thread(self.overlay.look) != now:
+            if await asyncio.to_thread(self.overlay.read_signature) != now:
                 return  # written to meanwhile
             await self._check_files(folders)
             bundles = await self.store.seed_bundles(folders.bundles)
@@ -127,8 +127,8 @@ class Reload:
         self._trouble.passed()
         self.seen, self._refused = now, None
         if not done:
-            told = "the bundles are as it says" if bundles else "the catalogue has nothing to change for it"
-            _logger.info("%s was changed: %s", self.overlay.name, told)
+            outcome = "the bundles are as it says" if bundles else "the catalogue has nothing to change for it"
+            _logger.info("%s was changed: %s", self.overlay.name, outcome)
 
     async def _check_files(self, folders: Folders) -> None:
         """Raises ValidationFailed for an entry that no worker could load: the former one goes on serving."""
@@ -143,7 +143,7 @@ class Reload:
                         f"{folders.files.get(change.model, change.model)}: {error.message}"
                     ) from None
 
-    async def _read_back(self, folders: Folders, done: list[Change]) -> None:
+    async def _read_back(self, folders: Folders, done: list[CatalogueChange]) -> None:
         """Look at what the broker has now, and say that."""
         read = await self.store.snapshot()
         for change in done:
@@ -152,32 +152,34 @@ class Reload:
             if held.entry != change.entry:
                 _logger.warning("%s of %s was overwritten at once by revision %d", change.model, where, held.revision)
                 continue
-            told = f"{change.model} is at revision {held.revision}, " + (
+            outcome = f"{change.model} is at revision {held.revision}, " + (
                 "removed" if held.entry is None else f"as in {where}"
             )
-            _logger.info("%s", told)
-            bundles = tuple(sorted(change.told(read.bundles)))
+            _logger.info("%s", outcome)
+            bundles = tuple(sorted(change.bundles(read.bundles)))
             self._watched.append(
-                _Watched(told, f"{read.created}:{held.written}", bundles, time.monotonic() + WATCHED_S)
+                _Watched(outcome, f"{read.created}:{held.written}", bundles, time.monotonic() + WATCHED_S)
             )
         warn_of_others(folders, read)
-        tell_broken(read, await self.store.alias_index(), done)
+        log_broken(read, await self.store.alias_index(), done)
 
     def _report(self) -> None:
         """Say which changes all gateways, and all workers of their bundles, have, or not in time."""
         left = []
-        for each in self._watched if self.workers is not None else ():
+        for watched in self._watched if self.workers is not None else ():
             assert self.workers is not None
-            epochs = {beat.worker: beat.config_epoch for bundle in each.bundles for beat in self.workers.of(bundle)}
+            epochs = {
+                beat.worker: beat.config_epoch for bundle in watched.bundles for beat in self.workers.of_bundle(bundle)
+            }
             lag = sorted(
                 name
                 for name, epoch in (epochs | self.workers.gateways()).items()
-                if not configs.has_seen(epoch, each.epoch)
+                if not configs.has_seen(epoch, watched.epoch)
             )
             if not lag:
-                _logger.info("%s; every gateway and worker has it", each.told)
-            elif time.monotonic() < each.due_s:
-                left.append(each)
+                _logger.info("%s; every gateway and worker has it", watched.outcome)
+            elif time.monotonic() < watched.due_s:
+                left.append(watched)
             else:
-                _logger.warning("%s; after %g s it is not on %s", each.told, WATCHED_S, ", ".join(lag))
+                _logger.warning("%s; after %g s it is not on %s", watched.outcome, WATCHED_S, ", ".join(lag))
         self._watched = left

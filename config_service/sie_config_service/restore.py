@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from sie_broker import BrokerError
-from sie_config_service.mirror import Held
+from sie_config_service.mirror import HeldModel
 from sie_config_service.store import CatalogueStore
-from sie_config_service.workers import Workers
-from sie_config_service.writes import Asked, Writer
+from sie_config_service.workers import CatalogueReaders
+from sie_config_service.writes import CatalogueWriter, WriteRequest
 from sie_contracts.errors import ContentConflict, SIEError
 from sie_contracts.wire.heartbeats import ModelStatus
 from sie_runtime.process import Stop, Trouble
@@ -57,7 +57,7 @@ def unloadable(statuses: Iterable[ModelStatus]) -> list[Unloadable]:
 class Restore:
     """Follows what workers say of their loads."""
 
-    def __init__(self, workers: Workers, store: CatalogueStore, writer: Writer) -> None:
+    def __init__(self, workers: CatalogueReaders, store: CatalogueStore, writer: CatalogueWriter) -> None:
         self._workers = workers
         self._store = store
         self._writer = writer
@@ -66,9 +66,9 @@ class Restore:
     async def run(self, stop: Stop) -> None:
         """Until `stop`. What fails is tried again with the next heartbeat."""
         while not await stop.wait_woken(self._workers.failed):
-            for each in unloadable(self._workers.statuses()):
+            for status in unloadable(self._workers.statuses()):
                 try:
-                    await self._restore(each)
+                    await self._restore(status)
                     self._trouble.passed()
                 except (BrokerError, SIEError) as error:
                     self._trouble.met(error)
@@ -82,14 +82,14 @@ class Restore:
         assert held.stored is not None
         entry = before.entry
 
-        async def edit(_held: Held) -> dict[str, Any]:
+        async def edit(_held: HeldModel) -> dict[str, Any]:
             return entry
 
         note = (
             f"revision {failed.revision} could not be loaded, so it is as revision {failed.loaded} again: {failed.why}"
         )
         source = held.stored.source
-        restore = Asked(
+        restore = WriteRequest(
             OPERATION, failed.model, edit, if_match=failed.revision, author=AUTHOR, note=note, source=source
         )
         with contextlib.suppress(ContentConflict):  # somebody else was quicker

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sie_broker import Broker
-from sie_config_service.access import Gate
-from sie_config_service.metrics import Metrics
+from sie_config_service.access import ConfigGate
+from sie_config_service.metrics import ConfigMetrics
 from sie_config_service.model_files import ModelFiles
 from sie_config_service.store import CatalogueStore
-from sie_config_service.workers import Workers
-from sie_config_service.writes import Edits, Writer
+from sie_config_service.workers import CatalogueReaders
+from sie_config_service.writes import CatalogueWriter, Edits
 from sie_contracts.errors import QueueUnavailable
 from sie_contracts.models.trust import Trust
 from sie_contracts.settings import Settings
@@ -32,17 +32,17 @@ class ConfigService:
         self.leaving = False  # no new connections are wanted; what comes is answered
         self.broker: Broker | None = None
         self.store: CatalogueStore | None = None
-        self.writer: Writer | None = None
+        self.writer: CatalogueWriter | None = None
         self.trust: Trust | None = None
-        self.workers = Workers(WORKER_TIMEOUT_S)
-        self.gate = Gate(settings)
+        self.workers = CatalogueReaders(WORKER_TIMEOUT_S)
+        self.gate = ConfigGate(settings)
         self.files = ModelFiles(settings)
         self.tracer: Tracer | None = None
-        self.metrics = Metrics(lambda: self.store.last_read if self.store is not None else None)
+        self.metrics = ConfigMetrics(lambda: self.store.last_read if self.store is not None else None)
 
     def begin(self, store: CatalogueStore, trust: Trust) -> None:
         """The catalogue is there. `trust` says what an entry that is written over HTTP may ask for."""
-        self.store, self.writer, self.trust = store, Writer(store, self.files.check), trust
+        self.store, self.writer, self.trust = store, CatalogueWriter(store, self.files.check), trust
         self.trouble = ""
 
     def end(self) -> None:
@@ -67,7 +67,7 @@ class ConfigService:
             raise QueueUnavailable("the catalogue is not built yet: no broker")
         return self.store
 
-    def require_writer(self) -> Writer:
+    def require_writer(self) -> CatalogueWriter:
         """Raises QueueUnavailable."""
         self.require()
         assert self.writer is not None

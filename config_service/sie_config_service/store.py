@@ -34,8 +34,17 @@ import msgspec
 
 from sie_broker import Broker, BrokerError, Bus, Entry, Write
 from sie_broker.record import Bucket, retry_conflicts
-from sie_config_service.aliases import INDEX_KEY, Index, index_in, index_of
-from sie_config_service.mirror import Held, Mirror, Snapshot, Stored, bundle_key, bundles_of, concerns, decoded
+from sie_config_service.aliases import INDEX_KEY, AliasIndex, index_in, index_of
+from sie_config_service.mirror import (
+    CatalogueSnapshot,
+    HeldModel,
+    Mirror,
+    StoredModel,
+    bundle_key,
+    bundles_of,
+    concerns,
+    decoded,
+)
 from sie_contracts.errors import ModelNotFound, NotReady
 from sie_contracts.models.aliases import Alias, is_alias
 from sie_contracts.models.bundles import Bundle
@@ -60,23 +69,23 @@ _logger = logging.getLogger("sie.config")
 
 
 @dataclass(frozen=True)
-class Change:
+class CatalogueChange:
     """One write: the new entry or None for a removal, over what was `held`."""
 
     model: str
-    held: Held
+    held: HeldModel
     entry: dict[str, Any] | None
     source: str
     operation: str
     author: str = ""
     note: str = ""
 
-    def told(self, bundles: Mapping[str, Bundle]) -> set[str]:
+    def bundles(self, bundles: Mapping[str, Bundle]) -> set[str]:
         """The bundles that hear of it."""
         return concerns(bundles, self.entry, self.held.entry)
 
 
-class Reply(msgspec.Struct, frozen=True):
+class RecordedReply(msgspec.Struct, frozen=True):
     """The answer to a write. `key` and `request` are digests: of the Idempotency-Key, and of what came with it."""
 
     key: str
@@ -86,24 +95,26 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Slot:
+class ReplySlot:
     """The replies that share a key of the bucket."""
 
     number: int
-    replies: tuple[Reply, ...]
+    replies: tuple[RecordedReply, ...]
     sequence: int
 
-    def find(self, key: str) -> Reply | None:
+    def find(self, key: str) -> RecordedReply | None:
         return next((reply for reply in self.replies if reply.key == key), None)
 
-    def with_reply(self, reply: Reply) -> Write:
+    def with_reply(self, reply: RecordedReply) -> Write:
         """Adds a reply; what is older than REPLY_KEPT_S goes, and the oldest of too many."""
-        young = [each for each in self.replies if reply.at_s - each.at_s < REPLY_KEPT_S][-REPLIES_PER_SLOT + 1 :]
+        young = [earlier for earlier in self.replies if reply.at_s - earlier.at_s < REPLY_KEPT_S][
+            -REPLIES_PER_SLOT + 1 :
+        ]
         return Write(_slot_key(self.number), msgspec.json.encode([*young, reply]), self.sequence)
 
 
-_stored = msgspec.json.Decoder(Stored)
-_replies = msgspec.json.Decoder(tuple[Reply, ...])
+_stored = msgspec.json.Decoder(StoredModel)
+_replies = msgspec.json.Decoder(tuple[RecordedReply, ...])
 
 
 def model_key(model: str) -> str:
@@ -120,8 +131,8 @@ def _slot_key(number: int) -> str:
 
 def normalised(entry: ModelEntry | Alias) -> dict[str, Any]:
     """An entry as it is stored, exported and shown: equal entries are equal maps."""
-    found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(entry))
-    return found
+    document: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(entry))
+    return document
 
 
 class CatalogueStore:
@@ -132,28 +143,28 @@ class CatalogueStore:
         self._bucket = bucket
         self._copy = copy
         self._mirror = Mirror(bucket)
-        self._exported: tuple[Snapshot | None, bytes] = (None, b"")
-        self._parsed: tuple[Snapshot | None, Catalogue] = (None, Catalogue())
+        self._exported: tuple[CatalogueSnapshot | None, bytes] = (None, b"")
+        self._parsed: tuple[CatalogueSnapshot | None, Catalogue] = (None, Catalogue())
 
     async def epoch(self) -> str:
         return (await self.snapshot()).epoch
 
-    async def told(self) -> ConfigEpoch:
+    async def catalogue_epoch(self) -> ConfigEpoch:
         """Where the catalogue stands, for whoever follows."""
-        return (await self.snapshot()).told
+        return (await self.snapshot()).catalogue_epoch
 
-    async def snapshot(self) -> Snapshot:
+    async def snapshot(self) -> CatalogueSnapshot:
         """All models at one epoch, as the broker's leader has them now. Raises BrokerError, NotReady."""
         return await self._mirror.snapshot()
 
     @property
-    def last_read(self) -> Snapshot | None:
+    def last_read(self) -> CatalogueSnapshot | None:
         """What was read last, without asking the broker."""
         return self._mirror.last
 
     async def reconnected(self) -> None:
         """The broker was away: what it has now may be an older copy, or nothing."""
-        await self._mirror.forget()
+        await self._mirror.invalidate()
 
     async def lost(self, stop: Stop) -> bool:
         """Wait until the broker has lost the bucket, which is True, or until `stop`.
@@ -161,8 +172,8 @@ class CatalogueStore:
         Asks the broker after a reconnect and after a read that failed, not otherwise.
         """
         while not await stop.wait_woken(self._mirror.suspect):
-            what = "looking whether the broker still has the catalogue"
-            if await retry(self._mirror.check, errors=(BrokerError, NotReady), stop=stop, logger=_logger, what=what):
+            action = "looking whether the broker still has the catalogue"
+            if await retry(self._mirror.check, errors=(BrokerError, NotReady), stop=stop, logger=_logger, what=action):
                 return True
         return False
 
@@ -171,7 +182,9 @@ class CatalogueStore:
         them.
         """
         held = (self._mirror.last or self._mirror.before).held
-        return sorted(model for model, each in held.items() if each.stored is not None and each.stored.source == "api")
+        return sorted(
+            model for model, state in held.items() if state.stored is not None and state.stored.source == "api"
+        )
 
     async def bundles(self) -> dict[str, Bundle]:
         """All bundles, by id."""
@@ -197,10 +210,14 @@ class CatalogueStore:
             self._parsed = read, await snapshot(_export(read))
         return self._parsed[1]
 
-    async def held(self, model: str) -> Held:
+    async def held(self, model: str) -> HeldModel:
         """One model as the broker's leader has it now."""
         entry = await self._bucket.get(model_key(model))
-        return Held() if entry is None or entry.value is None else Held(_stored.decode(entry.value), entry.revision)
+        return (
+            HeldModel()
+            if entry is None or entry.value is None
+            else HeldModel(_stored.decode(entry.value), entry.revision)
+        )
 
     async def _entries(self, within: str) -> list[Entry]:
         return await self._bucket.use(lambda bucket: bucket.entries(within))
@@ -221,11 +238,11 @@ class CatalogueStore:
         )
         return ModelNotFound(f"no model named {model[:200]!r}; {fix}", param="id", extras={"suggestions": like})
 
-    async def history(self, model: str) -> list[Stored]:
+    async def history(self, model: str) -> list[StoredModel]:
         """The revisions of a model that are kept, newest first."""
         entries = await self._entries(f"history.{topology.token(model)}")
-        found = [_stored.decode(entry.value) for entry in entries if entry.value is not None]
-        return sorted(found, key=lambda each: -each.revision)
+        revisions = [_stored.decode(entry.value) for entry in entries if entry.value is not None]
+        return sorted(revisions, key=lambda revision: -revision.revision)
 
     async def revisions_at(self, model: str) -> Callable[[str], int | None]:
         """What tells the revision that a model has at an epoch: 0 before there was one, None where it is not known any
@@ -233,51 +250,56 @@ class CatalogueStore:
         """
         created = (await self.snapshot()).created
         entries = await self._entries(f"history.{topology.token(model)}")
-        found = sorted((entry.revision, decoded(_stored, entry).revision) for entry in entries)
+        revisions = sorted((entry.revision, decoded(_stored, entry).revision) for entry in entries)
 
         def revision_at(epoch: str) -> int | None:
             began, _, number = epoch.rpartition(":")
             if began != created or not number.isdecimal():
                 return None
-            seen = bisect_right(found, int(number), key=lambda each: each[0])
-            return found[seen - 1][1] if seen else None if not found or found[0][1] > 1 else 0
+            count = bisect_right(revisions, int(number), key=lambda pair: pair[0])
+            return revisions[count - 1][1] if count else None if not revisions or revisions[0][1] > 1 else 0
 
         return revision_at
 
-    async def revision(self, model: str, revision: int) -> Stored | None:
+    async def revision(self, model: str, revision: int) -> StoredModel | None:
         """One revision of a model, if it is kept."""
         entry = await self._bucket.get(_history_key(model, revision))
         stored = None if entry is None or entry.value is None else _stored.decode(entry.value)
         return stored if stored is not None and stored.revision == revision else None
 
-    async def backup(self) -> list[Stored]:
+    async def backup(self) -> list[StoredModel]:
         """What was written over the API, the revisions before it too: what no folder has."""
         models = [
             name for name, held in (await self.snapshot()).held.items() if held.stored and held.stored.source == "api"
         ]
         return [stored for name in sorted(models) for stored in reversed(await self.history(name))]
 
-    async def slot(self, key: str) -> Slot:
+    async def slot(self, key: str) -> ReplySlot:
         """Where the reply to a write with the digest `key` is kept, or would be."""
         number = int(key[:8], 16) % REPLY_SLOTS
         entry = await self._bucket.get(_slot_key(number))
         return (
-            Slot(number, (), 0)
+            ReplySlot(number, (), 0)
             if entry is None or entry.value is None
-            else Slot(number, _replies.decode(entry.value), entry.revision)
+            else ReplySlot(number, _replies.decode(entry.value), entry.revision)
         )
 
     async def remember(self, reply: Write) -> None:
         """Keep the reply to a write that changed nothing. Raises WrongRevision."""
         await self._bucket.write([reply])
 
-    async def alias_index(self) -> Index:
+    async def alias_index(self) -> AliasIndex:
         """What each alias names, as the broker's leader has it now."""
         entry = await self._bucket.get(INDEX_KEY)
-        return Index() if entry is None else Index.read(entry.value, entry.revision)
+        return AliasIndex() if entry is None else AliasIndex.read(entry.value, entry.revision)
 
     async def write(
-        self, changes: Sequence[Change], reply: Write | None = None, index: Write | None = None, *, tell: bool = True
+        self,
+        changes: Sequence[CatalogueChange],
+        reply: Write | None = None,
+        index: Write | None = None,
+        *,
+        tell: bool = True,
     ) -> tuple[int, int]:
         """Apply the changes, each of another model, as one atomic batch and broadcast each, or leave that to polls
         where not to `tell`. Returns how many deltas were sent, of how many.
@@ -286,10 +308,10 @@ class CatalogueStore:
         stored.
         """
         writes: list[Write] = []
-        revisions: list[Stored] = []
+        revisions: list[StoredModel] = []
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         for change in changes:
-            stored = Stored(
+            stored = StoredModel(
                 change.entry,
                 change.source,
                 change.held.revision + 1,
@@ -303,20 +325,20 @@ class CatalogueStore:
             writes.append(Write(model_key(change.model), value, change.held.sequence))
             writes.append(Write(_history_key(change.model, stored.revision), value))
             revisions.append(stored)
-        writes += [each for each in (index, reply) if each is not None]
+        writes += [write for write in (index, reply) if write is not None]
         created = (await self.snapshot()).created
         failpoint("config.before_write")
         before, last = await self._mirror.write(writes)
         for stored in revisions:
             if stored.source == "api":
-                await self._copy_kept(stored)
+                await self._write_copy(stored)
         return (
             await self._broadcast(changes, revisions, before, created, last - len(writes), index is not None)
             if tell
             else (0, 0)
         )
 
-    async def _copy_kept(self, stored: Stored) -> None:
+    async def _write_copy(self, stored: StoredModel) -> None:
         """Write a revision into the copy, unless that has it or a later one."""
         key = model_key(stored.model)
 
@@ -332,7 +354,7 @@ class CatalogueStore:
         except BrokerError as error:
             _logger.warning("%s lacks %s until the next start: %s", self._copy.name, stored.model, error)
 
-    async def recover(self, backup: Sequence[Stored] = ()) -> list[str]:
+    async def recover(self, backup: Sequence[StoredModel] = ()) -> list[str]:
         """Write again what the bucket lacks and the copy or a backup has, and into the copy what that lacks; then the
         index of aliases where that is not what the aliases say. Returns the models that the bucket had lost, or had at
         an earlier revision.
@@ -348,14 +370,15 @@ class CatalogueStore:
                 newest[stored.model] = stored
         present = (await self.snapshot()).held
         for stored in sorted(backup, key=lambda stored: stored.revision):
-            if present.get(stored.model, Held()).revision < stored.revision < newest[stored.model].revision:
+            if present.get(stored.model, HeldModel()).revision < stored.revision < newest[stored.model].revision:
                 write = Write(_history_key(stored.model, stored.revision), msgspec.json.encode(stored))
                 await self._bucket.write([write])
         lost = [
-            Change(
+            CatalogueChange(
                 model,
-                Held(
-                    msgspec.structs.replace(stored, revision=stored.revision - 1), present.get(model, Held()).sequence
+                HeldModel(
+                    msgspec.structs.replace(stored, revision=stored.revision - 1),
+                    present.get(model, HeldModel()).sequence,
                 ),
                 stored.entry,
                 stored.source,
@@ -363,7 +386,7 @@ class CatalogueStore:
                 stored.author,
             )
             for model, stored in sorted(newest.items())
-            if stored.revision > present.get(model, Held()).revision
+            if stored.revision > present.get(model, HeldModel()).revision
         ]
         for start in range(0, len(lost), SEED_BATCH):
             await self.write(lost[start : start + SEED_BATCH], tell=False)
@@ -371,17 +394,17 @@ class CatalogueStore:
         for model, held in read.held.items():
             is_new = model not in copies or copies[model].revision < held.revision
             if is_new and held.stored is not None and held.stored.source == "api":
-                await self._copy_kept(held.stored)
+                await self._write_copy(held.stored)
         aliases = index_in(read, index)
         if aliases != index.models:
-            await self._bucket.write([Index(aliases, index.sequence).written()])
+            await self._bucket.write([AliasIndex(aliases, index.sequence).written()])
         return [change.model for change in lost]
 
     async def _broadcast(
         self,
-        changes: Sequence[Change],
-        revisions: Sequence[Stored],
-        before: Snapshot | None,
+        changes: Sequence[CatalogueChange],
+        revisions: Sequence[StoredModel],
+        before: CatalogueSnapshot | None,
         created: str,
         first: int,
         with_index: bool,
@@ -395,29 +418,29 @@ class CatalogueStore:
             else ("", {})
         )
         bundles = before.bundles if before is not None else (await self.snapshot()).bundles
-        sent = wanted = 0
+        sent = expected = 0
         for number, (change, stored) in enumerate(zip(changes, revisions, strict=True), 1):
             epoch = f"{created}:{first + 2 * number + (with_index and number == len(changes))}"
-            for bundle in sorted(change.told(bundles)):
+            for bundle in sorted(change.bundles(bundles)):
                 delta = ConfigDelta(
                     PRODUCER, previous, epoch, change.model, stored.revision, stored.entry, since.get(bundle, "")
                 )
                 since[bundle] = epoch
                 failpoint("config.before_broadcast")
-                wanted += 1
+                expected += 1
                 try:
                     await self._broker.send(topology.config_subject(bundle), messages.encode(delta))
                     sent += 1
                 except BrokerError as error:  # who polls hears of it
                     _logger.warning("a delta of bundle %s was not sent: %s", bundle, error)
             previous = epoch
-        return sent, wanted
+        return sent, expected
 
-    async def seed_bundles(self, wanted: Mapping[str, Bundle]) -> bool:
+    async def seed_bundles(self, packaged: Mapping[str, Bundle]) -> bool:
         """Make the bucket hold these bundles and no other. Returns whether it held anything else. Raises WrongRevision
         where others kept changing them during SEED_ATTEMPTS attempts.
         """
-        values = {bundle_key(name): msgspec.json.encode(bundle) for name, bundle in wanted.items()}
+        values = {bundle_key(name): msgspec.json.encode(bundle) for name, bundle in packaged.items()}
 
         async def attempt() -> bool:
             present = {entry.key: entry for entry in await self._entries("bundle")}
@@ -433,18 +456,18 @@ class CatalogueStore:
 
         return await retry_conflicts(attempt, SEED_ATTEMPTS)
 
-    async def to_seed(self, wanted: Mapping[str, tuple[ModelEntry | Alias, str]]) -> list[Change]:
+    async def to_seed(self, packaged: Mapping[str, tuple[ModelEntry | Alias, str]]) -> list[CatalogueChange]:
         """The changes that `seed` would make."""
-        return _to_seed((await self.snapshot()).held, wanted)
+        return _to_seed((await self.snapshot()).held, packaged)
 
-    async def seed(self, wanted: Mapping[str, tuple[ModelEntry | Alias, str]]) -> list[Change]:
+    async def seed(self, packaged: Mapping[str, tuple[ModelEntry | Alias, str]]) -> list[CatalogueChange]:
         """Make the bucket hold what the folders hold; models written over the API stay as they are. Returns what was
         changed. Raises WrongRevision where others kept changing the catalogue during SEED_ATTEMPTS attempts.
         """
-        done: list[Change] = []
+        done: list[CatalogueChange] = []
 
         async def attempt() -> None:
-            changes = await self.to_seed(wanted)
+            changes = await self.to_seed(packaged)
             for start in range(0, len(changes), SEED_BATCH):
                 batch = changes[start : start + SEED_BATCH]
                 aliases = {
@@ -461,20 +484,22 @@ class CatalogueStore:
         return done
 
 
-def _to_seed(present: Mapping[str, Held], wanted: Mapping[str, tuple[ModelEntry | Alias, str]]) -> list[Change]:
+def _to_seed(
+    present: Mapping[str, HeldModel], packaged: Mapping[str, tuple[ModelEntry | Alias, str]]
+) -> list[CatalogueChange]:
     """The changes that make `present` what the folders hold; models written over the API are left out."""
-    changes: list[Change] = []
-    for model, (entry, source) in wanted.items():
-        held, document = present.get(model, Held()), normalised(entry)
+    changes: list[CatalogueChange] = []
+    for model, (entry, source) in packaged.items():
+        held, document = present.get(model, HeldModel()), normalised(entry)
         if held.stored is None or (held.stored.source != "api" and held.entry != document):
-            changes.append(Change(model, held, document, source, "seed"))
+            changes.append(CatalogueChange(model, held, document, source, "seed"))
     for model, held in present.items():
-        if model not in wanted and held.stored is not None and held.stored.source != "api" and held.entry is not None:
-            changes.append(Change(model, held, None, held.stored.source, "seed"))
+        if model not in packaged and held.stored is not None and held.stored.source != "api" and held.entry is not None:
+            changes.append(CatalogueChange(model, held, None, held.stored.source, "seed"))
     return changes
 
 
-def _export(read: Snapshot) -> ConfigExport:
+def _export(read: CatalogueSnapshot) -> ConfigExport:
     listed = tuple(
         ConfigModel(
             model,
@@ -495,7 +520,7 @@ def _export(read: Snapshot) -> ConfigExport:
     return ConfigExport(read.epoch, listed, bundles, generated_at=now, bundle_config_hashes=hashes)
 
 
-def _copied(entry: Entry | None) -> Stored | None:
+def _copied(entry: Entry | None) -> StoredModel | None:
     """The revision in an entry of the copy. One that is damaged counts as absent: it is written anew."""
     try:
         return None if entry is None or entry.value is None else _stored.decode(entry.value)
@@ -506,14 +531,14 @@ def _copied(entry: Entry | None) -> Stored | None:
 
 def digest_of(*parts: bytes) -> str:
     """A SHA-256 of parts, none of which can pass for two."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for part in parts:
-        found.update(len(part).to_bytes(8, "big") + part)
-    return found.hexdigest()
+        digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.hexdigest()
 
 
-def reply_of(key: str, request: str, body: dict[str, Any]) -> Reply:
-    return Reply(key, request, time.time(), body)
+def reply_of(key: str, request: str, body: dict[str, Any]) -> RecordedReply:
+    return RecordedReply(key, request, time.time(), body)
 
 
 async def open_store(broker: Broker, settings: Settings) -> CatalogueStore:

@@ -18,7 +18,7 @@ from sie_runtime.process import Stop, retry
 _logger = logging.getLogger("sie.config")
 
 
-class Workers:
+class CatalogueReaders:
     """The last heartbeat of each worker, and the last announcement of each gateway; who is silent for `timeout_s` is
     forgotten.
     """
@@ -58,14 +58,18 @@ class Workers:
 
     def note(self, beat: Heartbeat) -> None:
         now_s = self._clock()
-        self._seen = {worker: each for worker, each in self._seen.items() if now_s - each[0] < self._timeout_s}
+        self._seen = {
+            worker: sighting for worker, sighting in self._seen.items() if now_s - sighting[0] < self._timeout_s
+        }
         self._seen[beat.worker] = (now_s, beat)
         if any(status.state == "failed" for status in beat.models):
             self.failed.set()
 
     def note_gateway(self, beat: GatewayBeat) -> None:
         now_s = self._clock()
-        self._gateways = {name: each for name, each in self._gateways.items() if now_s - each[0] < self._timeout_s}
+        self._gateways = {
+            name: sighting for name, sighting in self._gateways.items() if now_s - sighting[0] < self._timeout_s
+        }
         self._gateways.pop(beat.gateway, None)
         if not beat.leaving:
             self._gateways[beat.gateway] = (now_s, beat)
@@ -76,7 +80,7 @@ class Workers:
         beats = (beat for seen_s, beat in self._seen.values() if now_s - seen_s < self._timeout_s)
         return [status for beat in beats for status in beat.models]
 
-    def of(self, bundle: str) -> list[Heartbeat]:
+    def of_bundle(self, bundle: str) -> list[Heartbeat]:
         """The workers of a bundle that take work."""
         now_s = self._clock()
         return [
@@ -96,4 +100,4 @@ class Workers:
 
     def epochs(self, bundle: str) -> dict[str, str]:
         """The epoch of each of those workers."""
-        return {beat.worker: beat.config_epoch for beat in self.of(bundle)}
+        return {beat.worker: beat.config_epoch for beat in self.of_bundle(bundle)}

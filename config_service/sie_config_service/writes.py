@@ -21,10 +21,10 @@ from typing import Any
 import msgspec
 
 from sie_broker.record import retry_conflicts
-from sie_config_service.aliases import Guarded, guard
-from sie_config_service.documents import Document, checked, difference, invalid, merged
-from sie_config_service.mirror import Held, bundles_of
-from sie_config_service.store import CatalogueStore, Change, digest_of, normalised, reply_of
+from sie_config_service.aliases import GuardedWrite, guard
+from sie_config_service.documents import ParsedDocument, checked, difference, invalid, merged
+from sie_config_service.mirror import HeldModel, bundles_of
+from sie_config_service.store import CatalogueChange, CatalogueStore, digest_of, normalised, reply_of
 from sie_contracts.errors import (
     ContentConflict,
     IdempotencyMismatch,
@@ -46,12 +46,12 @@ WRITE_S = 10.0  # for one write, others of this replica before it included
 _FROM_NOTHING = ("create", "rollback")  # the others say that there is no such model
 _logger = logging.getLogger("sie.config")
 
-Edit = Callable[[Held], Awaitable[dict[str, Any] | None]]
+Edit = Callable[[HeldModel], Awaitable[dict[str, Any] | None]]
 """The entry that a model is to have, None to remove it, given what it is."""
 
 
 @dataclass(frozen=True)
-class Asked:
+class WriteRequest:
     """A write. `request` is a digest of all that makes it this write and no other; `if_match` the revision that it must
     find.
     """
@@ -72,7 +72,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Answered:
+class WriteReply:
     """The reply. `created`: a model, or profiles of it, that were not there; `replayed`: it was given before."""
 
     body: dict[str, Any]
@@ -80,7 +80,7 @@ class Answered:
     replayed: bool = False
 
 
-class Writer:
+class CatalogueWriter:
     """All writes of one replica, one at a time: between replicas compare-and-set decides."""
 
     def __init__(self, store: CatalogueStore, check: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
@@ -90,13 +90,13 @@ class Writer:
         self._lock = asyncio.Lock()
         self.id = f"sie-config-{secrets.token_hex(4)}"
 
-    async def write(self, asked: Asked) -> Answered:
+    async def write(self, request: WriteRequest) -> WriteReply:
         """Raises ModelNotFound, ContentConflict, ValidationFailed, PermissionDenied, IdempotencyMismatch,
         QueueUnavailable, BrokerError.
         """
         try:
             async with asyncio.timeout(WRITE_S), self._lock:
-                return await retry_conflicts(lambda: self._attempt(asked), attempts=None)
+                return await retry_conflicts(lambda: self._attempt(request), attempts=None)
         except TimeoutError:
             message = (
                 f"the write was not done within {WRITE_S:g} s; whether it was stored is told by a retry with the same "
@@ -104,52 +104,56 @@ class Writer:
             )
             raise QueueUnavailable(message) from None
 
-    async def _attempt(self, asked: Asked) -> Answered:
+    async def _attempt(self, request: WriteRequest) -> WriteReply:
         store = self._store
-        key = digest_of(asked.key.encode()) if asked.key else ""
+        key = digest_of(request.key.encode()) if request.key else ""
         slot = await store.slot(key) if key else None
-        if slot is not None and (known := slot.find(key)) is not None:
-            if known.request != asked.request:
+        if slot is not None and (recorded := slot.find(key)) is not None:
+            if recorded.request != request.request:
                 message = "this Idempotency-Key was used for another request; a new write needs a new key"
                 raise IdempotencyMismatch(message, param="Idempotency-Key")
-            return Answered(known.body, replayed=True)
-        held = await store.held(asked.model)
+            return WriteReply(recorded.body, replayed=True)
+        held = await store.held(request.model)
         if (
-            asked.if_match is not None
-            and asked.if_match != held.revision
-            and (held.entry is not None or asked.operation in _FROM_NOTHING)
+            request.if_match is not None
+            and request.if_match != held.revision
+            and (held.entry is not None or request.operation in _FROM_NOTHING)
         ):
-            raise await self._stale(asked.model, held, asked.if_match)
-        entry = await asked.edit(held)
+            raise await self._stale(request.model, held, request.if_match)
+        entry = await request.edit(held)
         changes = held.entry != entry
         if changes and entry is not None:
-            await self._check_bounds(asked.model, entry)
+            await self._check_bounds(request.model, entry)
             await self._check(entry)
-        guarded = await self._guarded(asked, held, entry) if changes else Guarded()
-        body = self._body(asked, held, entry, held.revision + changes, await store.bundles()) | guarded.told
-        created = bool(body["created_profiles"]) and asked.operation == "create"
-        if asked.dry_run:
-            return Answered(body, created)
-        reply = None if slot is None else slot.with_reply(reply_of(key, asked.request, body))
+        guarded = await self._guarded(request, held, entry) if changes else GuardedWrite()
+        body = self._body(request, held, entry, held.revision + changes, await store.bundles()) | guarded.reply_fields
+        created = bool(body["created_profiles"]) and request.operation == "create"
+        if request.dry_run:
+            return WriteReply(body, created)
+        reply = None if slot is None else slot.with_reply(reply_of(key, request.request, body))
         if changes:
-            sent, wanted = await store.write(
-                [Change(asked.model, held, entry, asked.source, asked.operation, asked.author, asked.note)],
+            sent, expected = await store.write(
+                [
+                    CatalogueChange(
+                        request.model, held, entry, request.source, request.operation, request.author, request.note
+                    )
+                ],
                 reply,
                 guarded.index,
             )
-            if sent < wanted:
+            if sent < expected:
                 body = {
                     **body,
                     "warnings": [*body["warnings"], "nats_publish_partial" if sent else "nats_publish_failed"],
                 }
-            _logger.info("%s of %s: revision %d", asked.operation, asked.model, held.revision + 1)
+            _logger.info("%s of %s: revision %d", request.operation, request.model, held.revision + 1)
         elif reply is not None:
             await store.remember(reply)
-        return Answered(body, created)
+        return WriteReply(body, created)
 
-    async def _guarded(self, asked: Asked, held: Held, entry: dict[str, Any] | None) -> Guarded:
+    async def _guarded(self, request: WriteRequest, held: HeldModel, entry: dict[str, Any] | None) -> GuardedWrite:
         index, read = await self._store.alias_index(), await self._store.snapshot()
-        return await guard(index, read, self._store.catalogue, asked.model, held, entry, force=asked.force)
+        return await guard(index, read, self._store.catalogue, request.model, held, entry, force=request.force)
 
     async def _check_bounds(self, model: str, entry: dict[str, Any]) -> None:
         """Raises PayloadTooLarge, ContentConflict for what the bucket is not to hold."""
@@ -162,27 +166,32 @@ class Writer:
             raise ContentConflict(message, param="id", extras={"limit": MAX_IDS})
 
     def _body(
-        self, asked: Asked, held: Held, entry: dict[str, Any] | None, revision: int, bundles: Mapping[str, Bundle]
+        self,
+        request: WriteRequest,
+        held: HeldModel,
+        entry: dict[str, Any] | None,
+        revision: int,
+        bundles: Mapping[str, Bundle],
     ) -> dict[str, Any]:
-        before, after = (profiles_of(each) for each in (held.entry, entry))
-        named = after if asked.profiles is None else asked.profiles
+        before, after = (profiles_of(entry_state) for entry_state in (held.entry, entry))
+        named = after if request.profiles is None else request.profiles
         routable = [] if entry is None else list(bundles_of(bundles, entry))
         return {
-            "model_id": asked.model,
+            "model_id": request.model,
             "revision": revision,
             "created_profiles": [name for name in after if name not in before],
             "existing_profiles_skipped": [name for name in named if name in before and after[name] == before[name]],
-            "warnings": list(asked.warnings),
+            "warnings": list(request.warnings),
             "unchanged": held.entry == entry,
             "routable_bundles_by_profile": dict.fromkeys(after, routable),
             "router_id": self.id,
         }
 
-    async def _stale(self, model: str, held: Held, wanted: int) -> ContentConflict:
+    async def _stale(self, model: str, held: HeldModel, expected: int) -> ContentConflict:
         """`diff`: what became of the revision that was asked for, as far as it is still known."""
-        base = await self._store.revision(model, wanted)
+        base = await self._store.revision(model, expected)
         return ContentConflict(
-            f"{model} is at revision {held.revision}, not {wanted}; read it again and repeat the change",
+            f"{model} is at revision {held.revision}, not {expected}; read it again and repeat the change",
             param="If-Match",
             extras={"revision": held.revision, "diff": [] if base is None else difference(base.entry, held.entry)},
         )
@@ -207,7 +216,7 @@ class Edits:
         self._bundles = bundles
         self._trust = trust
 
-    def entry(self, raw: Any, document: Document) -> dict[str, Any]:
+    def entry(self, raw: Any, document: ParsedDocument) -> dict[str, Any]:
         """A checked document. Raises ValidationFailed, PermissionDenied."""
         return normalised(self._allowed(self._routable(checked(raw, document), document)))
 
@@ -217,35 +226,35 @@ class Edits:
             raise PermissionDenied(refused.message, reason=refused.reason, param=refused.loc)
         return entry
 
-    def _routable(self, entry: ModelEntry | Alias, document: Document) -> ModelEntry | Alias:
+    def _routable(self, entry: ModelEntry | Alias, document: ParsedDocument) -> ModelEntry | Alias:
         if isinstance(entry, ModelEntry) and not serving(self._bundles, entry.family, entry.bundle):
             loc, why = lacking(self._bundles, entry.family, entry.bundle)
             raise invalid(loc, why, document.line(loc))
         return entry
 
-    def create(self, wanted: dict[str, Any]) -> Edit:
+    def create(self, desired: dict[str, Any]) -> Edit:
         """Adds a model, or profiles to one that has none that differ."""
 
-        async def edit(held: Held) -> dict[str, Any]:
+        async def edit(held: HeldModel) -> dict[str, Any]:
             if held.entry is None:
-                return wanted
-            before, given = profiles_of(held.entry), profiles_of(wanted)
-            differing = [name for name in given if name in before and given[name] != before[name]]
+                return desired
+            before, added = profiles_of(held.entry), profiles_of(desired)
+            differing = [name for name in added if name in before and added[name] != before[name]]
             if differing:
                 present = {key: value for key, value in held.entry.items() if key != "profiles"}
-                present["profiles"] = {name: before[name] for name in given if name != "default" and name in before}
-                asked = {**wanted, "profiles": wanted.get("profiles", {})}
+                present["profiles"] = {name: before[name] for name in added if name != "default" and name in before}
+                merged = {**desired, "profiles": desired.get("profiles", {})}
                 raise ContentConflict(
-                    f"{wanted['id']} is there with another {', '.join(differing)}; POST only adds, PUT replaces, PATCH "
-                    "changes",
-                    extras={"revision": held.revision, "diff": difference(present, asked), "profiles": differing},
+                    f"{desired['id']} is there with another {', '.join(differing)}; POST only adds, PUT replaces, "
+                    "PATCH changes",
+                    extras={"revision": held.revision, "diff": difference(present, merged), "profiles": differing},
                 )
-            profiles = {**held.entry.get("profiles", {}), **wanted.get("profiles", {})}
+            profiles = {**held.entry.get("profiles", {}), **desired.get("profiles", {})}
             return {**held.entry, "profiles": profiles} if profiles else held.entry
 
         return edit
 
-    async def public(self, document: Document, model: str = "") -> tuple[Document, tuple[str, ...]]:
+    async def public(self, document: ParsedDocument, model: str = "") -> tuple[ParsedDocument, tuple[str, ...]]:
         """A model file of the public SIE as a document of ours, of `model` where it names none, with what is ignored
         of it. Any other document as it is. Raises ValidationFailed.
         """
@@ -254,27 +263,27 @@ class Edits:
         name = document.value.get("sie_id", model)
         present = (await self._store.held(name)).entry if isinstance(name, str) and is_id(name) else None
         try:
-            found = translated(document.value, None if present is None or is_alias(present) else present)
+            translation = translated(document.value, None if present is None or is_alias(present) else present)
         except ValidationFailed as error:
             (fault,) = error.extras["errors"]
             raise invalid(fault["loc"], fault["message"], document.line(fault["loc"])) from None
-        return Document({"id": model, **found.entry}, document.node), found.ignored
+        return ParsedDocument({"id": model, **translation.entry}, document.node), translation.ignored
 
-    def put(self, model: str, document: Document) -> Edit:
+    def put(self, model: str, document: ParsedDocument) -> Edit:
         raw = {"id": model, **document.value} if isinstance(document.value, dict) else document.value
-        wanted = self._same(model, self.entry(raw, document), document)
+        desired = self._same(model, self.entry(raw, document), document)
 
-        async def edit(held: Held) -> dict[str, Any]:
+        async def edit(held: HeldModel) -> dict[str, Any]:
             await self._present(model, held)
-            return wanted
+            return desired
 
         return edit
 
-    def patch(self, model: str, document: Document) -> Edit:
+    def patch(self, model: str, document: ParsedDocument) -> Edit:
         if not isinstance(document.value, dict):
             raise invalid("$", f"expected a map, got {type(document.value).__name__}", document.line("$"))
 
-        async def edit(held: Held) -> dict[str, Any]:
+        async def edit(held: HeldModel) -> dict[str, Any]:
             return self._same(
                 model, self.entry(merged(await self._present(model, held), document.value), document), document
             )
@@ -282,54 +291,54 @@ class Edits:
         return edit
 
     def delete(self, model: str) -> Edit:
-        async def edit(held: Held) -> None:
+        async def edit(held: HeldModel) -> None:
             if held.stored is None:  # one that was removed before stays so
                 raise await self._store.not_found(model)
 
         return edit
 
-    def rollback(self, model: str, document: Document) -> Edit:
+    def rollback(self, model: str, document: ParsedDocument) -> Edit:
         value = document.value
-        wanted = value.get("revision") if isinstance(value, dict) else None
+        target = value.get("revision") if isinstance(value, dict) else None
         if (
             not isinstance(value, dict)
             or value.keys() != {"revision"}
-            or not isinstance(wanted, int)
-            or isinstance(wanted, bool)
+            or not isinstance(target, int)
+            or isinstance(target, bool)
         ):
             message = "expected {revision: N} with the number of a revision, as /history lists them, and nothing else"
             raise invalid("$.revision", message, document.line("$"))
 
-        async def edit(held: Held) -> dict[str, Any]:
+        async def edit(held: HeldModel) -> dict[str, Any]:
             if held.stored is None:
                 raise await self._store.not_found(model)
-            found = await self._store.revision(model, wanted)
-            if found is None:
-                kept = [each.revision for each in await self._store.history(model)]
+            document = await self._store.revision(model, target)
+            if document is None:
+                revisions = [revision.revision for revision in await self._store.history(model)]
                 raise ModelNotFound(
-                    f"{model} has no revision {wanted}; kept are {', '.join(map(str, kept[:20]))}",
+                    f"{model} has no revision {target}; kept are {', '.join(map(str, revisions[:20]))}",
                     reason="revision_not_found",
                     param="revision",
-                    extras={"revisions": kept},
+                    extras={"revisions": revisions},
                 )
-            if found.entry is None:
+            if document.entry is None:
                 raise invalid(
                     "$.revision",
-                    f"revision {wanted} is a removal: DELETE removes, an earlier revision brings the model back",
+                    f"revision {target} is a removal: DELETE removes, an earlier revision brings the model back",
                 )
-            return self.entry(found.entry, Document(None))
+            return self.entry(document.entry, ParsedDocument(None))
 
         return edit
 
     @staticmethod
-    def _same(model: str, entry: dict[str, Any], document: Document) -> dict[str, Any]:
+    def _same(model: str, entry: dict[str, Any], document: ParsedDocument) -> dict[str, Any]:
         if entry["id"] != model:
             raise invalid(
                 "$.id", f"expected {model!r}, the one of the path, got {entry['id']!r}", document.line("$.id")
             )
         return entry
 
-    async def _present(self, model: str, held: Held) -> dict[str, Any]:
+    async def _present(self, model: str, held: HeldModel) -> dict[str, Any]:
         if held.entry is None:
             raise await self._store.not_found(model)
         return held.entry

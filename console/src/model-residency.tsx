@@ -1,20 +1,16 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 import { SIEError } from "sie-client";
 import { ask, get } from "./api";
-import type { Model, ModelResidency as Residency, WorkerResidency as Worker } from "./types";
+import type { Model, ModelResidency as Residency } from "./types";
 
 const POLL_MS = 1000;
 const POLLS = 600; // as long as a gateway remembers a load that no worker could begin
 const STALE_POLLS = 3; // a failure of an earlier load is reported until the worker has begun this one
 
 type Action = "load" | "unload";
-const older = (worker: Worker): string => `${worker.worker} runs an older version and was not asked`;
-
-/** One sentence for each lane, and one for each worker that could not be asked. */
-function summary(told: Residency): string {
-  const lanes = told.lanes.map((lane) => `${lane.model} is ${lane.state} in ${lane.lane}`);
-  const unasked = told.lanes.flatMap((lane) => lane.workers).filter((worker) => !worker.asked).map(older);
-  return [...lanes, ...unasked].join("; ") || "no worker has it loaded";
+/** One sentence for each lane. */
+function summary(reply: Residency): string {
+  return reply.lanes.map((lane) => `${lane.model} is ${lane.state} in ${lane.lane}`).join("; ") || "no worker has it loaded";
 }
 
 /** Has a model loaded before its first request, or unloaded, and shows its state until that is done. */

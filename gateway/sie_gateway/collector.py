@@ -20,7 +20,7 @@ from sie_runtime.metrics import Scrape, epoch_number
 
 
 class Live(Collector):
-    """What the gateway's parts know anyway. Workers that are forgotten and demand that is over leave no
+    """Metrics that the gateway's parts know anyway. Workers that are forgotten and demand that is over leave no
     series behind.
     """
 
@@ -71,8 +71,8 @@ class Live(Collector):
 
     def _workers(self) -> Iterator[Metric]:
         gauge = self._scrape.gauge
-        seen = self._status.workers()
-        infos = [each.info for each in seen]
+        workers = self._status.workers()
+        infos = [worker.info for worker in workers]
         healthy = sum(info.healthy for info in infos)
         yield gauge("sie_gateway_workers", {("healthy",): healthy, ("unhealthy",): len(infos) - healthy})
         yield gauge("sie_gateway_worker_queue_depth", {(info.name,): info.queue_depth for info in infos})
@@ -84,8 +84,8 @@ class Live(Collector):
         yield gauge("sie_gateway_model_workers", hosts)
 
     def _queue(self) -> Iterator[Metric]:
-        for name, found in (("queue", self._lag.lanes()), ("model_queue", self._lag.models())):
-            messages = {labels: float(waiting.count) for labels, waiting in found.items()}
-            oldest_s = {labels: waiting.oldest_s for labels, waiting in found.items()}
+        for name, figures in (("queue", self._lag.lanes()), ("model_queue", self._lag.models())):
+            messages = {labels: float(waiting.count) for labels, waiting in figures.items()}
+            oldest_s = {labels: waiting.oldest_s for labels, waiting in figures.items()}
             yield self._scrape.gauge(f"sie_gateway_{name}_messages", messages)
             yield self._scrape.gauge(f"sie_gateway_{name}_oldest_seconds", oldest_s)

@@ -122,7 +122,7 @@ async def serve(
         broker,
         settings.adopt_after_ms / 1000,
         fleet,
-        ages.of,
+        ages.waiting_of,
         clock.now_s,
         storage=settings.stream_storage,
         replicas=settings.stream_replicas,
@@ -145,7 +145,7 @@ async def serve(
     def on_pool_gone(name: str) -> None:
         inbox.fail_pool(name, not_found(name))
         for part in (admission, backlog, ages, placer, demand, cold, residencies):
-            part.forget(name)
+            part.drop_pool(name)
 
     keeper = PoolKeeper(settings, broker, pools, fleet, queue, clock, metrics, on_pool_gone)
     runner = Runner(feed, queue, inbox, metrics, admission, cold, settings.load_hold_s)
@@ -155,7 +155,7 @@ async def serve(
     scaling = Scaling(settings, feed, fleet, backlog, lag, admission.peers, demand, pools)
     status = Status(settings, broker, feed, placer, admission.peers, record.own, lag, nats_monitor_url, pools.visible)
     keys = Keys(broker, settings.stream_replicas) if settings.auth_mode == "token" else None
-    gate = Gate(settings, keys)
+    gate = Gate(settings, keys, clock.now_s)
     letters = DeadLetters(broker, settings, metrics, record.own, placer.note)
     residencies = Residencies(broker, fleet, placer, cold)
     quotas = Quotas(admission.peers.count)
@@ -202,12 +202,12 @@ async def serve(
             tasks.start(keys.run(drained), "keys")
         if offload is not None:
             tasks.start(offload.run(drained), "payload clean-up")
-        for listening, what in (
+        for listening, purpose in (
             (fleet.start, "listening for heartbeats"),
             (inbox.start, "listening for results"),
             (admission.peers.start, "listening for other gateways"),
         ):
-            await retry(listening, errors=(BrokerError,), stop=stop, logger=_logger, what=what)
+            await retry(listening, errors=(BrokerError,), stop=stop, logger=_logger, what=purpose)
         own = functools.partial(_own_streams, queue, placer, settings, record, jobs.bucket)
         owning = asyncio.create_task(retry(own, errors=(BrokerError,), stop=stop, logger=_logger, what="work streams"))
         # connections already queue at the port: a request that meets a restart waits a moment instead of being refused

@@ -47,7 +47,7 @@ class Readiness:
 
 
 class Services(NamedTuple):
-    """What a gateway does beside inference."""
+    """Parts of a gateway beside inference."""
 
     doctor: Doctor
     dead_letters: DeadLetters

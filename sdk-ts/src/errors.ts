@@ -128,6 +128,11 @@ export class PayloadTooLargeError extends RequestError {
   override name = "PayloadTooLargeError";
 }
 
+/** The server takes no body of this `Content-Type` or `Content-Encoding`. */
+export class UnsupportedMediaTypeError extends RequestError {
+  override name = "UnsupportedMediaTypeError";
+}
+
 /** A configuration that cannot be used. */
 export class ValidationFailedError extends RequestError {
   override name = "ValidationFailedError";
@@ -234,6 +239,7 @@ export const ERRORS_BY_CODE: Readonly<Record<string, ErrorClass>> = Object.freez
   POOL_CONFLICT: PoolConflictError,
   CONTENT_CONFLICT: ContentConflictError,
   PAYLOAD_TOO_LARGE: PayloadTooLargeError,
+  UNSUPPORTED_MEDIA_TYPE: UnsupportedMediaTypeError,
   VALIDATION_ERROR: ValidationFailedError,
   IDEMPOTENCY_MISMATCH: IdempotencyMismatchError,
   RATE_LIMITED: RateLimitedError,
@@ -260,6 +266,7 @@ const BY_STATUS: Readonly<Record<number, ErrorClass>> = {
   405: MethodNotAllowedError,
   409: ConflictError,
   413: PayloadTooLargeError,
+  415: UnsupportedMediaTypeError,
   429: RateLimitedError,
 };
 

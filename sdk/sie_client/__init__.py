@@ -41,6 +41,7 @@ from sie_client.errors import (
     ShuttingDownError,
     SIEConnectionError,
     SIEError,
+    UnsupportedMediaTypeError,
     ValidationFailedError,
 )
 from sie_client.jobs import JobInfo
@@ -117,6 +118,7 @@ __all__ = [
     "ScoreResult",
     "ServerError",
     "ShuttingDownError",
+    "UnsupportedMediaTypeError",
     "Usage",
     "ValidationFailedError",
     "__version__",

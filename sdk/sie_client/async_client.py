@@ -37,7 +37,7 @@ class SIEAsyncClient:
     """`SIEClient` for asyncio, in one event loop. Use it as an async context manager, or `await close()`."""
 
     def __init__(self, base_url: str, **options: Unpack[ClientOptions]) -> None:
-        self._session = Session.of(options)
+        self._session = Session.from_options(options)
         self._driver = Driver(transport.address(base_url), self._session)
         self.jobs = AsyncJobs(self._driver, self._session)
         self.files = AsyncFiles(self._driver, self._session)
@@ -151,7 +151,7 @@ class SIEAsyncClient:
     async def reserve(self, name: str, gpus: Mapping[str, int], **options: Unpack[PoolOptions]) -> AsyncIterator[Pool]:
         """As SIEClient.reserve."""
         created = await self.create_pool(name, gpus, **options)
-        end = self._driver.start(cluster.kept(name, gpus, options, self._session))
+        end = self._driver.start(cluster.renewed(name, gpus, options, self._session))
         try:
             yield created
         finally:
@@ -160,7 +160,7 @@ class SIEAsyncClient:
 
     async def watch(self, path: str = watching.CLUSTER_STATUS) -> AsyncGenerator[dict[str, Any]]:
         """As SIEClient.watch."""
-        socket, request = watching.AsyncSocket(self._driver.url), watching.request(path, self._session)
+        socket, request = watching.AsyncStatusSocket(self._driver.url), watching.request(path, self._session)
         async with contextlib.aclosing(socket):
             while True:
                 frame: bytes | None = (

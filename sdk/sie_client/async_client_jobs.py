@@ -98,10 +98,10 @@ class AsyncJobs:
         """As SIEClient.jobs.list."""
         after: str | None = None
         while True:
-            found = await self._driver.run(jobs.page(state, page, after, self._session))
-            for info in found.data:
+            jobs_page = await self._driver.run(jobs.page(state, page, after, self._session))
+            for info in jobs_page.data:
                 yield self._job(info)
-            after = found.next
+            after = jobs_page.next
             if after is None:
                 return
 

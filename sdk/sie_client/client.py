@@ -44,7 +44,7 @@ class SIEClient:
     """
 
     def __init__(self, base_url: str, **options: Unpack[ClientOptions]) -> None:
-        self._session = Session.of(options)
+        self._session = Session.from_options(options)
         self._driver = Driver(transport.address(base_url), self._session)
         self.jobs = Jobs(self._driver, self._session)
         self.files = Files(self._driver, self._session)
@@ -162,7 +162,7 @@ class SIEClient:
         `pool=name`.
         """
         created = self.create_pool(name, gpus, **options)
-        end = self._driver.start(cluster.kept(name, gpus, options, self._session))
+        end = self._driver.start(cluster.renewed(name, gpus, options, self._session))
         try:
             yield created
         finally:
@@ -171,7 +171,7 @@ class SIEClient:
 
     def watch(self, path: str = watching.CLUSTER_STATUS) -> Iterator[dict[str, Any]]:
         """Status frames, one each second, for as long as they are asked for. Needs the package `websockets`."""
-        socket, request = watching.Socket(self._driver.url), watching.request(path, self._session)
+        socket, request = watching.StatusSocket(self._driver.url), watching.request(path, self._session)
         with contextlib.closing(socket):
             while True:
                 frame: bytes | None = self._driver.run(call(request, self._session.policy), send=socket.open).body

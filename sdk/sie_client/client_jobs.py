@@ -102,9 +102,9 @@ class Jobs:
         """All jobs, the newest first, or those in a state. Asks for `page` of them at a time."""
         after: str | None = None
         while True:
-            found = self._driver.run(jobs.page(state, page, after, self._session))
-            yield from map(self._job, found.data)
-            after = found.next
+            jobs_page = self._driver.run(jobs.page(state, page, after, self._session))
+            yield from map(self._job, jobs_page.data)
+            after = jobs_page.next
             if after is None:
                 return
 

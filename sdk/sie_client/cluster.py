@@ -32,7 +32,7 @@ _SMALLEST: dict[str, Item] = {
 }
 
 
-def _told(reply: Any, name: str, kind: type[T]) -> T:
+def _field(reply: Any, name: str, kind: type[T]) -> T:
     """A member of a reply. Raises ServerError where it is not, or is something else."""
     value = reply.get(name) if isinstance(reply, dict) else None
     if not isinstance(value, kind):
@@ -45,39 +45,41 @@ def _told(reply: Any, name: str, kind: type[T]) -> T:
 
 def list_models(filters: Mapping[str, Any], session: Session) -> Plan[list[dict[str, Any]]]:
     """`GET /v1/models`."""
-    given = {
+    query = {
         name: str(value).lower() if isinstance(value, bool) else value
         for name, value in filters.items()
         if value is not None
     }
-    reply = yield from json_call("GET", "/v1/models" + (f"?{urlencode(given)}" if given else ""), session)
-    return _told(reply, "data", list)
+    reply = yield from json_call("GET", "/v1/models" + (f"?{urlencode(query)}" if query else ""), session)
+    return _field(reply, "data", list)
 
 
 def get_model(model: str, session: Session) -> Plan[dict[str, Any]]:
     """`GET /v1/models/{model}`."""
     reply = yield from json_call("GET", f"/v1/models/{quoted(model)}", session)
-    _told(reply, "name", str)
+    _field(reply, "name", str)
     return cast("dict[str, Any]", reply)
 
 
 def health(session: Session) -> Plan[dict[str, Any]]:
     """`GET /health`."""
     reply = yield from json_call("GET", "/health", session)
-    _told(reply, "status", str)
+    _field(reply, "status", str)
     return cast("dict[str, Any]", reply)
 
 
 def capacity(gpu: str | None, session: Session) -> Plan[Capacity]:
     """The healthy workers of one machine profile, or of all."""
     reply = yield from json_call("GET", "/health", session)
-    wanted = None if gpu is None else gpu.strip().lower()
+    machine_profile = None if gpu is None else gpu.strip().lower()
     workers = [
-        worker for worker in _told(reply, "workers", list) if wanted in (None, _told(worker, "gpu", str).lower())
+        worker
+        for worker in _field(reply, "workers", list)
+        if machine_profile in (None, _field(worker, "gpu", str).lower())
     ]
     return {
         "worker_count": len(workers),
-        "gpu_count": sum(_told(worker, "gpu_count", int) for worker in workers),
+        "gpu_count": sum(_field(worker, "gpu_count", int) for worker in workers),
         "workers": workers,
     }
 
@@ -85,7 +87,7 @@ def capacity(gpu: str | None, session: Session) -> Plan[Capacity]:
 def scaling(lane: str, session: Session) -> Plan[dict[str, Any]]:
     """`GET /v1/scaling/{lane}`."""
     reply = yield from json_call("GET", f"/v1/scaling/{quoted(lane)}", session)
-    _told(reply, "wanted_replicas", int)
+    _field(reply, "wanted_replicas", int)
     return cast("dict[str, Any]", reply)
 
 
@@ -97,8 +99,8 @@ def warmed(model: str, options: Mapping[str, Any], session: Session) -> Plan[dic
     """
     session, params = session.for_call({"wait_for_capacity": True, **options})
     info = yield from get_model(model, session)
-    inputs, tasks = _told(info, "inputs", list), _told(info, "tasks", list)
-    item = next((each for name, each in _SMALLEST.items() if name in inputs), None)
+    inputs, tasks = _field(info, "inputs", list), _field(info, "tasks", list)
+    item = next((smallest for name, smallest in _SMALLEST.items() if name in inputs), None)
     if item is None:
         raise InvalidInputError(
             f"{model}: takes {', '.join(map(str, inputs))}, which cannot be made up", code="INVALID_INPUT"
@@ -113,21 +115,21 @@ def warmed(model: str, options: Mapping[str, Any], session: Session) -> Plan[dic
 
 
 def _pool(reply: Any) -> Pool:
-    _told(reply, "name", str)
-    _told(reply, "spec", dict)
-    _told(reply, "status", dict)
+    _field(reply, "name", str)
+    _field(reply, "spec", dict)
+    _field(reply, "status", dict)
     return cast(Pool, reply)
 
 
 def create_pool(name: str, gpus: Mapping[str, int], options: Mapping[str, Any], session: Session) -> Plan[Pool]:
     """`POST /v1/pools`."""
-    given = {key: value for key, value in options.items() if value is not None}
-    return _pool((yield from json_call("POST", "/v1/pools", session, {"name": name, "gpus": dict(gpus), **given})))
+    body = {key: value for key, value in options.items() if value is not None}
+    return _pool((yield from json_call("POST", "/v1/pools", session, {"name": name, "gpus": dict(gpus), **body})))
 
 
 def list_pools(session: Session) -> Plan[list[Pool]]:
     """`GET /v1/pools`."""
-    return [_pool(each) for each in _told((yield from json_call("GET", "/v1/pools", session)), "pools", list)]
+    return [_pool(pool) for pool in _field((yield from json_call("GET", "/v1/pools", session)), "pools", list)]
 
 
 def get_pool(name: str, session: Session) -> Plan[Pool]:
@@ -139,7 +141,7 @@ def renew_pool(name: str, session: Session) -> Plan[float]:
     """`POST /v1/pools/{name}/renew`; when the lease ends, in seconds since 1970."""
     reply = yield from json_call("POST", f"/v1/pools/{quoted(name)}/renew", session)
     expires_at = reply.get("expires_at") if isinstance(reply, dict) else None
-    return float(expires_at) if isinstance(expires_at, int) else _told(reply, "expires_at", float)
+    return float(expires_at) if isinstance(expires_at, int) else _field(reply, "expires_at", float)
 
 
 def delete_pool(name: str, session: Session, within_s: float = CONTROL_S) -> Plan[None]:
@@ -158,7 +160,7 @@ def released(name: str, session: Session) -> Plan[None]:
         _logger.warning("pool %s could not be deleted and is left to its lease: %s", name, error)
 
 
-def kept(name: str, gpus: Mapping[str, int], options: Mapping[str, Any], session: Session) -> Plan[NoReturn]:
+def renewed(name: str, gpus: Mapping[str, int], options: Mapping[str, Any], session: Session) -> Plan[NoReturn]:
     """Renew a reservation until the shell stops; one whose lease lapsed is made again. A failure is told as the cause
     of a wait.
     """

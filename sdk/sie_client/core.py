@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Stream:
+class UploadStream:
     """A body of `size_bytes` that is never whole in memory. `pieces` begins it anew for each attempt; each piece may
     take long, and may raise SIEError.
     """
@@ -73,7 +73,7 @@ class Send:
     method: str
     path: str
     headers: Mapping[str, str]
-    body: bytes | Stream = b""
+    body: bytes | UploadStream = b""
     within_s: float = SERVER_DEADLINE_S + GRACE_S
     hedge_after_s: float | None = None
     sink: Sink | None = None
@@ -81,24 +81,25 @@ class Send:
 
 @dataclass(frozen=True)
 class Pause:
-    """Wait this long, then go on. `cause` says why, for a log, and `remaining_s` how much patience is left; no cause:
-    nothing is wrong.
+    """Wait this long, then go on. `cause` says why, for a log, `error` in words, and `remaining_s` how much patience
+    is left; no cause: nothing is wrong.
     """
 
     seconds: float
     cause: str = ""
     remaining_s: float = 0.0
+    error: str = ""
 
 
 @dataclass(frozen=True)
-class Work:
+class BlockingWork:
     """Call this where it holds up nobody else; the reply is what it returns."""
 
     function: Callable[[], Any]
 
 
 @dataclass(frozen=True)
-class Answered:
+class HttpAnswer:
     """So many more items of the call have their answer."""
 
     items: int
@@ -141,7 +142,7 @@ class TransportFailed:
     is_nobody: bool = False
 
 
-Step: TypeAlias = "Send | Pause | Work | Answered | Together"
+Step: TypeAlias = "Send | Pause | BlockingWork | HttpAnswer | Together"
 Plan: TypeAlias = "Generator[Step, Any, T]"
 
 
@@ -167,19 +168,19 @@ class Patience:
         self.mark = object()
 
 
-class Told:
+class LoggedWarnings:
     """Which warnings of the server a client has logged: each once, however many replies have it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def warn(self, warnings: object) -> None:
         """Log those that are new; past MAX_TOLD different ones no more."""
         for warning in warnings if isinstance(warnings, list) else ():
             with self._lock:
-                is_new = str(warning) not in self._told and len(self._told) < MAX_TOLD
-                self._told.add(str(warning))
+                is_new = str(warning) not in self._logged and len(self._logged) < MAX_TOLD
+                self._logged.add(str(warning))
             if is_new:
                 _logger.warning("the server warns: %s", warning)
 
@@ -197,7 +198,7 @@ class Hedges:
         with self._lock:
             self._tokens = min(MAX_HEDGES, self._tokens + HEDGE_SHARE)
 
-    def take(self) -> bool:
+    def acquire(self) -> bool:
         """Whether one may go now."""
         with self._lock:
             if self._tokens < 1.0:
@@ -229,15 +230,15 @@ class Session:
     progress: bool | None = None
     on_progress: Callable[[Progress], None] | None = None
     hedges: Hedges = field(default_factory=Hedges, repr=False, compare=False)
-    told: Told = field(default_factory=lambda: Told(), repr=False, compare=False)
+    warnings: LoggedWarnings = field(default_factory=lambda: LoggedWarnings(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, (kind, least) in _LEAST.items():
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | kind) and math.isfinite(value) and value >= least):
-                what = "a whole number" if kind is int else "a number"
+                expected = "a whole number" if kind is int else "a number"
                 raise InvalidInputError(
-                    f"{name}: expected {what} of at least {least}, got {value!r}", code="INVALID_INPUT"
+                    f"{name}: expected {expected} of at least {least}, got {value!r}", code="INVALID_INPUT"
                 )
         if self.priority not in (None, "interactive", "bulk"):
             raise InvalidInputError(
@@ -248,18 +249,18 @@ class Session:
                 raise InvalidInputError(f"header {name}: expected printable ASCII in one line", code="INVALID_INPUT")
 
     @classmethod
-    def of(cls, options: Mapping[str, Any]) -> Session:
+    def from_options(cls, options: Mapping[str, Any]) -> Session:
         """A session with these options; None means the default. Raises TypeError for a name that is none of them."""
-        session, others = cls().for_call(options)
-        if others:
-            raise TypeError(f"unexpected options: {', '.join(sorted(others))}")
+        session, rest = cls().for_call(options)
+        if rest:
+            raise TypeError(f"unexpected options: {', '.join(sorted(rest))}")
         return session
 
-    def for_call(self, given: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:
+    def for_call(self, options: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:
         """The session of one call, and those of its parameters that go to the server."""
-        own = {name: value for name, value in given.items() if name in _OPTIONS and value is not None}
+        own = {name: value for name, value in options.items() if name in _OPTIONS and value is not None}
         return replace(self, **own) if own else self, {
-            name: value for name, value in given.items() if name not in _OPTIONS
+            name: value for name, value in options.items() if name not in _OPTIONS
         }
 
     @property
@@ -273,11 +274,11 @@ class Session:
 
     def sent_headers(self) -> dict[str, str]:
         """Of every request, but for the format of its body."""
-        found = {"x-sie-client-version": __version__}
+        headers = {"x-sie-client-version": __version__}
         if self.api_key:
-            found["authorization"] = f"Bearer {self.api_key.strip()}"
+            headers["authorization"] = f"Bearer {self.api_key.strip()}"
         if self.timeout_s is not None:
-            found["x-sie-timeout-ms"] = str(max(1, min(600_000, round(self.timeout_s * 1000))))
+            headers["x-sie-timeout-ms"] = str(max(1, min(600_000, round(self.timeout_s * 1000))))
         named = {
             "x-sie-machine-profile": self.gpu,
             "x-sie-pool": self.pool,
@@ -285,8 +286,8 @@ class Session:
             "x-sie-explain": "1" if self.explain else None,
             "x-sie-strict": "true" if self.strict else None,
         }
-        found |= {name: value for name, value in named.items() if value}
-        return {**found, **{name.lower(): value for name, value in (self.headers or {}).items()}}
+        headers |= {name: value for name, value in named.items() if value}
+        return {**headers, **{name.lower(): value for name, value in (self.headers or {}).items()}}
 
 
 _LEAST: dict[str, tuple[type[int] | type[float], float]] = {
@@ -297,7 +298,7 @@ _LEAST: dict[str, tuple[type[int] | type[float], float]] = {
     "part_tokens": (int, 1),
     "concurrency": (int, 1),
 }
-_OPTIONS = frozenset(each.name for each in fields(Session)) - {"hedges", "told"}
+_OPTIONS = frozenset(field.name for field in fields(Session)) - {"hedges", "warnings"}
 
 
 def call(request: Send, policy: Policy, patience: Patience | None = None) -> Plan[Received]:
@@ -327,7 +328,15 @@ def call(request: Send, policy: Policy, patience: Patience | None = None) -> Pla
             raise failure from failure.__cause__ or previous
         waited_s[is_away] += pause_s
         previous = failure
-        yield Pause(pause_s, failure.code or "connection", remaining_s - pause_s)
+        error = "" if failure.code else _in_a_line(answer)
+        yield Pause(pause_s, failure.code or "connection", remaining_s - pause_s, error)
+
+
+def _in_a_line(answer: Received | TransportFailed) -> str:
+    """What went wrong with an attempt that no code names."""
+    if isinstance(answer, Received):
+        return f"HTTP {answer.status}"
+    return " ".join(f"{type(answer.cause).__name__}: {answer.cause}".split())[:MAX_ERROR]
 
 
 def _connection_budget_s(policy: Policy, answer: Received | TransportFailed) -> float:
@@ -336,6 +345,8 @@ def _connection_budget_s(policy: Policy, answer: Received | TransportFailed) -> 
     return NOBODY_BUDGET_S if isinstance(answer, TransportFailed) and answer.is_nobody else CONNECTION_BUDGET_S
 
 
+_OF_PROXIES = (502, 503, 504)
+MAX_ERROR = 200  # characters of a library's text in a line of the log
 # what may have cost the device its time is repeated ever more slowly
 _COSTLY = frozenset({"GATEWAY_TIMEOUT", "RESOURCE_EXHAUSTED"})
 
@@ -352,7 +363,7 @@ def _judged(answer: Received | TransportFailed) -> tuple[SIEError, float, float,
         failure.__cause__ = answer.cause
         return failure, CONNECTION_PAUSE_S, MAX_CONNECTION_PAUSE_S, True
     failure = failure_of(answer)
-    if not failure.code and answer.status in (502, 503, 504):  # a proxy's answer: there is nobody behind it
+    if not failure.code and answer.status in _OF_PROXIES:  # a proxy's answer: there is nobody behind it
         failure.retryable = True
         return failure, CONNECTION_PAUSE_S, MAX_CONNECTION_PAUSE_S, True
     told_s = _retry_after_s(answer)
@@ -373,11 +384,11 @@ def failure_of(answer: Received) -> SIEError:
         body = msgspec.json.decode(answer.body)
     except (msgspec.DecodeError, ValueError, RecursionError):
         body = None
-    told: dict[str, Any] = body if isinstance(body, dict) else {}
-    inner = told.get("error")
+    document: dict[str, Any] = body if isinstance(body, dict) else {}
+    inner = document.get("error")
     details = dict(inner) if isinstance(inner, dict) else {}
-    if isinstance(told.get("errors"), list):
-        details["errors"] = told["errors"]
+    if isinstance(document.get("errors"), list):
+        details["errors"] = document["errors"]
     # routes in the shape of another API have its code in the body
     code = str(answer.headers.get("x-sie-error-code") or details.get("code", ""))
     request_id = str(details.get("request_id", answer.headers.get("x-sie-request-id", "")))

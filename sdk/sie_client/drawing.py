@@ -37,21 +37,21 @@ def draw(image: Any, result: Mapping[str, Any], *, least: float = 0.0) -> Image:
         raise InvalidInputError(
             message, code="INVALID_INPUT", details={"param": "image", "reason": "invalid_media"}
         ) from error
-    found = [
-        each
+    entities = [
+        entity
         for kind in ("objects", "entities")
-        for each in result.get(kind) or ()
-        if each.get("bbox") and each["score"] >= least
+        for entity in result.get(kind) or ()
+        if entity.get("bbox") and entity["score"] >= least
     ]
-    labels = list(dict.fromkeys(each["label"] for each in found))
+    labels = list(dict.fromkeys(entity["label"] for entity in entities))
     pen = ImageDraw.Draw(drawn)
     width = max(1, round(max(drawn.size) / 400))
     font = ImageFont.load_default(max(10, round(max(drawn.size) / 50)))
-    for each in sorted(found, key=lambda each: float(each["score"])):
-        colour = _COLOURS[labels.index(each["label"]) % len(_COLOURS)]
-        x, y, across, down = each["bbox"]
+    for part in sorted(entities, key=lambda part: float(part["score"])):
+        colour = _COLOURS[labels.index(part["label"]) % len(_COLOURS)]
+        x, y, across, down = part["bbox"]
         pen.rectangle((x, y, x + max(1, across) - 1, y + max(1, down) - 1), outline=colour, width=width)
-        text = f"{' '.join(each['label'].split())} {each['score']:.2f}"
+        text = f"{' '.join(part['label'].split())} {part['score']:.2f}"
         left, top, right, bottom = pen.textbbox((0, 0), text, font=font)
         wide, tall = right - left + 2 * width, bottom - top + 2 * width
         beside, above = max(0, min(x, drawn.width - wide)), y - tall if y >= tall else y
@@ -67,8 +67,8 @@ def _readable_on(colour: str) -> str:
 
 def _bytes_of(image: Any) -> bytes:
     """Of the file, as it travels. Raises InvalidInputError, ValueError."""
-    found = media(image, "image")
-    data = found["data"] if isinstance(found, Mapping) else found
+    file = media(image, "image")
+    data = file["data"] if isinstance(file, Mapping) else file
     if isinstance(data, bytes):
         return data
     try:

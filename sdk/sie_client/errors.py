@@ -16,6 +16,7 @@ SIEError
 │   │   ├── PoolConflictError           POOL_CONFLICT
 │   │   └── ContentConflictError        CONTENT_CONFLICT
 │   ├── PayloadTooLargeError          PAYLOAD_TOO_LARGE, with `limit` in `details`
+│   ├── UnsupportedMediaTypeError     UNSUPPORTED_MEDIA_TYPE
 │   ├── ValidationFailedError         VALIDATION_ERROR
 │   ├── IdempotencyMismatchError      IDEMPOTENCY_MISMATCH
 │   └── RateLimitedError              RATE_LIMITED: the key's quota, for longer than the client was willing to wait
@@ -145,6 +146,10 @@ class PayloadTooLargeError(RequestError, code="PAYLOAD_TOO_LARGE"):
     """The body, or one item, is larger than the server takes: `details` has `limit`."""
 
 
+class UnsupportedMediaTypeError(RequestError, code="UNSUPPORTED_MEDIA_TYPE"):
+    """The server takes no body of this `Content-Type` or `Content-Encoding`."""
+
+
 class ValidationFailedError(RequestError, code="VALIDATION_ERROR"):
     """A configuration that cannot be used."""
 
@@ -236,6 +241,7 @@ _BY_STATUS: dict[int, type[SIEError]] = {
     405: MethodNotAllowedError,
     409: ConflictError,
     413: PayloadTooLargeError,
+    415: UnsupportedMediaTypeError,
     429: RateLimitedError,
 }
 

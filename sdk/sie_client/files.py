@@ -15,7 +15,7 @@ from typing import BinaryIO, NoReturn, cast
 
 import msgspec
 
-from sie_client.core import Plan, Send, Session, Stream, Work, call, json_call, reading
+from sie_client.core import BlockingWork, Plan, Send, Session, UploadStream, call, json_call, reading
 from sie_client.errors import InvalidInputError, ServerError
 from sie_client.types import Progress
 from sie_contracts.api.batches import FileDeleted, FileObject
@@ -30,11 +30,11 @@ def invalid(message: str) -> NoReturn:
     raise InvalidInputError(message, code="INVALID_INPUT")
 
 
-def identifier(value: object, what: str) -> str:
+def identifier(value: object, noun: str) -> str:
     """The id of a file or a job as part of a path. Raises InvalidInputError."""
     if isinstance(value, str) and _ID.fullmatch(value):
         return value
-    invalid(f"{what}: expected an id, such as {what}-0192f0c17d3e70008000000000000000, got {str(value)[:80]!r}")
+    invalid(f"{noun}: expected an id, such as {noun}-0192f0c17d3e70008000000000000000, got {str(value)[:80]!r}")
 
 
 @contextlib.contextmanager
@@ -54,20 +54,20 @@ def uploaded(
     expires_after_s: int | None = None,
 ) -> Plan[FileObject]:
     """`POST /v1/files`. A file that changes meanwhile is refused."""
-    found = Path(path)
-    size_bytes = cast(int, (yield Work(lambda: _size_of(found))))
+    location = Path(path)
+    size_bytes = cast(int, (yield BlockingWork(lambda: _size_of(location))))
     boundary = secrets.token_hex(16)
     # as browsers write a name: what would end the header is escaped, the rest is UTF-8
-    name = found.name.replace('"', "%22").replace("\r", "%0D").replace("\n", "%0A")
+    name = location.name.replace('"', "%22").replace("\r", "%0D").replace("\n", "%0A")
     fields = {"purpose": purpose}
     if expires_after_s is not None:
         fields |= {"expires_after[anchor]": "created_at", "expires_after[seconds]": str(expires_after_s)}
-    given = "".join(
+    letters = "".join(
         f'--{boundary}\r\nContent-Disposition: form-data; name="{field}"\r\n\r\n{value}\r\n'
         for field, value in fields.items()
     )
     head = (
-        f'{given}--{boundary}\r\nContent-Disposition: form-data; name="file"; filename="{name}"\r\n'
+        f'{letters}--{boundary}\r\nContent-Disposition: form-data; name="file"; filename="{name}"\r\n'
         "Content-Type: application/octet-stream\r\n\r\n"
     ).encode("utf-8", "surrogateescape")
     tail = f"\r\n--{boundary}--\r\n".encode()
@@ -75,7 +75,7 @@ def uploaded(
     def pieces() -> Generator[bytes]:
         yield head
         sent = 0
-        with on_disk(found), found.open("rb") as file:
+        with on_disk(location), location.open("rb") as file:
             while piece := file.read(min(PIECE_BYTES, size_bytes - sent + 1)):
                 sent += len(piece)
                 if sent > size_bytes:
@@ -84,7 +84,7 @@ def uploaded(
                 if on_progress is not None:
                     on_progress(Progress(sent, size_bytes))
         if sent != size_bytes:
-            invalid(f"{found}: was changed while it was sent")
+            invalid(f"{location}: was changed while it was sent")
         yield tail
 
     headers = {
@@ -92,7 +92,7 @@ def uploaded(
         "accept": "application/json",
         "content-type": f"multipart/form-data; boundary={boundary}",
     }
-    body = Stream(pieces, len(head) + size_bytes + len(tail))
+    body = UploadStream(pieces, len(head) + size_bytes + len(tail))
     answer = yield from call(Send("POST", "/v1/files", headers, body), session.policy)
     with reading(answer.headers):
         return msgspec.json.decode(answer.body, type=FileObject)
@@ -130,13 +130,13 @@ def saved(
     target = Path(path)
     done = 0
 
-    def tell(count: int) -> None:
+    def report(count: int) -> None:
         nonlocal done
         done += count
         if on_progress is not None:
             on_progress(Progress(done, info.bytes))
 
-    yield from fetched(f"/v1/files/{info.id}/content", Arriving(target, info.bytes, "", tell), session)
+    yield from fetched(f"/v1/files/{info.id}/content", Arriving(target, info.bytes, "", report), session)
     return target
 
 
@@ -203,7 +203,7 @@ def fetched(path: str, arriving: Arriving, session: Session) -> Plan[None]:
     """Let a file arrive."""
     try:
         yield from call(Send("GET", path, session.sent_headers(), sink=arriving), session.policy)
-        yield Work(arriving.finish)
+        yield BlockingWork(arriving.finish)
     except BaseException:
         arriving.drop()
         raise

@@ -22,7 +22,7 @@ from urllib.parse import urlencode
 import msgspec
 
 from sie_client import files
-from sie_client.core import Pause, Plan, Session, Together, Work, json_call
+from sie_client.core import BlockingWork, Pause, Plan, Session, Together, json_call
 from sie_client.errors import JobFailedError, JobTimeoutError, RequestError, ServerError, SIEError
 from sie_client.files import Arriving, identifier, invalid
 from sie_client.types import JobOptions, Progress
@@ -61,7 +61,7 @@ class JobPage(msgspec.Struct, kw_only=True):
     next: str | None = None
 
 
-class _Rows(msgspec.Struct):
+class _RowPage(msgspec.Struct):
     rows: list[dict[str, Any]]
 
 
@@ -102,20 +102,20 @@ def submitted(model: str, source: Any, options: Mapping[str, Any], session: Sess
 
     Raises TypeError for an option that there is not.
     """
-    known = JobOptions.__annotations__
+    names = JobOptions.__annotations__
     for name in options:
-        if name not in known:
-            like = difflib.get_close_matches(name, known, 1)
+        if name not in names:
+            like = difflib.get_close_matches(name, names, 1)
             raise TypeError(f"unexpected option {name!r}" + (f"; did you mean {like[0]!r}?" if like else ""))
-    given = {name: value for name, value in options.items() if value is not None}
+    chosen = {name: value for name, value in options.items() if value is not None}
     place = _place(source)
     is_sent = isinstance(place, Path)
     if isinstance(place, Path):
-        sent = yield from files.uploaded(place, files.PURPOSE, given.get("on_upload"), session, INPUT_LIFE_S)
+        sent = yield from files.uploaded(place, files.PURPOSE, chosen.get("on_upload"), session, INPUT_LIFE_S)
         place = {"file": sent.id}
     try:
-        body = _body(model, place, given)
-        key = given.get("idempotency_key") or uuid.uuid4().hex
+        body = _body(model, place, chosen)
+        key = chosen.get("idempotency_key") or uuid.uuid4().hex
         reply = yield from _post("/v1/jobs", session, body, key)
     except RequestError:
         if is_sent:
@@ -139,15 +139,15 @@ def _place(source: Any) -> Path | dict[str, str]:
     return {"file": source} if _FILE_ID.fullmatch(source) else Path(source)
 
 
-def _body(model: str, place: dict[str, str], given: Mapping[str, Any]) -> dict[str, Any]:
-    columns = {name: given[name] for name in _COLUMNS if name in given}
-    if "input_format" in given:
-        columns["format"] = given["input_format"]
-    own = {name: value for name, value in given.items() if name not in (*_COLUMNS, *_OF_CLIENT)}
+def _body(model: str, place: dict[str, str], chosen: Mapping[str, Any]) -> dict[str, Any]:
+    columns = {name: chosen[name] for name in _COLUMNS if name in chosen}
+    if "input_format" in chosen:
+        columns["format"] = chosen["input_format"]
+    own = {name: value for name, value in chosen.items() if name not in (*_COLUMNS, *_OF_CLIENT)}
     if isinstance(own.get("deadline"), datetime):
         own["deadline"] = own["deadline"].timestamp()
-    if "output" in given:
-        own["output"] = {"url": given["output"]} if isinstance(given["output"], str) else dict(given["output"])
+    if "output" in chosen:
+        own["output"] = {"url": chosen["output"]} if isinstance(chosen["output"], str) else dict(chosen["output"])
     return {"model": model, "input": {**place, **columns}, **own}
 
 
@@ -182,8 +182,8 @@ def get(job: str, session: Session) -> Plan[JobInfo]:
 
 def page(state: str | None, limit: int, after: str | None, session: Session) -> Plan[JobPage]:
     """`GET /v1/jobs`."""
-    asked = {"limit": limit, "after": after, "state": state}
-    query = urlencode({name: value for name, value in asked.items() if value is not None})
+    parameters = {"limit": limit, "after": after, "state": state}
+    query = urlencode({name: value for name, value in parameters.items() if value is not None})
     return cast(JobPage, (yield from json_call("GET", f"/v1/jobs?{query}", session, type=JobPage)))
 
 
@@ -205,8 +205,8 @@ def deleted(job: str, session: Session) -> Plan[None]:
 def rows(job: str, limit: int, failed: bool | None, session: Session) -> Plan[list[dict[str, Any]]]:
     """`GET /v1/jobs/{job}/rows`."""
     query = urlencode({"limit": limit, **({} if failed is None else {"failed": str(failed).lower()})})
-    reply = yield from json_call("GET", f"{_path(job)}/rows?{query}", session, type=_Rows)
-    return cast(_Rows, reply).rows
+    reply = yield from json_call("GET", f"{_path(job)}/rows?{query}", session, type=_RowPage)
+    return cast(_RowPage, reply).rows
 
 
 def manifest(job: str, session: Session) -> Plan[JobManifest]:
@@ -216,13 +216,13 @@ def manifest(job: str, session: Session) -> Plan[JobManifest]:
     while True:
         query = "" if after is None else f"?{urlencode({'after': after})}"
         reply = yield from json_call("GET", f"{_path(job)}/manifest{query}", session, type=JobManifest)
-        found = cast(JobManifest, reply)
-        parts += found.parts
-        if found.next is None:
-            return msgspec.structs.replace(found, parts=parts)
-        if after is not None and found.next <= after:
+        document = cast(JobManifest, reply)
+        parts += document.parts
+        if document.next is None:
+            return msgspec.structs.replace(document, parts=parts)
+        if after is not None and document.next <= after:
             raise ServerError(f"the pages of the manifest of {job} do not end", status=200)
-        after = found.next
+        after = document.next
 
 
 # ---- wait
@@ -297,21 +297,21 @@ def downloaded(
     into = Path(folder)
     if url := (info.request.get("output") or {}).get("url"):
         invalid(f"{info.id}: its files are at {url}, where they are read without SIE")
-    yield Work(lambda: _claimed(into, info.id))
-    told = yield from manifest(info.id, session)
-    names = [part.name for part in told.parts]
+    yield BlockingWork(lambda: _claimed(into, info.id))
+    document = yield from manifest(info.id, session)
+    names = [part.name for part in document.parts]
     if len({*names, MANIFEST}) != len(names) + 1 or not all(map(_PART_NAME.fullmatch, names)):
         raise ServerError(f"the manifest of {info.id} names files that cannot be written", status=200)
-    fetching = Fetching(sum(part.bytes for part in told.parts), on_progress)
-    plans: Iterator[Plan[Path]] = (_part(info.id, part, into, fetching, session) for part in told.parts)
+    fetching = Fetching(sum(part.bytes for part in document.parts), on_progress)
+    plans: Iterator[Plan[Path]] = (_part(info.id, part, into, fetching, session) for part in document.parts)
     paths = cast("list[Path]", (yield Together(plans, PARTS)))
-    yield Work(lambda: _write(into / MANIFEST, msgspec.json.format(msgspec.json.encode(told))))
+    yield BlockingWork(lambda: _write(into / MANIFEST, msgspec.json.format(msgspec.json.encode(document))))
     return paths
 
 
 def _part(job: str, part: JobPart, folder: Path, fetching: Fetching, session: Session) -> Plan[Path]:
     path = folder / part.name
-    if (yield Work(lambda: _is_there(path, part))):
+    if (yield BlockingWork(lambda: _is_there(path, part))):
         fetching.came(part.bytes)
         return path
     query = urlencode({"name": part.name})
@@ -337,11 +337,11 @@ def _claimed(folder: Path, job: str) -> None:
         if not there.exists():
             return
         try:
-            other = msgspec.json.decode(there.read_bytes(), type=JobManifest).job
+            owner = msgspec.json.decode(there.read_bytes(), type=JobManifest).job
         except msgspec.DecodeError:
             invalid(f"{there} is not the manifest of a job: name another folder")
-    if other != job:
-        invalid(f"{folder} has the files of {other}: name another folder")
+    if owner != job:
+        invalid(f"{folder} has the files of {owner}: name another folder")
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -33,13 +33,13 @@ def maxsim(query: NDArray[Any], documents: Sequence[NDArray[Any]]) -> NDArray[np
     tokens = 0
     for number, matrix in enumerate(matrices):
         if block and tokens + len(matrix) > max_tokens:
-            scores[block] = _block(left, [matrices[each] for each in block])
+            scores[block] = _block(left, [matrices[index] for index in block])
             block, tokens = [], 0
         if len(matrix) and len(left):
             block.append(number)
             tokens += len(matrix)
     if block:
-        scores[block] = _block(left, [matrices[each] for each in block])
+        scores[block] = _block(left, [matrices[index] for index in block])
     return scores
 
 

@@ -54,9 +54,9 @@ def media(value: Any, path: str, *, urls: bool = False) -> Any:
     InvalidInputError.
     """
     if isinstance(value, Mapping):
-        found = media(value.get("data"), f"{path}.data", urls=urls)
-        given = {name: each for name, each in value.items() if name != "data" and each is not None}
-        return {**(found if isinstance(found, dict) else {"data": found}), **given}
+        item = media(value.get("data"), f"{path}.data", urls=urls)
+        fields = {name: field for name, field in value.items() if name != "data" and field is not None}
+        return {**(item if isinstance(item, dict) else {"data": item}), **fields}
     if isinstance(value, str) and value[:5].lower() == "data:":
         return value
     if isinstance(value, str) and value[:8].lower().startswith(("http://", "https://")):

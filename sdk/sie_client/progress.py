@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from sie_client.core import Answered, Pause, Session
+from sie_client.core import HttpAnswer, Pause, Session
 from sie_client.types import Progress
 
 LOG_EVERY_S = 60.0
@@ -46,7 +46,7 @@ class Meter:
         self._logged_s: float | None = None
         self._drawn_s = 0.0
         self._width = 0  # of what stands in the line now
-        self._told = Progress(0, total)
+        self._latest = Progress(0, total)
 
     def __enter__(self) -> Meter:
         return self
@@ -63,23 +63,23 @@ class Meter:
         except (AttributeError, ValueError):  # there is none, or it is closed
             return False
 
-    def tell(self, step: Pause | Answered) -> None:
+    def update(self, step: Pause | HttpAnswer) -> None:
         """Note that items were answered, or that a wait begins."""
         with self._lock:
-            done, total = self._told.done, self._told.total
+            done, total = self._latest.done, self._latest.total
             now_s = self._clock()
-            if isinstance(step, Answered):
-                self._told = Progress(done + step.items, total)
+            if isinstance(step, HttpAnswer):
+                self._latest = Progress(done + step.items, total)
             elif step.cause:
-                self._told = Progress(done, total, step.cause, step.remaining_s)
+                self._latest = Progress(done, total, step.cause, step.remaining_s)
                 self._log(step, now_s)
             else:
                 return
             is_due = now_s - self._started_s >= BAR_AFTER_S and now_s - self._drawn_s >= DRAW_EVERY_S
-            if self._has_bar and is_due and (self._width or self._told.done < total):
+            if self._has_bar and is_due and (self._width or self._latest.done < total):
                 self._draw(now_s)
             if self._callback is not None and total:
-                self._callback(self._told)
+                self._callback(self._latest)
 
     def _log(self, pause: Pause, now_s: float) -> None:
         if self._logged_s is not None and now_s - self._logged_s < LOG_EVERY_S:
@@ -98,28 +98,29 @@ class Meter:
             )
             return
         _logger.warning(
-            "waiting for %s%s: next attempt in %.1f s, patience for %.0f s more",
+            "waiting for %s%s%s: next attempt in %.1f s, patience for %.0f s more",
             pause.cause,
             self._address,
+            f" ({pause.error})" if pause.error else "",
             pause.seconds,
             pause.remaining_s,
         )
 
     def _draw(self, now_s: float) -> None:
-        told, columns = self._told, shutil.get_terminal_size().columns - 1
-        counts = f"{told.done:,}/{told.total:,} "
-        rate = told.done / max(now_s - self._started_s, 1e-3)
-        if told.cause == TIMED_OUT:
+        text, columns = self._latest, shutil.get_terminal_size().columns - 1
+        counts = f"{text.done:,}/{text.total:,} "
+        rate = text.done / max(now_s - self._started_s, 1e-3)
+        if text.cause == TIMED_OUT:
             rest = f" {rate:,.0f}/s, a slow part is sent again"
-        elif told.cause:
-            rest = f" waiting for {told.cause}, {told.remaining_s:.0f} s of patience"
-        elif told.done < told.total:
-            left_s = (told.total - told.done) / rate if rate else 0.0
+        elif text.cause:
+            rest = f" waiting for {text.cause}, {text.remaining_s:.0f} s of patience"
+        elif text.done < text.total:
+            left_s = (text.total - text.done) / rate if rate else 0.0
             rest = f" {rate:,.0f}/s, {left_s:,.0f} s left"
         else:
             rest = f" {rate:,.0f}/s"
         room = max(10, min(40, columns - len(counts) - len(rest) - 2))
-        filled = room * told.done // told.total
+        filled = room * text.done // text.total
         line = f"{counts}[{'#' * filled}{'.' * (room - filled)}]{rest}"[:columns]
         self._write("\r" + line.ljust(self._width))
         self._width, self._drawn_s = len(line), now_s

@@ -11,7 +11,18 @@ from typing import Any, TypeAlias, TypeVar, cast
 import httpx
 
 from sie_client import transport
-from sie_client.core import Pause, Plan, Received, Send, Session, Sink, Stream, Together, TransportFailed, Work
+from sie_client.core import (
+    BlockingWork,
+    Pause,
+    Plan,
+    Received,
+    Send,
+    Session,
+    Sink,
+    Together,
+    TransportFailed,
+    UploadStream,
+)
 from sie_client.progress import Meter
 
 T = TypeVar("T")
@@ -71,12 +82,12 @@ class Driver:
             reply = None
             if isinstance(step, Send):
                 reply = await send(step)
-            elif isinstance(step, Work):
+            elif isinstance(step, BlockingWork):
                 reply = await asyncio.to_thread(step.function)
             elif isinstance(step, Together):
                 reply = await self._together(step, meter, send)
             else:
-                meter.tell(step)
+                meter.update(step)
                 if isinstance(step, Pause):
                     await asyncio.sleep(step.seconds)
 
@@ -87,10 +98,10 @@ class Driver:
         async def work() -> None:
             while True:
                 async with lock:
-                    taken = await asyncio.to_thread(next, numbered, None)
-                if taken is None:
+                    entry = await asyncio.to_thread(next, numbered, None)
+                if entry is None:
                     return
-                results[taken[0]] = await self._drive(taken[1], meter, send)
+                results[entry[0]] = await self._drive(entry[1], meter, send)
 
         workers = [asyncio.create_task(work(), name="sie-sdk") for _ in range(step.concurrency)]
         try:
@@ -108,7 +119,7 @@ class Driver:
         copies = [asyncio.create_task(self._exchange(request), name="sie-sdk")]
         try:
             done, running = await asyncio.wait(copies, timeout=request.hedge_after_s)
-            if not done and self._session.hedges.take():
+            if not done and self._session.hedges.acquire():
                 copies.append(asyncio.create_task(self._exchange(request), name="sie-sdk"))
                 running = set(copies)
             while running:
@@ -124,7 +135,7 @@ class Driver:
         try:
             async with contextlib.AsyncExitStack() as stack:
                 content: Any = request.body or None
-                if isinstance(request.body, Stream):
+                if isinstance(request.body, UploadStream):
                     content = await stack.enter_async_context(contextlib.aclosing(_in_threads(request.body.pieces())))
                 response = await stack.enter_async_context(
                     self._http.stream(

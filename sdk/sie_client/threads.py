@@ -12,7 +12,18 @@ from typing import Any, TypeAlias, TypeVar, cast
 import httpx
 
 from sie_client import transport
-from sie_client.core import Pause, Plan, Received, Send, Session, Sink, Stream, Together, TransportFailed, Work
+from sie_client.core import (
+    BlockingWork,
+    Pause,
+    Plan,
+    Received,
+    Send,
+    Session,
+    Sink,
+    Together,
+    TransportFailed,
+    UploadStream,
+)
 from sie_client.progress import Meter
 
 T = TypeVar("T")
@@ -107,12 +118,12 @@ class Driver:
             reply = None
             if isinstance(step, Send):
                 reply = send(step)
-            elif isinstance(step, Work):
+            elif isinstance(step, BlockingWork):
                 reply = step.function()
             elif isinstance(step, Together):
                 reply = self._together(step, meter, send)
             else:
-                meter.tell(step)
+                meter.update(step)
                 if isinstance(step, Pause) and stop.wait(step.seconds):
                     raise transport.Ended
 
@@ -123,10 +134,10 @@ class Driver:
         def work() -> None:
             while not stop.is_set():
                 with lock:
-                    taken = next(numbered, None)
-                if taken is None:
+                    entry = next(numbered, None)
+                if entry is None:
                     return
-                results[taken[0]] = self._drive(taken[1], meter, stop, send)
+                results[entry[0]] = self._drive(entry[1], meter, stop, send)
 
         workers = [_spawn(work) for _ in range(step.concurrency)]
         try:
@@ -141,7 +152,7 @@ class Driver:
         if request.hedge_after_s is None:
             return self._exchange(request)
         copies = {_spawn(lambda: self._exchange(request))}
-        if not wait(copies, request.hedge_after_s).done and self._session.hedges.take():
+        if not wait(copies, request.hedge_after_s).done and self._session.hedges.acquire():
             copies.add(_spawn(lambda: self._exchange(request)))
         while True:
             done, copies = wait(copies, return_when=FIRST_COMPLETED)
@@ -154,7 +165,7 @@ class Driver:
         try:
             with contextlib.ExitStack() as stack:
                 content: Any = request.body or None
-                if isinstance(request.body, Stream):
+                if isinstance(request.body, UploadStream):
                     content = stack.enter_context(contextlib.closing(request.body.pieces()))
                 response = stack.enter_context(
                     stack.enter_context(self._connections()).stream(

@@ -11,7 +11,7 @@ from typing import Any, TypeGuard, cast
 
 import httpx
 
-from sie_client.core import Received, Send, Session, Sink, Stream, TransportFailed
+from sie_client.core import Received, Send, Session, Sink, TransportFailed, UploadStream
 from sie_client.types import Item
 from sie_contracts.loopback import direct, is_local
 
@@ -53,7 +53,7 @@ def sink_of(request: Send, response: httpx.Response) -> Sink | None:
 
 def sent_headers(request: Send) -> dict[str, str]:
     """Those of a streamed body have its length: without one it would be sent in chunks."""
-    length = {"content-length": str(request.body.size_bytes)} if isinstance(request.body, Stream) else {}
+    length = {"content-length": str(request.body.size_bytes)} if isinstance(request.body, UploadStream) else {}
     return {**request.headers, **length}
 
 
@@ -92,8 +92,8 @@ def _is_refused(error: BaseException) -> bool:
         if isinstance(cause, ConnectionRefusedError):
             return True
         # of each address of a name
-        told = [each for each in getattr(cause, "exceptions", ()) if isinstance(each, BaseException)]
-        if told and all(map(_is_refused, told)):
+        causes = [exception for exception in getattr(cause, "exceptions", ()) if isinstance(exception, BaseException)]
+        if causes and all(map(_is_refused, causes)):
             return True
         cause = cause.__cause__ or cause.__context__
     return False

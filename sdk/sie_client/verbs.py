@@ -15,7 +15,19 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from sie_client import wire
-from sie_client.core import Answered, Patience, Plan, Received, Send, Session, Together, Work, call, quoted, reading
+from sie_client.core import (
+    BlockingWork,
+    HttpAnswer,
+    Patience,
+    Plan,
+    Received,
+    Send,
+    Session,
+    Together,
+    call,
+    quoted,
+    reading,
+)
 from sie_client.errors import InvalidInputError, SIEError
 from sie_client.types import (
     EncodeParams,
@@ -37,7 +49,7 @@ _ALWAYS_TOLD = ("model", "timing", "usage", "fingerprint")
 _TOLD = ("muvera", "warnings", "explain")
 
 
-class _Part(NamedTuple):
+class _ListPart(NamedTuple):
     """Items from `start` on, as they are sent, and their bytes."""
 
     start: int
@@ -54,7 +66,7 @@ class _Reply(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Request:
+class _VerbRequest:
     """What the parts of a call have in common. `decode` makes of a reply what the verb wants, with a list of `answers`,
     one per item.
     """
@@ -66,16 +78,16 @@ class _Request:
     decode: Callable[[bytes], dict[str, Any]]
     answers: str
 
-    def ask(self, part: _Part, *, by_place: bool) -> Plan[_Reply]:
+    def send(self, part: _ListPart, *, by_place: bool) -> Plan[_Reply]:
         """One part. `by_place`: its items are known by their places, as results of several parts are put together."""
         count = len(part.items)
-        what = f"items[{part.start}] to items[{part.start + count - 1}], the query or a parameter"
+        subject = f"items[{part.start}] to items[{part.start + count - 1}], the query or a parameter"
         sent: list[Any] = part.items
         if by_place:
             sent = [
-                {**wire.mapped(item, what), "id": str(part.start + number)} for number, item in enumerate(part.items)
+                {**wire.mapped(item, subject), "id": str(part.start + number)} for number, item in enumerate(part.items)
             ]
-        body = yield from _aside(lambda: wire.encode({"items": sent, **self.fixed}, what), part.size_bytes)
+        body = yield from _aside(lambda: wire.encode({"items": sent, **self.fixed}, subject), part.size_bytes)
         sent = []
         part.items.clear()  # the body has them: files need not be held twice
         headers = {
@@ -90,7 +102,7 @@ class _Request:
             _place(error, part.start)
             raise
         reply = yield from _aside(lambda: self.read(part.start, count, answer), len(answer.body))
-        yield Answered(count)
+        yield HttpAnswer(count)
         return cast(_Reply, reply)
 
     def read(self, start: int, count: int, answer: Received) -> _Reply:
@@ -100,7 +112,7 @@ class _Request:
                 raise ValueError(f"{self.answers}: expected {count}, got {len(body[self.answers])}")
             shared = {name: body[name] for name in _ALWAYS_TOLD} | {name: body[name] for name in _TOLD if name in body}
             headers = dict(answer.headers)
-            self.session.told.warn(body.get("warnings"))
+            self.session.warnings.warn(body.get("warnings"))
             return _Reply(
                 start, body, {**shared, "request_id": headers.get("x-sie-request-id", ""), "headers": headers}
             )
@@ -109,11 +121,11 @@ class _Request:
 def _aside(function: Callable[[], Any], size_bytes: int) -> Plan[Any]:
     """The result of a function, called elsewhere if it will take long."""
     if size_bytes >= ASIDE_BYTES:
-        return (yield Work(function))
+        return (yield BlockingWork(function))
     return function()
 
 
-def _parts(items: Sequence[Any], session: Session, each_tokens: int) -> Iterator[_Part]:
+def _parts(items: Sequence[Any], session: Session, each_tokens: int) -> Iterator[_ListPart]:
     """At least one part. `each_tokens` come to every item."""
     start, held, tokens, size = 0, list[Any](), 0, 0
     for index, item in enumerate(items):
@@ -123,12 +135,12 @@ def _parts(items: Sequence[Any], session: Session, each_tokens: int) -> Iterator
         if held and (
             len(held) == MAX_ITEMS or tokens + own_tokens > session.part_tokens or size + own_bytes > PART_BYTES
         ):
-            yield _Part(start, held, size)
+            yield _ListPart(start, held, size)
             start, held, tokens, size = index, [], 0, 0
         held.append(sent)
         tokens += own_tokens
         size += own_bytes
-    yield _Part(start, held, size)
+    yield _ListPart(start, held, size)
 
 
 def _ask(
@@ -142,14 +154,14 @@ def _ask(
     each_tokens: int = 0,
 ) -> Plan[list[_Reply]]:
     """The replies to all parts, in order."""
-    request = _Request(f"/v1/{verb}/{quoted(model)}", fixed, session, Patience(session.policy), decode, answers)
+    request = _VerbRequest(f"/v1/{verb}/{quoted(model)}", fixed, session, Patience(session.policy), decode, answers)
     parts = _parts(items, session, each_tokens)
     is_long = len(items) >= ASIDE_ITEMS or any(map(wire.has_files, items))
     first = yield from _aside(lambda: next(parts), ASIDE_BYTES if is_long else 0)
     if len(first.items) == len(items):
-        return [(yield from request.ask(first, by_place=False))]
+        return [(yield from request.send(first, by_place=False))]
     # scores come sorted, and ids may be given twice: places tell which entry is whose
-    plans = (request.ask(part, by_place=verb == "score") for part in itertools.chain([first], parts))
+    plans = (request.send(part, by_place=verb == "score") for part in itertools.chain([first], parts))
     replies = yield Together(plans, session.concurrency)
     with reading(replies[-1].shared["headers"]):
         usage = _summed(replies)
@@ -174,16 +186,18 @@ def _of_items(replies: Sequence[_Reply], items: Sequence[Item | str], *, named: 
 
 def _check_names(verb: str, params: Mapping[str, Any]) -> None:
     """Raises TypeError for a parameter that no model takes, as Python does for the arguments of functions."""
-    known = _PARAMS[verb]
-    if params.keys() <= known:
+    names = _PARAMS[verb]
+    if params.keys() <= names:
         return
     from sie_contracts.models.options import FIELDS  # what the server knows beside: parameters of single families
 
     for name in params:
-        if name not in known and name not in FIELDS:
-            like = difflib.get_close_matches(name, sorted(known), 1, 0.5)
-            meant = f"did you mean {like[0]}?" if like else "what only a model of yours takes goes into options={...}"
-            raise TypeError(f"{verb}() got an unexpected parameter {name!r}; {meant}")
+        if name not in names and name not in FIELDS:
+            like = difflib.get_close_matches(name, sorted(names), 1, 0.5)
+            suggestion = (
+                f"did you mean {like[0]}?" if like else "what only a model of yours takes goes into options={...}"
+            )
+            raise TypeError(f"{verb}() got an unexpected parameter {name!r}; {suggestion}")
 
 
 _PARAMS = {
@@ -241,8 +255,8 @@ def rerank(
     by_place = [
         {**wire.mapped(document, f"documents[{place}]"), "id": str(place)} for place, document in enumerate(documents)
     ]
-    asked = {"on_item_error": "fail", **params}
-    result = yield from score(model, query, cast("list[Item]", by_place), asked, session)
+    options = {"on_item_error": "fail", **params}
+    result = yield from score(model, query, cast("list[Item]", by_place), options, session)
     with reading(result["headers"]):
         best = [(int(entry["item_id"]), entry["score"]) for entry in result["scores"] if entry["score"] is not None][
             :top_n
@@ -288,9 +302,9 @@ def _summed(replies: Sequence[_Reply]) -> dict[str, Any]:
     """The usage of a call in parts."""
     usages = [(reply.start, reply.body["usage"]) for reply in replies]
     usage: dict[str, Any] = {
-        name: sum(each.get(name, 0) for _, each in usages) for name in ("prompt_tokens", "total_tokens")
+        name: sum(usage.get(name, 0) for _, usage in usages) for name in ("prompt_tokens", "total_tokens")
     }
-    usage["truncated_items"] = [start + index for start, each in usages for index in each.get("truncated_items", ())]
+    usage["truncated_items"] = [start + index for start, usage in usages for index in usage.get("truncated_items", ())]
     return usage
 
 
@@ -301,12 +315,15 @@ def _place(error: SIEError, start: int) -> None:
     """Paths and positions in an error of a part become those of the whole list."""
 
     def moved(text: Any) -> str:
-        return _PATH.sub(lambda found: f"items[{start + int(found[1])}]", str(text))
+        return _PATH.sub(lambda match: f"items[{start + int(match[1])}]", str(text))
 
     if not start:
         return
     error.args = (moved(error), *error.args[1:])
-    for told in (error.details, *(each for each in error.details.get("errors") or () if isinstance(each, dict))):
-        told |= {name: moved(told[name]) for name in ("param", "message") if told.get(name) is not None}
-        if isinstance(told.get("index"), int):
-            told["index"] += start
+    for details in (
+        error.details,
+        *(document for document in error.details.get("errors") or () if isinstance(document, dict)),
+    ):
+        details |= {name: moved(details[name]) for name in ("param", "message") if details.get(name) is not None}
+        if isinstance(details.get("index"), int):
+            details["index"] += start

@@ -55,7 +55,7 @@ class _Url:
         }
 
 
-def _told(error: Exception, started_s: float) -> Received | TransportFailed:
+def _refusal(error: Exception, started_s: float) -> Received | TransportFailed:
     """What a failure to connect would have been as a response. Raises what is no such failure."""
     from websockets.exceptions import InvalidStatus, InvalidURI, WebSocketException
 
@@ -74,7 +74,7 @@ def _missing(error: ImportError) -> RequestError:
     return failure
 
 
-class Socket(_Url):
+class StatusSocket(_Url):
     """A connection for the sync client."""
 
     def __init__(self, base_url: str) -> None:
@@ -96,14 +96,14 @@ class Socket(_Url):
             )
         except Exception as error:  # noqa: BLE001  told apart there
             self.close()
-            return _told(error, started_s)
+            return _refusal(error, started_s)
 
     def next(self) -> bytes | None:
         """The next frame; None when the connection broke."""
         try:
             return bytes(self._connection.recv(timeout=SILENCE_S, decode=False))
         except Exception as error:  # noqa: BLE001  told apart there
-            _told(error, 0.0)
+            _refusal(error, 0.0)
             return None
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class Socket(_Url):
             self._open.close()
 
 
-class AsyncSocket(_Url):
+class AsyncStatusSocket(_Url):
     """The same for asyncio."""
 
     _connection: Any = None
@@ -127,7 +127,7 @@ class AsyncSocket(_Url):
             return Received(200, {}, await self._recv(), time.monotonic() - started_s)
         except Exception as error:  # noqa: BLE001  told apart there
             await self.aclose()
-            return _told(error, started_s)
+            return _refusal(error, started_s)
 
     async def _recv(self) -> bytes:
         try:
@@ -139,7 +139,7 @@ class AsyncSocket(_Url):
         try:
             return await self._recv()
         except Exception as error:  # noqa: BLE001  told apart there
-            _told(error, 0.0)
+            _refusal(error, 0.0)
             return None
 
     async def aclose(self) -> None:

@@ -32,13 +32,13 @@ def item(value: Any, path: str) -> Any:
         return value if type(value) is str else str(value)  # numpy's strings do not encode
     sent = mapped(value, path)
     if sent.get("images") is not None:
-        given = sent["images"]
+        images = sent["images"]
         several = (
-            given
-            if isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray | memoryview)
-            else [given]
+            images
+            if isinstance(images, Sequence) and not isinstance(images, str | bytes | bytearray | memoryview)
+            else [images]
         )
-        sent["images"] = [media(each, f"{path}.images[{number}]", urls=True) for number, each in enumerate(several)]
+        sent["images"] = [media(image, f"{path}.images[{number}]", urls=True) for number, image in enumerate(several)]
     for name in FILES:
         if sent.get(name) is not None:
             read = sound if name == "audio" else media
@@ -105,18 +105,18 @@ def _hook(value: Any) -> Any:
 _encoder = msgspec.msgpack.Encoder(enc_hook=_hook)
 
 
-def encode(body: Mapping[str, Any], what: str) -> bytes:
-    """A request body. Raises InvalidInputError, which begins with `what`, for values that msgpack has no form of."""
+def encode(body: Mapping[str, Any], subject: str) -> bytes:
+    """A request body. Raises InvalidInputError, which begins with `subject`, for values that msgpack has no form of."""
     try:
         return _encoder.encode(body)
     except (TypeError, ValueError, OverflowError, NotImplementedError, RecursionError) as error:
-        raise InvalidInputError(f"{what}: {error}", code="INVALID_INPUT", details={"reason": "schema"}) from error
+        raise InvalidInputError(f"{subject}: {error}", code="INVALID_INPUT", details={"reason": "schema"}) from error
 
 
 _ArrayMap = dict[bytes, msgspec.Raw]
 
 
-class _Output(TypedDict, total=False):
+class _OutputMap(TypedDict, total=False):
     values: _ArrayMap
     indices: _ArrayMap
     dims: int
@@ -128,32 +128,32 @@ class _Output(TypedDict, total=False):
     source: str
 
 
-class _Slot(TypedDict, total=False):
+class _OutputSlot(TypedDict, total=False):
     id: str
     metadata: Any
-    dense: _Output
-    sparse: _Output
-    multivector: _Output
+    dense: _OutputMap
+    sparse: _OutputMap
+    multivector: _OutputMap
     timing: dict[str, float]
     usage: ItemUsage
     error: dict[str, Any]
 
 
-class _Told(TypedDict):
+class _RequestFacts(TypedDict):
     model: str
     timing: dict[str, float]
     usage: Usage
     fingerprint: str
 
 
-class _Encoded(_Told, total=False):
+class _EncodedItems(_RequestFacts, total=False):
     muvera: dict[str, Any]
     warnings: list[str]
     explain: Any
 
 
-class _EncodeReply(_Encoded):
-    items: list[_Slot]
+class _EncodeReply(_EncodedItems):
+    items: list[_OutputSlot]
 
 
 _decoder = msgspec.msgpack.Decoder(_EncodeReply, ext_hook=arrays.ext_hook)
@@ -172,11 +172,15 @@ def decode_vectors(body: bytes) -> dict[str, Any]:
         slot["outputs"] = {}
         for name in _OUTPUTS:
             if name in slot:
-                told = {key: _array(each) if isinstance(each, dict) else each for key, each in slot[name].items()}
+                vectors = {
+                    key: _array(value) if isinstance(value, dict) else value for key, value in slot[name].items()
+                }
                 slot[name] = (
-                    {key: told.pop(key) for key in ("indices", "values")} if name == "sparse" else told.pop("values")
+                    {key: vectors.pop(key) for key in ("indices", "values")}
+                    if name == "sparse"
+                    else vectors.pop("values")
                 )
-                slot["outputs"][name] = told
+                slot["outputs"][name] = vectors
         if "metadata" in slot:
             slot["metadata"] = arrays.unpack(slot["metadata"])
     return reply

@@ -120,9 +120,7 @@ class WorkerHealth:
             batch_cost=worker.device.limits.cost if worker else 0,
             pipeline=worker.device.depth if worker else 0,
             clock_ahead_s=None if ahead_s is None else round(ahead_s, 3),
-            reads_parts=True,
             listens=self._listens,
-            takes_residency=True,
         )
 
     async def listen(self) -> None:

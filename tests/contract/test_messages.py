@@ -1,6 +1,4 @@
-"""Bytes that were written once, and bytes from a sender that knows more, with the types of today. What the types of
-the version before read is in test_old_version.py.
-"""
+"""Messages are read with every field, with fields that the reader does not know, and with the required ones alone."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
-from message_examples import EXAMPLES, FIXTURES, newer_bytes, path_of
+from message_examples import EXAMPLES, encoded, newer_bytes
 
 from sie_contracts.wire import configs, heartbeats, ipc, messages, records
 from sie_contracts.wire.configs import ConfigExport
@@ -34,7 +32,7 @@ Message = (
     | records.StreamRequest
 )
 decode_any = msgspec.msgpack.Decoder(Message).decode
-each_fixture = pytest.mark.parametrize("name", EXAMPLES)
+each_example = pytest.mark.parametrize("name", EXAMPLES)
 
 
 def decode(name: str, data: bytes) -> Any:
@@ -62,17 +60,14 @@ def structs_in(value: Any) -> Iterator[msgspec.Struct]:
             yield from structs_in(item)
 
 
-def test_every_message_of_today_has_a_fixture_and_no_fixture_is_left_over() -> None:
-    """P2: a message that is added needs its example before it is released."""
+def test_every_message_has_an_example() -> None:
     kinds = {*get_args(Message), *get_args(ipc.Request), *get_args(ipc.Reply), ConfigExport}
     assert {type(example) for example in EXAMPLES.values()} == kinds
-    assert {path_of(name) for name in EXAMPLES} == set(FIXTURES.iterdir())
 
 
-@each_fixture
-def test_old_bytes_mean_the_same_to_the_types_of_today(name: str) -> None:
-    """P2."""
-    assert decode(name, path_of(name).read_bytes()) == EXAMPLES[name]
+@each_example
+def test_a_message_is_read_as_it_was_written(name: str) -> None:
+    assert decode(name, encoded(name)) == EXAMPLES[name]
 
 
 def test_every_field_of_every_message_is_set_in_an_example() -> None:
@@ -85,16 +80,15 @@ def test_every_field_of_every_message_is_set_in_an_example() -> None:
     assert unset - given == set()
 
 
-@each_fixture
+@each_example
 def test_fields_the_reader_does_not_know_are_ignored(name: str) -> None:
-    """P2: at every level."""
     assert decode(name, newer_bytes(name)) == EXAMPLES[name]
 
 
-@each_fixture
+@each_example
 def test_a_message_of_the_required_fields_alone_is_read(name: str) -> None:
     codec: Any = msgspec.json if name.startswith("export") else msgspec.msgpack
-    raw = codec.decode(path_of(name).read_bytes())
+    raw = codec.decode(encoded(name))
     required = {field.encode_name for field in msgspec.structs.fields(type(EXAMPLES[name])) if field.required}
     found = decode(name, codec.encode({key: value for key, value in raw.items() if key in required | {"type"}}))
     for field in msgspec.structs.fields(type(EXAMPLES[name])):
@@ -105,7 +99,7 @@ def test_a_message_of_the_required_fields_alone_is_read(name: str) -> None:
 
 @pytest.mark.parametrize("tag", ["work/2", "Work", "", None])
 def test_a_message_of_another_kind_or_version_is_refused_and_not_guessed(tag: str | None) -> None:
-    raw = {**msgspec.msgpack.decode(path_of("work-1").read_bytes()), "type": tag}
+    raw = {**msgspec.msgpack.decode(encoded("work-1")), "type": tag}
     for decoder in (decode_any, messages.decode_work):
         with pytest.raises(msgspec.ValidationError):
             decoder(msgspec.msgpack.encode(raw))
@@ -115,14 +109,14 @@ def test_a_message_of_another_kind_or_version_is_refused_and_not_guessed(tag: st
 
 def test_a_reply_is_no_request() -> None:
     with pytest.raises(ipc.FrameError):
-        ipc.request(path_of("ipc3-Pong").read_bytes())
+        ipc.request(encoded("ipc3-Pong"))
     with pytest.raises(ipc.FrameError):
-        ipc.reply(path_of("ipc3-Ping").read_bytes())
+        ipc.reply(encoded("ipc3-Ping"))
 
 
 @pytest.mark.parametrize("cut", [0, 1, 10, -1])
 def test_bytes_that_are_no_message_are_an_error(cut: int) -> None:
     """X1."""
-    data = path_of("result-1").read_bytes()[:cut]
+    data = encoded("result-1")[:cut]
     with pytest.raises(msgspec.DecodeError):
         messages.decode_result(data)

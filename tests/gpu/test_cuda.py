@@ -22,7 +22,7 @@ from unit.adapter import toys
 from unit.adapter.states import LENGTHS, states_one_by_one, states_packed
 
 from sie_adapter.engine.device import Compute
-from sie_adapter.engine.engine import Engine
+from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.families.text_encoder import TextEncoder
 from sie_adapter.packed.attention_backend import attention_facts, resolve_attention
 from sie_contracts.models.entries import LoadOptions, Precision
@@ -43,7 +43,7 @@ class CudaEngine(ParityEngine):
     """The engine of the parity tests on the GPU."""
 
     def __init__(self, backend: str = "auto") -> None:
-        self._engine = Engine(Settings(device=CUDA.type, attention_backend=backend))
+        self._engine = AdapterEngine(Settings(device=CUDA.type, attention_backend=backend))
 
 
 def compute(dtype: torch.dtype, requested: str = "auto") -> Compute:
@@ -156,14 +156,14 @@ def test_two_threads_and_two_streams_do_not_mix_their_texts(
 
 def test_the_documented_default_precision_runs_on_cuda(folder: Callable[[str], Path]) -> None:
     """float16, one lane, batches equal one by one, memory measured and given back."""
-    engine = Engine(Settings(device=CUDA.type))
+    engine = AdapterEngine(Settings(device=CUDA.type))
     try:
         before = engine.describe().memory_used_bytes
         path = folder("bert")
         entry = toys.entry(path, outputs={"dense": ARCHITECTURES["bert"].width}, max_tokens=MAX_TOKENS)
         resident = engine.residency.ensure("toy", entry)
         description = resident.describe(0.0)
-        assert (description.precision, len(engine.lanes)) == ("float16", 1)
+        assert (description.precision, len(engine.device_threads)) == ("float16", 1)
         assert description.certificate["packed"]["dense"] >= 0.999
         assert engine.describe().gpu
         assert engine.describe().memory_total_bytes > 1 << 30

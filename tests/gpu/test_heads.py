@@ -31,13 +31,14 @@ from transformers import (
     BertForMaskedLM,
 )
 
-from sie_adapter.engine.engine import Engine
+from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.heads import Head, States
 from sie_adapter.heads.multivector import MultivectorHead
-from sie_adapter.heads.pooling import POOLINGS, DenseHead
+from sie_adapter.heads.pooling import DenseHead
 from sie_adapter.heads.sparse import MaskedLanguageHead, TokenWeightHead
 from sie_adapter.heads.transformers_head import TransformersHead
 from sie_adapter.packed.packing import Items, Positions, pack
+from sie_contracts.models.entries import POOLINGS
 from sie_contracts.models.muvera import Muvera
 from sie_contracts.settings import Settings
 
@@ -52,14 +53,14 @@ class CudaHeads(HeadsEngine):
     """The engine of the heads' parity tests on the GPU."""
 
     def __init__(self) -> None:
-        self._engine = Engine(Settings(device=CUDA.type))
+        self._engine = AdapterEngine(Settings(device=CUDA.type))
 
 
 class CudaScores(ScoringEngine):
     """The engine of the scores' parity tests on the GPU."""
 
     def __init__(self) -> None:
-        self._engine = Engine(Settings(device=CUDA.type))
+        self._engine = AdapterEngine(Settings(device=CUDA.type))
 
 
 @pytest.fixture(scope="module")

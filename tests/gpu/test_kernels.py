@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sie_adapter.packed.attention import FAR, Kernel, layout_of
-from sie_adapter.packed.packing import Items, Packed, Positions, pack
+from sie_adapter.packed.packing import Items, PackedBatch, Positions, pack
 
 CUDA = torch.device("cuda")
 LENGTHS = (300, 1, 2, 7, 7, 16, 17, 63, 64, 65, 129, 7)
@@ -33,7 +33,7 @@ KERNELS = [
 ]
 
 
-def packed(visible: tuple[int, ...] | None = None) -> Packed:
+def packed(visible: tuple[int, ...] | None = None) -> PackedBatch:
     lengths = np.array(LENGTHS, np.int64)
     batch = Items(
         lengths, np.zeros(int(lengths.sum()), np.int32), None, None if visible is None else np.array(visible, np.int64)
@@ -41,7 +41,7 @@ def packed(visible: tuple[int, ...] | None = None) -> Packed:
     return pack(batch, np.arange(len(lengths)), Positions())
 
 
-def attend(kernel: Kernel, made: Packed, states: tuple[Tensor, ...], pattern: tuple[int, int]) -> Tensor:
+def attend(kernel: Kernel, made: PackedBatch, states: tuple[Tensor, ...], pattern: tuple[int, int]) -> Tensor:
     query, key, value = states
     bounds = torch.from_numpy(made.bounds).to(query.device)
     layout = torch.from_numpy(layout_of(kernel, made))
@@ -50,7 +50,13 @@ def attend(kernel: Kernel, made: Packed, states: tuple[Tensor, ...], pattern: tu
 
 
 def check(
-    kernel: Kernel, dtype: torch.dtype, made: Packed, pattern: tuple[int, int], heads: int, key_heads: int, width: int
+    kernel: Kernel,
+    dtype: torch.dtype,
+    made: PackedBatch,
+    pattern: tuple[int, int],
+    heads: int,
+    key_heads: int,
+    width: int,
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = [(len(made.ids), count, width) for count in (heads, key_heads, key_heads)]

@@ -15,8 +15,8 @@ import torch
 from unit.adapter import toys
 from unit.adapter.allocation_failures import adversarial
 
-from sie_adapter.engine.engine import Engine
-from sie_adapter.memory.batch_limits import Frontier
+from sie_adapter.engine.engine import AdapterEngine
+from sie_adapter.memory.batch_limits import BatchLimits
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.settings import Settings
 from sie_contracts.wire.ipc import BatchDone, Group, RunBatch
@@ -60,7 +60,7 @@ def failures() -> int:
     return int(torch.cuda.memory_stats(CUDA)["num_ooms"])
 
 
-def encode(engine: Engine, lengths: list[int], seed: int) -> np.ndarray:
+def encode(engine: AdapterEngine, lengths: list[int], seed: int) -> np.ndarray:
     """Vectors [items, width]. Fails unless every item succeeded."""
     ids = np.random.default_rng(seed).integers(6, toys.VOCABULARY, sum(lengths), dtype=np.int32)
     group = Group(0, len(lengths))
@@ -79,9 +79,9 @@ def test_no_batch_fails_when_memory_does_and_what_was_learnt_outlives_the_engine
     it: hardly any.
     """
     settings = Settings(device="cuda", local_cache=str(tmp_path))
-    engine = Engine(settings)
+    engine = AdapterEngine(settings)
     now_s = time.time()
-    engine.frontier = Frontier(tmp_path / "sie" / "frontier.json", lambda: now_s)
+    engine.batch_limits = BatchLimits(tmp_path / "sie" / "frontier.json", lambda: now_s)
     engine.residency.ensure("m", entry)
     generator = np.random.default_rng(0)
     batches = [adversarial(generator) for _ in range(60)]
@@ -96,7 +96,7 @@ def test_no_batch_fails_when_memory_does_and_what_was_learnt_outlives_the_engine
     engine.residency.release("m")
     del engine
 
-    second = Engine(settings)
+    second = AdapterEngine(settings)
     second.residency.ensure("m", entry)
     begun = failures()
     with limited(HEADROOM_BYTES):
@@ -110,7 +110,7 @@ def test_a_model_that_does_not_fit_beside_an_idle_one_takes_its_place(tmp_path: 
     """O1: the limit of the process counts, whatever the card has free."""
     folder = toys.save(tmp_path / "bert", "bert", hidden_size=1024, intermediate_size=8192, num_hidden_layers=2)
     large = toys.entry(folder, outputs={"dense": 1024}, load=LoadOptions(precision="float32"))
-    engine = Engine(Settings(device="cuda", local_cache=str(tmp_path)))
+    engine = AdapterEngine(Settings(device="cuda", local_cache=str(tmp_path)))
     resident = engine.residency.ensure("first", large)
     size = resident.weights.memory_bytes
     del resident

@@ -17,7 +17,7 @@ from parity.reference import Reference
 from parity.score_checkpoints import ScoringEngine, scoring_engine
 from parity.table import ParityTable
 
-from sie_adapter.engine.engine import Engine
+from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.loading import loading
 from sie_contracts.models.entries import Precision
 from sie_contracts.settings import Settings
@@ -77,14 +77,14 @@ def engine() -> Iterator[ScoringEngine]:
 
 
 @pytest.fixture(scope="module")
-def cpu_engine() -> Iterator[Engine]:
+def cpu_engine() -> Iterator[AdapterEngine]:
     """The adapter's engine in this process, for models that read images or sounds. It computes in float32 where an
     entry names no precision, and in bfloat16 also on a CPU without the instructions: what mixes precisions fails
     everywhere.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "bfloat16_lacks", lambda: "")
-        engine = Engine(Settings(device="cpu", default_compute_precision="float32"))
+        engine = AdapterEngine(Settings(device="cpu", default_compute_precision="float32"))
         yield engine
         assert engine.stop(10)
 

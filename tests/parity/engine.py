@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sie_adapter.engine.device_threads import Job, Lanes
-from sie_adapter.engine.engine import Engine
+from sie_adapter.engine.device_threads import DeviceJob, DeviceThreads
+from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.families.text_encoder import TextEncoder
 from sie_adapter.memory.residency import Resident
 from sie_contracts.models.entries import Engine as EngineName
@@ -32,7 +32,7 @@ Ids = NDArray[np.int32]
 class Served:
     """A resident model. Vectors come back in the order of the texts, not normalised unless asked for."""
 
-    engine: Engine
+    engine: AdapterEngine
     resident: Resident
     tokenizer: ModelTokenizer
 
@@ -64,8 +64,8 @@ class Served:
         """Each batch as `encode`, on as many threads as `lanes`, all queued before the first ends."""
         messages = [self._message(self.tokens(texts), pooling, normalize=False) for texts in batches]
         replies: list[list[Reply]] = [[] for _ in messages]
-        jobs = [Job(message, answers.append) for message, answers in zip(messages, replies, strict=True)]
-        threads = Lanes(lanes, self.engine.execute)
+        jobs = [DeviceJob(message, answers.append) for message, answers in zip(messages, replies, strict=True)]
+        threads = DeviceThreads(lanes, self.engine.execute)
         for job in jobs:
             threads.submit(job)
         for job in jobs:
@@ -86,7 +86,7 @@ class ParityEngine:
     """An engine on the CPU with the models of a test session. Owned by who made it, until `stop`."""
 
     def __init__(self) -> None:
-        self._engine = Engine(Settings(device="cpu"))
+        self._engine = AdapterEngine(Settings(device="cpu"))
 
     def load(
         self,

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from parity.engine import force_padded
 from parity.table import Agreement, ParityTable, path_of
 
-from sie_adapter.engine.engine import Engine
+from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.families.text_encoder import TextEncoder
 from sie_contracts.models.entries import parse_entry
 from sie_contracts.settings import Settings
@@ -41,7 +41,7 @@ MAX_MEAN_DISTANCE = 1e-3
 class HeadsModel:
     """A resident model. Outputs come back in the order of the texts."""
 
-    engine: Engine
+    engine: AdapterEngine
     name: str
     encoder: TextEncoder
     tokenizer: ModelTokenizer
@@ -103,7 +103,7 @@ class HeadsEngine:
     """An engine on the CPU. Owned by who made it, until `stop`."""
 
     def __init__(self) -> None:
-        self._engine = Engine(Settings(device="cpu"))
+        self._engine = AdapterEngine(Settings(device="cpu"))
 
     def load(
         self,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from parity.toys import png, seen
 from PIL import Image
 
-from sie_adapter.engine.engine import Engine
+from sie_adapter.engine.engine import AdapterEngine
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.entries import ModelEntry
@@ -42,7 +42,7 @@ Found = TypeVar("Found")
 class Served:
     """A model in the engine of this process, asked as gateway and sidecar ask, on behalf of `asker`."""
 
-    engine: Engine
+    engine: AdapterEngine
     entry: ModelEntry
     weights: Any
     tokenizer: ModelTokenizer
@@ -152,7 +152,7 @@ def _input(given: Given) -> Input:
     return Input(images=tuple(map(png, [given] if isinstance(given, Image.Image) else given)))
 
 
-def served_by(engine: Engine, entry: ModelEntry) -> Served:
+def served_by(engine: AdapterEngine, entry: ModelEntry) -> Served:
     """The model of an entry. Skips the test where this machine does not compute in its precision."""
     weights: Any = engine.residency.ensure(entry.id, entry).weights
     if entry.load.precision not in (None, weights.precision):
@@ -173,7 +173,7 @@ Load = Callable[..., Pair[Oracle]]  # (kind, precision="float32")
 
 
 def pairs(
-    engine: Engine,
+    engine: AdapterEngine,
     root: Path,
     folders: Mapping[str, Callable[[Path], Path]],
     entry_of: Callable[..., ModelEntry],

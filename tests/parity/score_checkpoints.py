@@ -28,7 +28,7 @@ from scipy.stats import kendalltau
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from sie_adapter.engine.engine import Engine
+from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.memory.residency import Resident
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.entries import ModelEntry, parse_entry
@@ -62,7 +62,7 @@ class Asked:
 class Scoring:
     """A resident model."""
 
-    engine: Engine
+    engine: AdapterEngine
     resident: Resident
     entry: ModelEntry
     tokenizer: ModelTokenizer
@@ -135,7 +135,7 @@ class ScoringEngine:
     """An engine on the CPU. Owned by who made it, until `stop`."""
 
     def __init__(self) -> None:
-        self._engine = Engine(Settings(device="cpu"))
+        self._engine = AdapterEngine(Settings(device="cpu"))
 
     def load(self, folder: Path, family: str, precision: str = "float32", **entry: Any) -> Scoring:
         """Load a folder. `entry`: further keys of its catalogue entry. Raises ModelLoadFailed."""

@@ -20,9 +20,9 @@ from parity.table import Agreement, ParityTable
 from parity.toys import image, png
 from selection import long_but
 
-from sie_adapter.engine.engine import Engine
+from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.families.qwen_vl import axes_of
-from sie_adapter.packed.packing import Packed
+from sie_adapter.packed.packing import PackedBatch
 from sie_contracts.errors import InternalFailure, ModelLoadFailed
 from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_contracts.wire.messages import Input
@@ -87,7 +87,7 @@ def lora(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def load(cpu_engine: Engine, folder: Path, lora: Path) -> Callable[..., Served]:
+def load(cpu_engine: AdapterEngine, folder: Path, lora: Path) -> Callable[..., Served]:
     @cache
     def loaded(precision: str = "float32", *, plain: bool = False) -> Served:
         named = {} if plain else {"lora": str(lora)}
@@ -151,7 +151,7 @@ def test_token_vectors_do_not_depend_on_batch_mates(load: Callable[..., Served])
 
 
 @pytest.mark.long
-def test_the_padded_path_gives_the_same(cpu_engine: Engine, folder: Path, load: Callable[..., Served]) -> None:
+def test_the_padded_path_gives_the_same(cpu_engine: AdapterEngine, folder: Path, load: Callable[..., Served]) -> None:
     """That of an architecture whose packed states would be wrong."""
     entry = entry_of(folder, "pages/padded", load={"max_pixels": MOST})
     padded = served_by(cpu_engine, entry)
@@ -190,7 +190,7 @@ def test_a_text_with_the_token_of_images_and_a_second_image_are_refused_alone(lo
 def test_images_that_do_not_belong_to_their_ids_are_an_error() -> None:
     """And none of the model's own making: a batch that is torn apart gives no vectors."""
     ids = np.array([1, 5, 5, 2], np.int64)
-    packed = Packed(ids, np.arange(4), np.array([0, 4], np.int32), np.array([[0, 1, 4, 4]]), np.zeros(1, np.int64))
+    packed = PackedBatch(ids, np.arange(4), np.array([0, 4], np.int32), np.array([[0, 1, 4, 4]]), np.zeros(1, np.int64))
     assert axes_of(packed, 5, [[(1, 2)]]).tolist() == [[0, 1, 1, 3], [0, 1, 1, 3], [0, 1, 2, 3]]
     with pytest.raises(InternalFailure, match="2 tokens stand for 1 images"):
         axes_of(packed, 5, [[(2, 2)]])
@@ -205,7 +205,7 @@ def test_images_that_do_not_belong_to_their_ids_are_an_error() -> None:
     ],
 )
 def test_an_entry_that_does_not_fit_is_refused(
-    change: dict[str, Any], message: str, cpu_engine: Engine, folder: Path
+    change: dict[str, Any], message: str, cpu_engine: AdapterEngine, folder: Path
 ) -> None:
     with pytest.raises(ModelLoadFailed, match=message):
         cpu_engine.residency.ensure("pages/wrong", entry_of(folder, "pages/wrong", **change))

@@ -29,7 +29,7 @@ from transformers import (
     Owlv2Processor,
 )
 
-from sie_adapter.engine.engine import Engine
+from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.families import owlv2
 from sie_adapter.families.detector import Detector
 from sie_adapter.packed.packing import Shown
@@ -80,7 +80,7 @@ def _scores(detector: Detector, shown: Image.Image, labels: Sequence[str]) -> ND
     made = prepared(png(shown), kind.recipe)
     pixels = np.frombuffer(made.pixels, np.uint8).reshape(made.height, made.width, 3)
     with torch.inference_mode():
-        sight = kind.look([Shown(pixels, *made.upright)], kind.prompt(labels))
+        sight = kind.detect([Shown(pixels, *made.upright)], kind.prompt(labels))
     return sight.scores[0].numpy()  # type: ignore[no-any-return]
 
 
@@ -140,7 +140,7 @@ class Owlv2:
 
 
 @pytest.fixture(scope="module")
-def load(cpu_engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Load[GroundingDino | Owlv2]:
+def load(cpu_engine: AdapterEngine, tmp_path_factory: pytest.TempPathFactory) -> Load[GroundingDino | Owlv2]:
     oracles: dict[str, type[GroundingDino] | type[Owlv2]] = {"grounding-dino": GroundingDino, "owlv2": Owlv2}
     root = tmp_path_factory.mktemp("detectors")
     return pairs(cpu_engine, root, FOLDERS, _entry, lambda kind, folder: oracles[kind](folder))
@@ -266,7 +266,7 @@ STORED = {
 
 
 @pytest.fixture(scope="module")
-def red(cpu_engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Served:
+def red(cpu_engine: AdapterEngine, tmp_path_factory: pytest.TempPathFactory) -> Served:
     folder = detector_checkpoints.red_patches(tmp_path_factory.mktemp("detectors") / "red")
     return served_by(cpu_engine, _entry("owlv2", folder, id="detector/red", load={"precision": "float32"}))
 
@@ -484,7 +484,7 @@ def test_files_alone_prove_a_model(kind: str, tmp_path: Path) -> None:
     assert Detector.fault_of_files(folder, _entry(kind, folder)) == ""
 
 
-def test_a_tokenizer_with_other_ids_is_refused(cpu_engine: Engine, tmp_path: Path) -> None:
+def test_a_tokenizer_with_other_ids_is_refused(cpu_engine: AdapterEngine, tmp_path: Path) -> None:
     """The model compares ids with those of bert-base-uncased."""
     folder = detector_checkpoints.grounding_dino(tmp_path / "other", {".": 1013})
     entry = _entry("grounding-dino", folder)
@@ -495,7 +495,7 @@ def test_a_tokenizer_with_other_ids_is_refused(cpu_engine: Engine, tmp_path: Pat
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", FOLDERS)
-def test_an_entry_that_does_not_fit_is_refused(kind: str, cpu_engine: Engine, tmp_path: Path) -> None:
+def test_an_entry_that_does_not_fit_is_refused(kind: str, cpu_engine: AdapterEngine, tmp_path: Path) -> None:
     folder = FOLDERS[kind](tmp_path / kind)
     entry = _entry(kind, folder, id="detector/long", max_tokens=MAX_TOKENS[kind] + 1)
     with pytest.raises(ModelLoadFailed, match=f"the model reads {MAX_TOKENS[kind]} of its labels"):
@@ -505,7 +505,7 @@ def test_an_entry_that_does_not_fit_is_refused(kind: str, cpu_engine: Engine, tm
         cpu_engine.residency.ensure("detector/blind", _entry(kind, folder, id="detector/blind"))
 
 
-def test_a_model_of_another_type_is_refused(cpu_engine: Engine, tmp_path: Path) -> None:
+def test_a_model_of_another_type_is_refused(cpu_engine: AdapterEngine, tmp_path: Path) -> None:
     folder = tmp_path / "bert"
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "bert"}')
@@ -527,7 +527,7 @@ def test_numbers_that_are_not_finite_fail_their_input(
             sight.scores[:, 0] = float("nan")
         return sight
 
-    monkeypatch.setattr(detector, "look", look)
+    monkeypatch.setattr(detector, "detect", look)
     broken, good = find(served, Asked([png(PICTURES[1])]), Asked([png(PICTURES[0])]))
     assert (broken.code, broken.reason) == ("INFERENCE_ERROR", "non_finite")
     assert isinstance(good, list)

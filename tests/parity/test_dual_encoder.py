@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from selection import long_but
 from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
-from sie_adapter.engine.engine import Engine
+from sie_adapter.engine.engine import AdapterEngine
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_contracts.wire.ipc import BatchDone
@@ -82,7 +82,7 @@ class Oracle:
 
 
 @pytest.fixture(scope="module")
-def load(cpu_engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Load[Oracle]:
+def load(cpu_engine: AdapterEngine, tmp_path_factory: pytest.TempPathFactory) -> Load[Oracle]:
     return pairs(cpu_engine, tmp_path_factory.mktemp("dual"), FOLDERS, entry_of, lambda _, folder: Oracle(folder))
 
 
@@ -173,7 +173,7 @@ def test_case_does_not_matter_to_siglip_nor_punctuation_to_its_first_version(loa
         assert np.array_equal(marked, plain) == same
 
 
-def test_a_first_siglip_without_a_tokenizer_json_is_refused(cpu_engine: Engine, tmp_path: Path) -> None:
+def test_a_first_siglip_without_a_tokenizer_json_is_refused(cpu_engine: AdapterEngine, tmp_path: Path) -> None:
     folder = dual_checkpoints.siglip(tmp_path / "siglip", first=True)
     (folder / "tokenizer.json").unlink()
     entry = entry_of("siglip", folder, id="dual/slow")
@@ -193,7 +193,7 @@ def test_a_pooling_is_refused(load: Load[Oracle]) -> None:
 
 
 def test_a_model_of_open_clip_gives_the_vectors_of_open_clip(
-    cpu_engine: Engine, tmp_path: Path, table: ParityTable
+    cpu_engine: AdapterEngine, tmp_path: Path, table: ParityTable
 ) -> None:
     """By a file that golden/make_marqo.py wrote: open_clip needs torchvision."""
     folder = dual_checkpoints.marqo(tmp_path / "marqo")
@@ -228,7 +228,7 @@ def _edit(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
     ],
 )
 def test_another_model_of_open_clip_is_refused(
-    edit: Callable[[dict[str, Any]], None], message: str, cpu_engine: Engine, tmp_path: Path
+    edit: Callable[[dict[str, Any]], None], message: str, cpu_engine: AdapterEngine, tmp_path: Path
 ) -> None:
     folder = dual_checkpoints.marqo(tmp_path / "marqo")
     _edit(folder / "open_clip_config.json", edit)
@@ -245,7 +245,7 @@ def test_another_model_of_open_clip_is_refused(
     ],
 )
 def test_weights_of_open_clip_that_are_not_all_in_place_are_refused(
-    edit: Callable[[dict[str, Any]], None], message: str, cpu_engine: Engine, tmp_path: Path
+    edit: Callable[[dict[str, Any]], None], message: str, cpu_engine: AdapterEngine, tmp_path: Path
 ) -> None:
     folder = dual_checkpoints.marqo(tmp_path / "marqo")
     state = load_file(folder / "open_clip_model.safetensors")
@@ -263,14 +263,14 @@ def test_weights_of_open_clip_that_are_not_all_in_place_are_refused(
     ],
 )
 def test_an_entry_that_does_not_fit_is_refused(
-    change: dict[str, Any], message: str, cpu_engine: Engine, tmp_path: Path
+    change: dict[str, Any], message: str, cpu_engine: AdapterEngine, tmp_path: Path
 ) -> None:
     entry = entry_of("clip", dual_checkpoints.clip(tmp_path / "clip"), id="dual/wrong", **change)
     with pytest.raises(ModelLoadFailed, match=message):
         cpu_engine.residency.ensure(entry.id, entry)
 
 
-def test_a_folder_without_an_image_processor_is_refused(cpu_engine: Engine, tmp_path: Path) -> None:
+def test_a_folder_without_an_image_processor_is_refused(cpu_engine: AdapterEngine, tmp_path: Path) -> None:
     folder = dual_checkpoints.clip(tmp_path / "clip")
     (folder / "preprocessor_config.json").unlink()
     with pytest.raises(ModelLoadFailed, match="says how images become pixels"):

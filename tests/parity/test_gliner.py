@@ -253,6 +253,19 @@ def test_windows_also_end_where_the_encoder_has_no_more_positions(
     assert_equal([one for one in found if one["start"] >= clear], [one for one in expected if one["start"] >= clear])
 
 
+def test_a_text_of_long_words_is_one_window_as_in_the_package(
+    models: dict[str, GlinerModel], oracles: dict[str, Any]
+) -> None:
+    text = "Ada Lovelace lived in London. " * 60
+    request = options("span", ("person", "city"), 0.05)
+    words = models["span"]._words(text)
+    assert (len(words.sizes), sum(words.sizes), models["span"].max_tokens) == (360, 1860, 3072)
+    [entities] = extract(models["span"], [text], request)
+    [expected] = oracles["span"].inference([text], list(request.labels), threshold=0.05)
+    assert len(expected) > 20
+    assert_equal(entities, expected)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_without_words_has_no_entities(models: dict[str, GlinerModel], kind: GlinerKind) -> None:
     assert extract(models[kind], ["", " \n\t ", "queue"], options(kind, threshold=0.0))[:2] == [[], []]

@@ -21,7 +21,7 @@ from parity.score_checkpoints import ragged_documents
 from selection import long_but
 from transformers import AutoModel, AutoTokenizer
 
-from sie_adapter.engine.engine import Engine
+from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.families.text_encoder import TextEncoder
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models.catalogue import Catalogue
@@ -47,7 +47,7 @@ Array = NDArray[Any]
 class Loaded:
     """A resident model."""
 
-    engine: Engine
+    engine: AdapterEngine
     entry: ModelEntry
     encoder: TextEncoder
     tokenizer: ModelTokenizer
@@ -93,7 +93,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], L
     """Models by name: architectures with a dense output, and three with token vectors."""
     root, threads = tmp_path_factory.mktemp("inputs"), torch.get_num_threads()
     torch.set_num_threads(1)
-    engine = Engine(Settings(device="cpu"))
+    engine = AdapterEngine(Settings(device="cpu"))
 
     def late(folder: Path) -> dict[str, Any]:
         config = {"query_length": 16, "document_length": 180, "attend_to_expansion_tokens": False}

@@ -28,8 +28,8 @@ from safetensors.torch import load_file, save_file
 from selection import long_but
 from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel
 
-from sie_adapter.engine.device_threads import Job, Lanes
-from sie_adapter.engine.engine import Engine
+from sie_adapter.engine.device_threads import DeviceJob, DeviceThreads
+from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.packed.linear import BlockedLinear
 from sie_contracts.errors import ErrorInfo, LoraLoadFailed
 from sie_contracts.models.entries import ModelEntry, parse_entry
@@ -69,7 +69,7 @@ def every_layer(kind: str) -> list[str]:
 class Served:
     """A base model in the engine, and what it answers for TEXTS, or for pairs of the first of them with each."""
 
-    engine: Engine
+    engine: AdapterEngine
     entry: ModelEntry
 
     @property
@@ -130,16 +130,16 @@ def base(root: Path) -> Folders:
 
 
 @pytest.fixture(scope="module")
-def engine(root: Path) -> Iterator[Engine]:
+def engine(root: Path) -> Iterator[AdapterEngine]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    engine = Engine(Settings(device="cpu", models_dir=str(root), max_loras_per_model=KEPT))
+    engine = AdapterEngine(Settings(device="cpu", models_dir=str(root), max_loras_per_model=KEPT))
     yield engine
     assert engine.stop(10)
     torch.set_num_threads(threads)
 
 
-def serve(engine: Engine, folder: Path, precision: str = "float32", **changes: Any) -> Served:
+def serve(engine: AdapterEngine, folder: Path, precision: str = "float32", **changes: Any) -> Served:
     fields: dict[str, Any] = {
         "family": "text-encoder",
         "outputs": {"dense": WIDTH},
@@ -203,7 +203,7 @@ def expected(folder: Path, lora: Path, auto: Any = AutoModel) -> np.ndarray:
     ),
 )
 def test_a_lora_gives_what_peft_gives_and_leaves_the_base_alone(
-    kind: str, part: str, engine: Engine, base: Folders, root: Path, table: ParityTable
+    kind: str, part: str, engine: AdapterEngine, base: Folders, root: Path, table: ParityTable
 ) -> None:
     """W15: also where query, key and value are one layer, and where the model runs padded. The base's bytes never
     change.
@@ -238,7 +238,7 @@ def test_a_lora_gives_what_peft_gives_and_leaves_the_base_alone(
     ids=str,
 )
 def test_scaling_rank_and_layers_are_those_of_its_configuration(
-    config: dict[str, Any], engine: Engine, base: Folders, root: Path
+    config: dict[str, Any], engine: AdapterEngine, base: Folders, root: Path
 ) -> None:
     folder = base("bert")
     served = serve(engine, folder)
@@ -251,7 +251,7 @@ def test_scaling_rank_and_layers_are_those_of_its_configuration(
 
 @pytest.mark.parametrize("kind", long_but(["bert", "modernbert", "qwen3 causal"], ["modernbert"]))
 def test_in_bfloat16_a_lora_is_near_peft_in_float32(
-    kind: str, engine: Engine, base: Folders, root: Path, table: ParityTable
+    kind: str, engine: AdapterEngine, base: Folders, root: Path, table: ParityTable
 ) -> None:
     folder = base(kind)
     served = serve(engine, folder, "bfloat16")
@@ -264,7 +264,9 @@ def test_in_bfloat16_a_lora_is_near_peft_in_float32(
 
 
 @pytest.mark.parametrize("kind", long_but(["bert", "modernbert", "qwen3 causal"], ["modernbert"]))
-def test_a_lora_of_a_cross_encoder(kind: str, engine: Engine, base: Folders, root: Path, table: ParityTable) -> None:
+def test_a_lora_of_a_cross_encoder(
+    kind: str, engine: AdapterEngine, base: Folders, root: Path, table: ParityTable
+) -> None:
     """Its keys carry the name of the backbone within the classifier."""
     auto = AutoModelForSequenceClassification
     folder = base(kind, auto)
@@ -280,7 +282,7 @@ def test_a_lora_of_a_cross_encoder(kind: str, engine: Engine, base: Folders, roo
     assert served.answers().tobytes() == before.tobytes()
 
 
-def test_blocked_layers_take_a_lora(engine: Engine, base: Folders, root: Path) -> None:
+def test_blocked_layers_take_a_lora(engine: AdapterEngine, base: Folders, root: Path) -> None:
     """A CPU reorders weights."""
     folder = base("bert")
     served = serve(engine, shutil.copytree(folder, root / "blocked"))
@@ -292,7 +294,7 @@ def test_blocked_layers_take_a_lora(engine: Engine, base: Folders, root: Path) -
 
 
 @pytest.mark.long
-def test_base_and_loras_on_two_lanes_while_others_load(engine: Engine, base: Folders, root: Path) -> None:
+def test_base_and_loras_on_two_lanes_while_others_load(engine: AdapterEngine, base: Folders, root: Path) -> None:
     """W15: each answer has the bytes of its own LoRA alone, whatever runs beside it and whatever is
     loaded meanwhile.
     """
@@ -305,9 +307,9 @@ def test_base_and_loras_on_two_lanes_while_others_load(engine: Engine, base: Fol
     chooser = random.Random(0)
     messages = [served.message(chooser.choice(names)) for _ in range(120)]
     replies: list[list[Reply]] = [[] for _ in messages]
-    jobs = [Job(message, answers.append) for message, answers in zip(messages, replies, strict=True)]
+    jobs = [DeviceJob(message, answers.append) for message, answers in zip(messages, replies, strict=True)]
     loading = threading.Thread(target=lambda: [served.load(lora) for lora in loras[3:]])
-    lanes = Lanes(2, engine.execute)
+    lanes = DeviceThreads(2, engine.execute)
     for number, job in enumerate(jobs):
         lanes.submit(job)
         if number == 20:
@@ -324,7 +326,7 @@ def test_base_and_loras_on_two_lanes_while_others_load(engine: Engine, base: Fol
 
 
 def test_the_digest_of_a_lora_is_that_of_its_configuration_and_its_matrices(
-    engine: Engine, base: Folders, root: Path
+    engine: AdapterEngine, base: Folders, root: Path
 ) -> None:
     """W12: by content, whatever the folder is called."""
     served = serve(engine, base("bert"))
@@ -341,7 +343,7 @@ def test_the_digest_of_a_lora_is_that_of_its_configuration_and_its_matrices(
 
 
 def test_the_least_recently_used_goes_and_a_batch_that_waits_for_it_is_told(
-    engine: Engine, base: Folders, root: Path
+    engine: AdapterEngine, base: Folders, root: Path
 ) -> None:
     folder = base("bert")
     served = serve(engine, shutil.copytree(folder, root / "crowded"))
@@ -438,7 +440,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("fault", REFUSED)
-def test_a_lora_that_would_be_wrong_is_refused(fault: str, engine: Engine, base: Folders, root: Path) -> None:
+def test_a_lora_that_would_be_wrong_is_refused(fault: str, engine: AdapterEngine, base: Folders, root: Path) -> None:
     """W15: the message names what does not fit, nothing of it is kept, and the base answers as before."""
     change, text = REFUSED[fault]
     folder = base("bert")
@@ -469,7 +471,7 @@ def test_a_lora_that_would_be_wrong_is_refused(fault: str, engine: Engine, base:
     ids=str,
 )
 def test_kinds_of_lora_that_are_more_than_two_matrices(
-    config: dict[str, Any], text: str, engine: Engine, base: Folders, root: Path
+    config: dict[str, Any], text: str, engine: AdapterEngine, base: Folders, root: Path
 ) -> None:
     """As PEFT itself saves them."""
     folder = base("bert")
@@ -482,7 +484,7 @@ def test_kinds_of_lora_that_are_more_than_two_matrices(
         served.load(lora)
 
 
-def test_files_that_are_not_a_lora(engine: Engine, base: Folders, root: Path) -> None:
+def test_files_that_are_not_a_lora(engine: AdapterEngine, base: Folders, root: Path) -> None:
     """X6: pickled weights are not read; a broken file is a failed load, not a failed process."""
     folder = base("bert")
     served = serve(engine, folder)
@@ -521,7 +523,7 @@ def test_names_of_clients_reach_nothing_outside_the_models_folder(
     (tmp_path / "models").mkdir()
     trained(folder, tmp_path / "outside", ["query"])
     (tmp_path / "models" / "link").symlink_to(tmp_path / "outside")
-    engine = Engine(
+    engine = AdapterEngine(
         Settings(device="cpu", models_dir=str(tmp_path / "models"), local_cache=str(tmp_path), hf_fallback=False)
     )
     served = serve(engine, folder)
@@ -533,7 +535,7 @@ def test_names_of_clients_reach_nothing_outside_the_models_folder(
 def test_a_path_that_the_entry_names_may_lie_anywhere(base: Folders, tmp_path: Path) -> None:
     folder = base("bert")
     lora = trained(folder, tmp_path / "outside", ["query"])
-    engine = Engine(Settings(device="cpu", hf_fallback=False))
+    engine = AdapterEngine(Settings(device="cpu", hf_fallback=False))
     served = serve(engine, folder, profiles={"tuned": {"run": {"lora": str(lora)}}})
     assert np.abs(served.answers(served.load(lora)) - expected(folder, lora)).max() <= MAX_DIFFERENCE
     assert engine.stop(5)

@@ -19,7 +19,7 @@ from parity.toys import image, png
 from PIL import Image
 from selection import long_but
 
-from sie_adapter.engine.engine import Engine
+from sie_adapter.engine.engine import AdapterEngine
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_contracts.wire.messages import Input
@@ -135,7 +135,7 @@ def oracle(folder: Path) -> Oracle:
 
 
 @pytest.fixture(scope="module")
-def load(cpu_engine: Engine, folder: Path) -> Callable[..., Served]:
+def load(cpu_engine: AdapterEngine, folder: Path) -> Callable[..., Served]:
     @cache
     def loaded(precision: str = "float32", *, ranks: bool = False) -> Served:
         make = reranker_of if ranks else entry_of
@@ -170,7 +170,7 @@ def test_vectors_do_not_depend_on_batch_mates(load: Callable[..., Served]) -> No
 
 
 @pytest.mark.long
-def test_the_padded_path_gives_the_same(cpu_engine: Engine, folder: Path, load: Callable[..., Served]) -> None:
+def test_the_padded_path_gives_the_same(cpu_engine: AdapterEngine, folder: Path, load: Callable[..., Served]) -> None:
     """Also the features that the first layers add."""
     entry = entry_of(folder, "seen/padded")
     padded = served_by(cpu_engine, entry)
@@ -243,7 +243,7 @@ def test_scores_equal_the_oracle(
 
 
 @pytest.mark.long
-def test_an_output_layer_of_its_own_is_read(cpu_engine: Engine, tmp_path: Path) -> None:
+def test_an_output_layer_of_its_own_is_read(cpu_engine: AdapterEngine, tmp_path: Path) -> None:
     folder = qwen_checkpoints.qwen3_vl(tmp_path / "untied", tied=False)
     entry = reranker_of(folder, "seen/untied")
     found, oracle = served_by(cpu_engine, entry).run("score", inputs_of(GIVEN[:3]), Input("a town")), Oracle(folder)
@@ -275,7 +275,7 @@ def test_an_image_of_the_query_that_is_none_fails_all(load: Callable[..., Served
     ],
 )
 def test_an_entry_that_does_not_fit_is_refused(
-    change: dict[str, Any], message: str, cpu_engine: Engine, folder: Path
+    change: dict[str, Any], message: str, cpu_engine: AdapterEngine, folder: Path
 ) -> None:
     with pytest.raises(ModelLoadFailed, match=message):
         cpu_engine.residency.ensure("seen/wrong", reranker_of(folder, "seen/wrong", **change))

@@ -23,13 +23,13 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from selection import long_but
 
-from sie_adapter.engine.engine import Engine
+from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.families.extraction import ExtractOptions
 from sie_adapter.loading.image_folders import described_by_image_model
 from sie_adapter.packed.packing import Shown
 from sie_adapter.readers import florence2
 from sie_adapter.readers.document_reader import DocumentReader
-from sie_adapter.readers.reading import Written, _Call, _Loop, _Row
+from sie_adapter.readers.reading import GeneratedText, _GenerationCall, _GenerationRow, _Loop
 from sie_contracts.errors import InvalidInput, ModelLoadFailed
 from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_contracts.wire.messages import RunOptions
@@ -265,14 +265,14 @@ class Reader:
         made = prepared(png(page), self.kind.recipe)
         return Shown(np.frombuffer(made.pixels, np.uint8).reshape(made.height, made.width, 3), *made.upright)
 
-    def read(self, prompts: Sequence[Any]) -> list[Written]:
+    def read(self, prompts: Sequence[Any]) -> list[GeneratedText]:
         """What is written after prompts, all of them at once."""
-        found: list[Written] = self.served.engine.readings.read(self.kind, prompts)
+        found: list[GeneratedText] = self.served.engine.readings.read(self.kind, prompts)
         return found
 
 
 @pytest.fixture(scope="module")
-def load(cpu_engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reader]:
+def load(cpu_engine: AdapterEngine, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reader]:
     root = tmp_path_factory.mktemp("readers")
 
     @cache
@@ -335,7 +335,7 @@ def test_a_page_that_joins_between_steps_changes_no_id(
 ) -> None:
     served = load(name)
     prompts = served.prompts(KINDS[name])
-    rows = [_Row(_Call(lambda: False, 1), prompt) for prompt in prompts]
+    rows = [_GenerationRow(_GenerationCall(lambda: False, 1), prompt) for prompt in prompts]
     left, turns = list(rows), 0
     loop = _Loop(served.kind, torch.device("cpu"))
     with torch.inference_mode():
@@ -408,7 +408,7 @@ def _firsts(kind: Any, prompts: Sequence[Any]) -> list[NDArray[np.float32]]:
 
 
 def _written(kind: Any, prompts: Sequence[Any]) -> list[list[int]]:
-    rows = [_Row(_Call(lambda: False, 1), prompt) for prompt in prompts]
+    rows = [_GenerationRow(_GenerationCall(lambda: False, 1), prompt) for prompt in prompts]
     loop = _Loop(kind, torch.device("cpu"))
     loop.waiting.extend(rows)
     with torch.inference_mode():
@@ -435,7 +435,7 @@ def written(served: Reader, task: str, text: str, finish: Any = "stop") -> dict[
     options = asks(task, "where" if task == "<s_docvqa>" else "")
     prompt = served.kind.prompt(served.shown(PAGES[0]), options)
     ids = [*served.kind.tokenizer.encode(text, add_special_tokens=False).ids, *([2] if finish == "stop" else [])]
-    found: dict[str, Any] = served.kind.result(prompt, Written(ids, finish))
+    found: dict[str, Any] = served.kind.result(prompt, GeneratedText(ids, finish))
     return found
 
 
@@ -518,7 +518,7 @@ def florence(served: Reader, task: str, text: str, asked: str = "a phrase") -> d
     """What becomes of a text that Florence-2 wrote about a page of 300 x 120 pixels."""
     prompt = served.kind.prompt(served.shown(PAGES[1]), asks(task, asked))
     ids = [0, *served.kind.tokenizer.encode(text, add_special_tokens=False).ids, 2]
-    found: dict[str, Any] = served.kind.result(prompt, Written(ids, "stop"))
+    found: dict[str, Any] = served.kind.result(prompt, GeneratedText(ids, "stop"))
     return found
 
 
@@ -673,7 +673,7 @@ def test_a_transcript_has_the_name_of_its_task(name: str, task: str, load: Calla
     for asked, label in (("", "markdown"), (task, task)):
         prompt = served.kind.prompt(served.shown(PAGES[0]), asks(asked))
         ids = [*served.kind.tokenizer.encode("# A river", add_special_tokens=False).ids, *prompt.rules.ends]
-        (one,) = served.kind.result(prompt, Written(ids, "stop"))["entities"]
+        (one,) = served.kind.result(prompt, GeneratedText(ids, "stop"))["entities"]
         assert (one["text"], one["label"]) == ("# A river", label)
 
 

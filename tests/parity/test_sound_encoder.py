@@ -16,7 +16,7 @@ from parity.page_engine import Load, Vectors, at_once, pairs
 from parity.table import Agreement, ParityTable
 from sound_files import encoded, tone
 
-from sie_adapter.engine.engine import Engine
+from sie_adapter.engine.engine import AdapterEngine
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.entries import ModelEntry, parse_entry
 
@@ -59,7 +59,7 @@ class Oracle:
 
 
 @pytest.fixture(scope="module")
-def load(cpu_engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Load[Oracle]:
+def load(cpu_engine: AdapterEngine, tmp_path_factory: pytest.TempPathFactory) -> Load[Oracle]:
     from parity import sound_checkpoints
 
     folders = {kind: partial(sound_checkpoints.clap, fused=fused) for kind, fused in KINDS.items()}
@@ -147,7 +147,7 @@ def test_a_sound_costs_the_patches_of_the_last_stage(load: Load[Oracle]) -> None
     ids=["width", "positions"],
 )
 def test_an_entry_that_does_not_fit_is_refused(
-    change: dict[str, Any], message: str, cpu_engine: Engine, tmp_path: Path
+    change: dict[str, Any], message: str, cpu_engine: AdapterEngine, tmp_path: Path
 ) -> None:
     from parity import sound_checkpoints
 
@@ -156,7 +156,7 @@ def test_an_entry_that_does_not_fit_is_refused(
         cpu_engine.residency.ensure(entry.id, entry)
 
 
-def test_features_that_the_model_does_not_read_are_refused(cpu_engine: Engine, tmp_path: Path) -> None:
+def test_features_that_the_model_does_not_read_are_refused(cpu_engine: AdapterEngine, tmp_path: Path) -> None:
     """1. The views of another kind of CLAP. 2. No file that says how sounds become features."""
     from parity import sound_checkpoints
 

@@ -22,9 +22,9 @@ from parity.table import ParityTable, Texts
 from selection import long_but
 from sound_files import encoded, tone
 
-from sie_adapter.engine.engine import Engine
+from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.families.extraction import ExtractOptions
-from sie_adapter.readers.reading import _Call, _Loop, _Row
+from sie_adapter.readers.reading import _GenerationCall, _GenerationRow, _Loop
 from sie_contracts.errors import InvalidInput, ModelLoadFailed
 from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_sidecar.prepare import sounds
@@ -180,7 +180,7 @@ def told(prompts: Sequence[Any]) -> list[list[Spoken]]:
 
 
 @pytest.fixture(scope="module")
-def load(cpu_engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Writing]:
+def load(cpu_engine: AdapterEngine, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Writing]:
     from parity import sound_checkpoints
 
     root = tmp_path_factory.mktemp("sound-readers")
@@ -252,7 +252,7 @@ def test_a_sound_that_joins_between_steps_changes_no_segment(
 ) -> None:
     writing = load(name)
     prompts = writing.prompts(KINDS[name])
-    left, turns = [_Row(_Call(lambda: False, 1), prompt) for prompt in prompts], 0
+    left, turns = [_GenerationRow(_GenerationCall(lambda: False, 1), prompt) for prompt in prompts], 0
     loop = _Loop(writing.served.weights, torch.device("cpu"))
     with torch.inference_mode():
         while left or not loop.is_idle:
@@ -363,7 +363,12 @@ def test_what_cannot_be_asked_is_refused(
     ],
 )
 def test_files_that_cannot_be_reproduced_are_refused(
-    file: str, change: dict[str, Any], message: str, load: Callable[[str], Writing], cpu_engine: Engine, tmp_path: Path
+    file: str,
+    change: dict[str, Any],
+    message: str,
+    load: Callable[[str], Writing],
+    cpu_engine: AdapterEngine,
+    tmp_path: Path,
 ) -> None:
     folder = shutil.copytree(load("few").folder, tmp_path / "model")
     path = folder / file

@@ -28,7 +28,7 @@ from sie_adapter.heads import States
 from sie_adapter.heads.sparse import MaskedLanguageHead, TokenWeightHead
 from sie_adapter.heads.transformers_head import TransformersHead
 from sie_adapter.loading.precision import bfloat16_lacks
-from sie_adapter.packed.packing import Items, Packed, Positions, pack
+from sie_adapter.packed.packing import Items, PackedBatch, Positions, pack
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.wire.messages import RunOptions
 
@@ -268,7 +268,7 @@ class Largest(TorchDispatchMode):
 needs_bfloat16 = pytest.mark.skipif(bool(bfloat16_lacks()), reason=bfloat16_lacks() or "never")
 
 
-def sequences(lengths: Sequence[int], size: int) -> Packed:
+def sequences(lengths: Sequence[int], size: int) -> PackedBatch:
     counts = np.array(lengths, np.int64)
     ids = np.random.default_rng(0).integers(0, size, counts.sum(), dtype=np.int32)
     return pack(Items(counts, ids), np.arange(len(counts)), Positions())

@@ -19,7 +19,7 @@ from parity.qwen_checkpoints import MAX_3, MIN_3
 from parity.toys import image, png, prepared
 from selection import long_but
 
-from sie_adapter.engine.engine import Engine
+from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.packed.packing import Shown
 from sie_contracts.models.entries import parse_entry
 from sie_contracts.settings import Settings
@@ -143,14 +143,14 @@ KINDS = {
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    engine = Engine(Settings(device="cpu"))
+def engine() -> Iterator[AdapterEngine]:
+    engine = AdapterEngine(Settings(device="cpu"))
     yield engine
     assert engine.stop(10)
 
 
 @pytest.fixture(scope="module")
-def load(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Served]:
+def load(engine: AdapterEngine, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Served]:
     root = tmp_path_factory.mktemp("towers")
 
     @cache

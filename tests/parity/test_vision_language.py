@@ -17,7 +17,7 @@ from parity.table import Agreement, ParityTable
 from parity.toys import image, png, seen
 from transformers import AutoProcessor, ColPaliForRetrieval
 
-from sie_adapter.engine.engine import Engine
+from sie_adapter.engine.engine import AdapterEngine
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.entries import ModelEntry, parse_entry
@@ -80,7 +80,7 @@ def oracle(folder: Path) -> Oracle:
 
 
 @pytest.fixture(scope="module")
-def load(cpu_engine: Engine, folder: Path) -> Callable[..., Served]:
+def load(cpu_engine: AdapterEngine, folder: Path) -> Callable[..., Served]:
     @cache
     def loaded(precision: str = "float32") -> Served:
         entry = entry_of(folder, f"pages/colpali-{precision}", load={"precision": precision})
@@ -123,7 +123,7 @@ def test_token_vectors_do_not_depend_on_batch_mates(load: Callable[..., Served])
         assert np.abs(alone - beside).max() <= 5e-6
 
 
-def test_the_padded_path_gives_the_same(cpu_engine: Engine, folder: Path, load: Callable[..., Served]) -> None:
+def test_the_padded_path_gives_the_same(cpu_engine: AdapterEngine, folder: Path, load: Callable[..., Served]) -> None:
     """That of an architecture whose packed states would be wrong."""
     entry = entry_of(folder, "pages/padded")
     padded = served_by(cpu_engine, entry)
@@ -172,7 +172,7 @@ def test_the_row_of_a_page_is_the_processors(load: Callable[..., Served], oracle
     ],
 )
 def test_an_entry_that_does_not_fit_is_refused(
-    change: dict[str, Any], message: str, cpu_engine: Engine, folder: Path
+    change: dict[str, Any], message: str, cpu_engine: AdapterEngine, folder: Path
 ) -> None:
     with pytest.raises(ModelLoadFailed, match=message):
         cpu_engine.residency.ensure("pages/wrong", entry_of(folder, "pages/wrong", **change))

@@ -334,7 +334,7 @@ BAD_HEADERS = [
     ("x-sie-priority", "urgent"),
     ("x-sie-pool", "../x"),
     ("x-sie-machine-profile", "a/b/../c"),
-    ("content-encoding", "gzip"),
+    ("content-encoding", "br"),
 ]
 
 
@@ -342,7 +342,7 @@ BAD_HEADERS = [
 def test_a_bad_header_is_named(client: httpx.Client, name: str, value: str) -> None:
     """E3: a mistake that the client can fix is never a 5xx."""
     answer = post(client, {"items": ["a"]}, **{name: value})
-    assert answer.status_code in (400, 404), answer.text
+    assert answer.status_code in (400, 404, 415), answer.text
     assert answer.json()["error"]["param"].lower() in (name, "x-sie-pool")
 
 
@@ -435,8 +435,8 @@ def check_results(single: EncodeResult, several: list[EncodeResult]) -> None:
     single["dense"][0] = 1.0
 
 
-def test_one_slash_at_the_end_says_nothing(client: httpx.Client) -> None:
-    for path in ("/v1/models/", "/healthz/", "/v1/pools/", "/docs/", f"/v1/models/{MODEL}/"):
+def test_a_slash_more_says_nothing(client: httpx.Client) -> None:
+    for path in ("/v1/models/", "/healthz/", "/v1/pools/", "/docs/", f"/v1/models/{MODEL}/", "//v1//models//"):
         assert client.get(path).status_code == 200, path
     assert client.post("/v1/embeddings/", json={"model": MODEL, "input": "a"}).status_code == 200
 

@@ -24,7 +24,7 @@ from stack import Part
 from sie_broker import Write
 from sie_broker.nats import connect
 from sie_cli.serve.ports import free_port
-from sie_config_service.mirror import Snapshot
+from sie_config_service.mirror import CatalogueSnapshot
 from sie_config_service.store import model_key, open_store
 from sie_contracts.settings import Secret, load
 from sie_contracts.wire import topology
@@ -111,7 +111,7 @@ class Service:
             await asyncio.wait_for(task, 10)
             await broker.close()
 
-    async def stored(self) -> Snapshot:
+    async def stored(self) -> CatalogueSnapshot:
         """The catalogue as a reader of the bucket alone finds it."""
         broker = await connect(self.broker.url, name="look")
         try:

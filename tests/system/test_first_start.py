@@ -17,7 +17,7 @@ import httpx
 import pytest
 from cluster import SIE, Cluster, free_ports
 
-from sie_cli.serve.preflight import Needs, faults
+from sie_cli.serve.preflight import MachineNeeds, faults
 from sie_contracts.settings import Settings, load
 
 BOUND_S = 60.0
@@ -114,8 +114,8 @@ def test_a_disk_without_room_for_the_streams_is_told_with_folder_and_bytes_and_a
     assert faults(needs(tmp_path, settings)) == []
 
 
-def needs(data_dir: Path, settings: Settings) -> Needs:
-    return Needs((), data_dir, has_broker=True, gateways=1, workers=1, settings=settings)
+def needs(data_dir: Path, settings: Settings) -> MachineNeeds:
+    return MachineNeeds((), data_dir, has_broker=True, gateways=1, workers=1, settings=settings)
 
 
 @pytest.mark.long

@@ -237,7 +237,7 @@ async def placing(broker: Broker) -> AsyncIterator[tuple[Placer, Fleet]]:
     await clock.measure()
     await fleet.start()
     placer = Placer(
-        broker, 2.0, fleet, Ages(Backlog(broker, [LANE.pool]), clock.now_s).of, clock.now_s, storage="memory"
+        broker, 2.0, fleet, Ages(Backlog(broker, [LANE.pool]), clock.now_s).waiting_of, clock.now_s, storage="memory"
     )
     bucket = await broker.key_value(topology.PLACEMENT_BUCKET, storage="memory")
     # of a lane that had workers before: without any table all would pull all

@@ -54,6 +54,8 @@ async def test_an_sdk_waits_while_the_first_worker_starts(tmp_path: Path, versio
         async with asyncio.timeout(20):
             while not await gateway.metric("sie_gateway_requests_total", endpoint="encode", status=status):
                 assert not asked.done(), await asked
+        refused = await gateway.encode("x", **{"X-SIE-SDK-Version": version})
+        assert (str(refused.status_code), int(refused.headers["retry-after"]) > 0) == (status, True)
         await cluster.sidecar(await cluster.adapter())
         out, told = await asyncio.wait_for(asked, 30)
     assert (out.decode().strip(), told.decode(), sdk.returncode) == ("8", "", 0)

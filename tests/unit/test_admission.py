@@ -163,7 +163,7 @@ def test_a_queue_that_stood_still_when_its_requests_ended_stands_still_for_the_n
     with pytest.raises(QueueFull, match="stands still") as refused:
         one.check("key", LANE, "bulk", "toy/one", 100, 2.0)
     assert refused.value.retry_after_s >= 10
-    probe.taken(WorkResult("r", 0, "ghost", (), batch=BatchNote("9", 1, 1, 100)))
+    probe.result_arrived(WorkResult("r", 0, "ghost", (), batch=BatchNote("9", 1, 1, 100)))
     one.enter("key", LANE, "bulk", "toy/one", [100], 100)
     one.check("key", LANE, "bulk", "toy/one", 100, 2.0)
 
@@ -479,17 +479,17 @@ def test_the_estimate_of_a_start_is_the_last_start_that_was_seen() -> None:
     fleet = Fleet(server.connect("x"), settings, lambda: now_s)
     demand = DemandRecords(server.connect("y"), lambda: now_s, storage="memory", replicas=1)
     cold = ColdStarts(fleet, demand, Metrics(), lambda pool: "", lambda: now_s)
-    cold.asked(LANE)
+    cold.requested(LANE)
     assert cold.start_left_s(LANE) == 60.0
     now_s = 20.0
-    cold.asked(LANE)
+    cold.requested(LANE)
     assert cold.start_left_s(LANE) == 40.0
     now_s = 40.0
     fleet.note(beat(state="loading"))
-    cold.asked(LANE)
+    cold.requested(LANE)
     fleet.note(replace(beat(), leaving=True))
     now_s = 1000.0
-    cold.asked(LANE)
+    cold.requested(LANE)
     assert cold.start_left_s(LANE) == 40.0
 
 

@@ -17,8 +17,8 @@ import msgspec
 import pytest
 
 from sie_cli.airgap import archive, placing
-from sie_cli.airgap.archive import INDEX, SUMS, Index, Reader, encode, sums, write
-from sie_cli.refusal import Refused
+from sie_cli.airgap.archive import INDEX, SUMS, ArchiveIndex, ArchiveReader, encode, sums, write
+from sie_cli.refusal import CommandRefused
 from sie_store.manifest import FileFact
 
 ENTRY = {
@@ -41,9 +41,9 @@ def silent(_: int) -> None:
     pass
 
 
-def index_of(contents: dict[str, bytes] = FILES, **changes: Any) -> Index:
+def index_of(contents: dict[str, bytes] = FILES, **changes: Any) -> ArchiveIndex:
     facts = {name: FileFact(len(data), hashlib.sha256(data).hexdigest()) for name, data in contents.items()}
-    return msgspec.structs.replace(Index("0.1.0", facts, [ENTRY]), **changes)
+    return msgspec.structs.replace(ArchiveIndex("0.1.0", facts, [ENTRY]), **changes)
 
 
 def made(contents: dict[str, bytes] = FILES) -> bytes:
@@ -53,7 +53,7 @@ def made(contents: dict[str, bytes] = FILES) -> bytes:
 
 
 def load(data: bytes, folder: Path) -> None:
-    placing.load(Reader(io.BytesIO(data)), folder, folder, silent)
+    placing.load(ArchiveReader(io.BytesIO(data)), folder, folder, silent)
 
 
 def held(folder: Path) -> dict[str, bytes]:
@@ -110,21 +110,21 @@ def test_it_is_read_from_a_pipe(folder: Path) -> None:
         def read(self, size: int = -1) -> bytes:
             return self._data.read(min(size, pieces.randint(1, 700)))
 
-    placing.load(Reader(Pipe(made())), folder, folder, silent)  # type: ignore[arg-type]
+    placing.load(ArchiveReader(Pipe(made())), folder, folder, silent)  # type: ignore[arg-type]
     assert held(folder)["weights/my_2fmodel/model.safetensors"] == FILES["weights/my_2fmodel/model.safetensors"]
 
 
 def test_a_file_that_changes_while_it_is_written_is_refused() -> None:
     for other in (b"x", FILES["weights/my_2fmodel/config.json"] + b"x", b"[]"):
         files = {**FILES, "weights/my_2fmodel/config.json": other}
-        with pytest.raises(Refused, match=r"weights/my_2fmodel/config.json is not what its checksum says"):
+        with pytest.raises(CommandRefused, match=r"weights/my_2fmodel/config.json is not what its checksum says"):
             write(io.BytesIO(), index_of(), lambda name, files=files: io.BytesIO(files[name]), silent)
 
 
 def test_every_cut_changes_nothing(folder: Path) -> None:
     data = made()
     for length in [*range(0, len(data), 97), len(data) - 1]:
-        with pytest.raises(Refused, match=r"cut|damaged"):
+        with pytest.raises(CommandRefused, match=r"cut|damaged"):
             load(data[:length], folder)
         assert nothing_is_left(folder), length
 
@@ -142,7 +142,7 @@ def test_every_flipped_bit_is_found_or_was_padding(folder: Path) -> None:
         damaged[at] ^= 1 << at % 8
         try:
             load(bytes(damaged), folder)
-        except Refused:
+        except CommandRefused:
             assert nothing_is_left(folder), at
             continue
         taken += 1
@@ -232,7 +232,8 @@ def test_anything_but_the_files_of_the_index_in_their_order_is_refused(
     folder: Path, change: Callable[[tarfile.TarFile, str, bytes], bool]
 ) -> None:
     with pytest.raises(
-        Refused, match=r"expected the file weights/my_2fmodel/config\.json|there is no weights/my_2fmodel/config\.json"
+        CommandRefused,
+        match=r"expected the file weights/my_2fmodel/config\.json|there is no weights/my_2fmodel/config\.json",
     ):
         load(tampered(change), folder)
     assert nothing_is_left(folder)
@@ -266,14 +267,14 @@ HOSTILE_NAMES = [
 
 @pytest.mark.parametrize("name", HOSTILE_NAMES)
 def test_an_index_that_names_what_it_must_not_is_refused(folder: Path, name: str) -> None:
-    with pytest.raises(Refused, match=r"airgap\.json names the file"):
+    with pytest.raises(CommandRefused, match=r"airgap\.json names the file"):
         load(resealed(files={name: FileFact(0, hashlib.sha256().hexdigest())}), folder)
     assert nothing_is_left(folder)
 
 
 @pytest.mark.parametrize("behind", [b"x", bytes(512) + b"x", bytes(20 * 512 + 1), made()])
 def test_bytes_behind_the_end_are_refused(folder: Path, behind: bytes) -> None:
-    with pytest.raises(Refused, match="something follows the end of the archive"):
+    with pytest.raises(CommandRefused, match="something follows the end of the archive"):
         load(made() + behind, folder)
     assert nothing_is_left(folder)
 
@@ -302,7 +303,7 @@ def test_bytes_behind_the_end_are_refused(folder: Path, behind: bytes) -> None:
 def test_an_index_that_cannot_be_served_is_refused_before_a_file_is_read(
     folder: Path, changes: dict[str, Any], told: str
 ) -> None:
-    with pytest.raises(Refused, match=told):
+    with pytest.raises(CommandRefused, match=told):
         load(resealed(**changes), folder)
     assert nothing_is_left(folder)
 
@@ -311,13 +312,13 @@ def test_an_index_that_cannot_be_served_is_refused_before_a_file_is_read(
     "data", [b"", b"hello" * 500, bytes(4096), made()[512:]], ids=["empty", "text", "zeros", "no head"]
 )
 def test_what_is_no_archive_is_refused(data: bytes) -> None:
-    with pytest.raises(Refused, match=r"there is no airgap\.json|the archive ends after 0 bytes"):
-        Reader(io.BytesIO(data))
+    with pytest.raises(CommandRefused, match=r"there is no airgap\.json|the archive ends after 0 bytes"):
+        ArchiveReader(io.BytesIO(data))
 
 
 def test_an_index_of_gigabytes_is_not_read() -> None:
-    with pytest.raises(Refused, match=r"airgap\.json has \d+ bytes, expected at most"):
-        Reader(io.BytesIO(archive._header(INDEX, 1 << 40)))
+    with pytest.raises(CommandRefused, match=r"airgap\.json has \d+ bytes, expected at most"):
+        ArchiveReader(io.BytesIO(archive._header(INDEX, 1 << 40)))
 
 
 def test_what_a_killed_load_left_is_replaced(folder: Path) -> None:
@@ -338,11 +339,11 @@ def test_two_loads_at_once_do_not_mix(folder: Path) -> None:
 
     def told(_: int) -> None:
         if not refused:
-            with pytest.raises(Refused, match=r"another `sie airgap` writes .*\.airgap\.loading now") as caught:
+            with pytest.raises(CommandRefused, match=r"another `sie airgap` writes .*\.airgap\.loading now") as caught:
                 load(made(), folder)
             refused.append(caught)
 
-    placing.load(Reader(io.BytesIO(made())), folder, folder, told)
+    placing.load(ArchiveReader(io.BytesIO(made())), folder, folder, told)
     assert refused
     assert held(folder)["weights/my_2fmodel/config.json"] == b"{}"
 
@@ -354,7 +355,7 @@ def test_an_error_of_the_disk_leaves_nothing(folder: Path) -> None:
         (folder.with_name(".airgap.loading") / "weights").write_bytes(b"")
 
     with pytest.raises(OSError, match="Not a directory"):
-        placing.load(Reader(io.BytesIO(made())), folder, folder, told)
+        placing.load(ArchiveReader(io.BytesIO(made())), folder, folder, told)
     assert nothing_is_left(folder)
 
 

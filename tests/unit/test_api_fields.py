@@ -11,7 +11,7 @@ from fake_adapter import WIDTH, toy_entry
 from inprocess import GatewayProcess, InProcess
 
 from sie_contracts.api import dialects, inference
-from sie_contracts.models import options
+from sie_contracts.models import entries, options
 from sie_contracts.models.families import FAMILIES
 from sie_gateway.dialects import cohere, vocabulary
 from sie_gateway.http.routes import DIALECTS, TEI
@@ -96,7 +96,7 @@ def test_values_that_a_field_may_have_are_those_that_are_understood() -> None:
     def values(struct: Any, name: str) -> set[str]:
         return {value for each in get_args(get_type_hints(struct)[name]) for value in get_args(each)}
 
-    assert values(inference.EncodeParams, "pooling") == set(options._POOLINGS)
+    assert values(inference.EncodeParams, "pooling") == set(entries.POOLINGS)
     assert values(inference.ScoreParams, "score_mode") == set(options.SCORE_MODES)
     assert set(get_args(inference.Dtype)) == set(reply.WIRE_DTYPES)
     (embeddings,) = (route.body.type for route in DIALECTS if route.path == "/v1/embeddings" and route.body is not None)

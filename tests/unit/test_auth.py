@@ -303,6 +303,17 @@ async def test_a_key_is_known_by_its_id_and_brings_its_limits() -> None:
     assert all(other.limits == records.NO_LIMITS and other.key not in (USER, ADMIN) for other in others)
 
 
+@pytest.mark.parametrize("now_s", [1e3, 1e11])  # years behind the clock of this machine, and ahead of it
+async def test_keys_expire_by_the_clock_that_the_gate_was_made_with(now_s: float) -> None:
+    gates, tokens = {}, {}
+    for left_s in (10.0, -10.0):
+        key, tokens[left_s] = key_with("infer", expires_s=now_s + left_s)
+        gates[left_s] = Gate(settings_of(SIE_AUTH_MODE="token", **TOKENS), await keys_of(key), lambda: now_s)
+    assert gates[10.0].check("POST", "/v1/encode/m", f"Bearer {tokens[10.0]}").key
+    with pytest.raises(Unauthenticated):
+        gates[-10.0].check("POST", "/v1/encode/m", f"Bearer {tokens[-10.0]}")
+
+
 @pytest.mark.parametrize(
     "given",
     ["Bearer", "Bearer ", "Basic dXNlcjpwYXNz", "\xff\xfe", "x" * 60_000, "Bearer\t", "null", USER[:-1], USER + "x"],

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from sie_cli.main import main
 from sie_cli.replay.curve import percentile, svg
-from sie_cli.replay.replay import Machine, Plan, Report, replay
-from sie_cli.replay.trace import MAX_TOKENS, Ran, Request, Trace, TraceError, fit, generate, read, write
+from sie_cli.replay.replay import Machine, ReplayPlan, ReplayReport, replay
+from sie_cli.replay.trace import MAX_TOKENS, Ran, Trace, TraceError, TraceRequest, fit, generate, read, write
 
 MACHINE = Machine(base_s=0.010, token_s=0.0001)
-PLAN = Plan()
+PLAN = ReplayPlan()
 
 
-def runs(requests: list[Request], plan: Plan = PLAN, machine: Machine = MACHINE) -> Report:
+def runs(requests: list[TraceRequest], plan: ReplayPlan = PLAN, machine: Machine = MACHINE) -> ReplayReport:
     return replay(requests, plan, machine)
 
 
@@ -34,7 +34,7 @@ def test_a_lone_request_takes_its_forward_pass_and_nothing_else() -> None:
     """
     slow = dataclasses.replace(PLAN, max_wait_ms=500, min_quantum_ms=100, max_quantum_ms=500)
     for plan in (PLAN, slow):
-        report = runs([Request(0.0, (100,)), Request(1.0, (100,))], plan)
+        report = runs([TraceRequest(0.0, (100,)), TraceRequest(1.0, (100,))], plan)
         assert report.latency_s == pytest.approx([0.020, 0.020])
         assert report.wait_s == pytest.approx([0.0, 0.0])
         assert (report.batches, report.items, report.tokens, report.calls) == (2, 2, 200, 2)
@@ -43,7 +43,7 @@ def test_a_lone_request_takes_its_forward_pass_and_nothing_else() -> None:
 
 def test_tokenising_and_taking_in_come_before_the_forward_pass() -> None:
     machine = dataclasses.replace(MACHINE, call_s=0.001, read_s=0.00001, delivery_s=0.002)
-    report = runs([Request(0.0, (100,))], machine=machine)
+    report = runs([TraceRequest(0.0, (100,))], machine=machine)
     assert report.latency_s == pytest.approx([0.002 + 0.001 + 0.001 + 0.020])
     assert report.host_s == pytest.approx(0.002)
 
@@ -53,7 +53,12 @@ def test_what_comes_while_the_device_is_busy_runs_as_one_batch_behind_it() -> No
     tokens.
     """
     plan = dataclasses.replace(PLAN, pipeline_depth=1)
-    arrivals = [Request(0.0, (100,)), Request(0.005, (10,)), Request(0.010, (10,)), Request(0.015, (10,))]
+    arrivals = [
+        TraceRequest(0.0, (100,)),
+        TraceRequest(0.005, (10,)),
+        TraceRequest(0.010, (10,)),
+        TraceRequest(0.015, (10,)),
+    ]
     report = runs(arrivals, plan)
     assert report.batches == 2
     assert report.latency_s == pytest.approx([0.020, 0.028, 0.023, 0.018])
@@ -64,7 +69,12 @@ def test_a_pipeline_of_two_seals_the_next_batch_when_its_oldest_has_waited_its_b
     """The same with one ready: sealed 5 ms after its first came, at 10 ms, with the second; the third is left for
     another batch.
     """
-    arrivals = [Request(0.0, (100,)), Request(0.005, (10,)), Request(0.0099, (10,)), Request(0.015, (10,))]
+    arrivals = [
+        TraceRequest(0.0, (100,)),
+        TraceRequest(0.005, (10,)),
+        TraceRequest(0.0099, (10,)),
+        TraceRequest(0.015, (10,)),
+    ]
     report = runs(arrivals)
     assert report.batches == 3
     assert report.latency_s == pytest.approx([0.020, 0.027, 0.0221, 0.028])
@@ -75,14 +85,14 @@ def test_the_budget_cuts_batches_and_a_request_waits_for_its_last_chunk() -> Non
     count by input.
     """
     plan = dataclasses.replace(PLAN, chunk_cost=200, max_batch_cost=400)
-    report = runs([Request(0.0, (100,) * 10)], plan, Machine(0.010, 0.0001, square_s=1e-6))
+    report = runs([TraceRequest(0.0, (100,) * 10)], plan, Machine(0.010, 0.0001, square_s=1e-6))
     assert (report.batches, report.items, report.tokens) == (3, 5, 1000)
     assert report.device_s == pytest.approx(3 * 0.010 + 1000 * 0.0001 + 10 * 100**2 * 1e-6)
     assert report.latency_s == pytest.approx([report.device_s])
 
 
 def test_two_workers_share_the_work_and_two_lanes_run_side_by_side() -> None:
-    arrivals = [Request(0.0, (100,)), Request(0.0, (100,))]
+    arrivals = [TraceRequest(0.0, (100,)), TraceRequest(0.0, (100,))]
     alone = dataclasses.replace(PLAN, max_batch_requests=1)
     assert runs(arrivals, alone).latency_s == pytest.approx([0.020, 0.040])
     assert runs(arrivals, dataclasses.replace(alone, workers=2)).latency_s == pytest.approx([0.020, 0.020])
@@ -94,7 +104,7 @@ def test_bulk_work_lets_interactive_work_pass() -> None:
     longer.
     """
     plan = dataclasses.replace(PLAN, max_batch_requests=1)
-    report = runs([*(Request(0.0, (100,), priority="bulk") for _ in range(30)), Request(0.001, (100,))], plan)
+    report = runs([*(TraceRequest(0.0, (100,), priority="bulk") for _ in range(30)), TraceRequest(0.001, (100,))], plan)
     assert report.latency_s[-1] == pytest.approx(0.059)
     assert max(report.latency_s[:-1]) == pytest.approx(31 * 0.020)
 
@@ -104,7 +114,7 @@ def test_deliveries_that_come_one_by_one_are_gathered() -> None:
     may be.
     """
     machine = dataclasses.replace(MACHINE, delivery_s=0.001, call_s=0.0001)
-    arrivals = [Request(0.0, (10,)) for _ in range(13)]
+    arrivals = [TraceRequest(0.0, (10,)) for _ in range(13)]
     assert runs(arrivals, dataclasses.replace(PLAN, min_quantum_ms=50, max_quantum_ms=50), machine).calls == 2
     assert runs(arrivals, dataclasses.replace(PLAN, min_quantum_ms=0, max_quantum_ms=0), machine).calls == 13
 
@@ -166,7 +176,7 @@ def test_everything_is_answered_the_same_each_time_and_no_faster_than_the_device
     seed: int, rate: int, burst: int, workers: int, lanes: int, budget: int, requests: int, quantum: int
 ) -> None:
     trace = generate(f"poisson:rate={rate},length=80,seconds=1,bulk=0.4,models=3,inputs=3,burst={burst},seed={seed}")
-    plan = Plan(
+    plan = ReplayPlan(
         workers=workers,
         lanes=lanes,
         max_batch_cost=budget,
@@ -192,7 +202,7 @@ def test_everything_is_answered_the_same_each_time_and_no_faster_than_the_device
 
 
 def test_a_trace_is_read_back_as_it_was_written_from_its_first_request_on() -> None:
-    requests = [Request(2.5, (3, 4)), Request(1.5, (7,), "m", "bulk", "l")]
+    requests = [TraceRequest(2.5, (3, 4)), TraceRequest(1.5, (7,), "m", "bulk", "l")]
     found = read(
         [
             *write(requests),
@@ -201,7 +211,7 @@ def test_a_trace_is_read_back_as_it_was_written_from_its_first_request_on() -> N
             b'{"settings": {"lanes": 2}}',
         ]
     )
-    moved = (Request(0.0, (7,), "m", "bulk", "l"), Request(1.0, (3, 4)))
+    moved = (TraceRequest(0.0, (7,), "m", "bulk", "l"), TraceRequest(1.0, (3, 4)))
     assert found == Trace(moved, (Ran(8, 64, 0.5),), {"lanes": 2})
 
 
@@ -288,7 +298,8 @@ def test_the_command_shows_how_it_was_beside_what_would_be(tmp_path: Path) -> No
     trace, plot = tmp_path / "t.jsonl", tmp_path / "t.svg"
     arguments = (str(trace), "--device", "base_ms=10,token_us=100", "--host", "call_us=0,read_us=0,delivery_us=0")
     trace.write_bytes(
-        b"".join(write([Request(0.0, (100,)), Request(0.0, (100,))])) + b'{"settings": {"max_batch_requests": 1}}\n'
+        b"".join(write([TraceRequest(0.0, (100,)), TraceRequest(0.0, (100,))]))
+        + b'{"settings": {"max_batch_requests": 1}}\n'
     )
     status, output = invoked(
         *arguments, "--what-if", "workers=2", "--what-if", "max_batch_requests=2,max_wait_ms=0", "--plot", str(plot)
@@ -341,7 +352,7 @@ def test_what_cannot_be_replayed_is_refused_in_one_line(
     tmp_path: Path, arguments: tuple[str, ...], problem: str
 ) -> None:
     trace = tmp_path / "t.jsonl"
-    trace.write_bytes(b"".join(write([Request(0.0, (1,))])))
+    trace.write_bytes(b"".join(write([TraceRequest(0.0, (1,))])))
     if "--what-if" in arguments:
         arguments = (*arguments, "--device", "base_ms=1")
     status, output = invoked(str(trace), *arguments)

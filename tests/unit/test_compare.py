@@ -22,7 +22,7 @@ from sie_cli.models import compare as comparing
 from sie_cli.models.compare import (
     MAX_TEXTS,
     Agreement,
-    Sample,
+    ComparisonSample,
     agreement_at,
     compare,
     figures,
@@ -66,7 +66,9 @@ def test_a_sample_is_lines_or_json_lines_each_text_once(tmp_path: Path) -> None:
     file.write_text(
         'one\n\n two \none\n{"text": "three"}\n{not json}\n{"query": "q", "documents": ["a", "b", "a"]}\n', "utf-8"
     )
-    assert read(file, MAX_TEXTS) == Sample(("one", "two", "three", "{not json}", "a", "b"), (("q", ("a", "b")),))
+    assert read(file, MAX_TEXTS) == ComparisonSample(
+        ("one", "two", "three", "{not json}", "a", "b"), (("q", ("a", "b")),)
+    )
     assert read(file, 2).texts == ("one", "two")
     for wrong in (b'{"txt": "x"}', b'{"query": "q"}', b'{"query": "q", "documents": [1]}'):
         file.write_bytes(b"fine\n" + wrong)
@@ -196,11 +198,11 @@ class Client:
 
 def test_rerankers_are_compared_by_rank() -> None:
     client = Client({"a": ["score"], "b": ["score"]}, {"a": len, "b": lambda text: -len(text)})
-    sample = Sample(("x", "xx", "xxx", "xxxx"))
+    sample = ComparisonSample(("x", "xx", "xxx", "xxxx"))
     found = comparing._compared(client, ("a", "b"), sample, ())  # type: ignore[arg-type]
     assert found.ranks == pytest.approx([-1.0] * 4)  # each text is asked among the others
     assert {count for *_, count in client.calls} == {3}
-    own = Sample((), (("q", ("x", "xx", "xxx")), ("few", ("x",))))
+    own = ComparisonSample((), (("q", ("x", "xx", "xxx")), ("few", ("x",))))
     assert comparing._compared(client, ("a", "a"), own, ()).ranks == pytest.approx([1.0])  # type: ignore[arg-type]
     client.rules["b"] = lambda text: 0.0
     with pytest.raises(click.ClickException, match="the same score"):
@@ -210,6 +212,6 @@ def test_rerankers_are_compared_by_rank() -> None:
 def test_what_cannot_be_compared_says_what_can() -> None:
     client = Client({"a": ["score"], "b": ["sparse"]})
     with pytest.raises(click.ClickException, match="nothing to compare: a has score; b has sparse"):
-        comparing._compared(client, ("a", "b"), Sample(("x",)), ())  # type: ignore[arg-type]
+        comparing._compared(client, ("a", "b"), ComparisonSample(("x",)), ())  # type: ignore[arg-type]
     with pytest.raises(click.ClickException, match="no query with at least 3 documents"):
-        comparing._compared(client, ("a", "a"), Sample(("x",)), ())  # type: ignore[arg-type]
+        comparing._compared(client, ("a", "a"), ComparisonSample(("x",)), ())  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from inprocess import until
 
 from sie_broker.memory import MemoryServer
 from sie_config_service.aliases import ALIAS_BROKEN, VECTORS_CHANGED
-from sie_config_service.store import Change
+from sie_config_service.store import CatalogueChange
 from sie_contracts.models.bundles import Bundle
 from sie_contracts.models.entries import parse_document
 from sie_contracts.wire import topology
@@ -313,7 +313,7 @@ async def test_a_stored_document_that_the_schema_refuses_now_is_mended_or_remove
     documents = {"org/one": entry("org/one"), "search": {"id": "search", "alias": [{"model": "org/one"}]}}
     await api.call("POST", MODELS, documents["search"], 201)
     old = {**documents[model], "colour": "red"}
-    await api.store.write([Change(model, await api.store.held(model), old, "api", "put")])
+    await api.store.write([CatalogueChange(model, await api.store.held(model), old, "api", "put")])
     await api.call("PATCH", f"{MODELS}/{model}", {"description": "red"}, 422)  # what it would be is refused as ever
     done = await api.call(method, f"{MODELS}/{model}{path}", documents[model] if method == "PUT" else body)
     unknown = model == "search" and method != "DELETE"  # to which vectors it led
@@ -333,7 +333,7 @@ async def test_a_stored_document_that_the_schema_refuses_now_stays_of_its_kind(
 ) -> None:
     await api.call("POST", MODELS, {"id": "search", "alias": "org/one"}, 201)
     held = await api.store.held(model)
-    await api.store.write([Change(model, held, {**(held.entry or {}), "colour": "red"}, "api", "put")])
+    await api.store.write([CatalogueChange(model, held, {**(held.entry or {}), "colour": "red"}, "api", "put")])
     error = await api.call("PUT", f"{MODELS}/{model}", body, 422)
     assert "DELETE it first" in str(error)
 
@@ -341,7 +341,7 @@ async def test_a_stored_document_that_the_schema_refuses_now_stays_of_its_kind(
 async def test_one_refused_document_holds_up_no_write_of_others(api: Api) -> None:
     await api.call("POST", MODELS, {"id": "pair", "alias": ["org/one", "org/same"]}, 201)
     await api.store.write(
-        [Change("org/same", await api.store.held("org/same"), entry("org/same", colour="red"), "api", "put")]
+        [CatalogueChange("org/same", await api.store.held("org/same"), entry("org/same", colour="red"), "api", "put")]
     )
     assert (await api.call("PATCH", f"{MODELS}/org/one", {"max_tokens": 8}))["revision"] == 2
     assert (await api.call("PATCH", f"{MODELS}/pair", {"alias": "org/two"}))["warnings"] == [VECTORS_CHANGED]

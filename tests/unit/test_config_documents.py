@@ -12,7 +12,7 @@ from sie_config_service.documents import (
     MAX_DEPTH,
     MAX_DIFFERENCES,
     MAX_EVENTS,
-    Document,
+    ParsedDocument,
     checked,
     difference,
     merged,
@@ -169,7 +169,7 @@ def test_what_is_no_yaml_is_refused(body: bytes) -> None:
 def test_a_fault_outside_of_the_document_has_the_line_of_what_is_nearest() -> None:
     document = read(b"run:\n  normalize: true\n", "")
     assert [document.line(loc) for loc in ("$.run.normalize", "$.run.pooling", "$.outputs")] == [2, 2, 1]
-    assert Document({}).line("$.run") is None
+    assert ParsedDocument({}).line("$.run") is None
 
 
 @pytest.mark.parametrize(

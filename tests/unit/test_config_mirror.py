@@ -11,9 +11,9 @@ from inprocess import settings_of, until
 
 from sie_broker import CoreMessage, Write
 from sie_broker.memory import MemoryServer
-from sie_config_service.mirror import Held, bundle_key
+from sie_config_service.mirror import HeldModel, bundle_key
 from sie_config_service.state import ConfigService
-from sie_config_service.store import Change, model_key, open_store, reply_of
+from sie_config_service.store import CatalogueChange, model_key, open_store, reply_of
 from sie_contracts.errors import NotReady
 from sie_contracts.models.bundles import Bundle
 from sie_contracts.wire import configs, topology
@@ -53,8 +53,8 @@ class Replica:
         await self.server.connect("listener").subscribe(f"{topology.CONFIG_SUBJECT}.*", heard)
         return self
 
-    async def put(self, model: str, value: dict[str, Any] | None) -> Held:
-        await self.store.write([Change(model, await self.store.held(model), value, "api", "put")])
+    async def put(self, model: str, value: dict[str, Any] | None) -> HeldModel:
+        await self.store.write([CatalogueChange(model, await self.store.held(model), value, "api", "put")])
         return await self.store.held(model)
 
     async def keep_reply(self) -> None:
@@ -109,7 +109,7 @@ async def test_a_delta_says_since_when_nothing_concerned_its_bundle(replica: Rep
     for number in range(3):
         await replica.put("v/one", entry("v/one", "vision", number + 1))
     vision = await replica.store.epoch()
-    assert (await replica.store.told()).bundles == {"default": first, "vision": vision}
+    assert (await replica.store.catalogue_epoch()).bundles == {"default": first, "vision": vision}
     await replica.put("a/one", entry("a/one", tokens=9))
     default = await replica.store.epoch()
     await replica.put("a/one", entry("a/one", "vision"))
@@ -117,9 +117,9 @@ async def test_a_delta_says_since_when_nothing_concerned_its_bundle(replica: Rep
     subjects = [(subject, delta.since, delta.previous) for subject, delta in replica.deltas[-3:]]
     assert subjects == [("default", first, vision), ("default", default, default), ("vision", vision, default)]
     both = await replica.store.epoch()
-    assert (await replica.store.told()).bundles == {"default": both, "vision": both}
+    assert (await replica.store.catalogue_epoch()).bundles == {"default": both, "vision": both}
     late = await Replica(replica.server).start()
-    assert set((await late.store.told()).bundles.values()) >= {await late.store.epoch()}
+    assert set((await late.store.catalogue_epoch()).bundles.values()) >= {await late.store.epoch()}
 
 
 async def test_a_record_that_cannot_be_read_changes_nothing_and_is_named(replica: Replica) -> None:
@@ -162,7 +162,7 @@ async def test_the_status_says_which_gateways_and_workers_serve_which_revision(r
         held.revision,
         now,
         f"{now.rpartition(':')[0]}:{held.written}",
-        {"default": ("hash", service.workers.of("default"))},
+        {"default": ("hash", service.workers.of_bundle("default"))},
         service.workers.gateways(),
         revision_at,
         "api",

@@ -22,10 +22,10 @@ from sie_config_service.store import (
     REPLIES_PER_SLOT,
     REPLY_KEPT_S,
     REVISIONS_KEPT,
-    Change,
-    Held,
-    Reply,
-    Slot,
+    CatalogueChange,
+    HeldModel,
+    RecordedReply,
+    ReplySlot,
     normalised,
 )
 from sie_contracts.models.bundles import Bundle
@@ -315,13 +315,15 @@ async def test_the_same_idempotency_key_gives_the_first_answer_and_never_another
 
 
 def test_replies_are_kept_for_a_day_and_so_many_in_a_place() -> None:
-    slot = Slot(3, tuple(Reply(str(number), "", 1000.0 + number, {}) for number in range(REPLIES_PER_SLOT)), 7)
+    slot = ReplySlot(
+        3, tuple(RecordedReply(str(number), "", 1000.0 + number, {}) for number in range(REPLIES_PER_SLOT)), 7
+    )
 
     def kept(at_s: float) -> list[str]:
-        write = slot.with_reply(Reply("new", "", at_s, {}))
+        write = slot.with_reply(RecordedReply("new", "", at_s, {}))
         assert (write.key, write.expected) == ("replies.3", 7)
         assert write.value is not None
-        return [reply.key for reply in msgspec.json.decode(write.value, type=list[Reply])]
+        return [reply.key for reply in msgspec.json.decode(write.value, type=list[RecordedReply])]
 
     assert kept(2000.0) == [*map(str, range(1, REPLIES_PER_SLOT)), "new"]
     assert kept(1010.0 + REPLY_KEPT_S) == [*map(str, range(11, REPLIES_PER_SLOT)), "new"]
@@ -566,7 +568,7 @@ async def test_a_key_does_what_its_scopes_say_until_it_ends(
     """SIE_AUTH_MODE=token, X14: at the config service as at a gateway."""
     now_s, server = 1000.0, MemoryServer()
     api = await Api(server, SIE_AUTH_MODE="token", **TOKENS).start()
-    gate = api.service.gate = access.Gate(settings_of(SIE_AUTH_MODE="token", **TOKENS), lambda: now_s)
+    gate = api.service.gate = access.ConfigGate(settings_of(SIE_AUTH_MODE="token", **TOKENS), lambda: now_s)
     key, token = records.create("ops", scopes, now_s=now_s, expires_s=now_s + 60)
     calls = (
         ("GET", "/v1/configs/models", reads),
@@ -610,10 +612,15 @@ async def test_a_change_of_bundle_is_told_to_both(api: Api) -> None:
     await api.call("POST", "/v1/configs/models", ENTRY, 201)
     held = await api.store.held("org/one")
     assert held.entry is not None
-    assert Change("org/one", held, {**held.entry, "family": "eye"}, "api", "put").told(BUNDLES) == {
+    assert CatalogueChange("org/one", held, {**held.entry, "family": "eye"}, "api", "put").bundles(BUNDLES) == {
         "default",
         "late",
         "eyes",
     }
-    assert Change("org/one", held, {**held.entry, "bundle": "late"}, "api", "put").told(BUNDLES) == {"default", "late"}
-    assert Change("org/one", Held(), {**held.entry, "bundle": "gone"}, "api", "put").told(BUNDLES) == {"default"}
+    assert CatalogueChange("org/one", held, {**held.entry, "bundle": "late"}, "api", "put").bundles(BUNDLES) == {
+        "default",
+        "late",
+    }
+    assert CatalogueChange("org/one", HeldModel(), {**held.entry, "bundle": "gone"}, "api", "put").bundles(BUNDLES) == {
+        "default"
+    }

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from unit.test_inspection import SETTINGS, run
 
-from sie_adapter.engine.engine import Engine
+from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.loading.loading import Loader
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.catalogue import Catalogue
@@ -69,8 +69,8 @@ def entry(tmp_path: Path) -> ModelEntry:
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
-    engine = Engine(SETTINGS)
+def engine() -> Iterator[AdapterEngine]:
+    engine = AdapterEngine(SETTINGS)
     yield engine
     assert engine.stop(10)
 
@@ -81,7 +81,7 @@ def expected(*words: str) -> Any:
 
 
 @pytest.mark.usefixtures("installed")
-def test_the_example_of_the_document_serves(engine: Engine, entry: ModelEntry) -> None:
+def test_the_example_of_the_document_serves(engine: AdapterEngine, entry: ModelEntry) -> None:
     texts = ["river runs", "north", "north river river"]
     found = run(engine, entry, "encode", texts)
     for each, text in zip(found, texts, strict=True):
@@ -93,7 +93,7 @@ def test_the_example_of_the_document_serves(engine: Engine, entry: ModelEntry) -
 
 
 @pytest.mark.usefixtures("installed")
-def test_output_options_act_on_what_it_gives(engine: Engine, entry: ModelEntry) -> None:
+def test_output_options_act_on_what_it_gives(engine: AdapterEngine, entry: ModelEntry) -> None:
     short = msgspec.structs.replace(entry, run=msgspec.structs.replace(entry.run, dimensions=(4,)))
     (found,) = run(engine, short, "encode", ["river"], dimensions=4, normalize=False, output_dtype="float16")
     assert found["dense"].dtype == np.float16
@@ -101,7 +101,7 @@ def test_output_options_act_on_what_it_gives(engine: Engine, entry: ModelEntry) 
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_text_that_it_refuses_leaves_the_others_alone(engine: Engine, entry: ModelEntry) -> None:
+def test_a_text_that_it_refuses_leaves_the_others_alone(engine: AdapterEngine, entry: ModelEntry) -> None:
     with pytest.raises(AssertionError, match="empty_text"):
         run(engine, entry, "encode", [""])
     assert len(run(engine, entry, "encode", ["river", "north"])) == 2

@@ -16,20 +16,16 @@ from sie_cli import access
 from sie_cli.access import Access
 from sie_cli.cluster import Cluster
 from sie_cli.doctor import command
-from sie_cli.doctor.agreement import skew
-from sie_cli.doctor.catalogue import drift, models, restored
-from sie_cli.doctor.command import BLIND, FINE, WRONG, Report, status_of
-from sie_cli.doctor.gateway import gateway
-from sie_cli.doctor.gpu import Driver, Torch, gpu_faults
-from sie_cli.doctor.loads import loads
-from sie_cli.doctor.look import Absent, Blind, Look, ask_socket, looking
-from sie_cli.doctor.ports import ports
-from sie_cli.doctor.settings import faults_of
+from sie_cli.doctor.catalogue import drift, models, restored, skew
+from sie_cli.doctor.command import BLIND, FINE, WRONG, CheckReport, faults_of, status_of
+from sie_cli.doctor.gateway import gateway, loads
+from sie_cli.doctor.machine import GpuDriver, TorchBuild, gpu_faults, ports
+from sie_cli.doctor.probe import CheckSkipped, ClusterProbe, NotApplicable, open_probe, probe_socket
 from sie_contracts.settings import load
 from sie_contracts.wire.configs import ConfigEpoch
 
 EPOCH = ConfigEpoch("made:9", {"default": "made:5", "other": "made:9"})
-DRIVER = Driver("570.1", (12, 8))
+DRIVER = GpuDriver("570.1", (12, 8))
 
 
 @pytest.mark.parametrize(
@@ -67,35 +63,47 @@ def test_everything_but_the_newest_version_is_named_and_numbers_are_compared_as_
 @pytest.mark.parametrize(
     ("asked", "torch", "driver", "wrong", "fix"),
     [
-        ("cuda", Torch("2.13+cpu", "", False, 0), DRIVER, "built without CUDA, but SIE_DEVICE=cuda", "SIE_DEVICE=cpu"),
-        ("auto", Torch("2.13+cpu", "", False, 0), DRIVER, "built without CUDA", "install the build for this driver"),
-        ("cuda", Torch("2.13", "13.0", False, 0), None, "no NVIDIA driver answers: not found", "nvidia-smi"),
+        (
+            "cuda",
+            TorchBuild("2.13+cpu", "", False, 0),
+            DRIVER,
+            "built without CUDA, but SIE_DEVICE=cuda",
+            "SIE_DEVICE=cpu",
+        ),
         (
             "auto",
-            Torch("2.13", "13.0", False, 0),
+            TorchBuild("2.13+cpu", "", False, 0),
+            DRIVER,
+            "built without CUDA",
+            "install the build for this driver",
+        ),
+        ("cuda", TorchBuild("2.13", "13.0", False, 0), None, "no NVIDIA driver answers: not found", "nvidia-smi"),
+        (
+            "auto",
+            TorchBuild("2.13", "13.0", False, 0),
             DRIVER,
             "built for CUDA 13.0, more than driver 570.1 (CUDA 12.8)",
             "a torch for CUDA 12",
         ),
         (
             "cuda:2",
-            Torch("2.13", "12.8", True, 2),
+            TorchBuild("2.13", "12.8", True, 2),
             DRIVER,
             "SIE_DEVICE=cuda:2, but there is cuda:0, cuda:1 alone",
             "set SIE_DEVICE",
         ),
     ],
 )
-def test_what_a_gpu_lacks(asked: str, torch: Torch, driver: Driver | None, wrong: str, fix: str) -> None:
+def test_what_a_gpu_lacks(asked: str, torch: TorchBuild, driver: GpuDriver | None, wrong: str, fix: str) -> None:
     (found,) = gpu_faults(asked, torch, driver, "not found")
     assert wrong in found.wrong
     assert fix in found.fix
 
 
 def test_a_hidden_gpu_and_one_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert gpu_faults("auto", Torch("2.13", "12.8", True, 1), DRIVER, "") == []
+    assert gpu_faults("auto", TorchBuild("2.13", "12.8", True, 1), DRIVER, "") == []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    (found,) = gpu_faults("cuda", Torch("2.13", "12.8", False, 0), DRIVER, "")
+    (found,) = gpu_faults("cuda", TorchBuild("2.13", "12.8", False, 0), DRIVER, "")
     assert "CUDA_VISIBLE_DEVICES" in found.wrong
     assert "unset" in found.fix
 
@@ -121,7 +129,7 @@ def test_settings_that_contradict_each_other_or_a_default_are_all_told() -> None
 
 
 def test_the_status_is_that_of_the_worst_report() -> None:
-    fine, absent, blind, wrong = (Report("c", state, "") for state in ("fine", "absent", "blind", "wrong"))  # type: ignore[arg-type]
+    fine, absent, blind, wrong = (CheckReport("c", state, "") for state in ("fine", "absent", "blind", "wrong"))  # type: ignore[arg-type]
     assert status_of([fine, absent]) == FINE
     assert status_of([fine, blind]) == BLIND
     assert status_of([blind, wrong, fine]) == WRONG
@@ -130,15 +138,15 @@ def test_the_status_is_that_of_the_worst_report() -> None:
 async def test_a_check_that_does_not_end_is_given_up_and_the_others_are_told(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    async def endless(look: Look) -> tuple[str, list[object]]:
+    async def endless(probe: ClusterProbe) -> tuple[str, list[object]]:
         await asyncio.Event().wait()
         raise AssertionError
 
-    async def blind(look: Look) -> tuple[str, list[object]]:
-        raise Blind("dark")
+    async def blind(probe: ClusterProbe) -> tuple[str, list[object]]:
+        raise CheckSkipped("dark")
 
-    async def absent(look: Look) -> tuple[str, list[object]]:
-        raise Absent("none")
+    async def absent(probe: ClusterProbe) -> tuple[str, list[object]]:
+        raise NotApplicable("none")
 
     monkeypatch.setattr(command, "CHECK_S", 0.05)
     monkeypatch.setattr(command, "CHECKS", {"endless": endless, "blind": blind, "absent": absent})
@@ -152,7 +160,7 @@ async def test_a_check_that_does_not_end_is_given_up_and_the_others_are_told(
 
 async def test_what_is_no_adapter_behind_a_socket_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert "is no socket" in (await ask_socket(tmp_path / "file")).wrong
+    assert "is no socket" in (await probe_socket(tmp_path / "file")).wrong
 
     async def other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 4)
@@ -166,7 +174,7 @@ async def test_what_is_no_adapter_behind_a_socket_is_told(tmp_path: Path) -> Non
     finally:
         os.umask(mask)
     async with server:
-        found = await ask_socket(path)
+        found = await probe_socket(path)
     assert "does not speak protocol" in found.wrong
     assert found.fix
 
@@ -197,20 +205,22 @@ async def test_a_program_of_others_is_no_finding_where_nobody_named_its_port(
             )
             sources = dict(load(environ={}).sources)
             monkeypatch.setattr("sie_cli.cluster.GATEWAY", url)
-            async with looking(Cluster(settings, sources, tmp_path)) as look:
-                with pytest.raises(Absent):
-                    await ports(look)
-                with pytest.raises(Blind, match=f"what answers at {url}, where a gateway is by default, is not SIE's"):
-                    await gateway(look)
+            async with open_probe(Cluster(settings, sources, tmp_path)) as probe:
+                with pytest.raises(NotApplicable):
+                    await ports(probe)
+                with pytest.raises(
+                    CheckSkipped, match=f"what answers at {url}, where a gateway is by default, is not SIE's"
+                ):
+                    await gateway(probe)
             with access.published(tmp_path, Access(gateway_url="", metrics_urls=(url,))):
-                async with looking(Cluster(settings, sources, tmp_path)) as look:
-                    _, (found,) = await ports(look)
+                async with open_probe(Cluster(settings, sources, tmp_path)) as probe:
+                    _, (found,) = await ports(probe)
                     assert (
                         found.wrong
                         == f"port {port}, which `sie serve` wrote down, is held by a program that is not SIE's"
                     )
-            async with looking(Cluster(settings, {**sources, "SIE_WORKER_METRICS_PORT": "flag"}, tmp_path)) as look:
-                _, (found,) = await ports(look)
+            async with open_probe(Cluster(settings, {**sources, "SIE_WORKER_METRICS_PORT": "flag"}, tmp_path)) as probe:
+                _, (found,) = await ports(probe)
                 assert "which SIE_WORKER_METRICS_PORT means, is held by" in found.wrong
         finally:
             other.shutdown()
@@ -242,17 +252,17 @@ async def test_models_that_a_worker_cannot_load_are_findings(tmp_path: Path) -> 
             settings = dataclasses.replace(
                 load(environ={}).settings, gateway_url=f"http://127.0.0.1:{server.server_address[1]}"
             )
-            async with looking(Cluster(settings, {"SIE_GATEWAY_URL": "flag"}, tmp_path)) as look:
-                says, (finding,) = await loads(look)
+            async with open_probe(Cluster(settings, {"SIE_GATEWAY_URL": "flag"}, tmp_path)) as probe:
+                says, (finding,) = await loads(probe)
         finally:
             server.shutdown()
             thread.join()
     assert says == "1 model loaded"
     assert finding.wrong == "worker w0 cannot load bad, bad:small: CERTIFICATE: run.pooling is cls"
     assert "sie models rollback" in finding.fix
-    async with looking(Cluster(load(environ={}).settings, {}, tmp_path)) as look:
-        with pytest.raises(Blind):
-            await loads(look)
+    async with open_probe(Cluster(load(environ={}).settings, {}, tmp_path)) as probe:
+        with pytest.raises(CheckSkipped):
+            await loads(probe)
 
 
 class ConfigService(Gateway):
@@ -271,8 +281,8 @@ async def test_a_model_whose_newest_revision_could_not_be_loaded_is_a_finding(tm
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            async with looking(Cluster(load(environ={}).settings, {}, tmp_path)) as look:
-                (finding,) = await restored(look, f"http://127.0.0.1:{server.server_address[1]}")
+            async with open_probe(Cluster(load(environ={}).settings, {}, tmp_path)) as probe:
+                (finding,) = await restored(probe, f"http://127.0.0.1:{server.server_address[1]}")
         finally:
             server.shutdown()
             thread.join()
@@ -285,15 +295,15 @@ async def test_a_file_that_keeps_the_folder_of_models_back_is_named(tmp_path: Pa
     folder.mkdir()
     (folder / "bad.yaml").write_text("id: me/bad\nfamily: text-encodr\n")
     with access.published(tmp_path, Access(gateway_url="http://127.0.0.1:9", models_dir=str(folder))):
-        async with looking(Cluster(load(environ={}).settings, {}, tmp_path)) as look:
-            says, (finding,) = await models(look)
+        async with open_probe(Cluster(load(environ={}).settings, {}, tmp_path)) as probe:
+            says, (finding,) = await models(probe)
             assert says == ""
             assert "bad.yaml: $ (line 1): missing field" in finding.wrong
             (folder / "bad.yaml").unlink()
-            assert await models(look) == (f"0 models in {folder}", [])
+            assert await models(probe) == (f"0 models in {folder}", [])
             folder.rmdir()
-            with pytest.raises(Absent, match="those of the package"):
-                await models(look)
-    async with looking(Cluster(load(environ={}).settings, {}, tmp_path)) as look:
-        with pytest.raises(Absent):
-            await models(look)
+            with pytest.raises(NotApplicable, match="those of the package"):
+                await models(probe)
+    async with open_probe(Cluster(load(environ={}).settings, {}, tmp_path)) as probe:
+        with pytest.raises(NotApplicable):
+            await models(probe)

@@ -230,12 +230,12 @@ def test_a_cost_above_the_room_of_a_second_has_one_of_its_own() -> None:
 def test_costs_that_are_not_whole_leave_nothing_behind() -> None:
     """They come from other gateways."""
     turns = Turns()
-    turns.heard(
+    turns.peer_announced(
         0.0,
         [Turn(b"%d" % number, 3.0 + number % 3, 1e9 if number == 7 else 0.1 * number + 1e-9) for number in range(50)],
         (),
     )
-    turns.heard(1.0, (), [b"%d" % number for number in range(50)])
+    turns.peer_announced(1.0, (), [b"%d" % number for number in range(50)])
     assert not turns._open.costs
     assert turns.promised(1.0) == pytest.approx(0.0, abs=1e-5)
     turns._add(1.0, b"x", 5, 2.0, is_own=True)
@@ -265,14 +265,14 @@ def test_a_turn_is_known_to_the_other_gateways() -> None:
     assert [turn.client for turn in turns] == [b"me"]
     assert claimed == ()
     for each in (other, third):
-        each.heard(0.1, turns, claimed)
+        each.peer_announced(0.1, turns, claimed)
         assert each.promised(0.2) == 5
     assert one.news(0.2, 100) == other.news(0.2, 100) == ((), ())
     assert other.claim(retry_s, b"me")
     turns, claimed = other.news(retry_s, 100)
     assert (turns, claimed) == ((), (b"me",))
     for each in (one, third):
-        each.heard(retry_s, turns, claimed)
+        each.peer_announced(retry_s, turns, claimed)
         assert not each.claim(retry_s, b"me")
         assert each.promised(retry_s) == 0
         assert not each._open.costs
@@ -284,13 +284,13 @@ def test_what_is_told_of_turns_is_bounded_and_the_rest_is_told_next() -> None:
         turns.book(0.0, b"%d" % number, 1, 60.0)
     assert [len(turns.news(1.0, 4)[0]) for _ in range(4)] == [4, 4, 2, 0]
     other = Turns()
-    other.heard(0.0, [Turn(b"x", 1e9, 1), Turn(b"y", -1.0, 1), Turn(b"z", 5.0, -3)], [b"unknown"])
+    other.peer_announced(0.0, [Turn(b"x", 1e9, 1), Turn(b"y", -1.0, 1), Turn(b"z", 5.0, -3)], [b"unknown"])
     assert len(other) == 0
 
 
 def test_turns_that_are_due_by_a_moment() -> None:
     turns = Turns()
-    turns.heard(0.0, [Turn(b"%d" % second, second + 0.5, 10) for second in range(1, 60)], ())
+    turns.peer_announced(0.0, [Turn(b"%d" % second, second + 0.5, 10) for second in range(1, 60)], ())
     assert turns.due(0.0, 5.0) == 40
     assert turns.due(0.0, 100.0) == turns.promised(0.0) == 590
 

@@ -37,6 +37,7 @@ DOCUMENTED = {
     "POOL_CONFLICT": (409, 0, "invalid_request_error", "Validation"),
     "CONTENT_CONFLICT": (409, 0, "invalid_request_error", "Validation"),
     "PAYLOAD_TOO_LARGE": (413, 0, "invalid_request_error", "Validation"),
+    "UNSUPPORTED_MEDIA_TYPE": (415, 0, "invalid_request_error", "Validation"),
     "VALIDATION_ERROR": (422, 0, "invalid_request_error", "Validation"),
     "IDEMPOTENCY_MISMATCH": (422, 0, "invalid_request_error", "Validation"),
     "RATE_LIMITED": (429, 1, "rate_limit_error", "Overloaded"),

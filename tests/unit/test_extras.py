@@ -11,14 +11,14 @@ pytestmark = pytest.mark.xdist_group("sources")  # one process reads them
 
 def test_it_is_said_what_each_extra_is_for() -> None:
     """Those of images are several others together."""
-    of_users = extras.EXTRAS.keys() - extras.OF_DEVELOPERS
+    of_users = extras.EXTRAS.keys() - extras.OF_DEVELOPERS - extras.COMPILED
     assert extras.FOR.keys() == {extra for extra in of_users if not extra.startswith("image-")}
 
 
 @pytest.mark.parametrize("extra", extras.FOR)
 def test_an_extra_names_all_that_its_modules_import(extra: str) -> None:
     """tests/system/test_release.py installs each and imports these modules."""
-    known = {*extras.named(extra), "docker/adapter-cuda.Dockerfile"}
+    known = {*extras.named(extra), *extras.named("flash")}
     places = extras.used(extra).items()
     missing = {owner: where for owner, where in places if not {owner, extras.FROM_ELSEWHERE.get(owner)} & known}
     assert missing == {}

@@ -39,6 +39,8 @@ from sie_store.sources import WeightSources
         ("/v1/model", "/v1/models"),
         ("/embeding", "/embeddings"),
         ("/helth", "/health"),
+        ("//embed", "/embed"),
+        ("/v1//embeddings", "/v1/embeddings"),
     ],
 )
 def test_a_path_that_is_none_names_the_route_that_is_like_it(path: str, near: str) -> None:

@@ -49,9 +49,9 @@ def part(
 
 def test_parts_are_kept_once_and_in_any_order() -> None:
     fragments = Fragments()
-    assert [fragments.take(part(index), 0.0).missing for index in (2, 0, 2, 0)] == [2, 1, 1, 1]
+    assert [fragments.add(part(index), 0.0).missing for index in (2, 0, 2, 0)] == [2, 1, 1, 1]
     held = fragments.held_bytes
-    whole = fragments.take(part(1), 0.0)
+    whole = fragments.add(part(1), 0.0)
     assert (whole.missing, len(fragments)) == (0, 1)
     assert [len(piece or b"") for piece in whole.parts] == [1000] * 3
     assert fragments.held_bytes > held
@@ -61,21 +61,21 @@ def test_parts_are_kept_once_and_in_any_order() -> None:
 
 def test_two_attempts_at_a_chunk_do_not_mix() -> None:
     fragments = Fragments()
-    one, two = fragments.take(part(0, digest="one"), 0.0), fragments.take(part(1, digest="two"), 0.0)
+    one, two = fragments.add(part(0, digest="one"), 0.0), fragments.add(part(1, digest="two"), 0.0)
     assert (one.missing, two.missing) == (2, 2)
 
 
 def test_one_request_cannot_fill_the_gateway_and_all_of_them_neither() -> None:
     fragments = Fragments(max_bytes=10_000, max_request_bytes=5_000)
     for index in range(4):
-        fragments.take(part(index, 9), 0.0)
+        fragments.add(part(index, 9), 0.0)
     with pytest.raises(NoRoom, match="one request"):
-        fragments.take(part(4, 9), 0.0)
+        fragments.add(part(4, 9), 0.0)
     for index in range(4):
-        fragments.take(part(index, 9, request="other"), 0.0)
-    fragments.take(part(0, 9, request="third"), 0.0)
+        fragments.add(part(index, 9, request="other"), 0.0)
+    fragments.add(part(0, 9, request="third"), 0.0)
     with pytest.raises(NoRoom, match="this gateway"):
-        fragments.take(part(1, 9, request="third"), 0.0)
+        fragments.add(part(1, 9, request="third"), 0.0)
     for request in ("r", "other", "third"):
         fragments.drop_request(request)
     assert (fragments.held_bytes, len(fragments)) == (0, 0)
@@ -83,13 +83,13 @@ def test_one_request_cannot_fill_the_gateway_and_all_of_them_neither() -> None:
 
 def test_what_had_no_part_for_long_gives_its_room_and_is_then_incomplete() -> None:
     fragments = Fragments(max_bytes=3_000, silence_s=30.0)
-    fragments.take(part(0, 2, request="silent"), 0.0)
-    busy = fragments.take(part(0, 2, request="busy"), 25.0)
+    fragments.add(part(0, 2, request="silent"), 0.0)
+    busy = fragments.add(part(0, 2, request="busy"), 25.0)
     with pytest.raises(NoRoom):
-        fragments.take(part(0, request="new"), 29.0)
+        fragments.add(part(0, request="new"), 29.0)
     fragments.drop_request("new")
-    assert fragments.take(part(0, request="new"), 31.0).missing == 2
-    assert fragments.take(part(1, 2, request="silent", size=1), 31.0).missing == 1, (
+    assert fragments.add(part(0, request="new"), 31.0).missing == 2
+    assert fragments.add(part(1, 2, request="silent", size=1), 31.0).missing == 1, (
         "the first part is gone: all are sent again"
     )
     assert busy.missing == 1
@@ -97,17 +97,17 @@ def test_what_had_no_part_for_long_gives_its_room_and_is_then_incomplete() -> No
 
 def test_what_is_being_checked_is_never_dropped_for_its_age() -> None:
     fragments = Fragments(silence_s=30.0)
-    whole = fragments.take(part(0, 1), 0.0)
+    whole = fragments.add(part(0, 1), 0.0)
     whole.checking = True
-    fragments.take(part(0, request="new"), 100.0)
-    assert fragments.take(part(0, 1), 100.0) is whole
+    fragments.add(part(0, request="new"), 100.0)
+    assert fragments.add(part(0, 1), 100.0) is whole
 
 
 def test_parts_of_another_size_begin_anew() -> None:
     """The broker came back with another limit."""
     fragments = Fragments()
-    fragments.take(part(0, 3), 0.0)
-    again = fragments.take(part(1, 5), 0.0)
+    fragments.add(part(0, 3), 0.0)
+    again = fragments.add(part(1, 5), 0.0)
     assert (again.missing, fragments.held_bytes, len(fragments)) == (4, again.held_bytes, 1)
 
 
@@ -119,7 +119,7 @@ def test_parts_of_another_size_begin_anew() -> None:
 def test_what_is_no_part_is_refused(bad: Fragment) -> None:
     fragments = Fragments()
     with pytest.raises(ValueError, match="part"):
-        fragments.take(bad, 0.0)
+        fragments.add(bad, 0.0)
     assert len(fragments) == 0
 
 

@@ -270,7 +270,7 @@ def finished(
         outcomes.append(Ok({"dense": messages.ArraySlice("<f4", value.shape, len(block))}))
         block += value.astype("<f4").tobytes()
     result = WorkResult("r", 0, "w", tuple(outcomes), block)
-    found.take(list(range(count)), [chunk.Chunk(0, count, 1)], [result], [12.0])
+    found.add_results(list(range(count)), [chunk.Chunk(0, count, 1)], [result], [12.0])
     return found
 
 
@@ -317,7 +317,7 @@ class Harness:
         found = found or finished()
         asked = Asked("encode", found.request.resolved, found.request.items, {"items": []})
         self.shadows.after(
-            Call("1", 0.0, {"authorization": "Bearer x", "x-sie-pool": "p"}, **{"asked": asked, **call}), found
+            Call("1", 0.0, {"authorization": "Bearer x", "x-sie-pool": "p"}, **{"infer_request": asked, **call}), found
         )
         if settle:
             await until(lambda: not self.shadows._tasks, "the copies to end")
@@ -427,9 +427,9 @@ async def test_what_is_not_copied() -> None:
     harness = Harness()
     assert await harness.after(finished("toy/one")) == {}
     assert await harness.after(grant=Grant(shadow.KEY)) == {}
-    assert await harness.after(asked=None) == {}
+    assert await harness.after(infer_request=None) == {}
     score = Asked("score", CATALOGUE.resolve("search"), (), {})
-    assert await harness.after(asked=score) == {"unsuited": 1}
+    assert await harness.after(infer_request=score) == {"unsuited": 1}
     big = np.ones(shadow.MAX_VALUES // 2 + 8, "<f4")
     assert await harness.after(finished(values=(big, big))) == {"unsuited": 1, "large": 1}
     assert await harness.after(finished(values=(ErrorInfo("INFERENCE_ERROR", "x"),))) == {"unsuited": 1, "large": 1}

@@ -299,7 +299,7 @@ def test_timing_is_that_of_the_chunk_that_arrived_last_and_each_input_has_its_ow
     finished = Finished(SimpleNamespace(items=items), {1: REFUSED})  # type: ignore[arg-type]
     stages = [Stages(inference_ms=40, worker_ms=50), Stages(inference_ms=20, worker_ms=30)]
     results = [WorkResult("r", number, "w", (Ok({}, 3),), b"", stages=each) for number, each in enumerate(stages)]
-    finished.take([0, 2], [Chunk(0, 1, 1), Chunk(1, 2, 1)], results, [60.0, 90.0])
+    finished.add_results([0, 2], [Chunk(0, 1, 1), Chunk(1, 2, 1)], results, [60.0, 90.0])
     timing = finished.timing(time.perf_counter() - 0.2)
     assert (timing["inference_time"], timing["queue_time"]) == (20, 60)
     assert timing["total_time"] >= 200
@@ -328,13 +328,13 @@ def test_timing_is_that_of_the_chunk_that_arrived_last_and_each_input_has_its_ow
     ],
 )
 def test_the_format_of_a_reply_is_negotiated(accept: str, found: str) -> None:
-    assert reply.wanted(accept, body_is_msgpack=True, raw=True) == found
+    assert reply.requested_format(accept, body_is_msgpack=True, raw=True) == found
 
 
 def test_a_route_without_a_format_answers_in_another() -> None:
-    assert reply.wanted("application/msgpack, application/octet-stream", raw=True, msgpack=False) == "raw"
-    assert reply.wanted("application/octet-stream") == "json"
-    assert reply.wanted("", body_is_msgpack=False) == "json"
+    assert reply.requested_format("application/msgpack, application/octet-stream", raw=True, msgpack=False) == "raw"
+    assert reply.requested_format("application/octet-stream") == "json"
+    assert reply.requested_format("", body_is_msgpack=False) == "json"
 
 
 def chunk_of(count: int, **outputs: np.ndarray) -> list[tuple[WorkResult, Ok]]:
@@ -540,4 +540,4 @@ def test_writing_the_reply_is_postprocessing() -> None:
     told = finished.timing(call.received_s, 0.15)
     assert (before["postprocess_time"], told["postprocess_time"], told["postprocessing_ms"]) == (0, 150, 150)
     assert told["unattributed_time"] == pytest.approx(told["total_time"] - 150, abs=0.01)
-    assert finished.told == told
+    assert finished.reported_times == told

@@ -37,7 +37,7 @@ from transformers import (
     pipeline,
 )
 
-from sie_adapter.engine.engine import Engine
+from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.loading.inspection import inspect
 from sie_cli.main import main
 from sie_cli.models.inspect import answers
@@ -52,8 +52,8 @@ NEAR = 2e-5
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    engine = Engine(SETTINGS)
+def engine() -> Iterator[AdapterEngine]:
+    engine = AdapterEngine(SETTINGS)
     yield engine
     assert engine.stop(10)
 
@@ -92,7 +92,7 @@ def tagger_folder(folder: Path) -> Path:
     return build_head(folder, "xlm-roberta", AutoModelForTokenClassification, ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"])
 
 
-def test_a_dense_folder_with_projections_and_prompts(tmp_path: Path, engine: Engine) -> None:
+def test_a_dense_folder_with_projections_and_prompts(tmp_path: Path, engine: AdapterEngine) -> None:
     folder = dense_folder(tmp_path / "dense")
     (folder / "README.md").write_text("---\nlicense: gemma\ntags: [a]\n---\n# A model\n")
     entry = inspected(folder)
@@ -124,7 +124,7 @@ def test_a_dense_folder_with_projections_and_prompts(tmp_path: Path, engine: Eng
         assert np.abs(found - oracle.encode(TEXTS, prompt_name=name)).max() <= NEAR
 
 
-def test_a_cross_encoder_with_the_activation_of_its_files(tmp_path: Path, engine: Engine) -> None:
+def test_a_cross_encoder_with_the_activation_of_its_files(tmp_path: Path, engine: AdapterEngine) -> None:
     folder = classifier_folder(tmp_path / "cross")
     entry = inspected(folder)
     assert (entry.family, entry.outputs, entry.head.activation) == ("cross-encoder", {"score": 0}, "sigmoid")
@@ -137,7 +137,7 @@ def test_a_cross_encoder_with_the_activation_of_its_files(tmp_path: Path, engine
     assert inspected(folder).head.activation == "identity"
 
 
-def test_a_splade_folder(tmp_path: Path, engine: Engine) -> None:
+def test_a_splade_folder(tmp_path: Path, engine: AdapterEngine) -> None:
     folder = splade_folder(tmp_path / "splade")
     entry = inspected(folder)
     assert entry.outputs == {"sparse": json.loads((folder / "config.json").read_text())["vocab_size"]}
@@ -149,7 +149,7 @@ def test_a_splade_folder(tmp_path: Path, engine: Engine) -> None:
         assert np.abs(vector - row).max() <= NEAR
 
 
-def test_a_late_interaction_folder_of_pylate(tmp_path: Path, engine: Engine) -> None:
+def test_a_late_interaction_folder_of_pylate(tmp_path: Path, engine: AdapterEngine) -> None:
     folder = pylate_folder(tmp_path / "pylate")
     entry = inspected(folder)
     assert entry.outputs == {"multivector": 24}
@@ -171,7 +171,7 @@ def test_a_late_interaction_folder_whose_skip_list_no_entry_can_write_is_left_to
     assert inspected(folder).head.query_marker is None
 
 
-def test_a_token_classifier(tmp_path: Path, engine: Engine) -> None:
+def test_a_token_classifier(tmp_path: Path, engine: AdapterEngine) -> None:
     folder = tagger_folder(tmp_path / "tagger")
     entry = inspected(folder)
     assert (entry.family, entry.outputs, entry.max_tokens) == ("token-classifier", {"entities": 0}, MAX_TOKENS)
@@ -183,7 +183,7 @@ def test_a_token_classifier(tmp_path: Path, engine: Engine) -> None:
     assert places == [(each["start"], each["end"], each["entity_group"]) for each in expected]
 
 
-def test_a_text_classifier(tmp_path: Path, engine: Engine) -> None:
+def test_a_text_classifier(tmp_path: Path, engine: AdapterEngine) -> None:
     folder = build_head(tmp_path / "classes", "bert", AutoModelForSequenceClassification, ["good", "bad"])
     report = inspect(folder, "a/b", {"path": str(folder)})
     assert any("head.activation softmax" in line for line in report.assumed)  # what a score of two labels needs
@@ -194,7 +194,7 @@ def test_a_text_classifier(tmp_path: Path, engine: Engine) -> None:
     assert [each["label"] for each in found["classifications"]] == [each["label"] for each in expected]
 
 
-def test_a_gliner_folder(tmp_path: Path, engine: Engine) -> None:
+def test_a_gliner_folder(tmp_path: Path, engine: AdapterEngine) -> None:
     folder = gliner_checkpoints.gliner_folder(tmp_path / "gliner", max_len=64)
     entry = inspected(folder)
     assert (entry.family, entry.outputs, entry.max_tokens) == ("gliner", {"entities": 0}, 256)
@@ -277,7 +277,7 @@ def test_models_of_images_become_entries_that_load(
     outputs: dict[str, int],
     max_tokens: int,
     tmp_path: Path,
-    engine: Engine,
+    engine: AdapterEngine,
 ) -> None:
     folder = tmp_path / "model"
     build_folder(folder)
@@ -311,12 +311,12 @@ def test_what_float16_does_not_hold_is_not_computed_in_it(
     (folder / "config.json").write_text(json.dumps(config))
     report = inspect(folder, "me/seen", {"path": str(folder)})
     assert entry_of(report).load.precision == precision
-    assert any("precision bfloat16" in line for line in report.found) == (precision is not None)
+    assert any("precision bfloat16" in line for line in report.findings) == (precision is not None)
 
 
 @pytest.mark.parametrize("build_folder", [dual_checkpoints.clip, dual_checkpoints.siglip, "clap", "whisper"])
 def test_the_processor_of_a_folder_may_be_in_processor_config_alone(
-    build_folder: Any, tmp_path: Path, engine: Engine
+    build_folder: Any, tmp_path: Path, engine: AdapterEngine
 ) -> None:
     """transformers 5 writes nothing else."""
     from parity import sound_checkpoints
@@ -337,7 +337,7 @@ def renamed(entry: ModelEntry, model: str) -> ModelEntry:
     return msgspec.structs.replace(entry, id=model)
 
 
-def test_a_model_of_sounds_becomes_an_entry_that_loads(tmp_path: Path, engine: Engine) -> None:
+def test_a_model_of_sounds_becomes_an_entry_that_loads(tmp_path: Path, engine: AdapterEngine) -> None:
     from parity import sound_checkpoints
 
     folder = sound_checkpoints.clap(tmp_path / "model")
@@ -348,7 +348,7 @@ def test_a_model_of_sounds_becomes_an_entry_that_loads(tmp_path: Path, engine: E
     assert engine.residency.ensure("me/heard", entry).weights.rows["encode"].sounds
 
 
-def test_a_reader_of_sounds_becomes_an_entry_that_loads(tmp_path: Path, engine: Engine) -> None:
+def test_a_reader_of_sounds_becomes_an_entry_that_loads(tmp_path: Path, engine: AdapterEngine) -> None:
     from parity import sound_checkpoints
 
     folder = sound_checkpoints.whisper(tmp_path / "model")
@@ -383,7 +383,7 @@ def test_the_direction_of_attention_is_written_down(tmp_path: Path) -> None:
     assert inspected(add_modules(folder, modules_of(ARCHITECTURES["qwen2 bidirectional"]))).load.causal is False
 
 
-def test_a_changed_file_is_refused_by_what_was_inspected(tmp_path: Path, engine: Engine) -> None:
+def test_a_changed_file_is_refused_by_what_was_inspected(tmp_path: Path, engine: AdapterEngine) -> None:
     folder = build(tmp_path / "changed", ARCHITECTURES["bert"])
     entry = inspected(folder)
     tensors = load_file(folder / "model.safetensors")

@@ -7,12 +7,21 @@ from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import pytest
-from inprocess import settings_of
+from inprocess import settings_of, until
 
 from sie_contracts.body_values import VALUE_BYTES
 from sie_contracts.errors import GatewayTimeout, PayloadTooLarge, QueueFull
 from sie_gateway.inference import intake as bodies_in_memory
-from sie_gateway.inference.intake import COPIES, FREE_BYTES, MAX_HELD_BYTES, Intake, body_memory, bounded, check_length
+from sie_gateway.inference.intake import (
+    COPIES,
+    FREE_BYTES,
+    MAX_HELD_BYTES,
+    PACE_BYTES_S,
+    Intake,
+    body_memory,
+    bounded,
+    check_length,
+)
 from sie_gateway.inference.reattach import ClientGone
 from sie_runtime.http.server import Receive
 
@@ -72,8 +81,7 @@ async def test_large_bodies_share_a_budget_and_small_ones_always_pass() -> None:
         for _ in range(3)
     ]
     reading = [asyncio.create_task(reader.read()) for reader in stuck]
-    await asyncio.sleep(0)
-    assert intake.held_bytes == 3 * (COPIES * 4 * MIB - FREE_BYTES)
+    await until(lambda: intake.held_bytes == 3 * (COPIES * 4 * MIB - FREE_BYTES), "three bodies in memory")
     late = intake.reader({}, sending(b"x" * MIB, b"x" * MIB), 100 * MIB)
     with pytest.raises(QueueFull) as caught:
         await late.read()
@@ -168,3 +176,36 @@ async def test_whoever_waits_for_the_client_to_leave_is_not_bounded() -> None:
     assert not waiting.done()
     left.set()
     assert (await waiting)["type"] == "http.disconnect"
+
+
+async def test_large_bodies_keep_a_pace_while_small_requests_are_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two at once share it, whatever route they are for; without a small request nobody waits."""
+    slept_s: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept_s.append(seconds)
+
+    monkeypatch.setattr(bodies_in_memory.asyncio, "sleep", sleep)
+    intake, pieces = Intake(clock=lambda: 0.0), [b"x" * MIB] * 32
+
+    async def read_two() -> None:
+        inference, upload = intake.reader({}, sending(*pieces), 64 * MIB), intake.paced(sending(*pieces))
+        assert len(await inference.read()) == 32 * MIB
+        while (await upload())["more_body"]:
+            pass
+        inference.close()
+
+    await read_two()
+    assert slept_s == []
+    small = intake.reader({}, sending(b"x"), MIB)
+    assert await small.read() == b"x"
+    await read_two()
+    assert max(slept_s) == pytest.approx(
+        63 * MIB / PACE_BYTES_S
+    )  # the last piece of what is read whole waits for nothing
+    slept_s.clear()
+    small.close()
+    small.close()
+    assert intake.small == 0
+    await read_two()
+    assert slept_s == []

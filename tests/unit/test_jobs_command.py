@@ -20,7 +20,7 @@ import pytest
 from click.testing import CliRunner, Result
 from job_server import FILE, HANGING, JOB, JobServer
 
-from sie_cli.jobs import told
+from sie_cli.jobs.job import progress_lines
 from sie_cli.main import main
 from sie_client import jobs
 from sie_client.jobs import JobInfo
@@ -230,12 +230,12 @@ def test_a_forecast_is_told_with_its_spread_and_the_deadline(monkeypatch: pytest
     try:
         now_s = FORECAST["done_at"] - 3600
         found = info(**RUNNING)
-        assert told.progress(found, now_s)[1] == "1,234 rows/s by 2 workers, done at 18:13 ± 20 min"
-        assert "done at 2026-09-21 18:13 ± 20 min" in told.progress(found, now_s - 86400)[1]
+        assert progress_lines(found, now_s)[1] == "1,234 rows/s by 2 workers, done at 18:13 ± 20 min"
+        assert "done at 2026-09-21 18:13 ± 20 min" in progress_lines(found, now_s - 86400)[1]
         late = info(**RUNNING, request={"deadline": FORECAST["done_at"] + 60})
-        assert told.progress(late, now_s)[1].endswith("perhaps after its deadline 18:14: 4 workers would keep it")
+        assert progress_lines(late, now_s)[1].endswith("perhaps after its deadline 18:14: 4 workers would keep it")
         early = info(**RUNNING, request={"deadline": FORECAST["done_at"] + 1201})
-        assert told.progress(early, now_s)[1].endswith("before its deadline 18:33")
+        assert progress_lines(early, now_s)[1].endswith("before its deadline 18:33")
     finally:
         monkeypatch.undo()
         time.tzset()

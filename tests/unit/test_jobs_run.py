@@ -117,13 +117,17 @@ class World:
         self.output = Output()
         self.brokers: dict[str, MemoryBroker] = {}
         self.stops: dict[str, tuple[Stop, asyncio.Future[Any], Keeper]] = {}
+        self.now_s: Callable[[], float] = time.time  # at the broker
         self.removed: list[str] = []  # jobs whose objects a sweeper tried to remove
 
     def gateway(self, name: str, at_once: int = 2) -> Ledger:
         broker = self.brokers[name] = self.server.connect(name)
         bucket, stop = JobsBucket(broker, 1), Stop()
         ledger = Ledger(bucket, broker, 1, Usage(BOUND, BOUND, kinds=("jobs", "bytes"), remedy="", reason="jobs"))
-        keeper = Keeper(ledger, broker, name, self.output.work(name), at_once=at_once, storage="memory", replicas=1)
+        work = self.output.work(name)
+        keeper = Keeper(
+            ledger, broker, name, work, at_once=at_once, storage="memory", replicas=1, now_s=lambda: self.now_s()
+        )
         self.stops[name] = stop, asyncio.gather(bucket.run(stop), keeper.run(stop)), keeper
         return ledger
 
@@ -183,7 +187,7 @@ async def test_a_job_runs_to_its_end_and_its_record_says_so(world: World, caplog
     await until(lambda: world.output.closed == world.output.made > 0, "its work is closed")
     assert "is left" not in caplog.text
     assert len(await ledger.shards(JOB.id)) == 6
-    await ledger.forget(JOB.id)
+    await ledger.remove(JOB.id)
     assert await ledger.shards(JOB.id) == {}
     await until(lambda: not list(ledger), "it is forgotten")
 
@@ -304,7 +308,7 @@ async def test_a_leader_that_was_replaced_stops_and_writes_nothing_more(world: W
     ledger = world.gateway("g1", at_once=0)
     await ledger.create(JOB)
     await until(lambda: ledger.is_read, "it knows all jobs")
-    running = asyncio.create_task(JobRun(ledger, JOB, "g1", world.output.work("g1")).run())
+    running = asyncio.create_task(JobRun(ledger, JOB, "g1", world.output.work("g1"), world.now_s).run())
     await until(lambda: len(world.output.computed) == runs.SHARDS_AT_ONCE, "it computes")
     await ledger.change(JOB.id, lambda job: stands)
     await asyncio.wait_for(running, 5)
@@ -504,7 +508,7 @@ async def test_a_run_that_is_cancelled_leaves_no_task_behind(world: World) -> No
     await ledger.create(JOB)
     await until(lambda: ledger.is_read, "it knows all jobs")
     before = asyncio.all_tasks()
-    running = asyncio.create_task(JobRun(ledger, JOB, "g1", world.output.work("g1")).run())
+    running = asyncio.create_task(JobRun(ledger, JOB, "g1", world.output.work("g1"), world.now_s).run())
     await until(lambda: world.output.computed, "it computes")
     running.cancel()
     await asyncio.wait([running], timeout=5)
@@ -623,6 +627,20 @@ async def test_a_job_whose_place_is_not_allowed_any_more_can_be_cancelled(world:
     job = await state(world, ledger, "cancelled")
     assert job.error is not None
     assert job.error.code == "INVALID_INPUT"
+
+
+async def test_jobs_expire_by_the_clock_of_the_broker(world: World) -> None:
+    """The clock of this machine is years past the deadline of one of them, and before that of the other."""
+    world.now_s, machine_s = lambda: 1000.0, time.time()
+    world.output.held.set()
+    ahead = JobRequest(model="m", input=JobInput(file="f"), deadline=1500.0, expires=True)
+    ledger = world.gateway("g1")
+    await ledger.create(runs.replace(JOB, request=ahead))
+    assert (await state(world, ledger, "completed")).ended_s == 1000.0
+    world.now_s = lambda: machine_s + 1e9
+    behind = JobRequest(model="m", input=JobInput(file="f"), deadline=machine_s + 1e6, expires=True)
+    await ledger.create(runs.replace(JOB, id="job-2", request=behind))
+    await state(world, ledger, "expired", "job-2")
 
 
 async def test_a_job_that_is_paused_expires_too(world: World) -> None:

@@ -9,7 +9,7 @@ from inprocess import InProcess, until
 
 from sie_broker import BrokerUnavailable, Subscription
 from sie_broker.memory import MemoryBroker, MemoryServer
-from sie_config_service.workers import Workers
+from sie_config_service.workers import CatalogueReaders
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.heartbeats import Heartbeat
 from sie_runtime.process import Stop
@@ -64,7 +64,7 @@ async def test_a_sidecar_waits_for_a_broker_that_answers_late(tmp_path: Path) ->
 
 
 async def test_a_config_service_waits_for_a_broker_that_answers_late() -> None:
-    server, workers = MemoryServer(), Workers(15.0)
+    server, workers = MemoryServer(), CatalogueReaders(15.0)
     await workers.follow(Late(server, "config"), Stop())
     beat = Heartbeat("w1", "_default", "cpu", "default", True, "1")
     await server.connect("worker").send(f"{topology.HEALTH_SUBJECT}.w1", messages.encode(beat))

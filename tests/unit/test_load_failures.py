@@ -27,8 +27,8 @@ from safetensors.torch import load_file, save_file
 from selection import long_but
 from unit.adapter import toys
 
-from sie_adapter.engine.engine import Engine
-from sie_adapter.server import Server
+from sie_adapter.engine.engine import AdapterEngine
+from sie_adapter.server import AdapterServer
 from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_contracts.models.trust import Allowed
 from sie_contracts.settings import Settings
@@ -48,14 +48,14 @@ FAMILIES = {
 @contextlib.contextmanager
 def real_adapter(path: Path, cache: Path) -> Iterator[None]:
     """An engine with its socket at `path`, on threads of this process."""
-    engine = Engine(
+    engine = AdapterEngine(
         Settings(device="cpu", default_compute_precision="float32", local_cache=str(cache), hf_fallback=True)
     )
     wake, waker = socket.socketpair()
     with wake, waker, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(str(path))
         listener.listen()
-        server = Server(listener, engine, lambda: None, worker_trust(Allowed(code=True, paths=("/",))))
+        server = AdapterServer(listener, engine, lambda: None, worker_trust(Allowed(code=True, paths=("/",))))
         thread = threading.Thread(target=server.serve, args=(wake,), name="adapter")
         thread.start()
         try:

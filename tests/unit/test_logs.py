@@ -126,7 +126,7 @@ async def test_every_request_has_one_line_whatever_becomes_of_it(cluster: InProc
         await post({"items": []}),
         await post({"items": ["x"]}, "/v1/encode/toy/none"),
         await post({"items": ["x"]}, authorization="Bearer other"),
-        await post({"items": ["x"]}, **{"content-encoding": "gzip"}),
+        await post({"items": ["x"]}, **{"content-encoding": "br"}),
     ]
     found = lines()
     assert [line["request_id"] for line in found] == ids
@@ -137,7 +137,7 @@ async def test_every_request_has_one_line_whatever_becomes_of_it(cluster: InProc
         ("400", "INVALID_INPUT", None, "toy/one"),
         ("404", "MODEL_NOT_FOUND", None, None),
         ("401", "UNAUTHENTICATED", None, None),
-        ("400", "INVALID_INPUT", None, None),  # refused before its model was looked for
+        ("415", "UNSUPPORTED_MEDIA_TYPE", None, None),  # refused before its model was looked for
     ]
     assert [set(STAGES) <= line["told"].keys() for line in found] == [True, True, True, False, False, False, False]
     assert [line["told"].get("tokens") for line in found[:2]] == ["6", "0"]

@@ -16,7 +16,7 @@ import pytest
 from object_stores import BUCKET, Moto
 from websockets.asyncio.server import serve
 
-from sie_cli.models.service import Service
+from sie_cli.models.service import ConfigServiceClient
 from sie_client import SIEAsyncClient, SIEClient
 from sie_contracts.loopback import bypass_proxies, is_local
 from sie_store.object_stores import opened, within
@@ -87,7 +87,7 @@ def listed_async(url: str) -> Any:
 
 
 def read_by_command(url: str) -> Any:
-    with Service(url, "") as service:
+    with ConfigServiceClient(url, "") as service:
         return service.read("/v1/models").body["models"]
 
 

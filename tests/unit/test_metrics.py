@@ -349,17 +349,17 @@ def test_outputs_of_towers_are_counted_over_all_adapters() -> None:
 
 def test_what_an_adapter_did_about_memory_is_counted_over_its_successors_too() -> None:
     """A counter never falls: an adapter that starts counts from zero."""
-    remedies = OomCounts()
-    remedies.told(described(1, Shortages("m", cache_clears=2)))
-    remedies.told(described(1, Shortages("m", cache_clears=3, batch_splits=1)))
-    assert remedies.count("m", "cache_clears") == 3
-    remedies.told(described(2))
-    remedies.told(described(2, Shortages("m", cache_clears=1), Shortages("other", terminal_failures=1)))
-    assert (remedies.count("m", "cache_clears"), remedies.count("m", "batch_splits")) == (4, 1)
-    remedies.told(described(2, Shortages("m")))  # a container's adapter has the same pid each time
-    assert (remedies.count("m", "cache_clears"), remedies.count("other", "terminal_failures")) == (4, 1)
-    assert remedies.models() == {"m", "other"}
-    assert remedies.count("nobody", "cache_clears") == 0
+    oom_counters = OomCounts()
+    oom_counters.told(described(1, Shortages("m", cache_clears=2)))
+    oom_counters.told(described(1, Shortages("m", cache_clears=3, batch_splits=1)))
+    assert oom_counters.count("m", "cache_clears") == 3
+    oom_counters.told(described(2))
+    oom_counters.told(described(2, Shortages("m", cache_clears=1), Shortages("other", terminal_failures=1)))
+    assert (oom_counters.count("m", "cache_clears"), oom_counters.count("m", "batch_splits")) == (4, 1)
+    oom_counters.told(described(2, Shortages("m")))  # a container's adapter has the same pid each time
+    assert (oom_counters.count("m", "cache_clears"), oom_counters.count("other", "terminal_failures")) == (4, 1)
+    assert oom_counters.models() == {"m", "other"}
+    assert oom_counters.count("nobody", "cache_clears") == 0
 
 
 def test_the_epoch_is_told_as_the_number_that_grows() -> None:

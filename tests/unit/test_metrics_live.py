@@ -91,16 +91,16 @@ async def test_what_cannot_be_asked_is_absent() -> None:
     lane = Lane("_default", "cpu", "default")
     await broker.publish(topology.work_subject(lane, "bulk", "m"), b"nothing of ours", "1")
     await backlog.fresh("_default", 0)
-    await told.look()
+    await told.refresh()
     assert told.lanes()["_default", "cpu", "default", "bulk"].count == 1
     assert told.models() == {}, "nobody can read it, so it names no model"
     now_s = 100.0
-    await told.look()
+    await told.refresh()
     assert told.lanes() == {}
     await backlog.fresh("_default", 0)
     server.disconnect()
     with pytest.raises(BrokerError):
-        await told.look()
+        await told.refresh()
     server.reconnect()
     await backlog.stop()
     await broker.close()

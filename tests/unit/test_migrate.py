@@ -19,8 +19,8 @@ from sie_cli.migrating.aliasing import before_flip, shadow_since_s
 from sie_cli.migrating.corpus import OBJECTS, SPAN_ROWS, SPANS, Corpus
 from sie_cli.migrating.embedding import KEY, Earlier, check_output, has_files, is_answered
 from sie_cli.migrating.migration import merged, shadow_line
-from sie_cli.migrating.quality import Measured, Queries
-from sie_cli.migrating.steps import STEPS, Seen, key_of, left
+from sie_cli.migrating.quality import QualityMeasurement, QuerySet
+from sie_cli.migrating.steps import STEPS, MigrationState, key_of, remaining_steps
 from sie_cli.models.compare import Agreement
 from sie_client import SIEClient
 from sie_client.jobs import JobInfo
@@ -31,22 +31,22 @@ from sie_client.jobs import JobInfo
 @pytest.mark.parametrize(
     ("seen", "until", "shadow_s", "steps"),
     [
-        (Seen("old"), "flip", 60, STEPS),
-        (Seen("old"), "quality", 60, ("check", "quality")),
-        (Seen("old"), "flip", 0, ("check", "quality", "embed", "flip")),
-        (Seen("old", is_submitted=True), "flip", 60, ("check", "embed", "shadow", "flip")),
-        (Seen("old", is_submitted=True, is_embedded=True), "embed", 60, ("check",)),
-        (Seen("old", "new", 10, True, True), "flip", 60, ("check", "shadow", "flip")),
-        (Seen("old", "new", 60, True, True), "flip", 60, ("check", "flip")),
-        (Seen("old", "other", 60, True, True), "flip", 60, ("check", "shadow", "flip")),
-        (Seen("old", "new", 60), "flip", 60, STEPS),
-        (Seen("new"), "flip", 60, ()),
+        (MigrationState("old"), "flip", 60, STEPS),
+        (MigrationState("old"), "quality", 60, ("check", "quality")),
+        (MigrationState("old"), "flip", 0, ("check", "quality", "embed", "flip")),
+        (MigrationState("old", is_submitted=True), "flip", 60, ("check", "embed", "shadow", "flip")),
+        (MigrationState("old", is_submitted=True, is_embedded=True), "embed", 60, ("check",)),
+        (MigrationState("old", "new", 10, True, True), "flip", 60, ("check", "shadow", "flip")),
+        (MigrationState("old", "new", 60, True, True), "flip", 60, ("check", "flip")),
+        (MigrationState("old", "other", 60, True, True), "flip", 60, ("check", "shadow", "flip")),
+        (MigrationState("old", "new", 60), "flip", 60, STEPS),
+        (MigrationState("new"), "flip", 60, ()),
     ],
 )
 def test_what_the_cluster_has_is_not_done_again(
-    seen: Seen, until: Any, shadow_s: float, steps: tuple[str, ...]
+    seen: MigrationState, until: Any, shadow_s: float, steps: tuple[str, ...]
 ) -> None:
-    assert left(seen, "new", until, shadow_s) == steps
+    assert remaining_steps(seen, "new", until, shadow_s) == steps
 
 
 def test_a_key_differs_by_all_that_makes_another_job() -> None:
@@ -106,21 +106,21 @@ def test_a_job_is_found_again_and_a_lost_one_is_replaced(server: JobServer, tmp_
     docs = tmp_path / "docs.jsonl"
     docs.write_text('{"a": "b"}\n')
     with SIEClient(server.url) as client:
-        first = Earlier.of(client, "k").submitted(client, "k", "org/m", str(docs), {"text": "{a}"})
-        again = Earlier.of(client, "k")
+        first = Earlier.load(client, "k").submitted(client, "k", "org/m", str(docs), {"text": "{a}"})
+        again = Earlier.load(client, "k")
         assert again.job is not None
         assert again.job.id == first.id
-        assert Earlier.of(client, "other").job is None
+        assert Earlier.load(client, "other").job is None
         first.cancel()
-        lost = Earlier.of(client, "k")
+        lost = Earlier.load(client, "k")
         assert lost.job is None
         second = lost.submitted(client, "k", "org/m", str(docs), {"text": "{a}"})
         assert second.id != first.id
         server.jobs[second.id] |= {"state": "completed"}
         retry = second.retry()
-        assert Earlier.of(client, "k").job.id == retry.id  # type: ignore[union-attr]
+        assert Earlier.load(client, "k").job.id == retry.id  # type: ignore[union-attr]
         retry.cancel()
-        assert Earlier.of(client, "k").job.id == second.id  # type: ignore[union-attr]
+        assert Earlier.load(client, "k").job.id == second.id  # type: ignore[union-attr]
     assert {body.metadata[KEY] for body in server.bodies.values()} == {"k"}
 
 
@@ -175,7 +175,7 @@ def test_a_sample_is_drawn_from_the_whole_corpus_and_is_the_same_again(tmp_path:
     docs = tmp_path / "my docs #1.jsonl"
     rows = 3 * SPAN_ROWS
     docs.write_text("\n".join(json.dumps({"a": f"text {number % (rows - 100)}"}) for number in range(rows)))
-    corpus = Corpus.of(str(docs), "{a}", "", None)
+    corpus = Corpus.from_source(str(docs), "{a}", "", None)
     found = sampled(corpus, 300)
     assert len(found.texts) == len(set(found.texts)) == 300
     assert (found.rows, found.trouble) == (rows, "")
@@ -194,7 +194,7 @@ def test_a_sample_of_a_folder_reads_some_of_its_objects(tmp_path: Path) -> None:
         (tmp_path / f"{number:02}.jsonl").write_text(
             "\n".join(json.dumps({"a": f"{number} {row}"}) for row in range(SPAN_ROWS * 4))
         )
-    corpus = Corpus.of(f"file://{tmp_path}/", "{a}", "", None)
+    corpus = Corpus.from_source(f"file://{tmp_path}/", "{a}", "", None)
     found = sampled(corpus, 2000)
     assert found.rows == SPANS * SPAN_ROWS
     assert 1 < len({text.split()[0] for text in found.texts}) <= OBJECTS
@@ -206,7 +206,10 @@ def test_a_sample_of_a_folder_reads_some_of_its_objects(tmp_path: Path) -> None:
 def test_rows_without_a_text_are_told(tmp_path: Path) -> None:
     docs = tmp_path / "docs.jsonl"
     docs.write_text('{"a": "x"}\n{"a": null}\n{"a": null}\nnot json\n')
-    assert sampled(Corpus.of(str(docs), "{a}", "", None), 10).trouble == "3 of 4 rows have no text: column 'a' is null"
+    assert (
+        sampled(Corpus.from_source(str(docs), "{a}", "", None), 10).trouble
+        == "3 of 4 rows have no text: column 'a' is null"
+    )
 
 
 @pytest.mark.parametrize(
@@ -220,12 +223,12 @@ def test_rows_without_a_text_are_told(tmp_path: Path) -> None:
 def test_a_corpus_that_cannot_be_read_is_refused(tmp_path: Path, name: str, text: str, why: str) -> None:
     (tmp_path / "docs.jsonl").write_text('{"a": "x"}\n')
     with pytest.raises(click.ClickException, match=why):
-        Corpus.of(str(tmp_path / name), text, "", None)
+        Corpus.from_source(str(tmp_path / name), text, "", None)
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(click.ClickException, match="there is nothing to read"):
-        asyncio.run(Corpus.of(f"file://{tmp_path}/", "{a}", "", None).digest())
+        asyncio.run(Corpus.from_source(f"file://{tmp_path}/", "{a}", "", None).digest())
 
 
 # ---- what is measured
@@ -233,27 +236,27 @@ def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
 
 def test_the_agreement_is_that_of_ten_neighbours_or_of_all() -> None:
     recall = [0.1 * k for k in range(1, 13)]
-    found = Measured(Agreement(("a", "b"), recall=recall, chance=recall, ranks=[0.5, 1.0]))
+    found = QualityMeasurement(Agreement(("a", "b"), recall=recall, chance=recall, ranks=[0.5, 1.0]))
     assert (found.neighbours, found.overlap, found.rank) == (10, pytest.approx(1.0), 0.75)
-    few = Measured(Agreement(("a", "b"), recall=[0.5, 0.25], chance=[0.5, 1.0]), (0.5, 0.75))
+    few = QualityMeasurement(Agreement(("a", "b"), recall=[0.5, 0.25], chance=[0.5, 1.0]), (0.5, 0.75))
     assert (few.neighbours, few.overlap, few.rank) == (2, 0.25, None)
     assert few.line() == "of 2 neighbours 0.250 are the same (by chance 1.000), ndcg@10 old 0.5000, new 0.7500"
-    assert few.told()["ndcg"] == {"old": 0.5, "new": 0.75}
+    assert few.figures()["ndcg"] == {"old": 0.5, "new": 0.75}
 
 
 def test_queries_are_lines_or_a_folder_with_judgements(tmp_path: Path) -> None:
-    assert Queries.of(None) == Queries()
+    assert QuerySet.read(None) == QuerySet()
     (tmp_path / "q.txt").write_text("one\ntwo\n")
-    assert Queries.of(tmp_path / "q.txt").texts == ("one", "two")
+    assert QuerySet.read(tmp_path / "q.txt").texts == ("one", "two")
     (tmp_path / "corpus.jsonl").write_text('{"_id": "d", "text": "t"}\n')
     (tmp_path / "queries.jsonl").write_text('{"_id": "q", "text": "what"}\n')
     (tmp_path / "qrels.tsv").write_text("query-id\tcorpus-id\tscore\nq\td\t1\n")
-    judged = Queries.of(tmp_path)
+    judged = QuerySet.read(tmp_path)
     assert judged.texts == ("what",)
     assert judged.judged is not None
     (tmp_path / "empty").write_text("\n")
     with pytest.raises(click.ClickException, match="a query in each line"):
-        Queries.of(tmp_path / "empty")
+        QuerySet.read(tmp_path / "empty")
 
 
 def test_figures_of_gateways_are_added() -> None:

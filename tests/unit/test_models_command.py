@@ -27,7 +27,7 @@ from sie_cli.cluster import Cluster
 from sie_cli.main import main
 from sie_cli.models import service as models_service
 from sie_cli.models.catalogue import patch_of
-from sie_cli.models.service import Service, Write
+from sie_cli.models.service import ConfigServiceClient, WriteOptions
 from sie_cli.serve.ports import free_port
 from sie_config_service.app import create_app
 from sie_config_service.state import ConfigService
@@ -41,7 +41,7 @@ from sie_runtime.http.server import HttpServer
 from sie_sidecar.process import _known
 
 ADMIN, READER = "admin-token-of-a-test", "reader-token-of-a-test"
-PLAIN = Write(Cluster(load(environ={}).settings, {}, Path()))
+PLAIN = WriteOptions(Cluster(load(environ={}).settings, {}, Path()))
 TOKENS = {"SIE_ADMIN_TOKEN": ADMIN, "SIE_CONFIG_READ_TOKEN": READER}
 BUNDLES = {"default": Bundle("default", families=("toy", "text-encoder")), "eyes": Bundle("eyes", families=("eye",))}
 ENTRY = """\
@@ -308,9 +308,9 @@ def test_a_write_keeps_its_key_over_retries_and_the_next_one_has_another(monkeyp
         503, headers={"x-should-retry": "true", "retry-after": "0"}, json={"error": {"code": "QUEUE_UNAVAILABLE"}}
     )
     flaky = Flaky([httpx.ReadTimeout("no answer"), busy, httpx.Response(200, json={}), httpx.Response(200, json={})])
-    with Service("http://config", ADMIN, flaky) as service:
-        service.write("PATCH", "/v1/configs/models/a", b"{}", asked=PLAIN)
-        service.write("PATCH", "/v1/configs/models/a", b"{}", asked=PLAIN)
+    with ConfigServiceClient("http://config", ADMIN, flaky) as service:
+        service.write("PATCH", "/v1/configs/models/a", b"{}", how=PLAIN)
+        service.write("PATCH", "/v1/configs/models/a", b"{}", how=PLAIN)
     first, again, third, other = flaky.keys
     assert first == again == third != other
 
@@ -323,8 +323,8 @@ def test_a_time_to_wait_that_is_no_number_of_seconds_is_waited_for_all_the_same(
     monkeypatch.setattr(models_service, "MAX_PAUSE_S", 0.001)
     busy = httpx.Response(503, headers={"x-should-retry": "true", "retry-after": after}, json={})
     flaky = Flaky([busy, httpx.Response(200, json={"is": "done"})])
-    with Service("http://config", ADMIN, flaky) as service:
-        assert service.write("PATCH", "/v1/configs/models/a", b"{}", asked=PLAIN).body == {"is": "done"}
+    with ConfigServiceClient("http://config", ADMIN, flaky) as service:
+        assert service.write("PATCH", "/v1/configs/models/a", b"{}", how=PLAIN).body == {"is": "done"}
 
 
 def test_a_patch_is_made_of_fields() -> None:

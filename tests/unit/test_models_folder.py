@@ -17,10 +17,10 @@ from sie_broker import BrokerUnavailable
 from sie_broker.memory import MemoryServer
 from sie_config_service import reload
 from sie_config_service.overlay import Overlay
-from sie_config_service.process import Prepared, prepare
+from sie_config_service.process import PreparedCatalogue, prepare
 from sie_config_service.reload import Reload
 from sie_config_service.store import CatalogueStore, normalised
-from sie_config_service.workers import Workers
+from sie_config_service.workers import CatalogueReaders
 from sie_contracts.errors import SIEError, ValidationFailed
 from sie_contracts.models.aliases import Alias, Target
 from sie_contracts.models.entries import ModelEntry
@@ -158,7 +158,7 @@ async def test_a_broken_folder_ends_the_start_with_the_name_of_its_setting(tmp_p
 class Service:
     """The part of the config service that follows a folder, over a broker in memory."""
 
-    def __init__(self, prepared: Prepared, follows: Reload) -> None:
+    def __init__(self, prepared: PreparedCatalogue, follows: Reload) -> None:
         self.store, self.reload = prepared.store, follows
 
     async def model(self, model: str) -> tuple[int, dict[str, Any] | None]:
@@ -170,7 +170,7 @@ class Service:
 async def following(folder: Path, **environ: str) -> AsyncIterator[Service]:
     settings, stop = settings_of(SIE_MODELS_DIR=str(folder), **environ), Stop()
     prepared = await prepare(settings, MemoryServer().connect("sie-config"))
-    follows = Reload(prepared.store, prepared.overlay, prepared.seen, Workers(15.0))
+    follows = Reload(prepared.store, prepared.overlay, prepared.seen, CatalogueReaders(15.0))
     task = asyncio.create_task(follows.run(stop))
     try:
         yield Service(prepared, follows)
@@ -276,7 +276,7 @@ async def test_a_filter_that_nothing_fits_any_more_is_told_once_for_each_change(
 async def aliased(store: CatalogueStore, name: str, *models: str) -> None:
     """Write an alias as the API does."""
     alias = Alias(name, tuple(map(Target, models)))
-    change = reload.Change(name, await store.held(name), normalised(alias), "api", "create")
+    change = reload.CatalogueChange(name, await store.held(name), normalised(alias), "api", "create")
     await store.write([change], index=(await store.alias_index()).written({name: alias}))
 
 
@@ -321,7 +321,9 @@ async def test_what_was_written_over_the_api_stays_and_the_log_says_so(
     async with following(tmp_path) as service:
         held = await service.store.held("org/a")
         assert held.entry is not None
-        await service.store.write([reload.Change("org/a", held, {**held.entry, "max_tokens": 32}, "api", "patch")])
+        await service.store.write(
+            [reload.CatalogueChange("org/a", held, {**held.entry, "max_tokens": 32}, "api", "patch")]
+        )
         put(tmp_path, "a.yaml", ENTRY.format("org/a", 16))
         await until(lambda: "a.yaml is not applied: org/a was written over the API" in caplog.text, "the log")
         revision, entry = await service.model("org/a")

@@ -13,9 +13,9 @@ import pytest
 from direct import ENTRY, Direct, is_right, reasons
 from inprocess import InProcess, Source, until
 
-from sie_adapter.engine.device import Memory
+from sie_adapter.engine.device import MemoryUse
 from sie_adapter.engine.engines import TORCH
-from sie_adapter.memory.residency import DeviceMemory, Residency
+from sie_adapter.memory.residency import DeviceMemory, ResidentModels
 from sie_contracts.errors import ModelLoading
 from sie_contracts.models.entries import RunDefaults
 from sie_gateway.inference import handler
@@ -93,7 +93,7 @@ async def test_what_is_at_the_device_keeps_the_fingerprint_of_the_copy_that_runs
 
 def test_an_adapter_does_not_run_a_batch_on_another_copy_than_its_own() -> None:
     weights = SimpleNamespace(precision="float32", attention="toy", memory_bytes=1, engine_choice=TORCH)
-    residency = Residency(lambda resolved: weights, DeviceMemory(lambda more: Memory(0, 1), lambda: None, 90.0))
+    residency = ResidentModels(lambda resolved: weights, DeviceMemory(lambda more: MemoryUse(0, 1), lambda: None, 90.0))
     resident = residency.ensure(ENTRY.id, ENTRY)
     before = resident.fingerprint
     with residency.use(ENTRY.id, before):

@@ -75,7 +75,7 @@ def test_what_ended_in_a_batch_that_runs_keeps_the_device_busy_until_the_next_re
     for each in permits[:12]:
         each.close()
     assert one.place.wait(one.now_s, 104, 8, 1.0).likely_s == before_s
-    permits[12].taken(one.result(12))
+    permits[12].result_arrived(one.result(12))
     assert one.place.wait(one.now_s, 96, 8, 1.0).likely_s < before_s
     first.close()
 
@@ -125,7 +125,7 @@ def test_the_turn_of_one_that_is_refused_after_all_has_room_for_what_its_tokens_
     for each in permits:
         each.on_refused = refused.append
     one.now_s += 0.5
-    permits[0].taken(one.result(0, chunks=1))
+    permits[0].result_arrived(one.result(0, chunks=1))
     assert refused
     assert one.place.turns.promised(one.now_s) == pytest.approx(8 * len(refused))
 

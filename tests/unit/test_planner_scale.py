@@ -41,7 +41,7 @@ def beat(number: int, models: Mapping[str, int], rng: random.Random) -> Heartbea
         ModelStatus(m, "loaded", load_s=5.0, cost_rate=ARRIVING[m] / n * rng.uniform(0.97, 1.03))
         for m, n in models.items()
     )
-    return Heartbeat(f"w{number:04}", *_lane(), True, "", models=statuses, slots=SLOTS, rate=RATE, reads_parts=True)
+    return Heartbeat(f"w{number:04}", *_lane(), True, "", models=statuses, slots=SLOTS, rate=RATE)
 
 
 def _lane() -> tuple[str, str, str]:

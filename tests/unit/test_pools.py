@@ -23,7 +23,7 @@ from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.settings import Settings
 from sie_contracts.wire import topology
 from sie_contracts.wire.records import PoolSpec, Reservation
-from sie_gateway.fleet.assignments import Candidate, asked, assign, is_held_back, is_met, lacking
+from sie_gateway.fleet.assignments import Candidate, assign, is_held_back, is_met, lacking, requested_workers
 from sie_gateway.fleet.placement import Placer
 from sie_gateway.fleet.pool_rules import HELD_BACK, MAX_RESERVATIONS, TOO_FEW
 from sie_gateway.operations.pools import parse_spec
@@ -133,7 +133,7 @@ def test_what_is_asked_for_would_meet_a_reservation(
     reservations, workers, _ = case
     for each in reservations:
         held = [worker for worker in workers.values() if worker.fits(each.spec)]
-        wanted = asked(each.spec, held, {})
+        wanted = requested_workers(each.spec, held, {})
         short, count = lacking(each.spec, held)
         assert sum(wanted.values()) - len(held) == max(count, sum(short.values()))
         more = [Candidate(profile, bundle) for (profile, bundle), number in wanted.items() for _ in range(number)]
@@ -457,7 +457,7 @@ async def test_an_end_fails_what_waits_and_leaves_nothing_behind(town: Town) -> 
     )
     tables = town.server.buckets[topology.PLACEMENT_BUCKET].entries.values()
     assert not [entry.key for entry in tables if entry.value and entry.key.startswith("team.")]
-    known = [each._waiting.__self__._names for each in placers()]  # type: ignore[attr-defined]  # of `Ages.of`
+    known = [each._waiting.__self__._names for each in placers()]  # type: ignore[attr-defined]  # of `Ages.waiting_of`
     assert len(known) == 2, "two gateways"
     await until(lambda: not any(lane.pool == "team" for names in known for lane in names), "its lanes are forgotten")
     assert (await two.client.post("/v1/pools", json={"name": "team", "gpus": {"l4": 1}})).status_code == 201

@@ -9,9 +9,9 @@ from sie_contracts.settings import load
 
 
 def test_a_folder_of_models_that_is_not_there_is_told_before_anything_starts(tmp_path: Path) -> None:
-    def needs(folder: str) -> preflight.Needs:
+    def needs(folder: str) -> preflight.MachineNeeds:
         settings = load(environ={"SIE_MODELS_DIR": folder}).settings
-        return preflight.Needs((), tmp_path, has_broker=False, gateways=1, workers=1, settings=settings)
+        return preflight.MachineNeeds((), tmp_path, has_broker=False, gateways=1, workers=1, settings=settings)
 
     (fault,) = preflight._folders(needs(str(tmp_path / "nope")))
     assert fault.startswith("--models-dir (SIE_MODELS_DIR): ")

@@ -28,13 +28,13 @@ def test_a_key_may_use_its_tokens_at_once_and_then_as_they_come_back() -> None:
     clock = Clock()
     quotas = quotas_of(clock)
     for cost in (400, 600):
-        quotas.charge("a", Limits(tokens_per_minute=1000)).take(cost)
+        quotas.charge("a", Limits(tokens_per_minute=1000)).spend(cost)
     with pytest.raises(RateLimited) as caught:
-        quotas.charge("a", Limits(tokens_per_minute=1000)).take(100)
+        quotas.charge("a", Limits(tokens_per_minute=1000)).spend(100)
     assert (caught.value.retry_after_s, caught.value.extras) == (6, {"limit": 1000})
     clock.now_s += 6
-    quotas.charge("a", Limits(tokens_per_minute=1000)).take(100)
-    quotas.charge("b", Limits(tokens_per_minute=1000)).take(1000)  # another key has its own
+    quotas.charge("a", Limits(tokens_per_minute=1000)).spend(100)
+    quotas.charge("b", Limits(tokens_per_minute=1000)).spend(1000)  # another key has its own
 
 
 def test_a_time_to_retry_after_is_when_it_goes() -> None:
@@ -45,14 +45,14 @@ def test_a_time_to_retry_after_is_when_it_goes() -> None:
         charge = quotas.charge("a", Limits(tokens_per_minute=600))
         cost = chance.randrange(1, 601)
         try:
-            charge.take(cost)
+            charge.spend(cost)
         except RateLimited as error:
             refused += 1
             clock.now_s += error.retry_after_s - 1.001
             with pytest.raises(RateLimited):
-                charge.take(cost)
+                charge.spend(cost)
             clock.now_s += 1.001
-            charge.take(cost)
+            charge.spend(cost)
         clock.now_s += chance.random() * 20
     assert refused > 100
 
@@ -60,7 +60,7 @@ def test_a_time_to_retry_after_is_when_it_goes() -> None:
 def test_what_no_minute_allows_is_refused_for_good() -> None:
     """E3: a retry could never help."""
     with pytest.raises(PayloadTooLarge) as caught:
-        quotas_of(Clock()).charge("a", Limits(tokens_per_minute=1000)).take(1001)
+        quotas_of(Clock()).charge("a", Limits(tokens_per_minute=1000)).spend(1001)
     assert not caught.value.retryable
     assert caught.value.extras == {"limit": 1000}
 
@@ -70,14 +70,14 @@ def test_an_estimate_is_settled_by_what_was_used(used: int) -> None:
     clock = Clock()
     quotas, limits = quotas_of(clock), Limits(tokens_per_minute=1000)
     charge = quotas.charge("a", limits)
-    charge.take(500)
+    charge.spend(500)
     charge.settle(used)
     charge.settle(0)  # counts once
     charge.refund()
     if used < 1000:
-        quotas.charge("a", limits).take(1000 - used)
+        quotas.charge("a", limits).spend(1000 - used)
     with pytest.raises(RateLimited):
-        quotas.charge("a", limits).take(1)
+        quotas.charge("a", limits).spend(1)
 
 
 def test_what_ended_without_usage_is_given_back_and_never_more() -> None:
@@ -85,12 +85,12 @@ def test_what_ended_without_usage_is_given_back_and_never_more() -> None:
     quotas, limits = quotas_of(clock), Limits(tokens_per_minute=100)
     for _ in range(5):
         charge = quotas.charge("a", limits)
-        charge.take(100)
+        charge.spend(100)
         charge.refund()
         charge.refund()
-    quotas.charge("a", limits).take(100)
+    quotas.charge("a", limits).spend(100)
     with pytest.raises(RateLimited):
-        quotas.charge("a", limits).take(1)
+        quotas.charge("a", limits).spend(1)
 
 
 def test_gateways_have_equal_parts_and_a_whole_quota_still_goes() -> None:
@@ -104,29 +104,29 @@ def test_gateways_have_equal_parts_and_a_whole_quota_still_goes() -> None:
         clock.now_s += 0.1
         cost = chance.choice((50, 400, 2000))
         try:
-            chance.choice(gateways).charge("a", limits).take(cost)
+            chance.choice(gateways).charge("a", limits).spend(cost)
         except RateLimited:
             continue
         used += cost
     assert 0.9 * 60_000 <= used <= 60_000 + 6000 + 4 * 2000
-    quotas_of(clock, 4).charge("b", limits).take(6000)  # above a part, allowed by the quota
+    quotas_of(clock, 4).charge("b", limits).spend(6000)  # above a part, allowed by the quota
 
 
 def test_a_gateway_that_leaves_gives_its_part_to_the_others() -> None:
     clock, count = Clock(), 2
     quotas, limits = Quotas(lambda: count, clock), Limits(tokens_per_minute=600)
-    quotas.charge("a", limits).take(300)
+    quotas.charge("a", limits).spend(300)
     count = 1
     clock.now_s += 30
-    quotas.charge("a", limits).take(300)
+    quotas.charge("a", limits).spend(300)
     with pytest.raises(RateLimited):
-        quotas.charge("a", limits).take(10)
+        quotas.charge("a", limits).spend(10)
 
 
 def test_without_a_limit_nothing_is_counted() -> None:
     quotas = quotas_of(Clock())
     for charge in (Charge(), quotas.charge("a", Limits())):
-        charge.take(1 << 60)
+        charge.spend(1 << 60)
         charge.settle(3)
         charge.refund()
 
@@ -136,5 +136,5 @@ def test_keys_that_come_and_go_leave_nothing_behind() -> None:
     quotas = quotas_of(clock)
     for number in range(20_000):
         clock.now_s += 0.1
-        quotas.charge(f"key {number}", Limits(tokens_per_minute=10)).take(1)
+        quotas.charge(f"key {number}", Limits(tokens_per_minute=10)).spend(1)
     assert len(quotas._levels) <= 4096 + 600

@@ -11,12 +11,10 @@ from pathlib import Path
 import httpx
 import pytest
 from fake_adapter import FakeAdapter, toy_entry
-from inprocess import GatewayProcess, InProcess, placing, until, until_told
+from inprocess import GatewayProcess, InProcess, placing, until_told
 
-from sie_broker import CoreMessage
 from sie_contracts.errors import ModelLoadFailed
-from sie_contracts.wire import messages, records, topology
-from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
+from sie_contracts.wire import records, topology
 from sie_contracts.wire.topology import Lane
 
 ADMIN, USER = "admin-token-of-a-test", "user-token-of-a-test"
@@ -74,7 +72,7 @@ async def test_a_model_is_loaded_without_any_request_and_a_second_load_says_that
                 "model": "toy/one",
                 "lane": str(LANE),
                 "state": "loaded",
-                "workers": [{"worker": "w0", "state": "loaded", "in_flight": 0, "asked": True}],
+                "workers": [{"worker": "w0", "state": "loaded", "in_flight": 0}],
             }
         ],
     }
@@ -178,33 +176,6 @@ async def test_what_is_not_there_is_refused_as_for_inference(cluster: InProcess,
         refused = await gateway.client.post(f"/v1/models/toy/one/{action}", headers=headers)
         assert refused.status_code == status
     assert (adapter.loads, adapter.releases) == ([], [])
-
-
-async def test_an_older_worker_is_named_and_not_asked(cluster: InProcess) -> None:
-    gateway = await cluster.gateway(**TOKENS)
-    heard: list[bytes] = []
-
-    async def on_message(message: CoreMessage) -> None:
-        heard.append(message.data)
-
-    await cluster.server.connect("old").subscribe(topology.residency_subject("old"), on_message)
-    beat = Heartbeat(
-        "old", "_default", "_default", "default", True, "0.0", models=(ModelStatus("toy/one", "loaded", queued=2),)
-    )
-    await cluster.send(topology.health_subject("old"), messages.encode(beat))
-    await eventually(gateway, "loaded")
-    reply = await asked(gateway, "unload")
-    assert reply.json()["lanes"][0]["workers"] == [{"worker": "old", "state": "loaded", "in_flight": 2, "asked": False}]
-    newer = Heartbeat("old", "_default", "_default", "default", True, "1", models=beat.models, takes_residency=True)
-    await cluster.send(topology.health_subject("old"), messages.encode(newer))
-
-    async def is_asked() -> bool:
-        told = (await asked(gateway, "unload", X_SIE_MACHINE_PROFILE="_default")).json()
-        return bool(told["lanes"][0]["workers"][0]["asked"])
-
-    await until_told(is_asked, "the newer worker is asked")
-    await until(lambda: heard, "the message")
-    assert set(heard) == {messages.encode(messages.Residency("unload", "toy/one"))}
 
 
 async def test_a_message_of_a_later_version_changes_nothing(cluster: InProcess) -> None:

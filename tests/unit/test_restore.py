@@ -14,9 +14,9 @@ from unit.test_models_folder import ENTRY, put
 from sie_broker.memory import MemoryServer
 from sie_config_service.process import prepare
 from sie_config_service.restore import Restore, Unloadable, unloadable
-from sie_config_service.store import CatalogueStore, Change
-from sie_config_service.workers import Workers
-from sie_config_service.writes import Writer
+from sie_config_service.store import CatalogueChange, CatalogueStore
+from sie_config_service.workers import CatalogueReaders
+from sie_config_service.writes import CatalogueWriter
 from sie_contracts.errors import ErrorInfo
 from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
 from sie_runtime.process import Stop
@@ -56,13 +56,13 @@ def test_a_revision_that_failed_for_good_after_another_one_was_loaded(
 @dataclass
 class Following:
     store: CatalogueStore
-    workers: Workers
+    workers: CatalogueReaders
 
     async def write(self, max_tokens: int, operation: str = "seed") -> None:
         held = await self.store.held(MODEL)
         assert held.stored is not None
         assert held.entry is not None
-        change = Change(MODEL, held, {**held.entry, "max_tokens": max_tokens}, held.stored.source, operation)
+        change = CatalogueChange(MODEL, held, {**held.entry, "max_tokens": max_tokens}, held.stored.source, operation)
         await self.store.write([change])
 
     def beat(self, *statuses: ModelStatus) -> None:
@@ -81,8 +81,8 @@ async def following(tmp_path: Any) -> AsyncIterator[Following]:
     async def check(_entry: dict[str, Any]) -> None:
         pass
 
-    workers, stop = Workers(15.0), Stop()
-    task = asyncio.create_task(Restore(workers, prepared.store, Writer(prepared.store, check)).run(stop))
+    workers, stop = CatalogueReaders(15.0), Stop()
+    task = asyncio.create_task(Restore(workers, prepared.store, CatalogueWriter(prepared.store, check)).run(stop))
     yield Following(prepared.store, workers)
     stop.request()
     await task

@@ -12,7 +12,7 @@ from PIL import Image
 
 import sie_client
 from sie_client import cluster
-from sie_client.core import Plan, Received, Send, Session, Work
+from sie_client.core import BlockingWork, Plan, Received, Send, Session
 
 TOLD = {
     "model": "m",
@@ -38,7 +38,7 @@ def replied(plan: Plan[Any], *replies: Any) -> tuple[list[Send], Any]:
             reply = Received(
                 200, {}, msgspec.msgpack.encode({**TOLD, **body}) if is_msgpack else json.dumps(body).encode()
             )
-        elif isinstance(step, Work):
+        elif isinstance(step, BlockingWork):
             reply = step.function()
 
 

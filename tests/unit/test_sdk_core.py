@@ -15,7 +15,18 @@ import pytest
 
 import sie_client
 from sie_client import SIEAsyncClient, SIEClient, transport, verbs
-from sie_client.core import Answered, Hedges, Pause, Plan, Received, Send, Session, Together, TransportFailed, Work
+from sie_client.core import (
+    BlockingWork,
+    Hedges,
+    HttpAnswer,
+    Pause,
+    Plan,
+    Received,
+    Send,
+    Session,
+    Together,
+    TransportFailed,
+)
 from sie_contracts import arrays, errors
 
 
@@ -49,7 +60,7 @@ def replied(**body: object) -> Received:
 
 
 def plan(items: list[str], **options: object) -> Plan[list[sie_client.EncodeResult]]:
-    session = Session.of({"api_key": "secret", "timeout_s": 2.5})
+    session = Session.from_options({"api_key": "secret", "timeout_s": 2.5})
     return verbs.encode("org/model:fast", items, options, session)
 
 
@@ -72,10 +83,10 @@ def outcome(steps: Plan[object], *replies: Received) -> tuple[list[dict[str, obj
                 reply = next(given)
             elif isinstance(step, Together):
                 reply = [drive(each) for each in step.plans]
-            elif isinstance(step, Work):
+            elif isinstance(step, BlockingWork):
                 reply = step.function()
             else:
-                assert isinstance(step, Answered)
+                assert isinstance(step, HttpAnswer)
 
     result = drive(steps)
     assert next(given, None) is None, "it wants fewer"
@@ -111,7 +122,7 @@ def test_a_request_carries_key_deadline_lane_and_an_escaped_model() -> None:
 
 
 def test_a_call_may_want_other_options_than_its_client_and_they_are_no_parameters() -> None:
-    session = Session.of({"gpu": "l4", "timeout_s": 300, "hedge_after_s": 1.0})
+    session = Session.from_options({"gpu": "l4", "timeout_s": 300, "hedge_after_s": 1.0})
     step = next(
         verbs.encode(
             "m",
@@ -142,13 +153,13 @@ def test_a_call_may_want_other_options_than_its_client_and_they_are_no_parameter
 )
 def test_options_that_cannot_be_meant_are_named_and_secrets_are_not(wrong: dict[str, object]) -> None:
     with pytest.raises(sie_client.InvalidInputError) as caught:
-        Session.of(wrong)
+        Session.from_options(wrong)
     (name,) = wrong
     assert {"headers": "x-a", "api_key": "authorization", "pool": "x-sie-pool"}.get(name, name) in str(caught.value)
     assert "secret" not in str(caught.value)
-    assert "secret" not in repr(Session.of({"api_key": "secret", "headers": {"cookie": "secret"}}))
+    assert "secret" not in repr(Session.from_options({"api_key": "secret", "headers": {"cookie": "secret"}}))
     with pytest.raises(TypeError, match="colour"):
-        Session.of({"colour": "red"})
+        Session.from_options({"colour": "red"})
 
 
 def test_results_are_writable_arrays_with_timing() -> None:
@@ -203,9 +214,10 @@ def test_only_the_parts_under_way_are_made_ready() -> None:
             read.append(1)
             return b"%PDF-"
 
-    steps = verbs.encode("m", [{"document": File()} for _ in range(10)], {}, Session.of({"part_tokens": 2000}))  # type: ignore[typeddict-item]
+    session = Session.from_options({"part_tokens": 2000})
+    steps = verbs.encode("m", [{"document": File()} for _ in range(10)], {}, session)  # type: ignore[typeddict-item]
     work = next(steps)
-    assert isinstance(work, Work)
+    assert isinstance(work, BlockingWork)
     together = steps.send(work.function())
     assert isinstance(together, Together)
     assert len(read) == 2, "the first part, and the item that did not fit"
@@ -219,11 +231,11 @@ def test_work_that_takes_long_is_asked_for_not_done(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(verbs, "ASIDE_BYTES", 10)
     steps = plan(["a text of more than ten bytes"])
     encoding = next(steps)
-    assert isinstance(encoding, Work)
+    assert isinstance(encoding, BlockingWork)
     assert isinstance(steps.send(encoding.function()), Send)
     decoding = steps.send(answered(1))
-    assert isinstance(decoding, Work)
-    assert isinstance(steps.send(decoding.function()), Answered)
+    assert isinstance(decoding, BlockingWork)
+    assert isinstance(steps.send(decoding.function()), HttpAnswer)
 
 
 def test_a_retryable_error_is_waited_out_as_long_as_the_server_says() -> None:
@@ -233,7 +245,7 @@ def test_a_retryable_error_is_waited_out_as_long_as_the_server_says() -> None:
     assert isinstance(pause, Pause)
     assert 3.0 <= pause.seconds <= 5.0
     assert isinstance(steps.send(None), Send)
-    assert steps.send(answered(1)) == Answered(1)
+    assert steps.send(answered(1)) == HttpAnswer(1)
 
 
 def test_patience_ends_with_the_class_of_the_last_cause() -> None:
@@ -362,14 +374,14 @@ def test_an_answer_to_one_part_renews_the_patience_of_the_others() -> None:
 
 def test_hedges_are_one_and_then_one_for_each_five_requests() -> None:
     hedges = Hedges()
-    assert (hedges.take(), hedges.take()) == (True, False)
+    assert (hedges.acquire(), hedges.acquire()) == (True, False)
     for _ in range(5):
-        assert not hedges.take()
+        assert not hedges.acquire()
         hedges.sent()
-    assert (hedges.take(), hedges.take()) == (True, False)
+    assert (hedges.acquire(), hedges.acquire()) == (True, False)
     for _ in range(1000):
         hedges.sent()
-    assert [hedges.take() for _ in range(11)] == [True] * 10 + [False]
+    assert [hedges.acquire() for _ in range(11)] == [True] * 10 + [False]
 
 
 def test_time_spent_waiting_for_answers_counts_against_patience() -> None:

@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from sie_client import Progress
-from sie_client.core import Answered, Pause, Session
+from sie_client.core import HttpAnswer, Pause, Session
 from sie_client.progress import Meter
 
 
@@ -30,8 +30,8 @@ def test_the_first_wait_and_one_each_minute_are_logged_with_their_cause(caplog: 
     meter = Meter(Session(), clock=clock)
     for second in range(0, 130, 5):
         clock.now_s = second
-        meter.tell(Pause(5.0, "MODEL_LOADING", 900.0 - second))
-    meter.tell(Pause(60.0))
+        meter.update(Pause(5.0, "MODEL_LOADING", 900.0 - second))
+    meter.update(Pause(60.0))
     assert [record.getMessage() for record in caplog.records] == [
         f"waiting for MODEL_LOADING: next attempt in 5.0 s, patience for {left} s more" for left in (900, 840, 780)
     ]
@@ -41,8 +41,8 @@ def test_the_first_wait_and_one_each_minute_are_logged_with_their_cause(caplog: 
 def test_a_callback_is_told_of_each_part_and_each_wait() -> None:
     told: list[Progress] = []
     meter = Meter(Session(on_progress=told.append), 10)
-    for step in (Answered(4), Pause(1.0, "connection", 118.0), Answered(6)):
-        meter.tell(step)
+    for step in (HttpAnswer(4), Pause(1.0, "connection", 118.0), HttpAnswer(6)):
+        meter.update(step)
     assert told == [Progress(4, 10), Progress(4, 10, "connection", 118.0), Progress(10, 10)]
 
 
@@ -51,7 +51,7 @@ def bar(stream: io.StringIO, session: Session, last_s: float = 3.0) -> str:
     with Meter(session, 1000, stream=stream, clock=clock) as meter:
         for done, now_s in ((200, 0.5), (300, 2.0), (1, 2.01), (499, last_s)):
             clock.now_s = now_s
-            meter.tell(Answered(done))
+            meter.update(HttpAnswer(done))
     return stream.getvalue()
 
 
@@ -74,16 +74,16 @@ def test_no_bar_in_a_pipe_nor_without_a_stream_unless_it_is_asked_for(monkeypatc
     assert "1,000/1,000" in bar(io.StringIO(), Session(progress=True))
     closed = Terminal()
     closed.close()
-    Meter(Session(), 5, stream=closed).tell(Answered(5))
+    Meter(Session(), 5, stream=closed).update(HttpAnswer(5))
     monkeypatch.setattr("sys.stderr", None)
-    Meter(Session(), 5).tell(Answered(5))
+    Meter(Session(), 5).update(HttpAnswer(5))
 
 
 def test_a_short_call_leaves_the_terminal_alone() -> None:
     stream = Terminal()
     with Meter(Session(), 5, stream=stream, clock=Clock()) as meter:
-        meter.tell(Answered(3))
-        meter.tell(Answered(2))
+        meter.update(HttpAnswer(3))
+        meter.update(HttpAnswer(2))
     assert stream.getvalue() == ""
 
 
@@ -92,7 +92,7 @@ def test_a_call_that_is_answered_all_at_once_has_nothing_to_show(total: int) -> 
     clock, stream = Clock(), Terminal()
     with Meter(Session(), total, stream=stream, clock=clock) as meter:
         clock.now_s = 30.0
-        meter.tell(Answered(total))
+        meter.update(HttpAnswer(total))
     assert stream.getvalue() == ""
 
 
@@ -100,10 +100,10 @@ def test_the_bar_says_what_is_waited_for_and_makes_room_for_the_log(caplog: pyte
     clock, stream = Clock(), Terminal()
     with Meter(Session(), 1000, stream=stream, clock=clock) as meter:
         clock.now_s = 2.0
-        meter.tell(Answered(500))
+        meter.update(HttpAnswer(500))
         before = len(stream.getvalue()) - 1
         clock.now_s = 3.0
-        meter.tell(Pause(2.0, "connection", 117.6))
+        meter.update(Pause(2.0, "connection", 117.6))
     assert stream.getvalue()[before + 1 :].startswith("\r" + " " * before + "\r"), (
         "the line is cleared before the log writes its own"
     )

@@ -27,15 +27,15 @@ from safetensors.torch import save_file
 from unit.adapter import toys
 
 from sie_adapter.engine import graph
-from sie_adapter.engine.device import Memory
-from sie_adapter.engine.device_threads import Job, Lanes
-from sie_adapter.engine.engine import Engine
+from sie_adapter.engine.device import MemoryUse
+from sie_adapter.engine.device_threads import DeviceJob, DeviceThreads
+from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.engine.engines import TORCH
 from sie_adapter.engine.instrumentation import MAX_BATCHES, Instrumentation
 from sie_adapter.loading.precision import bfloat16_lacks, resolve_precision
-from sie_adapter.memory.residency import DeviceMemory, Permission, Residency
+from sie_adapter.memory.residency import DeviceMemory, Permission, ResidentModels
 from sie_adapter.packed.attention_backend import AttentionFacts, resolve_attention
-from sie_adapter.server import Server
+from sie_adapter.server import AdapterServer
 from sie_contracts.errors import ModelLoadFailed, ModelLoading
 from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_contracts.settings import SettingError
@@ -60,8 +60,8 @@ HUB_ENTRY = parse_entry(
 
 
 @contextlib.contextmanager
-def engine_of(**environ: str) -> Iterator[Engine]:
-    engine = Engine(settings_of(**{"SIE_DEVICE": "cpu", **environ}))
+def engine_of(**environ: str) -> Iterator[AdapterEngine]:
+    engine = AdapterEngine(settings_of(**{"SIE_DEVICE": "cpu", **environ}))
     try:
         yield engine
     finally:
@@ -76,7 +76,7 @@ def test_the_named_device_is_used_and_reported_and_an_absent_one_ends_the_start(
         assert engine.loader.compute(None).device == torch.device("cpu")
     absent = f"cuda:{torch.cuda.device_count()}"
     with pytest.raises(SettingError, match=f"^SIE_DEVICE: {absent} (is not available here|needs )"):
-        Engine(settings_of(SIE_DEVICE=absent))
+        AdapterEngine(settings_of(SIE_DEVICE=absent))
 
 
 AMPERE, TURING = (8, 0), (7, 5)
@@ -261,15 +261,15 @@ def test_the_last_batches_are_described_and_bounded_and_nothing_is_without_the_s
     ids, lengths = np.arange(7, 90, dtype="<i4"), np.array([60, 23], "<i4")
     groups = (Group(0, 1), Group(1, 2))
 
-    def ran(engine: Engine, **changes: Any) -> Reply:
+    def ran(engine: AdapterEngine, **changes: Any) -> Reply:
         replies: list[Reply] = []
         batch = RunBatch("b", entry.id, "encode", lengths.tobytes(), ids.tobytes(), groups)
-        job = Job(msgspec.structs.replace(batch, **changes), replies.append)
-        engine.lanes.submit(job)
+        job = DeviceJob(msgspec.structs.replace(batch, **changes), replies.append)
+        engine.device_threads.submit(job)
         assert job.finished.wait(60)
         return replies[-1]
 
-    def told(engine: Engine, count: int) -> tuple[RanBatch, ...]:
+    def told(engine: AdapterEngine, count: int) -> tuple[RanBatch, ...]:
         """What is described once it is so many: a batch is accounted for when it is answered."""
         until_s = time.monotonic() + 60
         while len(found := engine.describe().batches or ()) < count:
@@ -309,7 +309,7 @@ def test_the_last_batches_are_described_and_bounded_and_nothing_is_without_the_s
         assert b"batches" not in frame(engine.describe())
 
     kept = Instrumentation(lambda: 0)
-    job = Job(toy_batch(entry.id, ""), lambda reply: None)
+    job = DeviceJob(toy_batch(entry.id, ""), lambda reply: None)
     padded = BatchDone("b", (Failed(ModelLoading("not loaded").info()),), b"", 1.0, padding=7)
     for _ in range(100_000):
         kept.ran(job, padded, 0, 0)
@@ -349,12 +349,14 @@ def test_the_least_recently_used_model_goes_when_memory_passes_the_threshold(
     level = 0.0
     now_s = 0.0
 
-    def memory(more_bytes: int) -> Memory:
-        return Memory(round(1000 * (level if len(residency.describe()) == len(idle) else 10.0)) + more_bytes, 100_000)
+    def memory(more_bytes: int) -> MemoryUse:
+        return MemoryUse(
+            round(1000 * (level if len(residency.describe()) == len(idle) else 10.0)) + more_bytes, 100_000
+        )
 
     load: Any = lambda resolved: Toy()  # noqa: E731
     threshold_percent = settings_of(**variable).memory_pressure_threshold_percent
-    residency = Residency(load, DeviceMemory(memory, lambda: None, threshold_percent), lambda: now_s)
+    residency = ResidentModels(load, DeviceMemory(memory, lambda: None, threshold_percent), lambda: now_s)
     idle = ("toy/a", "toy/b")
     for model in idle:
         now_s += 1
@@ -408,7 +410,7 @@ def test_texts_are_prepared_while_the_lane_runs_another_batch() -> None:
         return done
 
     class Busy:
-        lanes = Lanes(1, hold)
+        device_threads = DeviceThreads(1, hold)
         residency = mock.Mock()
 
         def prepare(self, message: RunBatch, permission: object) -> None:
@@ -421,7 +423,7 @@ def test_texts_are_prepared_while_the_lane_runs_another_batch() -> None:
         def execute(self, message: RunBatch, permission: object) -> Reply:
             return hold(message)
 
-    server = Server(mock.Mock(), Busy(), lambda: None, mock.Mock())  # type: ignore[arg-type]  # what it needs of an engine
+    server = AdapterServer(mock.Mock(), Busy(), lambda: None, mock.Mock())  # type: ignore[arg-type]  # what it needs of an engine
     pairs = [socket.socketpair() for _ in range(2)]
     message = RunBatch("first", "m", "extract", np.array([1], "<i4").tobytes(), b"", (Group(0, 1),), texts=("a",))
     threads = [
@@ -429,7 +431,7 @@ def test_texts_are_prepared_while_the_lane_runs_another_batch() -> None:
         for (_, theirs), name in zip(pairs, ("first", "second"), strict=True)
     ]
     threads[0].start()
-    while not Busy.lanes.busy_s():
+    while not Busy.device_threads.busy_s():
         time.sleep(0.001)
     threads[1].start()
     assert prepared.wait(30)
@@ -441,4 +443,4 @@ def test_texts_are_prepared_while_the_lane_runs_another_batch() -> None:
         assert replies == [ipc.BatchStarted(name), done], "the start is told once"
         ours.close()
         theirs.close()
-    assert Busy.lanes.stop(5)
+    assert Busy.device_threads.stop(5)

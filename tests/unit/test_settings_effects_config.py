@@ -74,7 +74,7 @@ def test_the_filter_leaves_the_named_models_alone_and_an_unknown_name_ends_the_s
 def reads(token: str, **environ: str) -> bool | type[SIEError]:
     """Whether the config service lets this token read the export."""
     try:
-        access.Gate(settings_of(**environ)).check(
+        access.ConfigGate(settings_of(**environ)).check(
             "GET", TABLE.match("/v1/configs/export"), f"Bearer {token}" if token else ""
         )
     except SIEError as error:

@@ -213,7 +213,8 @@ CHECKED_ONLY = {("SIE_HEARTBEAT_TIMEOUT_MS", "sidecar")}
 READS_ENVIRON = {
     "gateway/sie_gateway/operations/doctor.py": "the environment of `sie doctor`, which it starts",
     "core/contracts/sie_contracts/settings/__init__.py": "the one reader",
-    "cli/sie_cli/entry.py": "HTTP_PROXY and the like, to which it adds addresses that need no proxy",
+    "cli/sie_cli/entry.py": "HTTP_PROXY and the like, to which it adds addresses that need no proxy; HOME and USER",
+    "cli/sie_cli/home.py": "TMPDIR, where the home of a user without one would be",
     "cli/sie_cli/serve/command.py": "hands its whole environment on to the processes that it starts",
     "cli/sie_cli/doctor/command.py": (
         "hands it to the settings piece by piece, so that one wrong setting hides no other"
@@ -364,7 +365,7 @@ def readers() -> dict[str, frozenset[str]]:
         folder = next(folder for folder in measure.PACKAGES if folder.partition("_")[0] == component)
         own = [commands[component], *(tree for _, tree in trees(folder))]
         imported = {node.module for tree in own for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        stores = [tree for file, tree in trees("store") if f"sie_store.{Path(file).stem}" in imported]
+        stores = [tree for file, tree in trees("core/store") if f"sie_store.{Path(file).stem}" in imported]
         for tree in own + stores:
             for field in fields_read(tree):
                 found[field].add(component)

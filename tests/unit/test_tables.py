@@ -1,4 +1,4 @@
-"""A placement table of any size fits the broker's messages, and readers of every version find their rows in it."""
+"""A placement table of any size fits the broker's messages, and its readers find their rows."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inprocess import until
+from message_examples import EXAMPLES
 from nats_server import NatsServer
 
 from sie_broker import Broker, Entry, PayloadTooBig
@@ -32,14 +33,6 @@ LIMIT = 1 << 20
 MODELS = 9_999  # with another one as many as a gateway remembers
 
 
-class OlderPlacement(msgspec.Struct, tag="placement/1"):
-    """As a version without parts reads it."""
-
-    at_s: float
-    hosts: dict[str, tuple[str, ...]] = {}
-    raised_s: dict[str, float] = {}
-
-
 def table_of(count: int, at_s: float = 1.0) -> Placement:
     hosts = {
         f"organisation/model-{number:05}": (f"sie-worker-default-l4-{number % 1000:04}",) for number in range(count)
@@ -55,8 +48,8 @@ class Bucket:
         self.entries: dict[str, Entry] = {}
         self.writer, self.reader = StoredTable(KEY), StoredTable(KEY)
 
-    def write(self, table: Placement, older: set[str] | None = None, limit: int = LIMIT) -> list[Entry]:
-        change = self.writer.change(table, older or set(), limit)
+    def write(self, table: Placement, limit: int = LIMIT) -> list[Entry]:
+        change = self.writer.change(table, limit)
         assert all(len(write.value or b"") <= limit for write in change.writes)
         assert [write.expected for write in change.writes] == [None] * (len(change.writes) - 1) + [self.writer.revision]
         entries = []
@@ -73,7 +66,7 @@ class Bucket:
         return self.reader.table
 
 
-def test_a_small_table_is_the_message_that_every_version_reads() -> None:
+def test_a_small_table_is_the_message_of_the_lane() -> None:
     bucket, table = Bucket(), table_of(500)
     (entry,) = bucket.write(table)
     assert entry.value == messages.encode(table)
@@ -126,33 +119,11 @@ def test_a_reader_shows_a_table_that_was_written_or_the_one_before(sizes: list[t
         assert late.table == table
 
 
-def test_workers_of_a_version_without_parts_find_their_rows_in_the_message_that_they_read() -> None:
-    bucket, table = Bucket(), table_of(10_000)
-    older = {"sie-worker-default-l4-0007", "sie-worker-default-l4-0123"}
-    entries = bucket.write(table, older)
-    seen = msgspec.msgpack.decode(bucket.entries[KEY].value or b"", type=OlderPlacement)
-    assert seen.hosts == {model: hosts for model, hosts in table.hosts.items() if not older.isdisjoint(hosts)}
-    assert bucket.shown(entries) == table
-    assert bucket.reader.older() == older
-
-
-def test_a_gateway_of_a_version_without_parts_may_write_over_them_and_is_read() -> None:
-    bucket, table = Bucket(), table_of(10_000)
-    bucket.shown(bucket.write(table))
-    older = table_of(9_000, 2.0)
-    bucket.revision += 1
-    entry = Entry(KEY, messages.encode(older), bucket.revision)
-    bucket.writer.take(entry)
-    assert bucket.shown([entry]) == older == bucket.writer.table
-    again = table_of(9_500, 3.0)
-    assert bucket.shown(bucket.write(again)) == again
-
-
 def test_a_row_that_no_message_holds_is_refused_with_the_limit() -> None:
     table = Placement(1.0, {"m": tuple(f"worker-{number:06}" for number in range(10_000))})
-    assert StoredTable(KEY).change(table, (), LIMIT).writes
+    assert StoredTable(KEY).change(table, LIMIT).writes
     with pytest.raises(PayloadTooBig, match=rf"{KEY}.*max_payload is 65536"):
-        StoredTable(KEY).change(table, (), 1 << 16)
+        StoredTable(KEY).change(table, 1 << 16)
 
 
 # two gateways and two workers of a lane with 10,000 models, over the smallest messages that are allowed
@@ -171,15 +142,11 @@ async def _exercise(brokers: list[Broker]) -> None:
     for broker in brokers[:2]:
         fleet = Fleet(broker, load(environ={}).settings, clock)
         for number in range(200):
-            fleet.note(
-                Heartbeat(
-                    f"w{number:03}", LANE.pool, LANE.machine_profile, LANE.bundle, True, "", reads_parts=number > 0
-                )
-            )
+            fleet.note(Heartbeat(f"w{number:03}", LANE.pool, LANE.machine_profile, LANE.bundle, True, ""))
         placer = Placer(broker, 2.0, fleet, waiting, clock, storage="memory")
         await placer.start()
         placers.append(placer)
-    item = messages.decode_work(Path(__file__).parents[1].joinpath("contract/fixtures/work-1.msgpack").read_bytes())
+    item = EXAMPLES["work-1"]
     for number in range(MODELS):
         placers[0].note(LANE, [msgspec.structs.replace(item, model=f"organisation/model-{number:05}")])
     early = HostAssignment(
@@ -198,12 +165,6 @@ async def _exercise(brokers: list[Broker]) -> None:
     assert placers[1].table(LANE) == table
     for assignment, name in ((early, "w001"), (late, "w002")):
         assert assignment.models() == {model for model, hosts in table.hosts.items() if name in hosts}
-    bucket = await brokers[2].key_value(topology.PLACEMENT_BUCKET)
-    entry = await bucket.get(KEY)
-    assert entry is not None
-    assert entry.value is not None
-    rows = msgspec.msgpack.decode(entry.value, type=OlderPlacement).hosts
-    assert rows == {model: hosts for model, hosts in table.hosts.items() if "w000" in hosts}
     # the second goes on from there, the first sees it
     placers[1].note(LANE, [msgspec.structs.replace(item, model="new")])
     await placers[1].step()

@@ -33,8 +33,8 @@ from websockets.sync.server import Server, ServerConnection, serve
 
 from sie_cli.main import main
 from sie_cli.serve.ports import free_port
-from sie_cli.top.picture import MAX_REASONS, Frame, ModelRow, Queued, View, WorkerRow, lanes_of, picture
-from sie_cli.top.trends import TREND, Past, Step
+from sie_cli.top.picture import MAX_REASONS, ModelRow, Queued, StatusFrame, View, WorkerRow, lanes_of, picture
+from sie_cli.top.trends import TREND, HistoryStep, HistoryTrend
 
 SIE = str(Path(sys.executable).with_name("sie"))
 SHOWN, HIDDEN, LEFT = "\x1b[?1049h", "\x1b[?25l", "\x1b[?1049l"
@@ -102,11 +102,11 @@ def drawn(
     *,
     age_s: float = 0.0,
     colours: bool = False,
-    past: Past | None = None,
+    past: HistoryTrend | None = None,
 ) -> list[str]:
     view = View("http://gateway:8080", past=past)
     if told is not None:
-        view.take(msgspec.convert(told, Frame), 100.0)
+        view.add_frame(msgspec.convert(told, StatusFrame), 100.0)
     console = Console(
         width=width, height=height, file=io.StringIO(), force_terminal=colours, legacy_windows=False, highlight=False
     )
@@ -171,8 +171,8 @@ def test_names_are_no_markup_and_no_control_of_the_terminal() -> None:
     assert not any("\x1b[2J" in line for line in lines)
 
 
-def told(**more: Any) -> Frame:
-    return msgspec.convert({**frame(workers=0, models=0), "queues": [], "model_queues": [], **more}, Frame)
+def told(**more: Any) -> StatusFrame:
+    return msgspec.convert({**frame(workers=0, models=0), "queues": [], "model_queues": [], **more}, StatusFrame)
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
@@ -250,7 +250,7 @@ def trend_line(width: int, figures: list[tuple[float, int | None]]) -> str:
     view = View("http://gateway:8080")
     for rate, messages in figures:
         sums = {"worker_count": 0, "models_loaded": 0, "total_qps": rate}
-        view.take(told(cluster=sums, queues=None if messages is None else [queue("l4", messages)]), 100.0)
+        view.add_frame(told(cluster=sums, queues=None if messages is None else [queue("l4", messages)]), 100.0)
     console = Console(width=width, file=io.StringIO(), highlight=False)
     console.print(picture(view, width, 24, 100.0))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
@@ -270,20 +270,21 @@ def test_a_trend_goes_from_nothing_to_the_largest() -> None:
 def test_latency_and_errors_of_the_last_hour_are_shown() -> None:
     stages = ["queue_time", "total_time"]
     steps = [
-        Step(1_790_000_040, 3, {"QUEUE_FULL": 2}, [1.0, 20.0], [2.0, 4000.0]),
-        Step(1_790_000_160, 9, {"QUEUE_FULL": 1, "INFERENCE_ERROR\x1b": 1}, [1.0, 5.25], [2.0, 38.0]),
+        HistoryStep(1_790_000_040, 3, {"QUEUE_FULL": 2}, [1.0, 20.0], [2.0, 4000.0]),
+        HistoryStep(1_790_000_160, 9, {"QUEUE_FULL": 1, "INFERENCE_ERROR\x1b": 1}, [1.0, 5.25], [2.0, 38.0]),
     ]
-    text = "\n".join(drawn(120, 40, frame(), past=Past(1_790_000_170.0, 60, stages, steps)))
+    text = "\n".join(drawn(120, 40, frame(), past=HistoryTrend(1_790_000_170.0, 60, stages, steps)))
     assert "latency p50 5.2 ms  p99 38 ms  4 errors in an hour: QUEUE_FULL 3, INFERENCE_ERROR? 1" in text
     assert "p99 █ ▂ max 4.0 s" in text
     assert "latency" not in "\n".join(drawn(120, 40, frame()))
-    refused = Past(1_790_000_050.0, 60, stages, [Step(1_790_000_040, 2, {"QUEUE_FULL": 2})])
+    refused = HistoryTrend(1_790_000_050.0, 60, stages, [HistoryStep(1_790_000_040, 2, {"QUEUE_FULL": 2})])
     text = "\n".join(drawn(120, 40, frame(), past=refused))
     assert "2 errors in an hour: QUEUE_FULL 2" in text
     assert "latency" not in text
     for width in (20, 40, 70):
         assert all(
-            len(line) <= width for line in drawn(width, 40, frame(), past=Past(1_790_003_600.0, 60, stages, steps))
+            len(line) <= width
+            for line in drawn(width, 40, frame(), past=HistoryTrend(1_790_003_600.0, 60, stages, steps))
         )
 
 

@@ -22,9 +22,9 @@ from config_api import ADMIN, Api
 from inprocess import InProcess, settings_of, until
 from unit.adapter import toys
 
-from sie_adapter.engine.engine import Engine
+from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.process import allowed
-from sie_adapter.server import Server
+from sie_adapter.server import AdapterServer
 from sie_broker import Write
 from sie_broker.memory import MemoryServer
 from sie_config_service.overlay import Overlay
@@ -208,13 +208,13 @@ class Adapter:
     """A real one behind its socket, as a process with these settings has it."""
 
     def __init__(self, folder: Path, settings: Settings) -> None:
-        self.engine = Engine(settings)
+        self.engine = AdapterEngine(settings)
         self._wake, self._waker = socket.socketpair()
         self._listener = socket.socket(socket.AF_UNIX)
         self.path = str(folder / "a.sock")
         self._listener.bind(self.path)
         self._listener.listen()
-        self._server = Server(self._listener, self.engine, lambda: None, worker_trust(allowed(settings)))
+        self._server = AdapterServer(self._listener, self.engine, lambda: None, worker_trust(allowed(settings)))
         self._thread = threading.Thread(target=self._server.serve, args=(self._wake,))
         self._thread.start()
 

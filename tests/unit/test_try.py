@@ -15,11 +15,11 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from sie_cli.main import main
-from sie_cli.refusal import Refused
-from sie_cli.trying.asking import Answer, Question, reply, strongest, verb_of
-from sie_cli.trying.bars import Span, bar, colours, heat, marked, shares
+from sie_cli.refusal import CommandRefused
+from sie_cli.trying.asking import ModelAnswer, Question, reply, strongest, verb_of
+from sie_cli.trying.bars import LabelledSpan, bar, colours, heat, marked, shares
 from sie_cli.trying.command import json_of
-from sie_cli.trying.inputs import Input, read
+from sie_cli.trying.inputs import QuestionInput, read
 from sie_cli.trying.shown import LINES, shown
 
 ENCODES = {"name": "test/m3", "tasks": ["encode", "score"], "score_scale": "cosine", "loaded": True}
@@ -59,11 +59,11 @@ EXPLAIN = {
 FAILED = {"error": {"code": "INFERENCE_ERROR", "message": "no\x1b[2J"}, "usage": {**USAGE, "total_tokens": 0}}
 
 
-def inputs(*texts: str) -> tuple[Input, ...]:
+def inputs(*texts: str) -> tuple[QuestionInput, ...]:
     return read(texts, None)[0]
 
 
-def picture(answer: Answer, width: int = 100, *, colours: bool = False) -> str:
+def picture(answer: ModelAnswer, width: int = 100, *, colours: bool = False) -> str:
     file = io.StringIO()
     console = Console(
         width=width,
@@ -85,15 +85,17 @@ def dense(*values: float, dtype: Any = np.float32) -> dict[str, Any]:
     return {"dense": vector, "outputs": {"dense": {"dims": len(values), "dtype": str(vector.dtype)}}, "usage": USAGE}
 
 
-def encoded(*results: dict[str, Any], texts: tuple[str, ...], info: dict[str, Any] = ENCODES, **more: Any) -> Answer:
+def encoded(
+    *results: dict[str, Any], texts: tuple[str, ...], info: dict[str, Any] = ENCODES, **more: Any
+) -> ModelAnswer:
     question = Question(info["name"], inputs(*texts), explain="explain" in more)
-    return Answer("encode", info, question, results, {**SHARED, **more})
+    return ModelAnswer("encode", info, question, results, {**SHARED, **more})
 
 
-def extracted(text: str, labels: tuple[str, ...] = (), **found: Any) -> Answer:
+def extracted(text: str, labels: tuple[str, ...] = (), **found: Any) -> ModelAnswer:
     empty: dict[str, Any] = {"entities": [], "relations": [], "classifications": [], "objects": [], "data": {}}
     slot = {"id": "item-0", **empty, **found, "usage": USAGE}
-    return Answer("extract", EXTRACTS, Question("test/gliner", inputs(text), labels=labels), [slot], SHARED)
+    return ModelAnswer("extract", EXTRACTS, Question("test/gliner", inputs(text), labels=labels), [slot], SHARED)
 
 
 ENTITIES = [
@@ -141,7 +143,7 @@ def test_texts_files_and_standard_input_are_told_apart(tmp_path: Path, monkeypat
     ],
 )
 def test_what_cannot_be_asked_is_refused(texts: list[str], query: str | None, why: str) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(CommandRefused) as refused:
         read(texts, query)
     assert why in refused.value.message
     assert refused.value.message.isprintable()
@@ -158,8 +160,8 @@ def test_standard_input_without_a_text_is_refused(given: bytes, why: str) -> Non
     [
         (ENCODES, {}, "encode"),
         ({**ENCODES, "tasks": ["score", "encode"]}, {}, "encode"),
-        (ENCODES, {"query": Input({"text": "q"}, "q")}, "score"),
-        (SCORES, {"query": Input({"text": "q"}, "q")}, "score"),
+        (ENCODES, {"query": QuestionInput({"text": "q"}, "q")}, "score"),
+        (SCORES, {"query": QuestionInput({"text": "q"}, "q")}, "score"),
         (EXTRACTS, {}, "extract"),
         ({**EXTRACTS, "tasks": ["encode", "extract"]}, {"labels": ("a",)}, "extract"),
     ],
@@ -172,15 +174,19 @@ def test_the_verb_follows_the_model_and_the_options(info: Any, asked: dict[str, 
     ("info", "asked", "why"),
     [
         (SCORES, {}, 'test/cross scores texts against a query: name it with --query "a question"'),
-        ({**ENCODES, "tasks": ["encode"]}, {"query": Input({})}, "test/m3 does encode; without --query the vectors"),
-        (EXTRACTS, {"query": Input({})}, "--query wants a model that scores; test/gliner does extract"),
+        (
+            {**ENCODES, "tasks": ["encode"]},
+            {"query": QuestionInput({})},
+            "test/m3 does encode; without --query the vectors",
+        ),
+        (EXTRACTS, {"query": QuestionInput({})}, "--query wants a model that scores; test/gliner does extract"),
         (ENCODES, {"labels": ("a",)}, "--labels wants a model that extracts; test/m3 does encode and score"),
         (ENCODES, {"threshold": 0.5}, "--threshold wants a model that extracts"),
-        (ENCODES, {"labels": ("a",), "query": Input({})}, "give one of the two"),
+        (ENCODES, {"labels": ("a",), "query": QuestionInput({})}, "give one of the two"),
     ],
 )
 def test_options_that_do_not_fit_the_model_are_refused(info: Any, asked: dict[str, Any], why: str) -> None:
-    with pytest.raises(Refused, match=r".") as refused:
+    with pytest.raises(CommandRefused, match=r".") as refused:
         verb_of(info, Question("m", (), **asked))
     assert why in refused.value.message
 
@@ -234,7 +240,7 @@ def sparse(count: int) -> dict[str, Any]:
 def test_the_strongest_words_of_a_sparse_vector_come_first() -> None:
     answer = encoded(sparse(12), texts=("a",))
     assert strongest(answer.results[0]["sparse"]) == (list(range(11, 1, -1)), [float(n) for n in range(12, 2, -1)])
-    told = Answer(**{**vars(answer), "words": {number: f"w{number}\x1b" for number in range(12)}})
+    told = ModelAnswer(**{**vars(answer), "words": {number: f"w{number}\x1b" for number in range(12)}})
     text = picture(told)
     assert f"w11?  12.000  {'█' * 24}\n" in text
     assert "w2?" in text
@@ -271,7 +277,7 @@ def test_what_failed_is_named_and_the_rest_is_shown() -> None:
 # ---- scores
 
 
-def scored(*scores: float | None, scale: str = "probability") -> Answer:
+def scored(*scores: float | None, scale: str = "probability") -> ModelAnswer:
     entries = [
         {
             "item_id": f"item-{place}",
@@ -283,7 +289,7 @@ def scored(*scores: float | None, scale: str = "probability") -> Answer:
         for rank, (place, score) in enumerate(zip(reversed(range(len(scores))), scores, strict=True))
     ]
     asked, query = read([f"text {number}" for number in range(1, len(scores) + 1)], "who?")
-    return Answer("score", {**SCORES, "score_scale": scale}, Question("test/cross", asked, query), entries, SHARED)
+    return ModelAnswer("score", {**SCORES, "score_scale": scale}, Question("test/cross", asked, query), entries, SHARED)
 
 
 def test_documents_are_ranked_with_bars() -> None:
@@ -327,9 +333,9 @@ def test_colours_mark_instead_of_brackets() -> None:
 
 def test_marks_stand_where_they_are_in_a_text_with_control_characters_and_wide_ones() -> None:
     text = "😀\x1b\u202eAda\nB"
-    found = marked(text, [Span(3, 6, "p"), Span(0, 7, "q")], colours(["p", "q"]), has_colours=False)
+    found = marked(text, [LabelledSpan(3, 6, "p"), LabelledSpan(0, 7, "q")], colours(["p", "q"]), has_colours=False)
     assert found.plain == "[😀??[Ada]\n]B"
-    assert marked(text, [Span(3, 6, "p")], colours(["p"]), has_colours=True).plain == "😀??Ada\nB"
+    assert marked(text, [LabelledSpan(3, 6, "p")], colours(["p"]), has_colours=True).plain == "😀??Ada\nB"
 
 
 def test_nothing_found_says_what_to_do() -> None:

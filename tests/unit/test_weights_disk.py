@@ -22,7 +22,7 @@ from fetching import END_S, REPOSITORY, fetcher
 from hub_stub import COMMIT, HubStub
 from unit.adapter import toys
 
-from sie_adapter.engine.engine import Engine
+from sie_adapter.engine.engine import AdapterEngine
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.entries import ModelEntry, RunDefaults, Weights
 from sie_contracts.settings import Settings, load
@@ -350,7 +350,7 @@ def test_a_loaded_model_keeps_its_files_and_an_unloaded_one_does_not(tmp_path: P
         max_tokens=32,
         run=RunDefaults(pooling="mean"),
     )
-    engine = Engine(
+    engine = AdapterEngine(
         Settings(device="cpu", default_compute_precision="float32", local_cache=str(cache.folder), hf_fallback=False)
     )
     try:

@@ -18,7 +18,7 @@ import msgspec
 from tokenizers import Tokenizer, models
 
 from sie_adapter.documents.parser_frames import Parsed
-from sie_adapter.documents.parsers import NotStarted, Parsers
+from sie_adapter.documents.parsers import ParserNotStarted, Parsers
 from sie_adapter.engine.device import Compute, usable_cores
 from sie_adapter.families.extraction import ExtractOptions, Result
 from sie_adapter.readers.written import IsGone
@@ -48,7 +48,7 @@ class DoclingModel:
         self.tokenizer: bytes = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]")).to_str().encode()  # noqa: S106
         try:
             self._parsers = Parsers(usable_cores())
-        except NotStarted as error:
+        except ParserNotStarted as error:
             raise load_failed("UNKNOWN", f"{entry.id}: no process that parses documents starts: {error}") from error
         weakref.finalize(self, self._parsers.close)
 
@@ -57,12 +57,12 @@ class DoclingModel:
         """Of the processes that run."""
         return self._parsers.pids
 
-    def reading(self, read: object, is_gone: IsGone) -> Reading:
+    def reading(self, read: object, is_gone: IsGone) -> DoclingCall:
         """What answers one batch, for somebody who may leave."""
-        return Reading(self._parsers, is_gone)
+        return DoclingCall(self._parsers, is_gone)
 
 
-class Reading:
+class DoclingCall:
     """The processes of a model, and who waits for them."""
 
     rows = DoclingModel.rows
@@ -75,9 +75,13 @@ class Reading:
         self, texts: Sequence[str], options: Sequence[ExtractOptions], documents: Sequence[Document | None]
     ) -> list[Result]:
         """What each document holds, or why it is unusable. Raises InternalFailure, reason cancelled."""
-        refused = [_refusal(each, asked) for each, asked in zip(documents, options, strict=True)]
-        wanted = [each for each, error in zip(documents, refused, strict=True) if each is not None and error is None]
-        parsed = iter(self._parsers.parse(wanted, self._is_gone))
+        refused = [_refusal(document, option) for document, option in zip(documents, options, strict=True)]
+        parseable = [
+            document
+            for document, error in zip(documents, refused, strict=True)
+            if document is not None and error is None
+        ]
+        parsed = iter(self._parsers.parse(parseable, self._is_gone))
         return [error if error is not None else _result(next(parsed)) for error in refused]
 
 

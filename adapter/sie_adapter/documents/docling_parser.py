@@ -68,13 +68,13 @@ class DoclingParser:
             raise fault("too_large", f"the document has {pages} pages, at most {MAX_PAGES} are read")
         if result.status not in _READ:  # its messages hold paths and digests
             raise fault("undecodable", f"the {kind} document is damaged or encrypted")
-        found = result.document
+        document = result.document
         return Parsed(
             job.number,
             kind,
-            found.export_to_text(),
-            found.export_to_markdown(),
-            msgspec.json.encode(found.export_to_dict()),
-            len(found.pages),
+            document.export_to_text(),
+            document.export_to_markdown(),
+            msgspec.json.encode(document.export_to_dict()),
+            len(document.pages),
             result.status is ConversionStatus.SUCCESS,
         )

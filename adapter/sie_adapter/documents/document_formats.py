@@ -39,7 +39,7 @@ _READ = ", ".join(FORMATS)
 
 def format_of(document: Document) -> str:
     """One of FORMATS. Raises InvalidInput, reason invalid_media, for what none of them is."""
-    data, said = document.data, document.format
+    data, format_name = document.data, document.format
     head = data[:_HEAD]
     if not data:
         raise fault("undecodable", "the document is empty")
@@ -50,18 +50,20 @@ def format_of(document: Document) -> str:
     for magic, name in _UNREAD:
         if head.startswith(magic):
             raise fault("undecodable", f"the document is of {name}, read are {_READ}")
-    if said in ("", *_TEXTS) and _HTML.match(head.removeprefix(_MARKS[0])):
+    if format_name in ("", *_TEXTS) and _HTML.match(head.removeprefix(_MARKS[0])):
         return "html"
-    if said not in ("", *_TEXTS):
-        raise fault("undecodable", f"the document is said to be {_named(said)}, its content is not; read are {_READ}")
-    found = _TEXTS.get(said, "md")
-    if found != "html" and not _is_text(data):  # a page says itself how it is encoded
+    if format_name not in ("", *_TEXTS):
+        raise fault(
+            "undecodable", f"the document is said to be {_named(format_name)}, its content is not; read are {_READ}"
+        )
+    text_format = _TEXTS.get(format_name, "md")
+    if text_format != "html" and not _is_text(data):  # a page says itself how it is encoded
         raise fault("undecodable", f"the content is of no format that is read, and no text in UTF-8: {_READ}")
-    return found
+    return text_format
 
 
-def _named(said: str) -> str:
-    return said if said in FORMATS else "of another format"
+def _named(format_name: str) -> str:
+    return format_name if format_name in FORMATS else "of another format"
 
 
 def _is_text(data: bytes) -> bool:
@@ -78,20 +80,20 @@ def _of_archive(data: bytes) -> str:
     """An archive is looked at and not unpacked."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            members = {each.filename: each for each in archive.infolist()}
+            members = {member.filename: member for member in archive.infolist()}
             if len(members) > MAX_MEMBERS:
                 raise fault("too_large", f"the document has {len(members)} parts, at most {MAX_MEMBERS} are read")
-            unpacked = sum(each.file_size for each in members.values())
+            unpacked = sum(member.file_size for member in members.values())
             if unpacked > MAX_UNPACKED_BYTES:
                 raise fault("too_large", f"the document unpacks to {unpacked} bytes, at most {MAX_UNPACKED_BYTES}")
             for name, kind in _OFFICE.items():
                 if name in members:
                     return kind
-            said = members.get("mimetype")
-            if said is not None and said.file_size <= max(map(len, _OPEN)):
-                found = _OPEN.get(archive.read(said))
-                if found:
-                    return found
+            mimetype = members.get("mimetype")
+            if mimetype is not None and mimetype.file_size <= max(map(len, _OPEN)):
+                open_format = _OPEN.get(archive.read(mimetype))
+                if open_format:
+                    return open_format
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OSError, ValueError) as error:
         raise fault("undecodable", "the document is damaged: it begins as an archive and is none") from error
     raise fault("undecodable", f"the archive is of no format that is read: {_READ}")

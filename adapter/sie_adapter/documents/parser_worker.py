@@ -49,21 +49,21 @@ def serve(make: Callable[[], _Parser]) -> None:
         _send(adapter, parser_frames.frame(Hello(os.getpid())))
         confined.silence()
         while True:
-            asked = parser_frames.job(receive_frame(adapter, parser_frames.MAX_JOB_BYTES))
-            _send(adapter, _answer(parser, asked))
+            job = parser_frames.job(receive_frame(adapter, parser_frames.MAX_JOB_BYTES))
+            _send(adapter, _answer(parser, job))
 
 
-def _answer(parser: _Parser, asked: ParseJob) -> tuple[bytes, bytes]:
+def _answer(parser: _Parser, job: ParseJob) -> tuple[bytes, bytes]:
     try:
-        made = parser_frames.frame(parser.parse(asked))
+        answer = parser_frames.frame(parser.parse(job))
     except InvalidInput as error:
         raised = type(error.__cause__).__name__ if error.__cause__ else ""
-        return parser_frames.frame(Unusable(asked.number, *cause_of(error), raised[:100]))
-    size = len(made[1])
+        return parser_frames.frame(Unusable(job.number, *cause_of(error), raised[:100]))
+    size = len(answer[1])
     if size <= MAX_ANSWER_BYTES:
-        return made
-    what = f"what the document holds takes {size} bytes, at most {MAX_ANSWER_BYTES} are answered"
-    return parser_frames.frame(Unusable(asked.number, "too_large", what, ""))
+        return answer
+    cause = f"what the document holds takes {size} bytes, at most {MAX_ANSWER_BYTES} are answered"
+    return parser_frames.frame(Unusable(job.number, "too_large", cause, ""))
 
 
 def _send(adapter: socket.socket, parts: tuple[bytes, bytes]) -> None:

@@ -27,7 +27,7 @@ import msgspec
 
 from sie_adapter.documents import parser_frames
 from sie_adapter.documents.parser_frames import Parsed, ParseJob
-from sie_adapter.memory.failure import cancelled
+from sie_adapter.memory.device_errors import cancelled
 from sie_contracts.errors import InternalFailure, ResourceExhausted, SIEError
 from sie_contracts.media.documents import Document
 from sie_contracts.media.media import fault
@@ -43,7 +43,7 @@ _DIED_S = 1.0  # until a process whose socket ended has ended too
 _logger = logging.getLogger("sie.adapter.documents")
 
 
-class NotStarted(Exception):
+class ParserNotStarted(Exception):
     """No process, no memory, or its imports fail."""
 
 
@@ -61,10 +61,10 @@ class Parsers:
         memory_bytes: int = MEMORY_BYTES,
         module: str = "sie_adapter.documents.parser_worker",
     ) -> None:
-        """Raises NotStarted if not even one can be."""
+        """Raises ParserNotStarted if not even one can be."""
         self._deadline_s = deadline_s
         self._arguments = (module, str(os.getpid()), str(memory_bytes))
-        self._processes: dict[int, _Process] = {}  # by thread
+        self._processes: dict[int, _ParserProcess] = {}  # by thread
         # A process ends with the thread that started it (`confined.die_with`), so these start them and nobody else.
         self._threads = ThreadPoolExecutor(most, "parser")
         try:
@@ -87,15 +87,15 @@ class Parsers:
         `is_gone` is asked whether nobody waits any more. Then no document of the call is parsed any further, and this
         raises InternalFailure, reason cancelled.
         """
-        call = _Call()
-        left = asked = [self._threads.submit(self._parse, document, call) for document in documents]
+        call = _ParseCall()
+        left = futures = [self._threads.submit(self._parse, document, call) for document in documents]
         while left := list(wait(left, LOOK_S).not_done):
             if is_gone():
-                for each in asked:
-                    each.cancel()
+                for future in futures:
+                    future.cancel()
                 call.end()
                 raise cancelled()
-        return [each.result() for each in asked]
+        return [future.result() for future in futures]
 
     def close(self) -> None:
         """End all processes, whatever they do."""
@@ -103,12 +103,12 @@ class Parsers:
             process.end()
         self._threads.shutdown(cancel_futures=True)
 
-    def _parse(self, document: Document, call: _Call) -> Parsed | SIEError:
+    def _parse(self, document: Document, call: _ParseCall) -> Parsed | SIEError:
         try:
             return self._answered(document, call)
         except SIEError as error:
             return error
-        except NotStarted as error:
+        except ParserNotStarted as error:
             _logger.error("a process that parses documents could not be started: %s", error)
             return ResourceExhausted("no process that parses documents could be started")
         except Exception as error:  # of one document: its mates are right
@@ -116,7 +116,7 @@ class Parsers:
             self._dismiss()
             return InternalFailure(f"parsing the document failed: {type(error).__name__}")
 
-    def _started(self) -> _Process:
+    def _started(self) -> _ParserProcess:
         """The process of the calling thread."""
         process = self._processes.get(threading.get_ident())
         if process is not None and not process.runs:
@@ -124,7 +124,7 @@ class Parsers:
             self._dismiss()
             process = None
         if process is None:
-            process = self._processes[threading.get_ident()] = _Process(self._arguments)
+            process = self._processes[threading.get_ident()] = _ParserProcess(self._arguments)
         return process
 
     def _dismiss(self) -> None:
@@ -132,7 +132,7 @@ class Parsers:
         if process is not None:
             process.end()
 
-    def _answered(self, document: Document, call: _Call) -> Parsed:
+    def _answered(self, document: Document, call: _ParseCall) -> Parsed:
         process = self._started()
         try:
             with call.running(process):
@@ -141,7 +141,7 @@ class Parsers:
             self._dismiss()
             _logger.warning("the parsing process %d took longer than %g s; it is ended", process.pid, self._deadline_s)
             raise fault("timeout", f"parsing the document took longer than {self._deadline_s:g} s") from error
-        except _Lost as error:
+        except _ParserLost as error:
             status = process.status()
             self._dismiss()
             if call.is_over:
@@ -163,16 +163,16 @@ class Parsers:
         return answer
 
 
-class _Call:
+class _ParseCall:
     """The documents of one caller, and the processes that have one of them now."""
 
     def __init__(self) -> None:
         self.is_over = False
         self._lock = threading.Lock()
-        self._processes: set[_Process] = set()
+        self._processes: set[_ParserProcess] = set()
 
     @contextlib.contextmanager
-    def running(self, process: _Process) -> Iterator[None]:
+    def running(self, process: _ParserProcess) -> Iterator[None]:
         """Raises InternalFailure, reason cancelled."""
         with self._lock:
             if self.is_over:
@@ -192,7 +192,7 @@ class _Call:
                 process.kill()
 
 
-class _Lost(Exception):
+class _ParserLost(Exception):
     """The process ended, or says what it must not."""
 
 
@@ -200,11 +200,13 @@ class _Late(Exception):
     """It took too long, and was killed."""
 
 
-class _Process:
+class _ParserProcess:
     """One process and its socket. Only the thread that made it calls `run`."""
 
     def __init__(self, arguments: tuple[str, ...]) -> None:
-        """Raises NotStarted. It gets the paths of this process's modules, and no other part of its environment."""
+        """Start a process with the module paths of this one, and no other part of its environment. Raises
+        ParserNotStarted.
+        """
         self._number = 0
         self._late = False
         ours, theirs = socket.socketpair()
@@ -216,7 +218,7 @@ class _Process:
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
                     env={
-                        "PYTHONPATH": os.pathsep.join(each for each in sys.path if each),
+                        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
                         "HF_HUB_OFFLINE": "1",
                         "OMP_NUM_THREADS": "1",  # the processes are what runs at once; threads take address space
                         "OPENBLAS_NUM_THREADS": "1",
@@ -225,15 +227,15 @@ class _Process:
                 )
             except OSError as error:
                 ours.close()
-                raise NotStarted(str(error)) from error
+                raise ParserNotStarted(str(error)) from error
         self.pid = self._process.pid
         try:
             if not isinstance(self._waited(START_S), Hello):
-                raise NotStarted("its first words are wrong")
-        except (_Lost, _Late) as error:
+                raise ParserNotStarted("its first words are wrong")
+        except (_ParserLost, _Late) as error:
             status = self.status()
             self.end()
-            raise NotStarted(f"it ended with status {status}, its last lines are above") from error
+            raise ParserNotStarted(f"it ended with status {status}, its last lines are above") from error
         except BaseException:
             self.end()
             raise
@@ -254,7 +256,7 @@ class _Process:
         job = ParseJob(self._number, document)
         answer = self._waited(deadline_s, parser_frames.frame(job))
         if isinstance(answer, Hello) or answer.number != job.number:
-            raise _Lost("its answer is to something else")
+            raise _ParserLost("its answer is to something else")
         return answer
 
     def _waited(self, deadline_s: float, parts: Sequence[bytes] = ()) -> parser_frames.Answer:
@@ -268,7 +270,7 @@ class _Process:
                 self._socket.sendall(part)
             return parser_frames.answer(receive_frame(self._socket, parser_frames.MAX_ANSWER_BYTES))
         except (EOFError, FrameError, OSError, msgspec.DecodeError) as error:
-            raise (_Late if self._late else _Lost)(str(error)) from error
+            raise (_Late if self._late else _ParserLost)(str(error)) from error
         finally:
             timer.cancel()
 

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from sie_adapter.engine import engines
-from sie_adapter.engine.answers import Answer, Answers, Given, sealed
 from sie_adapter.engine.device import to_device
+from sie_adapter.engine.item_results import ClientVectors, ItemResult, ItemResults, batch_reply
 from sie_adapter.heads import Head, Row, States
-from sie_adapter.memory.batch_limits import Frontier, Passes, split_off
-from sie_adapter.memory.failure import is_device_fatal
-from sie_adapter.memory.oom import Remedy, Shortage, exhausted
-from sie_adapter.packed.lora import Loras
-from sie_adapter.packed.packing import Int64, Items, MalformedBatch, Packed, images, items, sounds
+from sie_adapter.memory.batch_limits import BatchLimits, PassRecords, split_off
+from sie_adapter.memory.device_errors import is_device_fatal
+from sie_adapter.memory.oom import OomRecovery, Remedy, exhausted
+from sie_adapter.packed.lora import ModelLoras
+from sie_adapter.packed.packing import Int64, Items, MalformedBatch, PackedBatch, images, items, sounds
 from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, SIEError
 from sie_contracts.wire.ipc import BatchDone, Group, Layout, Rows, RunBatch
 from sie_contracts.wire.messages import Operation, RunOptions
@@ -41,7 +41,7 @@ class TextModel(Protocol):
     vocabulary: int
     rows: Mapping[str, Rows]
     heads: Mapping[str, Head]
-    loras: Loras
+    loras: ModelLoras
     engine_choice: engines.Choice
 
     def heads_for(self, operation: Operation, options: RunOptions) -> tuple[str, ...]:
@@ -53,9 +53,9 @@ class TextModel(Protocol):
     def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
         """What a head gives for these ids if it needs no forward pass for that."""
 
-    def pack(self, batch: Items, chosen: Int64) -> Packed: ...
+    def pack(self, batch: Items, chosen: Int64) -> PackedBatch: ...
 
-    def forward(self, packed: Packed) -> Tensor: ...
+    def forward(self, packed: PackedBatch) -> Tensor: ...
 
     def answer(
         self,
@@ -64,7 +64,7 @@ class TextModel(Protocol):
         query: Mapping[str, Row],
         rows: Mapping[str, Sequence[Row]],
         places: list[int],
-    ) -> Answers:
+    ) -> ItemResults:
         """One answer per input from the rows of its heads, in order; `places` are their positions in the batch."""
 
 
@@ -77,13 +77,13 @@ class BatchRun:
         device: torch.device,
         message: RunBatch,
         make_room: Callable[[], Remedy | None] = lambda: None,
-        frontier: Frontier | None = None,
+        batch_limits: BatchLimits | None = None,
         key: str = "",
-        remedied: Callable[[Remedy], None] = lambda remedy: None,
-        passes: Passes | None = None,
+        count_remedy: Callable[[Remedy], None] = lambda remedy: None,
+        pass_records: PassRecords | None = None,
     ) -> None:
-        """`frontier` knows under `key` how much fits; `make_room` gives memory back and says how, None if it cannot;
-        `remedied` is called for each remedy; `passes` keeps a record of each pass for the process after this one.
+        """`batch_limits` has the limit of `key`; `make_room` gives memory back and returns the remedy, None if there is
+        none; `count_remedy` is called for each remedy; `pass_records` records each pass for the next process.
 
         Raises InvalidInput or InternalFailure for what cannot be run.
         """
@@ -91,9 +91,9 @@ class BatchRun:
             raise InvalidInput(f"{message.model} does not {message.operation}", reason="unsupported_task")
         try:
             rows = model.rows[message.operation]
-            seen = images(message.images, message.pixels, rows.images, message.image_keys)
-            heard = sounds(message.sounds, message.features, rows.sounds)
-            self._items = items(message.lengths, message.ids, message.types, seen, heard)
+            image_files = images(message.images, message.pixels, rows.images, message.image_keys)
+            sound_files = sounds(message.sounds, message.features, rows.sounds)
+            self._items = items(message.lengths, message.ids, message.types, image_files, sound_files)
         except MalformedBatch as error:
             raise InternalFailure(str(error), reason="malformed_batch") from error
         count = len(self._items.lengths)
@@ -101,18 +101,18 @@ class BatchRun:
         self._model = model
         self._device = device
         self._message = message
-        self._shortage = Shortage(device, make_room, remedied)
-        self._frontier = frontier
+        self._recovery = OomRecovery(device, make_room, count_remedy)
+        self._batch_limits = batch_limits
         self._key = key
-        self._passes = passes
+        self._pass_records = pass_records
         self._layout: Layout = model.rows[message.operation].layout
         self._errors: dict[int, SIEError] = {}
         self._engine = engines.of_batch(model.engine_choice, message)
         self._padding = 0
         self._queries = np.zeros(count, bool)
-        self._wanted: dict[str, np.ndarray] = {}
+        self._masks: dict[str, np.ndarray] = {}
         self._rows: dict[str, list[Row]] = {}
-        self._given = _given(message, self._items, model.rows[message.operation].vectors)
+        self._client_vectors = _client_vectors(message, self._items, model.rows[message.operation].vectors)
         for group in message.groups:
             self._plan(group, count)
 
@@ -128,15 +128,15 @@ class BatchRun:
                 )
                 self._errors.update(dict.fromkeys(range(group.start, group.stop), error))
                 continue
-            wanted = self._wanted.setdefault(head, np.zeros(count, bool))
-            wanted[group.start : group.stop] = True
+            mask = self._masks.setdefault(head, np.zeros(count, bool))
+            mask[group.start : group.stop] = True
             self._rows.setdefault(head, [None] * count)
             if head != "multivector":
                 error = InvalidInput(
                     f"{head}: vectors were given, which stand for a multivector alone", reason="unsupported_modality"
                 )
                 self._errors.update(
-                    dict.fromkeys((row for row in self._given if group.start <= row < group.stop), error)
+                    dict.fromkeys((row for row in self._client_vectors if group.start <= row < group.stop), error)
                 )
 
     def run(self) -> BatchDone:
@@ -149,16 +149,16 @@ class BatchRun:
         self._prepared = self._model.prepare(self._items, self._queries)
         while len(chosen):
             part, chosen = split_off(
-                chosen, self._prepared.costs, self._frontier.limit(self._key) if self._frontier else None
+                chosen, self._prepared.costs, self._batch_limits.limit(self._key) if self._batch_limits else None
             )
-            self._shortage.run(self._recorded, part, self._refuse, halves=self._halves, learn=self._learn)
+            self._recovery.run(self._recorded, part, self._refuse, halves=self._halves, learn=self._learn)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         forwarded = time.perf_counter()
-        answered = (each for group in self._message.groups for each in self._answers(group))
-        return sealed(
+        results = (result for group in self._message.groups for result in self._answers(group))
+        return batch_reply(
             self._message.batch,
-            answered,
+            results,
             1e3 * (forwarded - started),
             forwarded,
             padding=self._padding,
@@ -168,23 +168,23 @@ class BatchRun:
     def _without_pass(self) -> Int64:
         """Fill what needs no pass; returns the rows that need one."""
         needing = np.zeros(len(self._items.lengths), bool)
-        for row, vectors in self._given.items():
+        for row, vectors in self._client_vectors.items():
             if not np.isfinite(vectors).all():
                 self._errors[row] = InvalidInput(
                     "multivector: expected finite numbers", reason="schema", param="multivector"
                 )
-            elif "multivector" in self._wanted:
-                self._rows["multivector"][row] = Given(to_device(vectors, self._device))
-                self._wanted["multivector"][row] = False
-        for head, wanted in self._wanted.items():
-            wanted[list(self._errors)] = False
-            needing |= wanted & ~self._queries
-            for row in np.flatnonzero(wanted & self._queries).tolist():
+            elif "multivector" in self._masks:
+                self._rows["multivector"][row] = ClientVectors(to_device(vectors, self._device))
+                self._masks["multivector"][row] = False
+        for head, mask in self._masks.items():
+            mask[list(self._errors)] = False
+            needing |= mask & ~self._queries
+            for row in np.flatnonzero(mask & self._queries).tolist():
                 start = int(self._items.starts[row])
                 ids = self._items.ids[start : start + int(self._items.lengths[row])].astype(np.int64)
-                self._rows[head][row] = found = self._model.without_pass(head, ids, is_query=bool(self._queries[row]))
-                wanted[row] = found is None
-                needing[row] |= found is None
+                self._rows[head][row] = output = self._model.without_pass(head, ids, is_query=bool(self._queries[row]))
+                mask[row] = output is None
+                needing[row] |= output is None
         for row in np.flatnonzero(needing & (self._items.costs < 1)).tolist():
             self._errors[row] = InvalidInput("expected at least 1 token, got 0", reason="no_tokens")
             needing[row] = False
@@ -197,17 +197,17 @@ class BatchRun:
         return _halves(chosen, self._prepared.costs)
 
     def _learn(self, chosen: Int64, fitted: bool) -> None:
-        if self._frontier is not None:
-            tell = self._frontier.fits if fitted else self._frontier.failed
+        if self._batch_limits is not None:
+            tell = self._batch_limits.fits if fitted else self._batch_limits.failed
             tell(self._key, int(self._prepared.costs[chosen].sum()))
 
     def _recorded(self, chosen: Int64) -> None:
         """A pass that the next process knows of if this one does not survive it."""
-        if self._passes is None or self._frontier is None:
+        if self._pass_records is None or self._batch_limits is None:
             self._pass(chosen)
             return
         tokens = int(self._prepared.costs[chosen].sum())
-        with self._passes.during(self._key, tokens, self._frontier.fitted(self._key)):
+        with self._pass_records.during(self._key, tokens, self._batch_limits.fitted(self._key)):
             self._pass(chosen)
 
     def _pass(self, chosen: Int64) -> None:
@@ -233,8 +233,8 @@ class BatchRun:
         """Keep what the heads make of a pass. Returns the rows with values that are not finite."""
         packed = states.packed
         doubtful: set[int] = set()
-        for head, wanted in self._wanted.items():
-            sequences = np.flatnonzero(wanted[packed.order])
+        for head, mask in self._masks.items():
+            sequences = np.flatnonzero(mask[packed.order])
             if not len(sequences):
                 continue
             reduced = self._model.heads[head].reduce(states, sequences)
@@ -248,31 +248,31 @@ class BatchRun:
             doubtful.update(packed.order[bad].tolist())
         return doubtful
 
-    def _answers(self, group: Group) -> list[tuple[Answer | SIEError, int]]:
+    def _answers(self, group: Group) -> list[tuple[ItemResult | SIEError, int]]:
         """What is due for a group, with the tokens that ran for it. Those of a query that is shared count for the first
         input.
         """
         shared = [group.start] if self._layout == "sides" and group.stop > group.start else []
         first = group.start + len(shared)
         due = group.due - len(shared) if group.inputs < 0 else group.due
-        each = (group.stop - first) // due if due else 0
-        if due * each != group.stop - first or (due and not each):
+        rows_per_input = (group.stop - first) // due if due else 0
+        if due * rows_per_input != group.stop - first or (due and not rows_per_input):
             raise InternalFailure(f"{group.stop - first} rows do not belong to {due} inputs", reason="malformed_batch")
-        units = [list(range(first + unit * each, first + (unit + 1) * each)) for unit in range(due)]
+        units = [list(range(first + unit * rows_per_input, first + (unit + 1) * rows_per_input)) for unit in range(due)]
         faults = [next((self._errors[row] for row in (*shared, *unit) if row in self._errors), None) for unit in units]
         good = [unit for unit, fault in zip(units, faults, strict=True) if fault is None]
-        answers = iter(self._made(group, shared, good))
-        found: list[tuple[Answer | SIEError, int]] = []
+        answers = iter(self._group_results(group, shared, good))
+        results: list[tuple[ItemResult | SIEError, int]] = []
         for index, (unit, fault) in enumerate(zip(units, faults, strict=True)):
             tokens = int(self._items.lengths[unit].sum()) + (int(self._items.lengths[shared].sum()) if not index else 0)
-            found.append((fault if fault is not None else next(answers), tokens))
-        return found
+            results.append((fault if fault is not None else next(answers), tokens))
+        return results
 
-    def _made(self, group: Group, shared: list[int], units: list[list[int]]) -> Answers:
+    def _group_results(self, group: Group, shared: list[int], units: list[list[int]]) -> ItemResults:
         """The answers of the inputs whose rows are `units`."""
         heads = self._model.heads_for(self._message.operation, group.options)
         query: dict[str, Any] = {head: self._rows[head][shared[0]] for head in heads} if shared else {}
-        found: Answers = [exhausted()] * len(units)
+        results: ItemResults = [exhausted()] * len(units)
         counts: list[tuple[int, int]] = []
 
         def answer(items: Int64) -> None:
@@ -280,11 +280,11 @@ class BatchRun:
             rows = {head: [self._rows[head][row] for row in places] for head in heads}
             answers = self._model.answer(self._message, group, query, rows, places)
             counts.append((len(answers), len(items)))
-            for item, each in zip(items.tolist(), answers, strict=False):
-                found[item] = each
+            for item, result in zip(items.tolist(), answers, strict=False):
+                results[item] = result
 
         try:
-            self._shortage.run(answer, np.arange(len(units)), lambda item: None)
+            self._recovery.run(answer, np.arange(len(units)), lambda item: None)
         except SIEError as error:
             return [error] * len(units)
         except Exception as error:
@@ -295,10 +295,10 @@ class BatchRun:
         for got, expected in counts:
             if got != expected:
                 raise InternalFailure(f"the family gave {got} answers for {expected} inputs", reason="wrong_length")
-        return found
+        return results
 
 
-def _given(message: RunBatch, batch: Items, width: int) -> dict[int, np.ndarray]:
+def _client_vectors(message: RunBatch, batch: Items, width: int) -> dict[int, np.ndarray]:
     """The vectors that stand in the place of rows, float32 [vectors, width] each. Raises InternalFailure if they do not
     belong to them.
     """

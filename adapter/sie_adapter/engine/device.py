@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sie_adapter.engine.engines import NO_TEXTS, TORCH, Choice, Facts
+from sie_adapter.engine.engines import NO_TEXTS, TORCH, Choice, EngineFacts
 from sie_adapter.packed.attention_backend import AttentionFacts, Backend
 from sie_adapter.packed.tower_outputs import TowerOutputs
 from sie_contracts.settings import SettingError
@@ -101,7 +101,7 @@ class Compute:
     requested: str = ""
     precision_reason: str = ""
     outputs: TowerOutputs = field(default_factory=TowerOutputs)
-    model: Facts = NO_TEXTS
+    model: EngineFacts = NO_TEXTS
     engine: Choice = TORCH
     scratch: Path | None = None
     int8: bool = False
@@ -133,7 +133,7 @@ def usable_cores() -> int:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryUse:
     """Memory of the device models live on, in bytes, whoever holds it."""
 
     used_bytes: int
@@ -144,7 +144,7 @@ class Memory:
         return 100.0 * self.used_bytes / self.total_bytes
 
 
-def memory(device: torch.device, more_bytes: int = 0) -> Memory:
+def memory(device: torch.device, more_bytes: int = 0) -> MemoryUse:
     """What the device would hold with `more_bytes` more, under the tightest of the limits that bind this process.
 
     CUDA: the card, and the fraction of it that this process may use. MPS: what Metal recommends. CPU: the machine, the
@@ -152,7 +152,7 @@ def memory(device: torch.device, more_bytes: int = 0) -> Memory:
     others without a container.
     """
     return max(
-        (Memory(limit.used_bytes + more_bytes, limit.total_bytes) for limit in _limits(device)),
+        (MemoryUse(limit.used_bytes + more_bytes, limit.total_bytes) for limit in _limits(device)),
         key=lambda limit: limit.percent,
     )
 
@@ -162,22 +162,22 @@ def capacity_bytes(device: torch.device) -> int:
     return min(limit.total_bytes for limit in _limits(device))
 
 
-def _limits(device: torch.device) -> list[Memory]:
+def _limits(device: torch.device) -> list[MemoryUse]:
     if device.type == "cuda":
         return _cuda_memory(device)
     return _mps_memory() if device.type == "mps" else _host_memory()
 
 
-def _cuda_memory(device: torch.device) -> list[Memory]:
+def _cuda_memory(device: torch.device) -> list[MemoryUse]:
     card = _nvml_memory(device)
     if card is None:
         free, total = torch.cuda.mem_get_info(device)
-        card = Memory(total - free, total)
+        card = MemoryUse(total - free, total)
     fraction = torch.cuda.get_per_process_memory_fraction(device)
     return (
         [card]
         if fraction >= 1.0
-        else [card, Memory(torch.cuda.memory_reserved(device), int(fraction * card.total_bytes))]
+        else [card, MemoryUse(torch.cuda.memory_reserved(device), int(fraction * card.total_bytes))]
     )
 
 
@@ -196,7 +196,7 @@ def _nvml_handle(device: torch.device) -> object | None:
         return None
 
 
-def _nvml_memory(device: torch.device) -> Memory | None:
+def _nvml_memory(device: torch.device) -> MemoryUse | None:
     if (handle := _nvml_handle(device)) is None:
         return None
     import pynvml
@@ -206,10 +206,10 @@ def _nvml_memory(device: torch.device) -> Memory | None:
     except pynvml.NVMLError as error:
         _logger.warning("NVML gave no memory information, the CUDA driver is asked: %s", error)
         return None
-    return Memory(int(info.used), int(info.total))
+    return MemoryUse(int(info.used), int(info.total))
 
 
-class Use:
+class UtilisationProbe:
     """How busy a device is, whoever uses it. May be asked from any thread."""
 
     def __init__(self, device: torch.device) -> None:
@@ -252,16 +252,16 @@ def _cpu_seconds() -> tuple[float, float]:
     return total - times.idle - getattr(times, "iowait", 0.0), total
 
 
-def _mps_memory() -> list[Memory]:
-    return [Memory(torch.mps.driver_allocated_memory(), torch.mps.recommended_max_memory())]
+def _mps_memory() -> list[MemoryUse]:
+    return [MemoryUse(torch.mps.driver_allocated_memory(), torch.mps.recommended_max_memory())]
 
 
-def _host_memory() -> list[Memory]:
+def _host_memory() -> list[MemoryUse]:
     machine = psutil.virtual_memory()
     own = _own_limit()
     return [
-        Memory(machine.total - machine.available, machine.total),
-        *(Memory(each.used_bytes, each.limit_bytes) for each in control_group.memories()),
+        MemoryUse(machine.total - machine.available, machine.total),
+        *(MemoryUse(group.used_bytes, group.limit_bytes) for group in control_group.memories()),
         *([own] if own is not None else []),
     ]
 
@@ -271,12 +271,12 @@ def _data_limit() -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
-def _own_limit() -> Memory | None:
+def _own_limit() -> MemoryUse | None:
     limit = _data_limit()
     if limit is None or not _STATUS.exists():
         return None
     # what the allocator has free counts against the limit, and is used again before the limit is met
-    return Memory(max(0, 1024 * _status_kib("VmData") - _free_in_allocator()), limit)
+    return MemoryUse(max(0, 1024 * _status_kib("VmData") - _free_in_allocator()), limit)
 
 
 class _MallInfo2(ctypes.Structure):

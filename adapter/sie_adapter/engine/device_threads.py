@@ -1,7 +1,7 @@
-"""Inference threads. A lane takes one job at a time and answers it itself, so nothing stands between the device and the
-socket.
+"""Threads that run batches on the device. Each takes one job at a time and answers it itself, so nothing stands between
+the device and the socket.
 
-    submit(Job) ──► queue ──► lane: started, run, answer
+    submit(Job) ──► queue ──► thread: started, run, answer
 
 The queue holds at most one job per connection, which is what bounds it.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sie_adapter.memory.onednn import is_spoilt
+from sie_adapter.memory.oom import is_thread_unusable
 from sie_contracts.errors import InternalFailure, ShuttingDown
 from sie_contracts.wire.ipc import BatchStarted, Refused, Reply, RunBatch
 from sie_runtime.failpoints import failpoint
@@ -27,9 +27,9 @@ _thread = threading.local()
 
 
 @dataclass(frozen=True)
-class Job:
-    """A batch and where its answers go. `finished` is set after the last one. `run`: what runs it in the place of the
-    lanes' `execute`; `is_started`: BatchStarted is answered already.
+class DeviceJob:
+    """A batch and the callback of its answers. `finished` is set after the last one. `run`: runs it in the place of
+    `execute`; `is_started`: BatchStarted is answered already.
     """
 
     message: RunBatch
@@ -41,8 +41,8 @@ class Job:
 
 
 def timed(run: Callable[[], Reply]) -> tuple[Reply, int, int]:
-    """The reply, and from when to when it took in nanoseconds since 1970. A wall clock that is set meanwhile does not
-    change how long.
+    """The reply, with begin and end in nanoseconds since 1970. A wall clock that is set meanwhile does not change the
+    duration.
     """
     began_ns, start_ns = time.time_ns(), time.perf_counter_ns()
     reply = run()
@@ -50,28 +50,28 @@ def timed(run: Callable[[], Reply]) -> tuple[Reply, int, int]:
 
 
 def is_alone() -> bool:
-    """Whether the calling thread is a lane beside which no other runs a batch."""
-    lanes: Lanes | None = getattr(_thread, "lanes", None)
-    return lanes is not None and lanes.busy <= 1
+    """Whether the calling thread is the only device thread that runs a batch."""
+    owner: DeviceThreads | None = getattr(_thread, "owner", None)
+    return owner is not None and owner.busy <= 1
 
 
-class Lanes:
+class DeviceThreads:
     """`count` threads that run `execute`, which answers a batch and does not raise. Owns them until `stop`."""
 
     def __init__(self, count: int, execute: Callable[[RunBatch], Reply], *, torch_threads: int = 1) -> None:
         self.listeners: list[
-            Callable[[Job, Reply, int, int], None]
-        ] = []  # hear of what was answered, with the ns since 1970 of its run
+            Callable[[DeviceJob, Reply, int, int], None]
+        ] = []  # called for each batch, with begin and end of its run in ns since 1970
         self._execute = execute
         self._torch_threads = torch_threads
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[DeviceJob | None] = queue.SimpleQueue()
         self._busy_since = [0.0] * count
         self._batches = [0] * count
         self._stopping = threading.Event()
-        self._threads = [self._start(lane) for lane in range(count)]
+        self._threads = [self._start(number) for number in range(count)]
 
-    def submit(self, job: Job) -> None:
-        """Queue a job; a lane answers it, with ShuttingDown once `stop` was called."""
+    def submit(self, job: DeviceJob) -> None:
+        """Queue a job; a device thread answers it, with ShuttingDown once `stop` was called."""
         self._jobs.put(job)
 
     def __len__(self) -> int:
@@ -79,12 +79,12 @@ class Lanes:
 
     @property
     def waiting(self) -> int:
-        """Jobs that no lane has taken yet."""
+        """Jobs in the queue."""
         return self._jobs.qsize()
 
     @property
     def busy(self) -> int:
-        """Lanes that run a batch now."""
+        """Threads that run a batch now."""
         return sum(map(bool, self._busy_since))
 
     @property
@@ -98,35 +98,35 @@ class Lanes:
         return time.monotonic() - min(since) if since else 0.0
 
     def stop(self, timeout_s: float) -> bool:
-        """Finish what runs, refuse what waits. Returns whether all lanes ended in time."""
+        """Finish what runs, refuse what waits. Returns whether all threads ended in time."""
         self._stopping.set()
         for _ in self._threads:
             self._jobs.put(None)
         deadline_s = time.monotonic() + timeout_s
-        for lane in range(len(self._threads)):
+        for number in range(len(self._threads)):
             ended = None
-            while ended is not self._threads[lane]:  # a spoilt one starts another before it ends
-                ended = self._threads[lane]
+            while ended is not self._threads[number]:  # an unusable thread starts its successor before it ends
+                ended = self._threads[number]
                 ended.join(max(0.0, deadline_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _start(self, lane: int) -> threading.Thread:
-        thread = threading.Thread(target=self._run, args=(lane,), name=f"lane-{lane}", daemon=True)
+    def _start(self, number: int) -> threading.Thread:
+        thread = threading.Thread(target=self._run, args=(number,), name=f"device-{number}", daemon=True)
         thread.start()
         return thread
 
-    def _run(self, lane: int) -> None:
+    def _run(self, number: int) -> None:
         torch.set_num_threads(self._torch_threads)
-        _thread.lanes = self
+        _thread.owner = self
         with torch.inference_mode():
             while (job := self._jobs.get()) is not None:
-                self._serve(lane, job)
-                if is_spoilt() and self._is_replaced(lane):
+                self._serve(number, job)
+                if is_thread_unusable() and self._is_replaced(number):
                     return
 
-    def _is_replaced(self, lane: int) -> bool:
+    def _is_replaced(self, number: int) -> bool:
         try:
-            self._threads[lane] = self._start(lane)
+            self._threads[number] = self._start(number)
         except (
             RuntimeError
         ) as error:  # no memory for its stack: this one goes on, a little slower, and asks again after the next batch
@@ -134,45 +134,47 @@ class Lanes:
             return False
         return True
 
-    def _serve(self, lane: int, job: Job) -> None:
+    def _serve(self, number: int, job: DeviceJob) -> None:
         ran: tuple[Reply, int, int] | None = None
         try:
             if self._stopping.is_set():
                 job.answer(Refused(ShuttingDown("the adapter is stopping").info(), job.message.batch))
                 return
-            self._busy_since[lane] = time.monotonic()
+            self._busy_since[number] = time.monotonic()
             if not job.is_started:
                 job.answer(BatchStarted(job.message.batch))
             failpoint("adapter.batch_started")
             answer, began_ns, ended_ns = timed(lambda: (job.run or self._execute)(job.message))
-            self._busy_since[lane] = 0.0
-            self._batches[lane] += 1
+            self._busy_since[number] = 0.0
+            self._batches[number] += 1
             failpoint("adapter.batch_ran")
             job.answer(answer)
             ran = answer, began_ns, ended_ns
         except Exception:
-            # neither execute nor answer raises; a lane that ended for their mistake would take the whole adapter with
-            # it
-            _logger.exception("a lane failed")
+            # neither execute nor answer raises; a thread that ended for their mistake would end the
+            # whole adapter
+            _logger.exception("a device thread failed")
             _refuse(job)
         finally:
-            self._busy_since[lane] = 0.0
+            self._busy_since[number] = 0.0
             job.finished.set()
         if ran is not None:
-            self.tell(job, *ran)
+            self.notify(job, *ran)
 
-    def tell(self, job: Job, reply: Reply, began_ns: int, ended_ns: int) -> None:
-        """Tell the listeners of a batch that was answered, here or beside the lanes."""
+    def notify(self, job: DeviceJob, reply: Reply, began_ns: int, ended_ns: int) -> None:
+        """Call the listeners for a batch that was answered, by a device thread or another one."""
         for listener in self.listeners:
             try:
                 listener(job, reply, began_ns, ended_ns)
-            except Exception:  # who listens must not end the lane
-                _logger.exception("batch %s is not told of", job.message.batch)
+            except Exception:  # a listener must not end the device thread
+                _logger.exception("a listener failed for batch %s", job.message.batch)
 
 
-def _refuse(job: Job) -> None:
-    """Its sidecar waits for a terminal reply without a bound of its own."""
+def _refuse(job: DeviceJob) -> None:
+    """Answer Refused: the sidecar waits for a terminal reply without a bound of its own."""
     try:
-        job.answer(Refused(InternalFailure("a lane of the adapter failed, see its log").info(), job.message.batch))
-    except Exception:  # the connection of a dead sidecar: the lane goes on with the next batch
+        job.answer(
+            Refused(InternalFailure("a device thread of the adapter failed, see its log").info(), job.message.batch)
+        )
+    except Exception:  # the connection of a dead sidecar: the thread goes on with the next batch
         _logger.exception("batch %s is not answered", job.message.batch)

@@ -22,15 +22,14 @@ import torch
 
 from sie_adapter.engine import device as devices
 from sie_adapter.engine.batch import BatchRun
-from sie_adapter.engine.device_threads import Lanes
+from sie_adapter.engine.device_threads import DeviceThreads
 from sie_adapter.engine.instrumentation import Instrumentation
 from sie_adapter.engine.raw import extract_options, run_raw
 from sie_adapter.loading.loading import Loader, classed
-from sie_adapter.memory.batch_limits import Frontier, Passes, frontier_key
-from sie_adapter.memory.failure import is_device_fatal, is_out_of_memory
-from sie_adapter.memory.onednn import afresh
-from sie_adapter.memory.oom import Remedies, Remedy
-from sie_adapter.memory.residency import DeviceMemory, Permission, Residency
+from sie_adapter.memory.batch_limits import BatchLimits, PassRecords, limits_key
+from sie_adapter.memory.device_errors import is_device_fatal, is_out_of_memory
+from sie_adapter.memory.oom import OomCounters, Remedy, on_new_thread
+from sie_adapter.memory.residency import DeviceMemory, Permission, ResidentModels
 from sie_adapter.packed.packing import Items
 from sie_adapter.packed.tower_outputs import SHARE, TowerOutputs
 from sie_adapter.readers.reading import Readings
@@ -55,7 +54,7 @@ def _end_process() -> None:
     os._exit(DEVICE_LOST_STATUS)
 
 
-class Engine:
+class AdapterEngine:
     """One device with its models and lanes. Owns the lanes until `stop`. Raises SettingError for a device that is
     absent.
 
@@ -70,25 +69,25 @@ class Engine:
         self._label = devices.label(self.device) or self.device.type
         self.outputs = TowerOutputs(devices.capacity_bytes(self.device) // SHARE)
         self.loader = Loader(self.device, weight_sources(settings), settings, self.outputs)
-        self.remedies = Remedies()
-        self._use = devices.Use(self.device)
+        self.oom_counters = OomCounters()
+        self._use = devices.UtilisationProbe(self.device)
         memory = DeviceMemory(
             functools.partial(devices.memory, self.device),
             functools.partial(devices.give_memory_back, self.device),
             settings.memory_pressure_threshold_percent,
             self.outputs.clear,
         )
-        self.residency = Residency(
+        self.residency = ResidentModels(
             self._load,
             memory,
             needed_bytes=self.loader.needed_bytes,
             warm_up=self._warm_up,
             ended=self.loader.ended,
-            count=self.remedies.count,
+            count=self.oom_counters.count,
         )
         self._preprocessing = threading.BoundedSemaphore(settings.preprocessor_workers)
-        self.frontier = Frontier.of(settings)
-        self._passes = Passes.of(settings) if self.device.type == "cpu" else None
+        self.batch_limits = BatchLimits.for_machine(settings)
+        self._pass_records = PassRecords.for_socket(settings) if self.device.type == "cpu" else None
         # a second stream of kernels on one GPU only adds contention; on a CPU, bench/engine.py says: two lanes 324
         # texts/s, two processes 333, one pass on both cores 292 (mixed lengths, bfloat16); 3,623, 3,608 and 2,567 on
         # texts of 8 tokens
@@ -96,16 +95,16 @@ class Engine:
             Instrumentation(lambda: devices.memory(self.device).used_bytes) if settings.instrumentation else None
         )
         cores = devices.usable_cores()
-        self.lanes = Lanes(cores if self.device.type == "cpu" else 1, self.execute)
+        self.device_threads = DeviceThreads(cores if self.device.type == "cpu" else 1, self.execute)
         self.readings = Readings(self.device, memory.fits, torch_threads=max(1, cores // 2), shed=self.outputs.clear)
         if self._instrumentation is not None:
-            self.lanes.listeners.append(self._instrumentation.ran)
+            self.device_threads.listeners.append(self._instrumentation.ran)
         self._log_choices(settings)
 
     def _load(self, resolved: Resolved) -> Any:
         # the thread of the load may find no room either
         with self._ending_if_lost(), classed(resolved.entry), devices.weights_apart():
-            return afresh(self.loader.load, resolved)
+            return on_new_thread(self.loader.load, resolved)
 
     def _warm_up(self, resolved: Resolved, weights: Any) -> int:
         """One tiny pass, so that the first request does not pay for it. Returns the peak of its activations, bytes.
@@ -119,7 +118,7 @@ class Engine:
         if not hasattr(weights, "pack"):
             return 0
         with self._ending_if_lost(), classed(resolved.entry):
-            return devices.peak_of(self.device, functools.partial(afresh, once))
+            return devices.peak_of(self.device, functools.partial(on_new_thread, once))
 
     @contextlib.contextmanager
     def _ending_if_lost(self) -> Iterator[None]:
@@ -192,14 +191,16 @@ class Engine:
         try:
             with self.residency.use(message.model, message.fingerprint) as resident:
                 weights: Any = resident.weights  # one of the two protocols below
-                remedied = functools.partial(self.remedies.count, message.model)
+                count_remedy = functools.partial(self.oom_counters.count, message.model)
                 rows = weights.rows.get(message.operation)
                 if rows is not None and rows.writes:
                     weights = weights.reading(self.readings.read, is_gone)
                 if rows is not None and rows.layout == "raw":
-                    return run_raw(weights, message, self.device, make_room, remedied, preparation)
-                key = frontier_key(resident.fingerprint, weights.precision, self._label)
-                batch = BatchRun(weights, self.device, message, make_room, self.frontier, key, remedied, self._passes)
+                    return run_raw(weights, message, self.device, make_room, count_remedy, preparation)
+                key = limits_key(resident.fingerprint, weights.precision, self._label)
+                batch = BatchRun(
+                    weights, self.device, message, make_room, self.batch_limits, key, count_remedy, self._pass_records
+                )
                 return batch.run()
         except SIEError as error:
             return Refused(error.info(), message.batch)
@@ -218,7 +219,7 @@ class Engine:
                 raise lora_rejected(lora, f"{model} takes none")
             try:
                 located = self.loader.sources.locate_lora(lora, resident.resolved.entry, self._settings.models_dir)
-                digest = str(afresh(loras.load, lora, located.folder, self._settings.max_loras_per_model))
+                digest = str(on_new_thread(loras.load, lora, located.folder, self._settings.max_loras_per_model))
                 loras.leases = {
                     name: lease
                     for name, lease in {**loras.leases, lora: located.lease}.items()
@@ -254,7 +255,7 @@ class Engine:
             chosen.precision_reason and f" ({chosen.precision_reason})",
             chosen.backend,
             chosen.reason,
-            len(self.lanes),
+            len(self.device_threads),
         )
 
     def describe(self) -> ipc.Description:
@@ -265,14 +266,14 @@ class Engine:
             pid=os.getpid(),
             device=str(self.device),
             version=importlib.metadata.version("sie-cluster"),
-            lanes=len(self.lanes),
+            lanes=len(self.device_threads),
             gpu=devices.label(self.device),
             memory_used_bytes=memory.used_bytes,
             memory_total_bytes=memory.total_bytes,
             models=self.residency.describe(),
             utilization_percent=self._use.percent(),
             threshold_percent=self._settings.memory_pressure_threshold_percent,
-            shortages=self.remedies.all(),
+            shortages=self.oom_counters.all(),
             towers=self.outputs.use(),
             batches=self._instrumentation.batches() if self._instrumentation else None,
         )
@@ -280,9 +281,9 @@ class Engine:
     def stop(self, timeout_s: float) -> bool:
         """Finish running batches, refuse waiting ones. Returns whether all ended in time."""
         began_s = time.monotonic()
-        ended = self.lanes.stop(timeout_s)
+        ended = self.device_threads.stop(timeout_s)
         ended = self.readings.stop(max(0.0, timeout_s - (time.monotonic() - began_s))) and ended
-        self.frontier.save()
+        self.batch_limits.save()
         return ended
 
 

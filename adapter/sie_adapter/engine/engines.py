@@ -27,7 +27,7 @@ from sie_contracts.wire.ipc import RunBatch
 
 
 @dataclass(frozen=True)
-class Facts:
+class EngineFacts:
     """What the rules look at. `device`: the type. `reads_text`: the model reads ids of texts and nothing else. `lora`:
     the LoRA that its entry gives every request. `is_limited`: the data of this process is limited. `attention`: the
     backend in force. `sglang`: the Python of an environment with that package, empty if none is named. `int8`: its
@@ -48,7 +48,9 @@ class Facts:
     beyond_sglang: str = ""
 
     @classmethod
-    def of(cls, entry: ModelEntry, device: str, attention: str, sglang: str, *, is_limited: bool, int8: bool) -> Facts:
+    def for_entry(
+        cls, entry: ModelEntry, device: str, attention: str, sglang: str, *, is_limited: bool, int8: bool
+    ) -> EngineFacts:
         """All that is known before the files of the model are read."""
         family = FAMILIES.get(entry.family)
         reads_text = family is not None and family.implementation == TEXT_ENCODER
@@ -59,7 +61,7 @@ class Facts:
 # quicker answer to a single request is worth.
 TWICE_BYTES = 256 << 20
 _INT8 = "load.precision is int8"
-NO_TEXTS = Facts("cpu", reads_text=False)
+NO_TEXTS = EngineFacts("cpu", reads_text=False)
 
 
 @dataclass(frozen=True)
@@ -89,12 +91,12 @@ class Rule:
 
     why: str
     package: str
-    obstacle: Callable[[Facts], str]
-    unasked: Callable[[Facts], str] = lambda facts: ""
+    obstacle: Callable[[EngineFacts], str]
+    unasked: Callable[[EngineFacts], str] = lambda facts: ""
     held_bytes: Callable[[int], int] = lambda weight_bytes: weight_bytes
 
 
-def _reads_more(facts: Facts) -> str:
+def _reads_more(facts: EngineFacts) -> str:
     return "" if facts.reads_text else "the model reads more than texts"
 
 
@@ -107,7 +109,7 @@ def _bytes_of_graphs(weight_bytes: int) -> int:
     return (3 if is_compiled_twice(weight_bytes) else 2) * weight_bytes  # the weights of torch and the compiled ones
 
 
-def _openvino(facts: Facts) -> str:
+def _openvino(facts: EngineFacts) -> str:
     if facts.device != "cpu":
         return f"the device is {facts.device}, not cpu"
     if more := _reads_more(facts):
@@ -123,11 +125,11 @@ def _openvino(facts: Facts) -> str:
     return ""
 
 
-def _in_int8(facts: Facts) -> str:
+def _in_int8(facts: EngineFacts) -> str:
     return "it has no weights in 8 bits" if facts.int8 else ""
 
 
-def _sglang(facts: Facts) -> str:
+def _sglang(facts: EngineFacts) -> str:
     if not facts.sglang:
         return "SIE_SGLANG_PYTHON names no environment that has the package"
     if more := _reads_more(facts) or facts.beyond_sglang or _in_int8(facts):
@@ -150,18 +152,18 @@ RULES: Mapping[Engine, Rule] = {
 }
 
 
-def choose(asked: Engine | None, facts: Facts, missing: Callable[[str], bool] | None = None) -> Choice:
+def choose(requested: Engine | None, facts: EngineFacts, missing: Callable[[str], bool] | None = None) -> Choice:
     """The engine for such a model. `asked`: by its entry (`load.engine`); an impossible one, or one that does not
     exist, is refused with ModelLoadFailed INCOMPATIBLE or DEPENDENCY. `missing`: whether a package is not installed.
     """
     missing = missing or _is_missing
-    if asked is not None:
-        rule = RULES[asked]
+    if requested is not None:
+        rule = RULES[requested]
         if lacks := rule.obstacle(facts):
-            raise load_failed("INCOMPATIBLE", f"load.engine is {asked}: {lacks}")
+            raise load_failed("INCOMPATIBLE", f"load.engine is {requested}: {lacks}")
         if rule.package and missing(rule.package):
-            raise load_failed("DEPENDENCY", f"load.engine is {asked}: {_install(rule.package)}")
-        return Choice(asked, "load.engine of its entry", f"load.engine is {asked}")
+            raise load_failed("DEPENDENCY", f"load.engine is {requested}: {_install(rule.package)}")
+        return Choice(requested, "load.engine of its entry", f"load.engine is {requested}")
     lacking: list[str] = []
     for engine, rule in RULES.items():
         lacks = rule.unasked(facts) or rule.obstacle(facts)

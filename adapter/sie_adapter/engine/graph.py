@@ -29,8 +29,8 @@ from sie_adapter.engine.device import Compute
 from sie_adapter.engine.device_threads import is_alone
 from sie_adapter.engine.engines import is_compiled_twice
 from sie_adapter.loading.checkpoint import construction
-from sie_adapter.memory.failure import is_out_of_memory
-from sie_adapter.packed.packing import Int64, Packed, Padded, missing, padded
+from sie_adapter.memory.device_errors import is_out_of_memory
+from sie_adapter.packed.packing import Int64, PackedBatch, Padded, missing, padded
 
 # Tokens of a group. More take as long for each token, and the memory of a pass grows with them.
 GROUP_TOKENS = 1024
@@ -52,15 +52,15 @@ class NoGraph(Exception):
     """OpenVINO cannot convert or run this model."""
 
 
-class _States(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
+class _PositionalModel(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
     """The model with its inputs by position, as they are traced."""
 
     def __init__(self, model: PreTrainedModel, names: tuple[str, ...]) -> None:
         super().__init__()
         self.model, self.names = model, names
 
-    def forward(self, *given: Tensor) -> Tensor:
-        return self.model(**dict(zip(self.names, given, strict=True)))[0]
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.model(**dict(zip(self.names, inputs, strict=True)))[0]
 
 
 class Graph:
@@ -78,7 +78,7 @@ class Graph:
         self._dtype = dtype = compute.dtype
         self._filler = filler
         self._max_tokens = max_tokens
-        weights = sum(each.numel() for each in model.parameters())
+        weights = sum(parameter.numel() for parameter in model.parameters())
         copy_bytes = weights * dtype.itemsize
         self._names = _names_of(model)
         self._max_filling = most_filling(model.config)
@@ -93,7 +93,7 @@ class Graph:
             with tempfile.TemporaryDirectory(prefix="sie-graph-", dir=compute.scratch) as folder:
                 path = Path(folder) / "graph.xml"
                 with _traceable(model):
-                    converted = _converted(_States(model, self._names), min(_EXAMPLE_TOKENS, max_tokens))
+                    converted = _converted(_PositionalModel(model, self._names), min(_EXAMPLE_TOKENS, max_tokens))
                     if compute.int8:
                         copy_bytes -= compress(converted) * (dtype.itemsize - 1)
                     _runtime().save_model(converted, path, compress_to_fp16=False)
@@ -104,38 +104,38 @@ class Graph:
             raise _no_graph("its graph is not compiled", error) from error
         self.memory_bytes: int = copy_bytes * (2 if is_twice else 1)
 
-    def places(self, packed: Packed) -> slice:
+    def places(self, packed: PackedBatch) -> slice:
         """The tokens whose states `run` gives: all."""
         return slice(None)
 
     def close(self) -> None:
         """Nothing: the graph goes with this object."""
 
-    def run(self, packed: Packed) -> Tensor:
+    def run(self, packed: PackedBatch) -> Tensor:
         """Hidden states, [tokens, width], in packed order."""
         if self._alone is not None and len(packed.ids) <= _TOKENS_ALONE and is_alone():
             return self._run(packed, self._alone)
         return self._run(packed, self._of_lanes)
 
-    def trials(self, packed: Packed) -> Iterator[Tensor]:
+    def trials(self, packed: PackedBatch) -> Iterator[Tensor]:
         """What `run` gives in each way that it may run."""
         for compiled in (self._of_lanes, self._alone):
             if compiled is not None:
                 yield self._run(packed, compiled)
 
-    def _run(self, packed: Packed, compiled: _Compiled) -> Tensor:
+    def _run(self, packed: PackedBatch, compiled: _Compiled) -> Tensor:
         states: Tensor | None = None
         for group in groups(packed.lengths, self._max_tokens, self._max_filling):
             part = padded(packed, group.start, group.stop, group.columns, self._filler, rows=group.rows)
-            found = compiled.infer(self._inputs(part))
+            hidden = compiled.infer(self._inputs(part))
             if states is None:
-                states = torch.empty((len(packed.ids), found.shape[-1]), dtype=self._dtype)
-            states[part.tokens] = torch.from_numpy(found[part.real])
+                states = torch.empty((len(packed.ids), hidden.shape[-1]), dtype=self._dtype)
+            states[part.tokens] = torch.from_numpy(hidden[part.real])
         assert states is not None
         return states
 
     def _inputs(self, part: Padded) -> list[Int64]:
-        inputs = [part.ids, part.seen.astype(np.int64)]
+        inputs = [part.ids, part.attended.astype(np.int64)]
         if _TYPES in self._names:
             inputs.append(np.zeros_like(part.ids) if part.types is None else part.types)
         return inputs
@@ -156,13 +156,13 @@ class _Compiled:
         request = getattr(self._of_thread, "request", None)
         if request is None:
             request = self._of_thread.request = self._compiled.create_infer_request()
-        for place, each in enumerate(inputs):  # less Python than `infer` with inputs has
-            request.set_input_tensor(place, self._tensor(each, shared_memory=True))
+        for place, array in enumerate(inputs):  # less Python than `infer` with inputs has
+            request.set_input_tensor(place, self._tensor(array, shared_memory=True))
         request.infer()
         return cast("NDArray[Any]", request.get_output_tensor(0).data)
 
 
-class Group(NamedTuple):
+class RowGroup(NamedTuple):
     """Sequences from `start` to before `stop` that run together, as `rows` rows of `columns` tokens."""
 
     start: int
@@ -171,7 +171,7 @@ class Group(NamedTuple):
     columns: int
 
 
-def groups(lengths: Int64, max_tokens: int, max_filling: int = sys.maxsize) -> list[Group]:
+def groups(lengths: Int64, max_tokens: int, max_filling: int = sys.maxsize) -> list[RowGroup]:
     """Cut sequences, shortest first, into groups that take the least time together: that of a group grows with its rows
     times its columns, and is as if it had PASS_TOKENS more.
 
@@ -196,13 +196,13 @@ def groups(lengths: Int64, max_tokens: int, max_filling: int = sys.maxsize) -> l
                 time, chosen = least[start] + size, start
         least.append(time + PASS_TOKENS)
         starts.append(chosen)
-    found: list[Group] = []
+    groups: list[RowGroup] = []
     stop = len(columns)
     while stop:
         start = starts[stop - 1]
-        found.append(Group(start, stop, 1 << (stop - start - 1).bit_length(), columns[stop - 1]))
+        groups.append(RowGroup(start, stop, 1 << (stop - start - 1).bit_length(), columns[stop - 1]))
         stop = start
-    return found[::-1]
+    return groups[::-1]
 
 
 def filled_length(length: int, max_tokens: int, max_filling: int = sys.maxsize) -> int:
@@ -229,8 +229,8 @@ def most_filling(config: PretrainedConfig) -> int:
 
 def _names_of(model: PreTrainedModel) -> tuple[str, ...]:
     """What this architecture reads. It counts positions by itself, as on its stock path."""
-    known = inspect.signature(model.forward).parameters
-    has_types = (getattr(model.config, "type_vocab_size", None) or 0) > 1 and _TYPES in known
+    parameters = inspect.signature(model.forward).parameters
+    has_types = (getattr(model.config, "type_vocab_size", None) or 0) > 1 and _TYPES in parameters
     return ("input_ids", "attention_mask", *((_TYPES,) if has_types else ()))
 
 
@@ -247,15 +247,15 @@ def _traceable(model: PreTrainedModel) -> Iterator[None]:
     """In float32: of 16-bit weights the front end makes a graph that is wrong. With a loss function of its own: a trace
     reads every attribute, and transformers warns of a model that has none.
     """
-    before = {name: each.dtype for name, each in (*model.named_parameters(), *model.named_buffers())}
+    before = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     model.float()
     model.loss_function = None
     try:
         yield
     finally:
         del model._loss_function
-        for name, each in (*model.named_parameters(), *model.named_buffers()):
-            each.data = each.data.to(before[name])
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            tensor.data = tensor.data.to(before[name])
 
 
 def compress(graph: Any) -> int:
@@ -266,7 +266,7 @@ def compress(graph: Any) -> int:
     """
     from openvino import opset13
 
-    found = 0
+    count = 0
     for product in [node for node in graph.get_ordered_ops() if node.get_type_name() == "MatMul"]:
         source = product.input_value(1).get_node()
         if source.get_type_name() != "Constant" or len(source.shape) != 2:
@@ -274,28 +274,28 @@ def compress(graph: Any) -> int:
         weight = source.data
         axis = 1 if product.get_attributes()["transpose_b"] else 0  # of the inputs
         scale = np.maximum(np.abs(weight).max(axis, keepdims=True) / 127, np.finfo(np.float32).tiny).astype(np.float32)
-        kept = opset13.constant(np.rint(weight / scale).astype(np.int8))
-        whole = opset13.multiply(opset13.convert(kept, "f32"), opset13.constant(scale))
+        quantized = opset13.constant(np.rint(weight / scale).astype(np.int8))
+        whole = opset13.multiply(opset13.convert(quantized, "f32"), opset13.constant(scale))
         product.input(1).replace_source_output(whole.output(0))
-        found += weight.size
-    return found
+        count += weight.size
+    return count
 
 
-def _converted(states: _States, tokens: int) -> Any:
+def _converted(states: _PositionalModel, tokens: int) -> Any:
     """The graph of any number of texts of any length, as traced with texts of so many tokens. Raises NoGraph."""
     runtime = _runtime()
     from openvino.frontend import FrontEndManager
     from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder
 
     ids = torch.ones((2, tokens), dtype=torch.int64)
-    given = tuple(torch.zeros_like(ids) if name == _TYPES else ids for name in states.names)
+    example = tuple(torch.zeros_like(ids) if name == _TYPES else ids for name in states.names)
     failures = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, runtime.frontend.OpConversionFailure)
     try:
         # the map of modules that a trace keeps is one for the process, as are the filters of warnings
         with construction(), warnings.catch_warnings(), torch.inference_mode(False):
             warnings.simplefilter("ignore")  # of the trace, which the trial of the backbone makes good for
             # not traced twice to compare: the trial of the backbone does it
-            decoder = TorchScriptPythonDecoder(states, example_input=given, trace_kwargs={"check_trace": False})
+            decoder = TorchScriptPythonDecoder(states, example_input=example, trace_kwargs={"check_trace": False})
             end = FrontEndManager().load_by_framework("pytorch")
             converted = end.convert(end.load(decoder))
     except failures as error:
@@ -304,9 +304,9 @@ def _converted(states: _States, tokens: int) -> Any:
     return converted
 
 
-def _no_graph(what: str, error: Exception) -> Exception:
+def _no_graph(cause: str, error: Exception) -> Exception:
     """A lack of memory is no fault of the model, and is told as what it is."""
     if is_out_of_memory(error):
         return error
     text = " ".join(str(error).split())
-    return NoGraph(f"{what}: {type(error).__name__}: {text[:300]}")
+    return NoGraph(f"{cause}: {type(error).__name__}: {text[:300]}")

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from sie_adapter.engine.device_threads import Job
+from sie_adapter.engine.device_threads import DeviceJob
 from sie_contracts.wire.device_reports import RanBatch
 from sie_contracts.wire.ipc import BatchDone, Reply
 from sie_contracts.wire.messages import Failed
@@ -34,7 +34,7 @@ class Instrumentation:
         self._numbers = itertools.count(1)
         self._ring: deque[RanBatch] = deque(maxlen=MAX_BATCHES)
 
-    def ran(self, job: Job, reply: Reply, began_ns: int, ended_ns: int) -> None:
+    def ran(self, job: DeviceJob, reply: Reply, began_ns: int, ended_ns: int) -> None:
         """Account for a batch that was answered with `reply`, and at the device between these times, nanoseconds since
         1970.
         """
@@ -43,7 +43,7 @@ class Instrumentation:
         lengths = np.frombuffer(message.lengths, "<i4", len(message.lengths) // 4).astype(np.int64)
         due = sum(group.due for group in message.groups)
         done = reply if isinstance(reply, BatchDone) else None
-        told = RanBatch(
+        record = RanBatch(
             number=0,
             ended=ended_ns / 1e9,
             model=message.model,
@@ -63,7 +63,7 @@ class Instrumentation:
             memory_bytes=self._used_bytes(),
         )
         with self._lock:
-            self._ring.append(msgspec.structs.replace(told, number=next(self._numbers)))
+            self._ring.append(msgspec.structs.replace(record, number=next(self._numbers)))
 
     def batches(self) -> tuple[RanBatch, ...]:
         """The last ones, the newest at the end."""

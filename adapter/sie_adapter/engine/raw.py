@@ -15,12 +15,12 @@ import msgspec
 import numpy as np
 import torch
 
-from sie_adapter.engine import answers
-from sie_adapter.engine.answers import Answer, Answers
+from sie_adapter.engine import item_results
 from sie_adapter.engine.batch import check_groups
+from sie_adapter.engine.item_results import ItemResult, ItemResults
 from sie_adapter.families.extraction import ExtractOptions, Preparation
-from sie_adapter.memory.oom import Remedy, Shortage, exhausted
-from sie_adapter.packed.packing import Files, Int64, MalformedBatch, images, sounds
+from sie_adapter.memory.oom import OomRecovery, Remedy, exhausted
+from sie_adapter.packed.packing import BatchFiles, Int64, MalformedBatch, images, sounds
 from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, SIEError
 from sie_contracts.wire.ipc import BatchDone, Group, RunBatch
 from sie_contracts.wire.messages import RunOptions
@@ -28,7 +28,7 @@ from sie_contracts.wire.messages import RunOptions
 _CPU = torch.device("cpu")
 
 
-class RawModel(Protocol):
+class VerbModel(Protocol):
     """A model serves those of the three verbs that it has. Each may run on several threads at once.
 
     `encode(texts, options)`: for each text a map of outputs, float32 arrays: `dense` [width], `multivector` [tokens,
@@ -84,7 +84,7 @@ def run_raw(
     if len(message.texts) != len(lengths) or len(message.mentions) not in (0, len(lengths)):
         raise InternalFailure(f"{len(message.texts)} texts came with {len(lengths)} lengths", reason="malformed_batch")
 
-    shortage = Shortage(device, make_room, remedied)
+    shortage = OomRecovery(device, make_room, remedied)
 
     def fitting(call: Call, count: int) -> list[Any]:
         results: list[Any] = [exhausted()] * count
@@ -98,22 +98,22 @@ def run_raw(
 
     is_extraction = message.operation == "extract"
     if is_extraction:
-        found = _extracted(run, message, fitting, preparation, _files(model, message))
+        group_results = _extracted(run, message, fitting, preparation, _files(model, message))
     else:
-        found = [_run(run, message, group, fitting) for group in message.groups]
+        group_results = [_run(run, message, group, fitting) for group in message.groups]
     ended = time.perf_counter()
     counted = (
         (
             answer,
             int(lengths[row]) + (int(lengths[group.start]) if row == group.stop - len(answered) > group.start else 0),
         )
-        for group, answered in zip(message.groups, found, strict=True)
+        for group, answered in zip(message.groups, group_results, strict=True)
         for row, answer in enumerate(answered, group.stop - len(answered))
     )
     if preparation is None:
-        return answers.sealed(message.batch, counted, 1e3 * (ended - started), ended)
+        return item_results.batch_reply(message.batch, counted, 1e3 * (ended - started), ended)
     inference_s = ended - started - (preparation.seconds - before_s)
-    done = answers.sealed(message.batch, counted, 1e3 * inference_s, ended, padding=preparation.padding)
+    done = item_results.batch_reply(message.batch, counted, 1e3 * inference_s, ended, padding=preparation.padding)
     return msgspec.structs.replace(done, preprocess_ms=1e3 * preparation.seconds)
 
 
@@ -125,20 +125,20 @@ def _files(model: Any, message: RunBatch) -> Sequence[Any] | None:
     """The images of each text, its sounds or its document; None for a model that takes none. Raises InternalFailure."""
     rows = getattr(model, "rows", {}).get(message.operation)
     if len(message.documents) not in (0, len(message.texts)):
-        what = f"{len(message.documents)} documents came with {len(message.texts)} texts"
-        raise InternalFailure(what, reason="malformed_batch")
+        cause = f"{len(message.documents)} documents came with {len(message.texts)} texts"
+        raise InternalFailure(cause, reason="malformed_batch")
     if rows is not None and rows.documents is not None:
         return message.documents or [None] * len(message.texts)
-    shown, heard = (rows.images, rows.sounds) if rows is not None else (None, None)
+    image_recipe, sound_recipe = (rows.images, rows.sounds) if rows is not None else (None, None)
     try:
-        found: Files[Any] | None = images(message.images, message.pixels, shown, message.image_keys)
-        found = sounds(message.sounds, message.features, heard) or found
+        files: BatchFiles[Any] | None = images(message.images, message.pixels, image_recipe, message.image_keys)
+        files = sounds(message.sounds, message.features, sound_recipe) or files
     except MalformedBatch as error:
         raise InternalFailure(str(error), reason="malformed_batch") from error
-    if shown is None and heard is None:
+    if image_recipe is None and sound_recipe is None:
         return None
     texts = np.arange(len(message.texts))
-    return found.of(texts) if found is not None else [[] for _ in texts]
+    return files.for_items(texts) if files is not None else [[] for _ in texts]
 
 
 def _extracted(
@@ -147,26 +147,26 @@ def _extracted(
     fitting: Fitting,
     preparation: Preparation | None,
     files: Sequence[Any] | None,
-) -> list[Answers]:
+) -> list[ItemResults]:
     """All groups in one call: the model puts together what has equal options."""
     options, texts = extract_options(message), message.texts
     own = () if preparation is None else (preparation,)
 
     def call(some: Sequence[int]) -> Sequence[Any]:
         beside = () if files is None else ([files[number] for number in some],)
-        found: Sequence[Any] = run(
+        outputs: Sequence[Any] = run(
             tuple(texts[number] for number in some), [options[number] for number in some], *own, *beside
         )
-        return found
+        return outputs
 
-    found = fitting(call, len(texts))
-    made: Answers = [result if isinstance(result, SIEError) else _extraction(dict(result)) for result in found]
-    return [made[group.start : group.stop] for group in message.groups]
+    outputs = fitting(call, len(texts))
+    results: ItemResults = [result if isinstance(result, SIEError) else _extraction(dict(result)) for result in outputs]
+    return [results[group.start : group.stop] for group in message.groups]
 
 
-def _extraction(data: dict[str, Any]) -> Answer | SIEError:
+def _extraction(data: dict[str, Any]) -> ItemResult | SIEError:
     if _has_only_finite(data):
-        return Answer(data=data)
+        return ItemResult(data=data)
     return InferenceFailed("the model found something with a number that is not finite", reason="non_finite")
 
 
@@ -178,51 +178,51 @@ def _has_only_finite(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def _run(run: Any, message: RunBatch, group: Group, fitting: Fitting) -> Answers:
+def _run(run: Any, message: RunBatch, group: Group, fitting: Fitting) -> ItemResults:
     texts = message.texts[group.start : group.stop]
     if not texts:
         return []
     is_encoding = message.operation == "encode"
     query, texts = ((), texts) if is_encoding else (texts[:1], texts[1:])
 
-    def asked(some: Sequence[int]) -> Sequence[Any]:
+    def score_texts(some: Sequence[int]) -> Sequence[Any]:
         try:
             return run(*query, tuple(texts[number] for number in some), group.options)  # type: ignore[no-any-return]
         except SIEError as error:  # what this group asks, its mates did not
             return [error] * len(some)
 
-    results = fitting(asked, len(texts))
+    results = fitting(score_texts, len(texts))
     if is_encoding:
         return _encoded(results, group.options)
     return [score if isinstance(score, SIEError) else _scored(float(score)) for score in results]
 
 
-def _scored(score: float) -> Answer | SIEError:
+def _scored(score: float) -> ItemResult | SIEError:
     return (
-        Answer(score=score)
+        ItemResult(score=score)
         if np.isfinite(score)
         else InferenceFailed("the model gave a score that is not finite", reason="non_finite")
     )
 
 
-def _encoded(results: list[Any], options: RunOptions) -> Answers:
-    found: Answers = []
+def _encoded(results: list[Any], options: RunOptions) -> ItemResults:
+    encoded: ItemResults = []
     for result in results:
         if isinstance(result, SIEError):
-            found.append(result)
+            encoded.append(result)
             continue
         rows = {name: [_tensors(value)] for name, value in result.items()}
         try:
-            found += (
-                answers.vectors(options, rows)
+            encoded += (
+                item_results.vectors(options, rows)
                 if all(_is_finite(row) for (row,) in rows.values())
-                else [answers.not_finite()]
+                else [item_results.not_finite()]
             )
         except KeyError as error:
-            found.append(InvalidInput(f"the model gave no output {error}", reason="unsupported_output"))
+            encoded.append(InvalidInput(f"the model gave no output {error}", reason="unsupported_output"))
         except SIEError as error:
-            found.append(error)
-    return found
+            encoded.append(error)
+    return encoded
 
 
 def _is_finite(row: Any) -> bool:

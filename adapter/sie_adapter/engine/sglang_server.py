@@ -34,7 +34,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from sie_adapter.packed.packing import Float32, Int64, Packed
+from sie_adapter.packed.packing import Float32, Int64, PackedBatch
 from sie_contracts.errors import InferenceFailed
 
 # whose vectors it gives: of the state of the last token
@@ -54,6 +54,7 @@ _POOL_TOKENS = 16_384  # of keys and values; what does not fit waits
 _KEPT = (
     "PATH",
     "HOME",
+    "USER",
     "LANG",
     "LD_LIBRARY_PATH",
     "TMPDIR",
@@ -69,21 +70,21 @@ _BOOT = (
 _logger = logging.getLogger("sie.adapter")
 
 
-class NotStarted(Exception):
+class SglangNotStarted(Exception):
     """The server did not become ready, with the reason."""
 
 
-class _Lost(Exception):
+class _SglangLost(Exception):
     """The server does not answer, or not as it should."""
 
 
-class _Embedding(msgspec.Struct):
+class _SglangVector(msgspec.Struct):
     embedding: str
     index: int
 
 
-class _Embeddings(msgspec.Struct):
-    data: list[_Embedding]
+class _SglangVectors(msgspec.Struct):
+    data: list[_SglangVector]
 
 
 @dataclass(frozen=True)
@@ -118,14 +119,14 @@ class Launch:
 
     def environment(self) -> dict[str, str]:
         """Of the process."""
-        kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+        inherited = {name: os.environ[name] for name in _KEPT if name in os.environ}
         own = {
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1",
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
         }
         on_cpu = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(self.threads), "CUDA_VISIBLE_DEVICES": ""}
-        return {**kept, **own, **(on_cpu if self.device.type == "cpu" else {})}
+        return {**inherited, **own, **(on_cpu if self.device.type == "cpu" else {})}
 
 
 class SGLang:
@@ -137,13 +138,13 @@ class SGLang:
     attention = "sglang"
 
     def __init__(self, launch: Launch) -> None:
-        """Returns when it answers. Raises NotStarted."""
+        """Returns when it answers. Raises SglangNotStarted."""
         self._launch = launch
         self._lock = threading.Lock()
         self._width = 0
         # A process ends with the thread that started it, so that thread stays.
         self._thread = ThreadPoolExecutor(1, "sglang")
-        self._servers: list[_Server] = []  # the one that serves, in a list that outlives this object
+        self._servers: list[_SglangProcess] = []  # the one that serves, in a list that outlives this object
         self._end = weakref.finalize(self, _end, self._servers, self._thread)
         self._start()
         self.memory_bytes = self._servers[0].memory_bytes()
@@ -153,7 +154,7 @@ class SGLang:
         """Of the process that serves."""
         return self._servers[0].pid
 
-    def places(self, packed: Packed) -> Int64:
+    def places(self, packed: PackedBatch) -> Int64:
         """The tokens whose states `run` gives, [sequences]; the others' are zero."""
         return packed.bounds[1:].astype(np.int64) - 1
 
@@ -161,35 +162,35 @@ class SGLang:
         """End its processes."""
         self._end()
 
-    def run(self, packed: Packed) -> Tensor:
+    def run(self, packed: PackedBatch) -> Tensor:
         """States, float32 [tokens, width], in packed order. Those of texts on which two servers ended are no numbers:
         whoever asked runs each of them alone, and one of them is at fault. Raises InferenceFailed.
         """
         texts = [packed.ids[start:stop].tolist() for start, stop in itertools.pairwise(packed.bounds.tolist())]
-        found = self._embedded(texts)
-        self._width = found.shape[1]
-        states = torch.zeros((len(packed.ids), found.shape[1]), device=self._launch.device)
-        states[torch.from_numpy(self.places(packed)).to(states.device)] = torch.from_numpy(found).to(states.device)
+        vectors = self._embedded(texts)
+        self._width = vectors.shape[1]
+        states = torch.zeros((len(packed.ids), vectors.shape[1]), device=self._launch.device)
+        states[torch.from_numpy(self.places(packed)).to(states.device)] = torch.from_numpy(vectors).to(states.device)
         return states
 
     def _embedded(self, texts: Sequence[Sequence[int]]) -> Float32:
         server = self._servers[0]
         try:
             return server.embed(texts)
-        except _Lost as error:
+        except _SglangLost as error:
             _logger.warning("the SGLang server %d is replaced: %s", server.pid, error)
         try:
             return self._successor(server).embed(texts)
-        except NotStarted as error:
+        except SglangNotStarted as error:
             raise InferenceFailed("the SGLang server of the model cannot be started again") from error
-        except _Lost as error:
+        except _SglangLost as error:
             if not self._width:
                 raise InferenceFailed("the SGLang server of the model does not answer") from error
             _logger.warning("the SGLang server ended twice on a batch of %d texts: %s", len(texts), error)
             return np.full((len(texts), self._width), np.nan, np.float32)
 
-    def _successor(self, lost: _Server) -> _Server:
-        """The server that came after it: started by one of those who miss it. Raises NotStarted."""
+    def _successor(self, lost: _SglangProcess) -> _SglangProcess:
+        """The server that came after it: started by one of those who miss it. Raises SglangNotStarted."""
         with self._lock:
             if self._servers[0] is lost:
                 lost.end()
@@ -197,20 +198,20 @@ class SGLang:
             return self._servers[0]
 
     def _start(self) -> None:
-        self._servers[:] = [self._thread.submit(_Server, self._launch).result()]
+        self._servers[:] = [self._thread.submit(_SglangProcess, self._launch).result()]
 
 
-def _end(servers: Sequence[_Server], thread: ThreadPoolExecutor) -> None:
+def _end(servers: Sequence[_SglangProcess], thread: ThreadPoolExecutor) -> None:
     for server in servers:
         server.end()
     thread.shutdown(wait=False)
 
 
-class _Server:
+class _SglangProcess:
     """One process and its children, which are of one session."""
 
     def __init__(self, launch: Launch) -> None:
-        """Raises NotStarted. To be called on a thread that stays."""
+        """Raises SglangNotStarted. To be called on a thread that stays."""
         self._is_cpu, self._device = launch.device.type == "cpu", launch.device
         self._before = 0 if self._is_cpu else _used_bytes(launch.device)
         with socket.socket() as probe:
@@ -226,7 +227,7 @@ class _Server:
                 start_new_session=True,
             )
         except OSError as error:
-            raise NotStarted(str(error)) from error
+            raise SglangNotStarted(str(error)) from error
         self.pid = self._process.pid
         self._is_over = False
         # for any number of threads; certificates are not read for loopback
@@ -242,12 +243,12 @@ class _Server:
         end_s = time.monotonic() + START_S
         while True:
             if (status := self._process.poll()) is not None:
-                raise NotStarted(f"it ended with status {status}; what it wrote is in the log of the adapter")
+                raise SglangNotStarted(f"it ended with status {status}; what it wrote is in the log of the adapter")
             with contextlib.suppress(httpx.HTTPError):
                 if self._client.get("/ready", timeout=5).status_code == 200:
                     return
             if time.monotonic() > end_s:
-                raise NotStarted(f"it was not ready within {START_S:g} s")
+                raise SglangNotStarted(f"it was not ready within {START_S:g} s")
             time.sleep(_LOOK_S)
 
     def embed(self, texts: Sequence[Sequence[int]]) -> Float32:
@@ -256,29 +257,31 @@ class _Server:
         try:
             answer = self._client.post("/v1/embeddings", content=body, headers={"content-type": "application/json"})
         except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: another thread ended it
-            raise _Lost(f"{type(error).__name__} while it had a batch") from error
+            raise _SglangLost(f"{type(error).__name__} while it had a batch") from error
         if answer.status_code != 200:
-            raise _Lost(f"it answered with status {answer.status_code}")
+            raise _SglangLost(f"it answered with status {answer.status_code}")
         try:
-            found = msgspec.json.decode(answer.content, type=_Embeddings).data
-            rows = [np.frombuffer(base64.b64decode(each.embedding, validate=True), "<f4") for each in found]
+            embeddings = msgspec.json.decode(answer.content, type=_SglangVectors).data
+            rows = [
+                np.frombuffer(base64.b64decode(embedding.embedding, validate=True), "<f4") for embedding in embeddings
+            ]
             vectors = np.stack(rows)
         except (msgspec.DecodeError, ValueError) as error:
-            raise _Lost("its answer is no list of vectors") from error
-        if [each.index for each in found] != list(range(len(texts))):
-            raise _Lost("its answer is to other texts")
+            raise _SglangLost("its answer is no list of vectors") from error
+        if [embedding.index for embedding in embeddings] != list(range(len(texts))):
+            raise _SglangLost("its answer is to other texts")
         return vectors
 
     def memory_bytes(self) -> int:
         """Of its processes, on the device that it computes on."""
         if not self._is_cpu:
             return max(0, _used_bytes(self._device) - self._before)
-        found = 0
+        used_bytes = 0
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
                 if os.getsid(process.pid) == self.pid:
-                    found += process.memory_full_info().uss
-        return found
+                    used_bytes += process.memory_full_info().uss
+        return used_bytes
 
     def end(self) -> None:
         """Kill all of its processes: they have nothing that would be lost. Once: their number may be another's then."""

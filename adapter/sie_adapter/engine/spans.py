@@ -13,11 +13,11 @@ from sie_contracts.wire.trace_context import Context
 from sie_runtime.current_trace import STAGE
 
 if TYPE_CHECKING:
-    from sie_adapter.engine.device_threads import Job
+    from sie_adapter.engine.device_threads import DeviceJob
     from sie_runtime.spans import Tracer
 
 
-def ran(tracer: Tracer, job: Job, reply: Reply, began_ns: int, ended_ns: int) -> None:
+def ran(tracer: Tracer, job: DeviceJob, reply: Reply, began_ns: int, ended_ns: int) -> None:
     """A batch was at the device from `began_ns` to `ended_ns`, nanoseconds since 1970. Nothing is told of one that
     nobody traces.
     """
@@ -37,11 +37,11 @@ def ran(tracer: Tracer, job: Job, reply: Reply, began_ns: int, ended_ns: int) ->
             if not group.traceparent:
                 continue
             work = Context(group.traceparent, group.tracestate)
-            told: dict[str, str | int] = {"sie.batch": batch.batch, "sie.rows": group.stop - group.start}
+            attributes: dict[str, str | int] = {"sie.batch": batch.batch, "sie.rows": group.stop - group.start}
             for name, start_ns, end_ns in stages:
-                tracer.begin(name, work, links=[forward], start_ns=start_ns, attributes={**told, STAGE: name}).end(
-                    end_ns
-                )
+                tracer.begin(
+                    name, work, links=[forward], start_ns=start_ns, attributes={**attributes, STAGE: name}
+                ).end(end_ns)
         forward.set(
             {"sie.batch.rows": len(batch.lengths) // 4, "sie.batch.padding": reply.padding, "sie.engine": reply.engine}
         )

@@ -108,14 +108,14 @@ def _partitions_of(tokens: Tensor, parameters: Muvera, planes: Tensor, budget: i
     plane, and so a batch mate could move a token to another partition. MPS has no float64.
     """
     repetitions, projections = parameters.num_repetitions, parameters.num_simhash_projections
-    made = []
+    encoded = []
     for chunk in tokens.split(max(1, budget // (8 * max(1, *planes.shape)))):
         above = (chunk.to(planes.dtype) @ planes > 0).view(len(chunk), projections, repetitions)
         index = torch.zeros(len(chunk), repetitions, dtype=torch.int64, device=tokens.device)
         for projection in range(projections):
             index = 2 * index + (above[:, projection] ^ (index & 1))
-        made.append(index)
-    return torch.cat(made)
+        encoded.append(index)
+    return torch.cat(encoded)
 
 
 def _aggregate(
@@ -229,7 +229,7 @@ def _sketch(seed: int, inputs: int, buckets: int) -> tuple[np.ndarray, np.ndarra
     return columns, stream.choice(np.array([-1, 1], np.float32), size=inputs)
 
 
-class _Cache:
+class _ProjectionCache:
     """The matrices in use, by what they are drawn from; the longest unused leave first. For threads."""
 
     def __init__(self, limit_bytes: int, limit: int) -> None:
@@ -257,4 +257,4 @@ class _Cache:
         return sum(matrices.nbytes for matrices in self._held.values())
 
 
-_MATRICES = _Cache(_MATRICES_BYTES, _MATRICES_COUNT)
+_MATRICES = _ProjectionCache(_MATRICES_BYTES, _MATRICES_COUNT)

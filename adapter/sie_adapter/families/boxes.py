@@ -21,7 +21,7 @@ class Sight(NamedTuple):
     scores: Tensor
 
 
-class Frame(NamedTuple):
+class ImageFrame(NamedTuple):
     """The size of an image, and that of what the model sees, which is larger where it pads. In pixels of the image."""
 
     width: int
@@ -31,21 +31,21 @@ class Frame(NamedTuple):
 
 
 def objects(
-    boxes: Float32, scores: Float32, best: NDArray[np.int64], labels: Sequence[str], frame: Frame, least: float
+    boxes: Float32, scores: Float32, best: NDArray[np.int64], labels: Sequence[str], frame: ImageFrame, least: float
 ) -> list[dict[str, Any]]:
     """The candidates of one image whose score is at least `least`, best first. `boxes` [candidates, 4] as in `Sight`;
     `scores` [candidates], of the label that is `best`.
 
     A box is cut at the edges of the image, then its corners are rounded. One without area is left out.
     """
-    kept = np.flatnonzero(scores >= least)
-    kept = kept[np.argsort(-scores[kept], kind="stable")]
-    middles, halves = boxes[kept, :2], boxes[kept, 2:] * np.float32(0.5)
-    seen = np.array([frame.seen_width, frame.seen_height], np.float32)
+    chosen = np.flatnonzero(scores >= least)
+    chosen = chosen[np.argsort(-scores[chosen], kind="stable")]
+    middles, halves = boxes[chosen, :2], boxes[chosen, 2:] * np.float32(0.5)
+    seen_size = np.array([frame.seen_width, frame.seen_height], np.float32)
     edge = np.array([frame.width, frame.height], np.float32)
-    first, last = (np.rint(((middles + halves * side) * seen).clip(0, edge)).astype(np.int64) for side in (-1, 1))
+    first, last = (np.rint(((middles + halves * side) * seen_size).clip(0, edge)).astype(np.int64) for side in (-1, 1))
     return [
         {"label": labels[best[candidate]], "score": float(scores[candidate]), "bbox": [*start, *(size)]}
-        for candidate, start, size in zip(kept.tolist(), first.tolist(), (last - first).tolist(), strict=True)
+        for candidate, start, size in zip(chosen.tolist(), first.tolist(), (last - first).tolist(), strict=True)
         if min(size) > 0
     ]

@@ -15,7 +15,7 @@ from sie_adapter.heads import Head
 from sie_adapter.heads.multivector import MultivectorHead
 from sie_adapter.loading.checkpoint import empty_model, load_model
 from sie_adapter.packed.images import Tower
-from sie_adapter.packed.packing import Features, Packed, Shown
+from sie_adapter.packed.packing import PackedBatch, PlacedFeatures, Shown
 from sie_contracts.media.images import ImageTokens, Normalisation, Recipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.wire.ipc import Rows
@@ -66,9 +66,9 @@ class ColPali:
     def rows(self, images: Recipe, tokens: ImageTokens) -> dict[str, Rows]:
         return late_rows(self.width, images, tokens)
 
-    def see(self, packed: Packed, images: Sequence[Sequence[Shown]]) -> None:
+    def see(self, packed: PackedBatch, images: Sequence[Sequence[Shown]]) -> None:
         features = self._tower.forward([image for row in images for image in row]).flatten(0, 1)
-        packed.features = Features(self._vlm.config.image_token_id, features)
+        packed.features = PlacedFeatures(self._vlm.config.image_token_id, features)
 
 
 def late_rows(width: int, images: Recipe, tokens: ImageTokens) -> dict[str, Rows]:

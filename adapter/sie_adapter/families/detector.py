@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer
 
 from sie_adapter.engine.device import Compute
-from sie_adapter.families.boxes import Frame, Sight, objects
+from sie_adapter.families.boxes import ImageFrame, Sight, objects
 from sie_adapter.families.extraction import ExtractOptions, Result, by_options
 from sie_adapter.families.grounding_dino import GroundingDino
 from sie_adapter.families.owlv2 import Owlv2
@@ -30,7 +30,7 @@ _IMAGES_PER_PASS = {"cpu": 1}
 _IMAGES_PER_PASS_ELSEWHERE = 8
 
 
-class _Kind(Protocol):
+class _DetectorKind(Protocol):
     """What differs between the kinds of detectors.
 
     `thresholds`: the options that bound the score of an object, with their defaults. `max_tokens`: of a prompt, or of
@@ -52,10 +52,10 @@ class _Kind(Protocol):
     def misfit(self, image: Shown) -> InvalidInput | None:
         """Why the model cannot look at an image."""
 
-    def look(self, images: Sequence[Shown], prompt: Any) -> Sight:
+    def detect(self, images: Sequence[Shown], prompt: Any) -> Sight:
         """What is in images whose pixels have one size."""
 
-    def frame(self, image: Shown) -> Frame:
+    def frame(self, image: Shown) -> ImageFrame:
         """What boxes of an image are parts of."""
 
 
@@ -84,7 +84,7 @@ class Detector:
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
         """Load from `folder`, offline. Raises ModelLoadFailed."""
         with torch.inference_mode():
-            self._kind: _Kind = _kind(folder, entry)(folder, entry, load, compute)
+            self._kind: _DetectorKind = _kind(folder, entry)(folder, entry, load, compute)
         if entry.max_tokens > self._kind.max_tokens:
             raise load_failed(
                 "INCOMPATIBLE",
@@ -103,9 +103,9 @@ class Detector:
     ) -> list[Result]:
         """The objects in the image of each input, or an error instead of them. Texts are not read."""
         with torch.inference_mode():
-            return by_options(images, options, self._found)
+            return by_options(images, options, self._detect)
 
-    def _found(self, rows: Sequence[Sequence[Shown]], options: ExtractOptions) -> list[Result]:
+    def _detect(self, rows: Sequence[Sequence[Shown]], options: ExtractOptions) -> list[Result]:
         least = self._least(options)
         prompt = self._kind.prompt(options.labels)
         results: dict[int, Result] = {}
@@ -118,9 +118,9 @@ class Detector:
                 usable[number] = row[0]
         for chosen in self._passes(usable):
             images = [usable[number] for number in chosen]
-            sight = self._kind.look(images, prompt)
+            sight = self._kind.detect(images, prompt)
             best = sight.scores.max(-1)
-            for number, image, *seen in zip(
+            for number, image, *detection in zip(
                 chosen,
                 images,
                 sight.boxes.cpu().numpy(),
@@ -129,7 +129,7 @@ class Detector:
                 (torch.isfinite(sight.boxes).all((1, 2)) & torch.isfinite(best.values).all(1)).tolist(),
                 strict=True,
             ):
-                boxes, scores, labels, is_finite = seen
+                boxes, scores, labels, is_finite = detection
                 results[number] = (
                     {"objects": objects(boxes, scores, labels, options.labels, self._kind.frame(image), least)}
                     if is_finite
@@ -142,8 +142,8 @@ class Detector:
         own = self._kind.thresholds
         for name in _THRESHOLDS:
             if name in options.parameters and name not in own:
-                known = " and ".join(own)
-                raise InvalidInput(f"{name}: the model has {known}", reason="unknown_option", param=name)
+                listed = " and ".join(own)
+                raise InvalidInput(f"{name}: the model has {listed}", reason="unknown_option", param=name)
         if options.threshold is not None:
             return options.threshold
         return max(float(options.parameters.get(name, default)) for name, default in own.items())
@@ -176,8 +176,8 @@ def _miscounted(images: int) -> InvalidInput | None:
 
 
 def _kind(folder: Path, entry: ModelEntry) -> type[GroundingDino] | type[Owlv2]:
-    found = str(read_json(folder / "config.json").get("model_type"))
-    if found not in _KINDS:
-        known = ", ".join(_KINDS)
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: model_type is {found}, a detector is one of {known}")
-    return _KINDS[found]
+    model_type = str(read_json(folder / "config.json").get("model_type"))
+    if model_type not in _KINDS:
+        listed = ", ".join(_KINDS)
+        raise load_failed("INCOMPATIBLE", f"{entry.id}: model_type is {model_type}, a detector is one of {listed}")
+    return _KINDS[model_type]

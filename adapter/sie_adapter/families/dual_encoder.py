@@ -35,7 +35,7 @@ from sie_adapter.loading.tokenizer import fitted, load_tokenizer, with_normalize
 from sie_adapter.packed.backbone import Backbone
 from sie_adapter.packed.images import Tower, processor_of
 from sie_adapter.packed.linear import block_linears
-from sie_adapter.packed.packing import Files, Int64, Items, Packed, Shown, expanded
+from sie_adapter.packed.packing import BatchFiles, Int64, Items, PackedBatch, Shown, expanded
 from sie_contracts.errors import InvalidInput
 from sie_contracts.media.images import Normalisation, Recipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry
@@ -48,12 +48,12 @@ _ARGMAX_EOS = 2  # configurations of that end token are read at the largest id i
 
 
 @dataclass
-class _Pass(Packed):
+class _DualPass(PackedBatch):
     """Rows of texts and rows of images or sounds: each is one state. `texts` are the rows of token ids, packed, which
     come first; `files` those of each row behind them.
     """
 
-    texts: Packed | None = None
+    texts: PackedBatch | None = None
     files: Sequence[Sequence[Any]] = ()
 
 
@@ -67,11 +67,11 @@ class TextTower(Protocol):
     filler: int
     width: int
 
-    def text(self, hidden: Tensor, packed: Packed) -> Tensor:
+    def text(self, hidden: Tensor, packed: PackedBatch) -> Tensor:
         """The vector of each sequence, float32 [sequences, width], from its states [tokens, hidden width]."""
 
 
-class _Towers(TextTower, Protocol):
+class _ImageTextTowers(TextTower, Protocol):
     """What differs between those of images."""
 
     def image(self, pixels: Tensor) -> Tensor:
@@ -90,11 +90,11 @@ class _Clip:
         self._eos = model.config.text_config.eos_token_id
         self.width: int = model.config.projection_dim
 
-    def text(self, hidden: Tensor, packed: Packed) -> Tensor:
+    def text(self, hidden: Tensor, packed: PackedBatch) -> Tensor:
         ends = to_device(self._ends(packed), hidden.device)
         return self._of_text(hidden[ends].float())
 
-    def _ends(self, packed: Packed) -> Int64:
+    def _ends(self, packed: PackedBatch) -> Int64:
         """The place that each sequence is read at, [sequences]: its first end token; its first token without one."""
         starts = packed.bounds[: len(packed.order)].astype(np.int64)
         lengths = packed.lengths[: len(packed.order)]
@@ -125,7 +125,7 @@ class _Siglip:
         self.filler: int = config.pad_token_id
         self.width: int = config.projection_size
 
-    def text(self, hidden: Tensor, packed: Packed) -> Tensor:
+    def text(self, hidden: Tensor, packed: PackedBatch) -> Tensor:
         last = packed.bounds[1 : len(packed.order) + 1].astype(np.int64) - 1
         return self._head(hidden[to_device(last, hidden.device)].float())
 
@@ -150,12 +150,12 @@ class VectorHead:
                 "pooling: a dual encoder has one way to read a text", reason="unknown_option", param="pooling"
             )
         packed = states.packed
-        vectors = states.hidden if isinstance(packed, _Pass) else self._towers.text(states.hidden, packed)
+        vectors = states.hidden if isinstance(packed, _DualPass) else self._towers.text(states.hidden, packed)
         vectors = vectors[to_device(sequences, vectors.device)]
         return Reduced(vectors.unbind(0), torch.isfinite(vectors).all(1))
 
 
-class _Embeddings(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
+class _TextEmbeddings(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
     """Those of a text tower without its bound on the tokens of a pass: packed texts are longer together than one may
     be.
     """
@@ -168,8 +168,8 @@ class _Embeddings(nn.Module):  # type: ignore[misc]  # torch is not followed by 
         """[.., tokens, width]"""
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[-1], device=input_ids.device)[None]
-        found: Tensor = self.token_embedding(input_ids) + self.position_embedding(position_ids)
-        return found
+        embeddings: Tensor = self.token_embedding(input_ids) + self.position_embedding(position_ids)
+        return embeddings
 
 
 class TwoTowers(PackedModel, ABC):
@@ -188,40 +188,40 @@ class TwoTowers(PackedModel, ABC):
         """Texts filled up to the length that the model was trained with."""
         if not self._towers.filled:
             return batch
-        wanted = np.where(batch.lengths > 0, self._towers.filled, 0)
-        return expanded(batch, wanted, self._towers.filler, attended=True)
+        lengths = np.where(batch.lengths > 0, self._towers.filled, 0)
+        return expanded(batch, lengths, self._towers.filler, attended=True)
 
-    def pack(self, batch: Items, chosen: Int64) -> Packed:
+    def pack(self, batch: Items, chosen: Int64) -> PackedBatch:
         """The chosen rows of texts, packed, then those of images."""
         files = self._files(batch)
-        seen = np.zeros(len(chosen), bool) if files is None else np.isin(chosen, files.rows)
-        texts = self.backbone.pack(batch, chosen[~seen]) if not seen.all() else None
-        order = np.concatenate([texts.order if texts is not None else np.zeros(0, np.int64), chosen[seen]])
+        has_file = np.zeros(len(chosen), bool) if files is None else np.isin(chosen, files.rows)
+        texts = self.backbone.pack(batch, chosen[~has_file]) if not has_file.all() else None
+        order = np.concatenate([texts.order if texts is not None else np.zeros(0, np.int64), chosen[has_file]])
         rows = len(order)
-        return _Pass(
+        return _DualPass(
             ids=np.zeros(rows, np.int64),
             positions=np.zeros(rows, np.int64),
             bounds=np.arange(rows + 1, dtype=np.int32),
             groups=np.array([[0, rows, 1, 1]], np.int64),
             order=order,
             texts=texts,
-            files=files.of(chosen[seen]) if files is not None else (),
+            files=files.for_items(chosen[has_file]) if files is not None else (),
         )
 
-    def forward(self, packed: Packed) -> Tensor:
+    def forward(self, packed: PackedBatch) -> Tensor:
         """The vector of each row, float32 [rows, width]. Under inference mode only."""
-        assert isinstance(packed, _Pass)
-        found = []
+        assert isinstance(packed, _DualPass)
+        vectors = []
         if packed.texts is not None:
-            found.append(self._towers.text(self.backbone.forward(packed.texts), packed.texts))
+            vectors.append(self._towers.text(self.backbone.forward(packed.texts), packed.texts))
             packed.filled(packed.texts.padding)
         if packed.files:
-            found.append(self._of_files(packed.files))
-        return torch.cat(found)
+            vectors.append(self._of_files(packed.files))
+        return torch.cat(vectors)
 
     @staticmethod
     @abstractmethod
-    def _files(batch: Items) -> Files[Any] | None:
+    def _files(batch: Items) -> BatchFiles[Any] | None:
         """What rows have in the place of ids."""
 
     @abstractmethod
@@ -261,12 +261,12 @@ class DualEncoder(TwoTowers):
             else:
                 model = load_model(AutoModel, folder, load, compute)
             self.memory_bytes = bytes_of(model)
-            towers: _Towers = _TOWERS[kind](model)
+            towers: _ImageTextTowers = _TOWERS[kind](model)
             self._towers = towers
             if compute.device.type == "cpu":
                 block_linears(model.vision_model)
             self._check_positions(entry, model.config.text_config.max_position_embeddings)
-            model.text_model.embeddings = _Embeddings(model.text_model.embeddings)
+            model.text_model.embeddings = _TextEmbeddings(model.text_model.embeddings)
             self._run_on(Backbone(model.text_model, compute, entry.max_tokens), model.text_model, compute)
         self.width = self._towers.width
         self._check_width(entry, "dense", self.width)
@@ -280,7 +280,7 @@ class DualEncoder(TwoTowers):
         self._tower = Tower(towers.image, normalisation, compute)
 
     @staticmethod
-    def _files(batch: Items) -> Files[Any] | None:
+    def _files(batch: Items) -> BatchFiles[Any] | None:
         return batch.images
 
     def _of_files(self, rows: Sequence[Sequence[Shown]]) -> Tensor:
@@ -290,7 +290,7 @@ class DualEncoder(TwoTowers):
             return vectors
         unit = F.normalize(vectors, dim=1).split(counts)
         return torch.stack(
-            [own[0] if len(own) == 1 else each.mean(0) for own, each in zip(vectors.split(counts), unit, strict=True)]
+            [own[0] if len(own) == 1 else rows.mean(0) for own, rows in zip(vectors.split(counts), unit, strict=True)]
         )
 
 
@@ -333,8 +333,8 @@ def _tokenizer(folder: Path, load: LoadOptions) -> Tokenizer:
 def _model_type(folder: Path, entry: ModelEntry) -> str:
     if open_clip.is_open_clip(folder):
         return "siglip"
-    found = str(read_json(folder / "config.json").get("model_type"))
-    if found not in _TOWERS:
-        known = ", ".join(_TOWERS)
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: model_type is {found}, a dual-encoder is one of {known}")
-    return found
+    model_type = str(read_json(folder / "config.json").get("model_type"))
+    if model_type not in _TOWERS:
+        listed = ", ".join(_TOWERS)
+        raise load_failed("INCOMPATIBLE", f"{entry.id}: model_type is {model_type}, a dual-encoder is one of {listed}")
+    return model_type

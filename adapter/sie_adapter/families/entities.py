@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sie_adapter.engine.answers import Answer, Answers
+from sie_adapter.engine.item_results import ItemResult, ItemResults
 from sie_adapter.heads import Row
 from sie_contracts.wire.ipc import Group, RunBatch
 
@@ -19,7 +19,7 @@ _BEGINS = {"B-": True, "S-": True, "U-": True, "I-": False, "E-": False, "L-": F
 
 def entities(
     message: RunBatch, group: Group, logits: Sequence[Row], places: list[int], names: Sequence[str]
-) -> Answers:
+) -> ItemResults:
     """The entities of each text, in order of place, from float32 logits [tokens, labels] of the rows `places`.
 
     Neighbours of one kind are one entity unless the tag of the next begins another; its score is the mean of its
@@ -28,7 +28,7 @@ def entities(
     """
     ends = np.cumsum(np.frombuffer(message.lengths, "<i4"))
     offsets = np.frombuffer(message.offsets, "<i4").reshape(-1, 2)
-    found: Answers = []
+    results: ItemResults = []
     best = torch.softmax(torch.cat(list(logits)), 1).max(1)
     numbers, scores = best.indices.tolist(), best.values.tolist()
     stops = np.cumsum([len(row) for row in logits]).tolist()
@@ -37,8 +37,8 @@ def entities(
         spans = offsets[ends[place] - len(row) : ends[place]]
         merged = _merge(message.texts[place], spans.tolist(), [names[number] for number in numbers[here]], scores[here])
         least = group.options.threshold or 0.0
-        found.append(Answer(data={"entities": [entity for entity in merged if entity["score"] >= least]}))
-    return found
+        results.append(ItemResult(data={"entities": [entity for entity in merged if entity["score"] >= least]}))
+    return results
 
 
 def _merge(text: str, spans: list[list[int]], kinds: list[str], scores: list[float]) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from sie_adapter.loading.tokenizer import fault
-from sie_adapter.memory.failure import is_device_fatal, is_out_of_memory
+from sie_adapter.memory.device_errors import is_device_fatal, is_out_of_memory
 from sie_contracts.errors import InferenceFailed, InvalidInput, SIEError
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed

@@ -37,6 +37,7 @@ from sie_adapter.families.extraction import (
     windows,
 )
 from sie_adapter.families.gliner_folder import empty_gliner, load_gliner
+from sie_adapter.loading.extraction_folders import TOKENS_PER_WORD
 from sie_adapter.loading.tokenizer import bare_tokenizer, fault
 from sie_contracts.errors import InferenceFailed, SIEError
 from sie_contracts.models.entries import LoadOptions, ModelEntry
@@ -46,7 +47,6 @@ from sie_contracts.wire.ipc import Rows
 # padded, labels included: the states of all spans of a pass take some 0.2 MB a word at 512 wide
 _TOKENS_PER_PASS = {"cpu": 2048}
 _TOKENS_PER_PASS_ELSEWHERE = 8192
-_TOKENS_PER_WORD = 4  # of the longest window of an encoder that has no limit of its own
 _CHARACTERS_PER_TOKEN = 16  # a longer word is cut for the model, which reads its first token
 _WORDS_PER_COUNT = 8192
 _MIN_ROOM = 8  # labels leave at least this part of a window to the text
@@ -149,7 +149,7 @@ class GlinerModel(Extractor[_Made]):
         self._counter = bare
         self._max_words: int = self._gliner.config.max_len
         self.max_tokens = bound_length(
-            self._processor.transformer_tokenizer, encoder, _TOKENS_PER_WORD * self._max_words
+            self._processor.transformer_tokenizer, encoder, TOKENS_PER_WORD * self._max_words
         )
         self.vocabulary: int = encoder.get_input_embeddings().num_embeddings
         self.memory_bytes = bytes_of(self._gliner.model)

@@ -27,7 +27,7 @@ from transformers import AutoModelForZeroShotObjectDetection
 from transformers.modeling_outputs import BackboneOutput
 
 from sie_adapter.engine.device import Compute, to_device
-from sie_adapter.families.boxes import Frame, Sight
+from sie_adapter.families.boxes import ImageFrame, Sight
 from sie_adapter.families.extraction import bytes_of, labels_refused
 from sie_adapter.loading.checkpoint import empty_model, load_model
 from sie_adapter.loading.tokenizer import fault, fitted, load_tokenizer
@@ -47,14 +47,14 @@ _PLACES_PER_TOKEN = 4  # places of the narrow encoder that cost as much as a tok
 
 
 @dataclass(frozen=True)
-class _Prompt:
+class _LabelPrompt:
     """`ids`: [1, tokens]; `tokens`: the places of those of each label."""
 
     ids: Tensor
     tokens: Sequence[Tensor]
 
 
-class _Backbone(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
+class _CachedBackbone(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
     """In the place of the model's own, which reads images alone: the model gets maps that were made before, of the pass
     that this thread runs.
     """
@@ -102,7 +102,7 @@ class GroundingDino:
         model: Any = load_model(AutoModelForZeroShotObjectDetection, folder, load, compute, changes=_CHANGES)
         self._model, config = model, model.config
         encoder = model.model.backbone.conv_encoder
-        encoder.model = self._backbone = _Backbone(encoder.model)
+        encoder.model = self._backbone = _CachedBackbone(encoder.model)
         self._outputs = compute.outputs.of_tower()
         self.memory_bytes, self.attention = bytes_of(model), f"{config._attn_implementation} padded"
         self.vocabulary: int = model.model.text_backbone.get_input_embeddings().num_embeddings
@@ -121,28 +121,30 @@ class GroundingDino:
             for values in (normalisation.mean, normalisation.std)
         )
 
-    def prompt(self, labels: Sequence[str]) -> _Prompt:
+    def prompt(self, labels: Sequence[str]) -> _LabelPrompt:
         """Raises InvalidInput, reason labels."""
         cleaned = [" ".join(label.lower().translate(_SPACES).split()) for label in labels]
         if not cleaned:
             raise labels_refused("expected at least one")
         if not all(cleaned):
             raise labels_refused("one of them has nothing beside full stops and question marks")
-        found = self.tokenizer.encode(". ".join(cleaned) + ".")
-        if len(found.ids) > self._limit:
-            raise labels_refused(f"they take {len(found.ids)} tokens, the model takes {self._limit}")
-        ids = np.array(found.ids, np.int64)
+        encoding = self.tokenizer.encode(". ".join(cleaned) + ".")
+        if len(encoding.ids) > self._limit:
+            raise labels_refused(f"they take {len(encoding.ids)} tokens, the model takes {self._limit}")
+        ids = np.array(encoding.ids, np.int64)
         lengths = np.array([len(label) for label in cleaned])
         starts = np.cumsum(lengths + 2) - lengths - 2
-        places = np.array([start for start, _ in found.offsets])
+        places = np.array([start for start, _ in encoding.offsets])
         owners = np.searchsorted(starts, places, side="right") - 1
-        is_label = (places < (starts + lengths)[owners]) & (np.array(found.special_tokens_mask) == 0)
+        is_label = (places < (starts + lengths)[owners]) & (np.array(encoding.special_tokens_mask) == 0)
         if np.isin(ids[is_label], list(_DELIMITERS.values())).any():
             raise labels_refused("one of them holds a token that the model reserves")
         tokens = [np.flatnonzero(is_label & (owners == number)) for number in range(len(cleaned))]
         if not all(map(len, tokens)):
             raise labels_refused("one of them has no token")
-        return _Prompt(to_device(ids[None], self._device), [to_device(each, self._device) for each in tokens])
+        return _LabelPrompt(
+            to_device(ids[None], self._device), [to_device(numbers, self._device) for numbers in tokens]
+        )
 
     def misfit(self, image: Shown) -> InvalidInput | None:
         """A strip has fewer places than the model chooses candidates from."""
@@ -156,37 +158,37 @@ class GroundingDino:
             reason="invalid_media",
         )
 
-    def look(self, images: Sequence[Shown], prompt: _Prompt) -> Sight:
+    def detect(self, images: Sequence[Shown], prompt: _LabelPrompt) -> Sight:
         """At images whose pixels have one size. Under inference mode only."""
-        maps = [torch.stack(each) for each in zip(*self._outputs.of(images, self._read), strict=True)]
+        maps = [torch.stack(level) for level in zip(*self._outputs.for_images(images, self._read), strict=True)]
         ids = prompt.ids.expand(len(images), -1)
         height, width, _ = images[0].pixels.shape
         with self._backbone.giving(maps):
-            found = self._model(
+            output = self._model(
                 pixel_values=maps[0].new_empty(1).expand(len(images), 3, height, width),
                 input_ids=ids,
                 token_type_ids=torch.zeros_like(ids),
                 attention_mask=torch.ones_like(ids),
             )
-        probabilities = found.logits.float().sigmoid()
+        probabilities = output.logits.float().sigmoid()
         scores = torch.stack([probabilities[..., places].amax(-1) for places in prompt.tokens], -1)
-        return Sight(found.pred_boxes.float(), scores)
+        return Sight(output.pred_boxes.float(), scores)
 
     def _read(self, images: Sequence[Shown]) -> list[Output]:
         """The maps of features of each image, [width, rows, columns] each."""
         levels = to_device(np.stack([image.pixels for image in images]), self._device).permute(0, 3, 1, 2).float()
-        found = self._backbone.own((levels * self._rescale - self._mean) / self._std, return_dict=True)
-        return list(zip(*found.feature_maps, strict=True))
+        output = self._backbone.own((levels * self._rescale - self._mean) / self._std, return_dict=True)
+        return list(zip(*output.feature_maps, strict=True))
 
-    def frame(self, image: Shown) -> Frame:
-        return Frame(image.width, image.height, image.width, image.height)
+    def frame(self, image: Shown) -> ImageFrame:
+        return ImageFrame(image.width, image.height, image.width, image.height)
 
 
 def _foreign(tokenizer: Tokenizer) -> str:
     """Why the tokenizer cannot be that of the model, empty if nothing shows it."""
     wrong = [token for token, number in _DELIMITERS.items() if tokenizer.token_to_id(token) != number]
-    told = ", ".join(f"{token} {_DELIMITERS[token]}" for token in wrong)
-    return f"its tokenizer has other ids for what separates labels, the model knows {told}" if wrong else ""
+    listed = ", ".join(f"{token} {_DELIMITERS[token]}" for token in wrong)
+    return f"its tokenizer has other ids for what separates labels, the model knows {listed}" if wrong else ""
 
 
 def _strides(entry: ModelEntry, config: Any) -> list[int]:
@@ -194,8 +196,8 @@ def _strides(entry: ModelEntry, config: Any) -> list[int]:
     backbone = config.backbone_config
     if backbone.model_type != "swin":
         raise load_failed("INCOMPATIBLE", f"{entry.id}: its backbone is {backbone.model_type}, expected swin")
-    found = [backbone.patch_size << (stage - 1) for stage in backbone.out_indices]
-    return [*found, *(found[-1] << more + 1 for more in range(config.num_feature_levels - len(found)))]
+    strides = [backbone.patch_size << (stage - 1) for stage in backbone.out_indices]
+    return [*strides, *(strides[-1] << more + 1 for more in range(config.num_feature_levels - len(strides)))]
 
 
 def _places(height: int, width: int, strides: Sequence[int]) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForZeroShotObjectDetection
 
 from sie_adapter.engine.device import Compute, to_device
-from sie_adapter.families.boxes import Float32, Frame, Sight
+from sie_adapter.families.boxes import Float32, ImageFrame, Sight
 from sie_adapter.families.extraction import bytes_of, labels_refused
 from sie_adapter.loading.checkpoint import empty_model, load_model
 from sie_adapter.loading.tokenizer import fault, fitted, load_tokenizer
@@ -77,8 +77,8 @@ class Owlv2:
         self.max_tokens: int = text.max_position_embeddings
         self.tokenizer, _ = fitted(load_tokenizer(folder, load), self.vocabulary)
         self._words = _cutting(self.tokenizer, min(entry.max_tokens, self.max_tokens))
-        self._known: OrderedDict[str, Tensor] = OrderedDict()
-        self._knowing = threading.Lock()
+        self._cached: OrderedDict[str, Tensor] = OrderedDict()
+        self._caching = threading.Lock()
         patches = (self._side // vision.patch_size) ** 2
         self.recipe = Recipe("fit", longest=_OVERSAMPLED * self._side, multiple=1, resample="bicubic", tokens=patches)
 
@@ -88,34 +88,34 @@ class Owlv2:
         """
         if not labels:
             raise labels_refused("expected at least one")
-        with self._knowing:
-            known = {label: self._known[label] for label in labels if label in self._known}
-        lacking = list(dict.fromkeys(label for label in labels if label not in known))
+        with self._caching:
+            cached = {label: self._cached[label] for label in labels if label in self._cached}
+        lacking = list(dict.fromkeys(label for label in labels if label not in cached))
         for start in range(0, len(lacking), _LABELS_PER_PASS):
             some = lacking[start : start + _LABELS_PER_PASS]
-            known.update(zip(some, self._vectors(some).unbind(), strict=True))
-        with self._knowing:
+            cached.update(zip(some, self._vectors(some).unbind(), strict=True))
+        with self._caching:
             for label in labels:
-                self._known[label] = known[label]
-                self._known.move_to_end(label)
-            while len(self._known) > _KEPT_LABELS:
-                self._known.popitem(last=False)
-        return torch.stack([known[label] for label in labels])
+                self._cached[label] = cached[label]
+                self._cached.move_to_end(label)
+            while len(self._cached) > _KEPT_LABELS:
+                self._cached.popitem(last=False)
+        return torch.stack([cached[label] for label in labels])
 
     def _vectors(self, labels: Sequence[str]) -> Tensor:
         """[labels, width]. Each is read at its end token, which a label that is cut keeps."""
-        found = self._words.encode_batch(list(labels))
-        ids = to_device(np.array([each.ids for each in found], np.int64), self._device)
-        mask = to_device(np.array([each.attention_mask for each in found], np.int64), self._device)
+        encodings = self._words.encode_batch(list(labels))
+        ids = to_device(np.array([encoding.ids for encoding in encodings], np.int64), self._device)
+        mask = to_device(np.array([encoding.attention_mask for encoding in encodings], np.int64), self._device)
         vectors = self._model.owlv2.get_text_features(input_ids=ids, attention_mask=mask).pooler_output.float()
         return F.normalize(vectors, dim=-1).clone()
 
     def misfit(self, image: Shown) -> InvalidInput | None:
         return None
 
-    def look(self, images: Sequence[Shown], prompt: Tensor) -> Sight:
+    def detect(self, images: Sequence[Shown], prompt: Tensor) -> Sight:
         """Under inference mode only."""
-        grid = torch.stack([own for (own,) in self._outputs.of(images, self._read)])
+        grid = torch.stack([own for (own,) in self._outputs.for_images(images, self._read)])
         patches = grid.flatten(1, 2).float()
         logits, _ = self._model.class_predictor(patches, prompt.expand(len(images), -1, -1))
         return Sight(self._model.box_predictor(patches, grid), logits.sigmoid())
@@ -124,7 +124,7 @@ class Owlv2:
         """The patches of each image, [rows, columns, width]."""
         squares = torch.stack([self._square(image) for image in images])
         grid, _ = self._model.image_embedder(((squares - self._mean) / self._std).to(self._dtype))
-        return [(each,) for each in grid]
+        return [(row,) for row in grid]
 
     def _square(self, image: Shown) -> Tensor:
         """The image as the model's image processor scales it, float32 [3, side, side], not normalised yet. What it pads
@@ -136,12 +136,12 @@ class Owlv2:
         levels = to_device(image.pixels.copy(), self._device).permute(2, 0, 1).float() * self._rescale
         return down @ levels @ across.T
 
-    def frame(self, image: Shown) -> Frame:
+    def frame(self, image: Shown) -> ImageFrame:
         longer = max(image.width, image.height)
-        return Frame(image.width, image.height, longer, longer)
+        return ImageFrame(image.width, image.height, longer, longer)
 
 
-def _sampling(side: int, given: int, submitted: int) -> Float32:
+def _sampling(side: int, size: int, submitted: int) -> Float32:
     """What `side` pixels in a row are made of: parts of `given` pixels, float32 [side, given].
 
     They are blurred as is right for scaling `submitted` pixels down to `side`, then read by linear interpolation;
@@ -149,20 +149,20 @@ def _sampling(side: int, given: int, submitted: int) -> Float32:
 
     Source: transformers, Owlv2ImageProcessorPil.resize (scipy's gaussian_filter and zoom).
     """
-    deviation = max(0.0, (submitted / side - 1) / 2) * given / submitted
+    deviation = max(0.0, (submitted / side - 1) / 2) * size / submitted
     radius = int(_TRUNCATED_AT * deviation + 0.5)
     blur = np.exp(-0.5 * (np.arange(-radius, radius + 1) / max(deviation, 1e-12)) ** 2)
     blur /= blur.sum()
-    places = (np.arange(side) + 0.5) * (given / side) - 0.5
+    places = (np.arange(side) + 0.5) * (size / side) - 0.5
     first = np.floor(places)
     behind = (places - first)[:, None]
     parts = np.pad(blur, (0, 1)) * (1 - behind) + np.pad(blur, (1, 0)) * behind
     read = first[:, None].astype(np.int64) + np.arange(-radius, radius + 2)
-    last = given - 1  # d c b | a b c d | c b a
+    last = size - 1  # d c b | a b c d | c b a
     read = last - np.abs(last - read % (2 * last)) if last else np.zeros_like(read)
-    found = np.zeros((side, given))
-    np.add.at(found, (np.arange(side)[:, None], read), parts)
-    return found.astype(np.float32)
+    matrix = np.zeros((side, size))
+    np.add.at(matrix, (np.arange(side)[:, None], read), parts)
+    return matrix.astype(np.float32)
 
 
 def _cutting(tokenizer: Any, limit: int) -> Any:

@@ -13,14 +13,14 @@ import numpy as np
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from sie_adapter.engine import answers
-from sie_adapter.engine.answers import Answers
+from sie_adapter.engine import item_results
 from sie_adapter.engine.device import Compute
+from sie_adapter.engine.item_results import ItemResults
 from sie_adapter.heads import Head, Row
-from sie_adapter.loading.tokenizer import Needs, fault, fitted
+from sie_adapter.loading.tokenizer import TokenNeeds, fault, fitted
 from sie_adapter.packed.backbone import Backbone
-from sie_adapter.packed.lora import Loras
-from sie_adapter.packed.packing import Int64, Items, Packed
+from sie_adapter.packed.lora import ModelLoras
+from sie_adapter.packed.packing import Int64, Items, PackedBatch
 from sie_contracts.models import families
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.load_errors import load_failed
@@ -43,10 +43,10 @@ class PackedModel:
 
     heads: dict[str, Head]
     rows: dict[str, Rows]
-    needs = Needs()
+    needs = TokenNeeds()
     width: int
     memory_bytes: int
-    per_row = False  # as `answers.side_scores` takes it
+    per_row = False  # as `item_results.side_scores` takes it
 
     def __init__(self, entry: ModelEntry, compute: Compute) -> None:
         self.max_tokens = entry.max_tokens
@@ -58,16 +58,18 @@ class PackedModel:
         self.vocabulary, self.attention, self.engine_choice = backbone.vocabulary, backbone.attention, backbone.engine
         self.loras = self._loras(model, compute)
 
-    def _loras(self, model: Any, compute: Compute) -> Loras:
+    def _loras(self, model: Any, compute: Compute) -> ModelLoras:
         """Those that requests may name."""
-        return Loras(lambda: model, compute, self.backbone.sampled)
+        return ModelLoras(lambda: model, compute, self.backbone.sampled)
 
     @staticmethod
     def _check_width(entry: ModelEntry, output: str, width: int) -> None:
         """Raises ModelLoadFailed INCOMPATIBLE unless the entry says so too."""
         if entry.outputs.get(output) != width:
-            found = entry.outputs.get(output)
-            raise load_failed("INCOMPATIBLE", f"{entry.id}: outputs.{output} is {found}, the model's is {width} wide")
+            declared = entry.outputs.get(output)
+            raise load_failed(
+                "INCOMPATIBLE", f"{entry.id}: outputs.{output} is {declared}, the model's is {width} wide"
+            )
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
         """The batch as it goes to the device. `queries`: bool [items]."""
@@ -77,11 +79,11 @@ class PackedModel:
         """The row of what needs no forward pass; None for all else."""
         return None
 
-    def pack(self, batch: Items, chosen: Int64) -> Packed:
+    def pack(self, batch: Items, chosen: Int64) -> PackedBatch:
         """Lay out the chosen items with this architecture's positions."""
         return self.backbone.pack(batch, chosen)
 
-    def forward(self, packed: Packed) -> Tensor:
+    def forward(self, packed: PackedBatch) -> Tensor:
         """Hidden states of the last layer, [tokens, width], in the precision of the weights, packed order. Under
         inference mode only.
         """
@@ -100,13 +102,13 @@ class PackedModel:
         query: Mapping[str, Row],
         rows: Mapping[str, Sequence[Row]],
         places: list[int],
-    ) -> Answers:
+    ) -> ItemResults:
         """One answer per input of `group`. `query`: rows of the query that documents are scored against, by head;
         `rows`: those of the inputs; `places`: their numbers in the batch.
         """
         if message.operation == "score":
-            return answers.side_scores(group.options, query, rows, per_row=self.per_row)
-        return answers.vectors(group.options, rows)
+            return item_results.side_scores(group.options, query, rows, per_row=self.per_row)
+        return item_results.vectors(group.options, rows)
 
 
 def samples_of(family: str, compute: Compute) -> int:
@@ -118,4 +120,4 @@ def fault_of_tokenizer(tokenizer: Tokenizer, table: int) -> str:
     """What a load would refuse of the tokenizer of a model that reads images, whose text model has embeddings for
     `table` ids; empty if nothing.
     """
-    return fault(fitted(tokenizer, table)[0], table, Needs())
+    return fault(fitted(tokenizer, table)[0], table, TokenNeeds())

@@ -88,8 +88,8 @@ class Qwen3Reranker(_Qwen3):
 
     def _output_rows(self, folder: Path, ids: list[int]) -> Tensor:
         """The rows of the output layer for these ids, float32; those of the input embeddings if both are one."""
-        if found := _stored_rows(folder, LANGUAGE_HEAD, ids):
-            return torch.stack(found)
+        if stored := _stored_rows(folder, LANGUAGE_HEAD, ids):
+            return torch.stack(stored)
         config: Any = self.model.config
         if not (config.tie_word_embeddings or config.text_config.tie_word_embeddings):
             raise load_failed("INCOMPATIBLE", f"{self._id}: the weights have no {LANGUAGE_HEAD}")

@@ -23,7 +23,7 @@ from sie_adapter.heads.multivector import MultivectorHead
 from sie_adapter.loading import checkpoint
 from sie_adapter.loading.checkpoint import empty_model, load_model
 from sie_adapter.packed.images import GridTower, Patches
-from sie_adapter.packed.packing import Features, Int64, Packed, Shown
+from sie_adapter.packed.packing import Int64, PackedBatch, PlacedFeatures, Shown
 from sie_contracts.errors import InternalFailure
 from sie_contracts.media.images import ImageTokens, Normalisation, Recipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry
@@ -60,12 +60,12 @@ class QwenVL:
         self.adapted: nn.Module = self.language
         self.towers = (self._visual,)
         self._token: int = self.model.config.image_token_id
-        self._patches = Patches.of(self.model.config.vision_config)
+        self._patches = Patches.from_config(self.model.config.vision_config)
         self._tower = GridTower(self._features, self._patches, normalisation, compute)
 
     def _features(self, patches: Tensor, grids: Tensor) -> tuple[Tensor, ...]:
-        found = self._visual(patches, grid_thw=grids)
-        return (found.pooler_output, *(getattr(found, "deepstack_features", None) or ()))
+        output = self._visual(patches, grid_thw=grids)
+        return (output.pooler_output, *(getattr(output, "deepstack_features", None) or ()))
 
     def priced(self, recipe: Recipe) -> Recipe:
         unit = self._patches.edge * self._patches.merged
@@ -77,10 +77,10 @@ class QwenVL:
             )
         return msgspec.structs.replace(recipe, block_tokens=_BLOCK_TOKENS)
 
-    def see(self, packed: Packed, images: Sequence[Sequence[Shown]]) -> None:
+    def see(self, packed: PackedBatch, images: Sequence[Sequence[Shown]]) -> None:
         packed.axes = axes_of(packed, self._token, [[self._tower.grid(image) for image in row] for row in images])
         values, *deeper = self._tower.forward([image for row in images for image in row])
-        packed.features = Features(self._token, values, tuple(deeper))
+        packed.features = PlacedFeatures(self._token, values, tuple(deeper))
 
 
 class ColQwen(QwenVL):
@@ -125,11 +125,11 @@ class _Projected(nn.Module):  # type: ignore[misc]  # torch is not followed by t
 
     def forward(self, states: Tensor) -> Tensor:
         """float32 [.., width] -> [.., width of a token vector]"""
-        found: Tensor = self.custom_text_proj(states)
-        return found
+        vectors: Tensor = self.custom_text_proj(states)
+        return vectors
 
 
-def axes_of(packed: Packed, token: int, grids: Sequence[Sequence[tuple[int, int]]]) -> Int64:
+def axes_of(packed: PackedBatch, token: int, grids: Sequence[Sequence[tuple[int, int]]]) -> Int64:
     """The positions of each token in time, height and width, [3, tokens]. `grids`: rows and columns of blocks of the
     images of each sequence, in packed order.
 

@@ -28,7 +28,7 @@ from sie_adapter.loading.tokenizer import fitted, load_tokenizer
 from sie_adapter.packed.backbone import Backbone
 from sie_adapter.packed.images import PROCESSOR, passes, per_pass, read_processor
 from sie_adapter.packed.linear import block_linears
-from sie_adapter.packed.packing import Files, Heard, Items, Packed
+from sie_adapter.packed.packing import BatchFiles, Heard, Items, PackedBatch
 from sie_contracts.media.sounds import SoundRecipe, UnknownExtractor, from_extractor
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
@@ -67,7 +67,7 @@ class _Clap:
         encoder.batch_norm = _Float32(encoder.batch_norm, compute.dtype)
         self.width: int = model.config.projection_dim
 
-    def text(self, hidden: Tensor, packed: Packed) -> Tensor:
+    def text(self, hidden: Tensor, packed: PackedBatch) -> Tensor:
         """The vector of each sequence, float32 [sequences, width], from its states [tokens, hidden width]."""
         first = packed.bounds[: len(packed.order)].astype(np.int64)
         states = hidden[to_device(first, hidden.device)].float()
@@ -82,8 +82,8 @@ class _Clap:
         more = {}
         if self._fused:
             more["is_longer"] = torch.ones(len(features), 1, dtype=torch.bool, device=features.device)
-        found: Tensor = self._of_sound(self._sounds(input_features=features, **more).pooler_output.float())
-        return found
+        vectors: Tensor = self._of_sound(self._sounds(input_features=features, **more).pooler_output.float())
+        return vectors
 
 
 def _roberta(source: Any) -> Any:
@@ -110,8 +110,8 @@ class _Float32(nn.Module):  # type: ignore[misc]  # torch is not followed by the
 
     def forward(self, values: Tensor) -> Tensor:
         """[sounds, bins, frames, views]"""
-        found: Tensor = self.layer(values.float())
-        return found.to(self._dtype)
+        output: Tensor = self.layer(values.float())
+        return output.to(self._dtype)
 
 
 class SoundEncoder(TwoTowers):
@@ -153,11 +153,11 @@ class SoundEncoder(TwoTowers):
         self._most = per_pass(compute)
 
     @staticmethod
-    def _files(batch: Items) -> Files[Any] | None:
+    def _files(batch: Items) -> BatchFiles[Any] | None:
         return batch.sounds
 
     def _of_files(self, rows: Sequence[Sequence[Heard]]) -> Tensor:
-        sounds = [each for row in rows for each in row]
+        sounds = [sound for row in rows for sound in row]
         return torch.cat(
             [
                 self._of_sounds(to_device(np.stack(sounds[start:stop]), self._device))
@@ -172,8 +172,8 @@ def _recipe(folder: Path, entry: ModelEntry) -> SoundRecipe:
     """
     raw = read_json(folder / "config.json")
     if raw.get("model_type") != MODEL_TYPE:
-        found = raw.get("model_type")
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: model_type is {found}, a sound-encoder is {MODEL_TYPE}")
+        model_type = raw.get("model_type")
+        raise load_failed("INCOMPATIBLE", f"{entry.id}: model_type is {model_type}, a sound-encoder is {MODEL_TYPE}")
     config = read_processor(folder, "feature_extractor")
     if not config:
         raise load_failed(

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from sie_adapter.engine import engines
-from sie_adapter.engine.answers import Answers
 from sie_adapter.engine.device import Compute, usable_cores
 from sie_adapter.engine.graph import has_windows
+from sie_adapter.engine.item_results import ItemResults
 from sie_adapter.engine.sglang_server import ARCHITECTURES, Launch, SGLang
 from sie_adapter.families.packed_model import PackedModel, samples_of
 from sie_adapter.families.text_model import Builder, class_of, consumed_by
@@ -30,10 +30,10 @@ from sie_adapter.heads.classification import LastTokenHead
 from sie_adapter.heads.pooling import DenseHead
 from sie_adapter.loading.checkpoint import empty_model
 from sie_adapter.loading.modules import read_modules
-from sie_adapter.loading.tokenizer import Needs, fault, fitted, load_tokenizer
+from sie_adapter.loading.tokenizer import TokenNeeds, fault, fitted, load_tokenizer
 from sie_adapter.packed.backbone import Backbone
-from sie_adapter.packed.lora import Loras
-from sie_adapter.packed.packing import Int64, Items, Packed
+from sie_adapter.packed.lora import ModelLoras
+from sie_adapter.packed.packing import Int64, Items, PackedBatch
 from sie_contracts.models import families
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
@@ -56,7 +56,7 @@ class TextEncoder(PackedModel):
         tokenizer = load_tokenizer(modules.folder, entry.load, modules.transformer)
         model: Any = empty_model(class_of(entry, folder), modules.folder, entry.load, consumed_by(entry))
         is_decoder = families.row(entry.family).reads_answer or isinstance(model, GenericForSequenceClassification)
-        needs = Needs.of(entry.family, entry.run.pooling or modules.pooling, is_decoder=is_decoder)
+        needs = TokenNeeds.for_family(entry.family, entry.run.pooling or modules.pooling, is_decoder=is_decoder)
         table = model.get_input_embeddings().num_embeddings
         return fault(fitted(tokenizer, table)[0], table, needs)
 
@@ -92,14 +92,14 @@ class TextEncoder(PackedModel):
                     return Builder(modules, entry, load, compute, tokenizer).backbone
 
                 on_torch = replace(compute, engine=engines.TORCH)
-                self._twin = TorchTwin(again, on_torch, entry.max_tokens, self._take)
+                self._twin = TorchTwin(again, on_torch, entry.max_tokens, self._add_bytes)
             self._run_on(backbone, builder.backbone, compute)
         self.heads = self._parts.heads
         self.rows = self._parts.rows
         self.per_row = self._parts.per_row
         self.tokenizer = builder.tokenizer.to_str().encode()
         is_decoder = any(isinstance(head, LastTokenHead) for head in self.heads.values())
-        self.needs = Needs.of(entry.family, entry.run.pooling or modules.pooling, is_decoder=is_decoder)
+        self.needs = TokenNeeds.for_family(entry.family, entry.run.pooling or modules.pooling, is_decoder=is_decoder)
         self.width = self.backbone.width
         self.memory_bytes = self.backbone.memory_bytes + builder.head_bytes
         self._check_limits(entry)
@@ -107,8 +107,8 @@ class TextEncoder(PackedModel):
     def _beyond_sglang(self, builder: Builder) -> str:
         """As `engines.Facts`."""
         dense = self._parts.heads.get("dense")
-        others = self._parts.heads.keys() - {"dense", TOKEN_STATES}
-        if others or not isinstance(dense, DenseHead) or not dense.is_last_state:
+        extra_heads = self._parts.heads.keys() - {"dense", TOKEN_STATES}
+        if extra_heads or not isinstance(dense, DenseHead) or not dense.is_last_state:
             return "its vectors are not the states of its last token"
         named = getattr(builder.config, "architectures", None) or ["none"]
         return "" if named[0] in ARCHITECTURES else f"its architecture is {named[0]}, not one of {_OF_SGLANG}"
@@ -120,15 +120,15 @@ class TextEncoder(PackedModel):
                 "INCOMPATIBLE", f"{entry.id}: max_tokens is {entry.max_tokens}, the model has {limit} positions"
             )
 
-    def _loras(self, model: Any, compute: Compute) -> Loras:
+    def _loras(self, model: Any, compute: Compute) -> ModelLoras:
         if self._twin is None:
             return super()._loras(model, compute)
-        return Loras(self._twin.model, compute, self._twin.sampled)
+        return ModelLoras(self._twin.model, compute, self._twin.sampled)
 
-    def _take(self, nbytes: int) -> None:
+    def _add_bytes(self, nbytes: int) -> None:
         self.memory_bytes += nbytes
 
-    def forward(self, packed: Packed) -> Tensor:
+    def forward(self, packed: PackedBatch) -> Tensor:
         """Hidden states of the last layer, [tokens, width], in the precision of the weights, packed order."""
         if self._twin is not None and packed.engine == "torch":
             return self._twin.forward(packed)
@@ -137,7 +137,7 @@ class TextEncoder(PackedModel):
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
         """Fill queries of late interaction up with mask tokens. `queries`: bool [items]."""
         filling = self._parts.filling
-        return filling.of(batch, queries) if filling else batch
+        return filling.expand(batch, queries) if filling else batch
 
     def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
         """The row of an inference-free query, which is looked up; None for what needs a forward pass."""
@@ -156,7 +156,7 @@ class TextEncoder(PackedModel):
         query: Mapping[str, Row],
         rows: Mapping[str, Sequence[Row]],
         places: list[int],
-    ) -> Answers:
+    ) -> ItemResults:
         """One answer per input of `group`."""
         if self._parts.finish is not None:
             return self._parts.finish(message, group, rows, places)

@@ -18,7 +18,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import transformers
@@ -26,15 +26,15 @@ from tokenizers import Tokenizer
 from torch import nn
 from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel
 
-from sie_adapter.engine import answers
-from sie_adapter.engine.answers import Answers
+from sie_adapter.engine import item_results
 from sie_adapter.engine.device import Compute
+from sie_adapter.engine.item_results import ItemResults
 from sie_adapter.families.entities import entities
 from sie_adapter.heads import Head
 from sie_adapter.heads.classification import LastTokenHead, SequenceHead, TokenHead
 from sie_adapter.heads.keep import KeepHead
 from sie_adapter.heads.multivector import MultivectorHead
-from sie_adapter.heads.pooling import POOLINGS, DenseHead, Pooling
+from sie_adapter.heads.pooling import DenseHead
 from sie_adapter.heads.sparse import MaskedLanguageHead, TokenTable, TokenWeightHead
 from sie_adapter.heads.tokens import TokenStatesHead
 from sie_adapter.heads.transformers_head import TransformersHead
@@ -44,7 +44,7 @@ from sie_adapter.loading.modules import Modules, output_width
 from sie_adapter.loading.tokenizer import fitted, special_ids
 from sie_adapter.packed.pruning import pruned
 from sie_contracts.models import families
-from sie_contracts.models.entries import LoadOptions, ModelEntry
+from sie_contracts.models.entries import POOLINGS, LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
 from sie_contracts.models.options import TOKEN_STATES
 from sie_contracts.wire.ipc import Group, Rows, RunBatch, Side
@@ -55,16 +55,16 @@ from sie_store.folder_files import read_json
 _logger = logging.getLogger("sie.adapter")
 # answers of the inputs of one work item, from the batch, the item's group, the rows of its heads, and the rows' numbers
 # in the batch
-Finish = Callable[[RunBatch, Group, answers.Rows, list[int]], Answers]
+Finish = Callable[[RunBatch, Group, item_results.Rows, list[int]], ItemResults]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
     """The heads of one model. `rows`: how the inputs of each operation become rows of ids.
 
-    A model that gives vectors has a head for each output, and `per_row` as `answers.side_scores` takes it. Every other
-    model has `finish`, which makes answers of the rows of the heads that `reads` names for an operation: the first
-    where it names none.
+    A model that gives vectors has a head for each output, and `per_row` as `item_results.side_scores` takes it. Any
+    other model has `finish`, which makes results of the rows of the heads that `reads` names for an operation: the
+    first where it names none.
     """
 
     heads: dict[str, Head]
@@ -170,15 +170,13 @@ class Builder:
             self.modules.layers if "multivector" not in self.entry.outputs or "Pooling" in self.modules.kinds else ()
         )
         self._expect_width("dense", output_width((*self.modules.token_layers, *layers), self.config.hidden_size))
-        return DenseHead(
-            cast(Pooling, pooling), _sequence(layers), self.compute.device, _sequence(self.modules.token_layers)
-        )
+        return DenseHead(pooling, _sequence(layers), self.compute.device, _sequence(self.modules.token_layers))
 
     def _expect_width(self, output: str, width: int) -> None:
         if self.entry.outputs[output] != width:
-            said = self.entry.outputs[output]
+            declared = self.entry.outputs[output]
             raise load_failed(
-                "INCOMPATIBLE", f"{self.entry.id}: outputs.{output} is {said}, the model's is {width} wide"
+                "INCOMPATIBLE", f"{self.entry.id}: outputs.{output} is {declared}, the model's is {width} wide"
             )
 
     def _sparse(self) -> Head:
@@ -208,8 +206,8 @@ class Builder:
         else None.
         """
         stored = self.modules.query_weights
-        asked = self.entry.head.query_encoder
-        if asked == "model" or (asked is None and stored is None):
+        requested = self.entry.head.query_encoder
+        if requested == "model" or (requested is None and stored is None):
             return None
         table = torch.zeros(self.backbone.get_input_embeddings().num_embeddings)
         if stored is not None:
@@ -263,23 +261,23 @@ class Builder:
         """The id of a marker, which PyLate writes with the space behind it; -1 for none."""
         if not token:
             return -1
-        known = (name for name in (token, *token.split()[:1]) if self.tokenizer.token_to_id(name) is not None)
-        return self._one_id("marker", next(known, token))
+        candidates = (name for name in (token, *token.split()[:1]) if self.tokenizer.token_to_id(name) is not None)
+        return self._one_id("marker", next(candidates, token))
 
-    def _one_id(self, what: str, token: str) -> int:
+    def _one_id(self, role: str, token: str) -> int:
         number = self.tokenizer.token_to_id(token)
         if number is None:
             raise load_failed(
-                "INCOMPATIBLE", f"{self.entry.id}: the {what} {token!r} is not one token of its vocabulary"
+                "INCOMPATIBLE", f"{self.entry.id}: the {role} {token!r} is not one token of its vocabulary"
             )
         return int(number)
 
     def _known_ids(self, words: Iterable[str]) -> frozenset[int]:
         """The ids of the words that are one token; the unknown token only if it is named."""
         unknown = _special(self.modules.folder, "unk_token")
-        known = {word: self.tokenizer.token_to_id(word) for word in words}
-        outside = None if unknown in known else self.tokenizer.token_to_id(unknown)
-        return frozenset(number for number in known.values() if number is not None and number != outside)
+        ids = {word: self.tokenizer.token_to_id(word) for word in words}
+        outside = None if unknown in ids else self.tokenizer.token_to_id(unknown)
+        return frozenset(number for number in ids.values() if number is not None and number != outside)
 
     # heads over a whole sequence, or over its tokens
 
@@ -297,7 +295,9 @@ class Builder:
         return Parts(
             heads={"score": self._sequence_head(self.head)},
             rows={"score": Rows("pieces" if self.entry.pair else "pair")},
-            finish=lambda message, group, rows, places: answers.class_scores(group.options, rows["score"], activation),
+            finish=lambda message, group, rows, places: item_results.class_scores(
+                group.options, rows["score"], activation
+            ),
         )
 
     def _sequence_head(self, head: TransformersHead) -> Head:
@@ -326,7 +326,7 @@ class Builder:
         return Parts(
             heads={"answer": LastTokenHead(self.head)},
             rows={"score": Rows("pieces")},
-            finish=lambda message, group, rows, places: answers.answer_scores(
+            finish=lambda message, group, rows, places: item_results.answer_scores(
                 group.options, rows["answer"], difference=difference
             ),
         )
@@ -344,7 +344,7 @@ class Builder:
         return Parts(
             heads={"label": self._sequence_head(self.head)},
             rows={"extract": Rows("hypotheses")},
-            finish=lambda message, group, rows, places: answers.zero_shot(
+            finish=lambda message, group, rows, places: item_results.zero_shot(
                 group.options, rows["label"], entailment, against
             ),
         )
@@ -357,7 +357,7 @@ class Builder:
         return Parts(
             heads={"class": self._sequence_head(self.head)},
             rows={"extract": Rows("text", pairs=takes_pairs)},
-            finish=lambda message, group, rows, places: answers.classes(
+            finish=lambda message, group, rows, places: item_results.classes(
                 group.options, rows["class"], names, activation
             ),
         )
@@ -378,9 +378,9 @@ class Builder:
         self.head_bytes += keep.memory_bytes
         activation = self.entry.head.activation or stored_activation(self.folder, self.config)
 
-        def finish(message: RunBatch, group: Group, rows: answers.Rows, places: list[int]) -> Answers:
+        def finish(message: RunBatch, group: Group, rows: item_results.Rows, places: list[int]) -> ItemResults:
             if message.operation == "score":
-                return answers.class_scores(group.options, rows["score"], activation)
+                return item_results.class_scores(group.options, rows["score"], activation)
             return pruned(message, group, rows, places, activation)
 
         return Parts(
@@ -406,9 +406,9 @@ def _saved_layer(path: Path) -> nn.Linear:
 def _special(folder: Path, name: str) -> str:
     """A special token by its role, as tokenizer_config.json or special_tokens_map.json names it."""
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
-        found = read_json(folder / file).get(name)
-        if found:
-            return found["content"] if isinstance(found, dict) else str(found)
+        token = read_json(folder / file).get(name)
+        if token:
+            return token["content"] if isinstance(token, dict) else str(token)
     return ""
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from sie_adapter.engine.device import Compute
 from sie_adapter.packed.backbone import Backbone
-from sie_adapter.packed.packing import Packed
+from sie_adapter.packed.packing import PackedBatch
 
 
 class TorchTwin:
@@ -23,12 +23,17 @@ class TorchTwin:
 
     def __init__(
         self,
-        made: Callable[[], PreTrainedModel],
+        build_model: Callable[[], PreTrainedModel],
         compute: Compute,
         max_tokens: int,
-        taken: Callable[[int], None],
+        add_bytes: Callable[[int], None],
     ) -> None:
-        self._made, self._compute, self._max_tokens, self._taken = made, compute, max_tokens, taken
+        self._build_model, self._compute, self._max_tokens, self._add_bytes = (
+            build_model,
+            compute,
+            max_tokens,
+            add_bytes,
+        )
         self._lock = threading.Lock()
         self._loaded: tuple[PreTrainedModel, Backbone] | None = None
 
@@ -36,7 +41,7 @@ class TorchTwin:
         """What LoRAs apply to."""
         return self._both()[0]
 
-    def forward(self, packed: Packed) -> Tensor:
+    def forward(self, packed: PackedBatch) -> Tensor:
         """As `Backbone.forward`."""
         return self._both()[1].forward(packed)
 
@@ -48,7 +53,7 @@ class TorchTwin:
         with self._lock:
             if self._loaded is None:
                 with torch.inference_mode():
-                    model = self._made()
+                    model = self._build_model()
                     self._loaded = model, Backbone(model, self._compute, self._max_tokens)
-                self._taken(self._loaded[1].memory_bytes)
+                self._add_bytes(self._loaded[1].memory_bytes)
             return self._loaded

@@ -21,9 +21,9 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from sie_adapter.engine import answers
-from sie_adapter.engine.answers import Answers
+from sie_adapter.engine import item_results
 from sie_adapter.engine.device import Compute
+from sie_adapter.engine.item_results import ItemResults
 from sie_adapter.families.colpali import ColPali
 from sie_adapter.families.extraction import bytes_of
 from sie_adapter.families.packed_model import PackedModel, fault_of_tokenizer, samples_of
@@ -34,7 +34,7 @@ from sie_adapter.loading.tokenizer import fitted, load_tokenizer
 from sie_adapter.packed.backbone import Backbone
 from sie_adapter.packed.images import processor_of
 from sie_adapter.packed.linear import block_linears
-from sie_adapter.packed.packing import Int64, Items, Packed, Shown
+from sie_adapter.packed.packing import Int64, Items, PackedBatch, Shown
 from sie_contracts.media.images import ImageTokens, Normalisation, Recipe, max_blocks
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
@@ -44,7 +44,7 @@ from sie_store.folder_files import read_json
 Seen = Sequence[Sequence[Shown]]  # the images of each sequence of a pass, in packed order
 
 
-class Reader(Protocol):
+class VisionLanguageKind(Protocol):
     """What differs between the kinds of models. It is made from a folder, and loads the weights.
 
     `model`: all of it. `language`: its text model. `adapted`: what LoRAs apply to. `towers`: what reads images.
@@ -81,11 +81,11 @@ class Reader(Protocol):
     def rows(self, images: Recipe, tokens: ImageTokens) -> dict[str, Rows]:
         """How the inputs of each operation become ids."""
 
-    def see(self, packed: Packed, images: Seen) -> None:
+    def see(self, packed: PackedBatch, images: Seen) -> None:
         """Give a pass the features of its images."""
 
 
-_READERS: Mapping[tuple[str, str], type[Reader]] = {
+_READERS: Mapping[tuple[str, str], type[VisionLanguageKind]] = {
     ("vision-language", "colpali"): ColPali,
     ("vision-language", "qwen2_5_vl"): ColQwen,
     ("multimodal-encoder", "qwen3_vl"): Qwen3Encoder,
@@ -94,7 +94,7 @@ _READERS: Mapping[tuple[str, str], type[Reader]] = {
 
 
 @dataclass
-class _Pass(Packed):
+class _ImagePass(PackedBatch):
     """`shown`: the images of each of its sequences, in packed order."""
 
     shown: Seen = ()
@@ -145,17 +145,17 @@ class VisionLanguage(PackedModel):
         self.rows = reader.rows(reader.priced(recipe), tokens)
         self._difference = entry.head.score == "difference"
 
-    def pack(self, batch: Items, chosen: Int64) -> Packed:
+    def pack(self, batch: Items, chosen: Int64) -> PackedBatch:
         """Lay out the chosen items, with the images of each."""
         packed = self.backbone.pack(batch, chosen)
         if batch.images is None:
             return packed
-        shown = batch.images.of(packed.order)
-        return _Pass(**{each.name: getattr(packed, each.name) for each in fields(Packed)}, shown=shown)
+        shown = batch.images.for_items(packed.order)
+        return _ImagePass(**{part.name: getattr(packed, part.name) for part in fields(PackedBatch)}, shown=shown)
 
-    def forward(self, packed: Packed) -> Tensor:
+    def forward(self, packed: PackedBatch) -> Tensor:
         """Hidden states of the last layer, [tokens, width], in packed order. Under inference mode only."""
-        if isinstance(packed, _Pass) and any(packed.shown):
+        if isinstance(packed, _ImagePass) and any(packed.shown):
             self._reader.see(packed, packed.shown)
         return self.backbone.forward(packed)
 
@@ -166,16 +166,16 @@ class VisionLanguage(PackedModel):
         query: Mapping[str, Row],
         rows: Mapping[str, Sequence[Row]],
         places: list[int],
-    ) -> Answers:
+    ) -> ItemResults:
         """One answer per input of `group`."""
         if "answer" in self.heads:
-            return answers.answer_scores(group.options, rows["answer"], difference=self._difference)
+            return item_results.answer_scores(group.options, rows["answer"], difference=self._difference)
         return super().answer(message, group, query, rows, places)
 
 
-def _reader(folder: Path, entry: ModelEntry) -> type[Reader]:
-    found = str(read_json(folder / "config.json").get("model_type"))
-    if (reader := _READERS.get((entry.family, found))) is None:
-        known = " or ".join(model_type for family, model_type in _READERS if family == entry.family)
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: model_type is {found}, a {entry.family} is {known}")
+def _reader(folder: Path, entry: ModelEntry) -> type[VisionLanguageKind]:
+    model_type = str(read_json(folder / "config.json").get("model_type"))
+    if (reader := _READERS.get((entry.family, model_type))) is None:
+        listed = " or ".join(model_type for family, model_type in _READERS if family == entry.family)
+        raise load_failed("INCOMPATIBLE", f"{entry.id}: model_type is {model_type}, a {entry.family} is {listed}")
     return reader

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sie_adapter.engine.device import to_device
-from sie_adapter.packed.packing import Int64, Packed
+from sie_adapter.packed.packing import Int64, PackedBatch
 
 # What one sequence gave: a vector [width], rows [tokens, width], sparse (ids int32, weights float32), or logits.
 # float32 on the device.
@@ -31,7 +31,7 @@ class States:
     """
 
     hidden: Tensor
-    packed: Packed
+    packed: PackedBatch
     queries: NDArray[np.bool_]
     pooling: str = ""
 

@@ -38,9 +38,9 @@ class KeepHead:
             raise load_failed("INCOMPATIBLE", f"{model}: best.pt holds more than tensors") from error
         layers = _layers(tensors, width)
         if layers is None:
-            said = ", ".join(sorted(map(str, tensors))[:6]) if isinstance(tensors, dict) else type(tensors).__name__
+            content = ", ".join(sorted(map(str, tensors))[:6]) if isinstance(tensors, dict) else type(tensors).__name__
             expected = f"weight and bias of two layers, from {width} to any width and from that to 1"
-            raise load_failed("INCOMPATIBLE", f"{model}: best.pt holds {said}; expected {expected}")
+            raise load_failed("INCOMPATIBLE", f"{model}: best.pt holds {content}; expected {expected}")
         first, last = layers
         return cls(nn.Sequential(first, nn.GELU(), last), device)
 
@@ -69,5 +69,5 @@ def _layers(tensors: object, width: int) -> tuple[nn.Linear, nn.Linear] | None:
     inner = shapes[1][0] if len(shapes[1]) == 1 else 0
     if shapes != [(inner, width), (inner,), (1, inner), (1,)]:
         return None
-    made = [linear(tensors[f"{name}.weight"], tensors[f"{name}.bias"]) for name in (first, last)]
-    return made[0], made[1]
+    modules = [linear(tensors[f"{name}.weight"], tensors[f"{name}.bias"]) for name in (first, last)]
+    return modules[0], modules[1]

@@ -37,14 +37,14 @@ class MultivectorHead:
         packed, hidden = states.packed, states.hidden
         count = len(packed.order)
         owners = np.repeat(np.arange(count), packed.lengths)
-        kept = np.isin(owners, sequences) if len(sequences) < count else np.ones(len(owners), bool)
+        mask = np.isin(owners, sequences) if len(sequences) < count else np.ones(len(owners), bool)
         if self._drop_first:
-            kept[packed.bounds[:-1]] = False
+            mask[packed.bounds[:-1]] = False
         if len(self._skipped):
-            kept &= states.queries[owners] | ~np.isin(packed.ids, self._skipped)
-        owners = owners[kept]
-        if not kept.all():
-            hidden = hidden[to_device(np.flatnonzero(kept), hidden.device)]
+            mask &= states.queries[owners] | ~np.isin(packed.ids, self._skipped)
+        owners = owners[mask]
+        if not mask.all():
+            hidden = hidden[to_device(np.flatnonzero(mask), hidden.device)]
         step = max(1, _STATE_BYTES // (4 * hidden.shape[1]))
         vectors = torch.cat([self._layers(part.float()) for part in hidden.split(step)])
         rows = vectors.split(np.bincount(owners, minlength=count)[sequences].tolist())

@@ -5,7 +5,7 @@ hidden [tokens, width] ──► token layers ──► pool ──► [sequence
 
 from __future__ import annotations
 
-from typing import Literal, cast
+from typing import assert_never
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,7 @@ from sie_adapter.engine.device import to_device
 from sie_adapter.heads import Reduced, States
 from sie_adapter.packed.packing import Int64
 from sie_contracts.errors import InvalidInput
-
-Pooling = Literal["cls", "mean", "last", "weighted"]
-POOLINGS = ("cls", "mean", "last", "weighted")
+from sie_contracts.models.entries import POOLINGS, Pooling
 
 
 def pool(hidden: Tensor, bounds: Tensor, groups: list[list[int]], pooling: Pooling) -> Tensor:
@@ -39,9 +37,11 @@ def pool(hidden: Tensor, bounds: Tensor, groups: list[list[int]], pooling: Pooli
         group = hidden[first : first + sequences * length].view(sequences, length, hidden.shape[1])
         if pooling == "mean":
             means.append(group.mean(1, dtype=torch.float32))
-        else:
+        elif pooling == "weighted":
             weights = torch.arange(1, length + 1, dtype=torch.float32, device=hidden.device)
             means.append(torch.einsum("slw,l->sw", group.float(), weights / weights.sum()))
+        else:
+            assert_never(pooling)
     return means[0] if len(means) == 1 else torch.cat(means)
 
 
@@ -68,7 +68,7 @@ class DenseHead:
         device, packed = states.hidden.device, states.packed
         bounds = to_device(packed.bounds, device)
         hidden = states.hidden if self._token_layers is None else self._token_layers(states.hidden.float())
-        pooled = pool(hidden, bounds, packed.groups.tolist(), cast(Pooling, pooling))
+        pooled = pool(hidden, bounds, packed.groups.tolist(), pooling)
         if len(sequences) < len(pooled):
             pooled = pooled[to_device(sequences, device)]
         vectors = pooled if self._layers is None else self._layers(pooled)

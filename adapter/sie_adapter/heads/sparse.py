@@ -137,10 +137,10 @@ class TokenWeightHead:
         key_owners, ids = np.divmod(keys, self._vocabulary)
         most = torch.zeros(len(keys), device=device).scatter_reduce_(0, to_device(place, device), weights, "amax")
         first = to_device(np.searchsorted(key_owners, np.arange(count)), device)
-        kept = torch.nonzero((most > 0) & to_device(~np.isin(ids, self._dropped), device))[:, 0]
-        ends = torch.searchsorted(kept, first).tolist()[1:]
-        names = to_device(ids.astype(np.int32), device)[kept]
-        rows = list(zip(names.tensor_split(ends), most[kept].tensor_split(ends), strict=True))
+        positions = torch.nonzero((most > 0) & to_device(~np.isin(ids, self._dropped), device))[:, 0]
+        ends = torch.searchsorted(positions, first).tolist()[1:]
+        names = to_device(ids.astype(np.int32), device)[positions]
+        rows = list(zip(names.tensor_split(ends), most[positions].tensor_split(ends), strict=True))
         usable = all_finite(weights, owners, count)[to_device(sequences, device)]
         return Reduced([rows[sequence] for sequence in sequences], usable)
 
@@ -156,5 +156,5 @@ class TokenTable:
         """(ids, weights) of a query's token ids."""
         distinct = torch.from_numpy(np.unique(ids))
         weights = self._weights[distinct]
-        kept = weights > 0
-        return distinct[kept].int(), weights[kept]
+        mask = weights > 0
+        return distinct[mask].int(), weights[mask]

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 from sie_adapter.packed.linear import BlockedLinear, block_linears
 
 
-class _Given(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
+class _BackbonePlaceholder(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
     """Stands where the backbone was: hands on `inputs_embeds` as its last states, and through the pooler that the
     backbone had.
     """
@@ -40,7 +40,7 @@ class TransformersHead:
         pooler = getattr(self.backbone, "pooler", None)
         if pooler is not None:  # it belongs to the head: in its precision, and run once
             self.backbone.pooler = None
-        setattr(model, model.base_model_prefix, _Given(pooler))
+        setattr(model, model.base_model_prefix, _BackbonePlaceholder(pooler))
         self.is_decoder = isinstance(model, GenericForSequenceClassification)
         self.pad: int | None = model.config.pad_token_id
         if (
@@ -69,8 +69,8 @@ class TransformersHead:
 
     def __call__(self, states: Tensor) -> Tensor:
         """Logits of `states` [sequences, length, width], of sequences of equal length, in the precision of the head."""
-        given = states.float() if self._in_float32 else states
-        logits: Tensor = self._model(inputs_embeds=given).logits
+        inputs = states.float() if self._in_float32 else states
+        logits: Tensor = self._model(inputs_embeds=inputs).logits
         return logits
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from sie_adapter.engine.device import Compute
 from sie_adapter.heads import Row, States
-from sie_adapter.loading.tokenizer import Needs, fault
+from sie_adapter.loading.tokenizer import TokenNeeds, fault
 from sie_adapter.packed.packing import Items
 from sie_contracts.models.catalogue import Resolved, packaged_folder
 from sie_contracts.models.entries import LoadOptions, ModelEntry
@@ -84,15 +84,15 @@ def check_files(folder: Path, entry: ModelEntry, load: LoadOptions) -> tuple[str
 
 
 def _check_digests(folder: Path, entry: ModelEntry) -> tuple[str, ...]:
-    for name, wanted in entry.weights.digests.items():
+    for name, digest in entry.weights.digests.items():
         path = folder / name
         if not path.is_file():
             raise _refuse(entry, f"weights.digests names {name}, which is not among its files")
         with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != wanted.lower():
+            actual = hashlib.file_digest(file, "sha256").hexdigest()
+        if actual != digest.lower():
             cause = (
-                f"{name} has the SHA-256 {found[:16]}.., weights.digests says {wanted[:16]}..: changed, or of another "
+                f"{name} has the SHA-256 {actual[:16]}.., weights.digests says {digest[:16]}..: changed, or of another "
                 "revision"
             )
             raise _refuse(entry, cause)
@@ -107,7 +107,7 @@ def _check_tokenizer(model: Any, entry: ModelEntry) -> None:
         raise _refuse(entry, f"its tokenizer is no tokenizer.json: {error}") from error
     if (table := getattr(model, "vocabulary", None)) is None:
         return
-    if cause := fault(tokenizer, table, getattr(model, "needs", Needs())):
+    if cause := fault(tokenizer, table, getattr(model, "needs", TokenNeeds())):
         raise _refuse(entry, cause)
 
 
@@ -117,15 +117,17 @@ def _check_direction(model: Any, resolved: Resolved) -> None:
     """
     if not hasattr(model, "backbone"):
         return
-    wanted, found = resolved.load.causal, model.backbone.is_causal()
-    if found is None:
+    declared, measured = resolved.load.causal, model.backbone.is_causal()
+    if measured is None:
         cause = (
             "is_causal turns its attention for a text alone and not beside a longer one: neither load.causal nor "
             "config.json may say it"
         )
         raise _refuse(resolved.entry, cause)
-    if wanted is not None and found != wanted:
-        cause = f"load.causal is {str(wanted).lower()}, and the model computes otherwise: its class has no such switch"
+    if declared is not None and measured != declared:
+        cause = (
+            f"load.causal is {str(declared).lower()}, and the model computes otherwise: its class has no such switch"
+        )
         raise _refuse(resolved.entry, cause)
 
 
@@ -140,8 +142,8 @@ def _check_packed(model: Any, entry: ModelEntry, compute: Compute) -> dict[str, 
         if name == TOKEN_STATES:  # no output of the entry, and in 16 bit some token of a right model strays
             continue
         expected = head.reduce(States(reference, packed, queries), sequences).rows
-        found = head.reduce(States(states, packed, queries), sequences).rows
-        worst[name] = _agree(entry, f"the packed path of output {name}", expected, found, compute)
+        packed_rows = head.reduce(States(states, packed, queries), sequences).rows
+        worst[name] = _agree(entry, f"the packed path of output {name}", expected, packed_rows, compute)
     return worst
 
 
@@ -149,22 +151,22 @@ def _bound(compute: Compute) -> float:
     return COSINE_8 if compute.int8 else COSINE.get(compute.dtype, COSINE_16)
 
 
-def _agree(entry: ModelEntry, what: str, expected: Sequence[Row], found: Sequence[Row], compute: Compute) -> float:
+def _agree(entry: ModelEntry, subject: str, expected: Sequence[Row], actual: Sequence[Row], compute: Compute) -> float:
     bound, tau_bound = _bound(compute), TAU_8 if compute.int8 else TAU
     if expected[0] is not None and isinstance(expected[0], Tensor) and expected[0].ndim == 1 and len(expected[0]) <= 2:
-        cosine = _cosine(torch.cat(list(expected)), torch.cat(list(found)))
-        tau = _tau(_scores(expected), _scores(found), compute.dtype)
+        cosine = _cosine(torch.cat(list(expected)), torch.cat(list(actual)))
+        tau = _tau(_scores(expected), _scores(actual), compute.dtype)
     else:
-        cosine = min(_cosine(*_dense(left, right)) for left, right in zip(expected, found, strict=True))
+        cosine = min(_cosine(*_dense(left, right)) for left, right in zip(expected, actual, strict=True))
         is_vectors = isinstance(expected[0], Tensor) and expected[0].ndim == 1
         tau = 1.0
         if compute.int8 and is_vectors:
-            tau = _tau(_similarities(expected), _similarities(found), compute.dtype)
+            tau = _tau(_similarities(expected), _similarities(actual), compute.dtype)
     if not tau >= tau_bound:
-        cause = f"{what} ranks otherwise than the reference path: Kendall's tau {tau:.4f}, bound {tau_bound}"
+        cause = f"{subject} ranks otherwise than the reference path: Kendall's tau {tau:.4f}, bound {tau_bound}"
         raise _refuse(entry, cause)
     if not cosine >= bound:
-        raise _refuse(entry, f"{what} has cosine {cosine:.6f} with the reference path, bound {bound}")
+        raise _refuse(entry, f"{subject} has cosine {cosine:.6f} with the reference path, bound {bound}")
     return round(cosine, 7)
 
 
@@ -201,18 +203,18 @@ def _scores(rows: Sequence[Row]) -> Tensor:
 def _similarities(rows: Sequence[Row]) -> Tensor:
     """The cosine of each pair of vectors."""
     vectors = F.normalize(torch.stack(list(rows)).cpu().double())
-    one, other = torch.triu_indices(len(vectors), len(vectors), 1)
-    return (vectors @ vectors.T)[one, other]
+    left, right = torch.triu_indices(len(vectors), len(vectors), 1)
+    return (vectors @ vectors.T)[left, right]
 
 
 def _tau(left: Tensor, right: Tensor, dtype: torch.dtype) -> float:
     """Kendall's tau, over pairs that differ by more than the precision resolves."""
-    gaps, others = left[:, None] - left[None], right[:, None] - right[None]
+    left_gaps, right_gaps = left[:, None] - left[None], right[:, None] - right[None]
     resolution = float(left.abs().max()) * torch.finfo(dtype).eps * 4
-    counted = gaps.abs() > resolution
+    counted = left_gaps.abs() > resolution
     if not counted.any():
         return 1.0
-    return float((torch.sign(gaps) * torch.sign(others))[counted].mean())
+    return float((torch.sign(left_gaps) * torch.sign(right_gaps))[counted].mean())
 
 
 def golden_file(entry: ModelEntry) -> Path:
@@ -228,14 +230,14 @@ def _check_golden(model: Any, entry: ModelEntry, compute: Compute) -> float:
             entry,
             f"its golden vectors {entry.golden} are not there, hold nothing, or are of an output that it does not have",
         )
-    found = _encoded(model, entry, [_prompted(entry, case) for case in cases])
+    vectors = _encoded(model, entry, [_prompted(entry, case) for case in cases])
     expected = np.array([case["vector"] for case in cases], np.float64)
-    if found.shape != expected.shape:
+    if vectors.shape != expected.shape:
         raise _refuse(
-            entry, f"its golden vectors {entry.golden} are {expected.shape[1]} wide, its own {found.shape[1]}"
+            entry, f"its golden vectors {entry.golden} are {expected.shape[1]} wide, its own {vectors.shape[1]}"
         )
-    cosines = (found * expected).sum(1) / np.maximum(
-        np.linalg.norm(found, axis=1) * np.linalg.norm(expected, axis=1), 1e-12
+    cosines = (vectors * expected).sum(1) / np.maximum(
+        np.linalg.norm(vectors, axis=1) * np.linalg.norm(expected, axis=1), 1e-12
     )
     bound = _bound(compute)
     worst = int(cosines.argmin())
@@ -263,7 +265,7 @@ def _encoded(model: Any, entry: ModelEntry, texts: Sequence[str]) -> np.ndarray:
     tokenizer = Tokenizer.from_buffer(model.tokenizer)
     tokenizer.enable_truncation(entry.max_tokens)
     ids = [np.array(encoding.ids, np.int32) for encoding in tokenizer.encode_batch_fast(list(texts))]
-    batch = Items(np.array([len(each) for each in ids], np.int64), np.concatenate(ids))
+    batch = Items(np.array([len(row) for row in ids], np.int64), np.concatenate(ids))
     packed = model.pack(batch, np.arange(len(ids)))
     reduced = model.heads["dense"].reduce(
         States(model.forward(packed), packed, np.zeros(len(ids), bool)), np.arange(len(ids))

@@ -146,11 +146,11 @@ def _from_files(
                 f"the weights do not fit config.json, they have {len(names)} {fault.replace('_', ' ')}: "
                 f"{', '.join(names[:5])}",
             )
-    found: PreTrainedModel = model
-    return found
+    loaded: PreTrainedModel = model
+    return loaded
 
 
-def filled(model_class: Any, config: Any, weights: Mapping[str, Tensor], said: str) -> PreTrainedModel:
+def filled(model_class: Any, config: Any, weights: Mapping[str, Tensor], message: str) -> PreTrainedModel:
     """A model with these tensors, which are all that it has: of a checkpoint that transformers does not read. Raises
     ModelLoadFailed INCOMPATIBLE that begins with `said` if some are too many, too few or of another shape.
     """
@@ -159,7 +159,7 @@ def filled(model_class: Any, config: Any, weights: Mapping[str, Tensor], said: s
     try:
         model.load_state_dict(weights, strict=True, assign=True)
     except RuntimeError as error:
-        raise load_failed("INCOMPATIBLE", f"{said}: {error}") from error
+        raise load_failed("INCOMPATIBLE", f"{message}: {error}") from error
     return model
 
 
@@ -177,13 +177,17 @@ def _cast(model: PreTrainedModel, dtype: torch.dtype, *, float32_head: bool = Fa
     are buffers, have 16 bit too.
     """
     names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")  # also of a model inside of this one
-    kept = {each for module in model.modules() for name in names for each in getattr(module, name, None) or ()}
+    float32_names = {
+        pattern for module in model.modules() for name in names for pattern in getattr(module, name, None) or ()
+    }
     if float32_head:
-        kept.add("pooler")
+        float32_names.add("pooler")
     cast = model.base_model if float32_head else model
-    kept |= {name for name, module in cast.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)}
+    float32_names |= {
+        name for name, module in cast.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
+    }
     for name, parameter in cast.named_parameters():
-        if kept.isdisjoint([*name.split("."), name.rpartition(".")[0]]):
+        if float32_names.isdisjoint([*name.split("."), name.rpartition(".")[0]]):
             parameter.data = parameter.data.to(dtype)
 
 

@@ -39,28 +39,28 @@ def lacking(bundle: Bundle) -> list[str]:
     faults = []
     for text in bundle.requires:
         try:
-            wanted = Requirement(text)
+            requirement = Requirement(text)
         except InvalidRequirement:
             faults.append(f"{text!r}, which is no requirement")
             continue
-        if wanted.marker is not None and not wanted.marker.evaluate():
+        if requirement.marker is not None and not requirement.marker.evaluate():
             continue
         try:
-            installed = metadata.version(wanted.name)
+            installed = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:
             faults.append(f"{text}, which is not installed")
             continue
-        if not wanted.specifier.contains(installed, prereleases=True):
+        if not requirement.specifier.contains(installed, prereleases=True):
             faults.append(f"{text}, installed is {installed}")
     return faults
 
 
 def _described(settings: Settings) -> Bundle | None:
     own = Path(settings.models_dir or "./models").expanduser() / "bundles"
-    found = dict(read_bundles(packaged_folder() / "bundles"))
+    bundles = dict(read_bundles(packaged_folder() / "bundles"))
     if own.is_dir():
         try:
-            found |= read_bundles(own)
+            bundles |= read_bundles(own)
         except (ValidationFailed, YAMLError, OSError) as error:
             raise SettingError("SIE_MODELS_DIR", f"{own}: {error}") from error
-    return found.get(settings.bundle)
+    return bundles.get(settings.bundle)

@@ -9,7 +9,9 @@ from typing import Any
 from sie_store.folder_files import read_json
 
 UNLIMITED = 1 << 24  # transformers writes 10^30 where a tokenizer has no limit
-_GLINER_WORDS, _TOKENS_PER_WORD = 384, 4
+_GLINER_WORDS = 384
+# of the longest window of an encoder without a limit; the package has none, and a clause in Chinese is a word
+TOKENS_PER_WORD = 8
 _WINDOW = 512  # tokens of a model whose files have no limit
 
 
@@ -18,7 +20,7 @@ class Described:
     """A part of an entry, the facts that it was made from, and what no file says."""
 
     entry: dict[str, Any]
-    found: list[str]
+    findings: list[str]
     assumed: list[str] = field(default_factory=list)
 
 
@@ -43,19 +45,19 @@ def _gliner(folder: Path) -> Described:
     raw = read_json(folder / "gliner_config.json")
     encoder = raw.get("encoder_config") or {}
     words = raw.get("max_len", _GLINER_WORDS)
-    limits = [tokenizer_limit(folder), _table(encoder), _TOKENS_PER_WORD * words]
+    limits = [tokenizer_limit(folder), _table(encoder), TOKENS_PER_WORD * words]
     entry = {
         "description": f"Entities of types that a request names, {raw.get('span_mode', 'markerV0')}.",
         "family": "gliner",
         "outputs": {"entities": 0},
         "max_tokens": min(limit for limit in limits if limit),
     }
-    found = [f"family gliner: gliner_config.json, windows of {words} words"]
+    findings = [f"family gliner: gliner_config.json, windows of {words} words"]
     if not encoder:
-        found.append(
+        findings.append(
             f"its backbone {raw.get('model_name')} is described elsewhere: the folder of that name, or the hub cache"
         )
-    return Described(entry, found)
+    return Described(entry, findings)
 
 
 def _gliner2(folder: Path, raw: dict[str, Any]) -> Described:

@@ -44,11 +44,14 @@ def described_by_image_model(folder: Path, raw: Mapping[str, Any]) -> Described 
     entry = describe(config, folder)
     if entry is None:
         return None
-    found = f"family {entry['family']}: model_type {config.model_type} of config.json"
+    finding = f"family {entry['family']}: model_type {config.model_type} of config.json"
     assumed = _ASSUMED.get(entry["family"], "") if "load" in entry else ""
-    what = "a sound" if "audio" in entry["inputs"] else "an image"
-    told = [found, f"what is done to {what}: preprocessor_config.json, or its part of processor_config.json"]
-    return Described(entry, told, [assumed] if assumed else [])
+    input_name = "a sound" if "audio" in entry["inputs"] else "an image"
+    findings = [
+        finding,
+        f"what is done to {input_name}: preprocessor_config.json, or its part of processor_config.json",
+    ]
+    return Described(entry, findings, [assumed] if assumed else [])
 
 
 def _open_clip(folder: Path) -> Described:

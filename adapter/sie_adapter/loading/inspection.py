@@ -53,11 +53,11 @@ class Inspection:
     """
 
     entry: dict[str, Any]
-    found: list[str] = field(default_factory=list)
+    findings: list[str] = field(default_factory=list)
     assumed: list[str] = field(default_factory=list)
 
 
-def inspect(folder: Path, model: str, weights: Mapping[str, Any], known: ModelEntry | None = None) -> Inspection:
+def inspect(folder: Path, model: str, weights: Mapping[str, Any], current: ModelEntry | None = None) -> Inspection:
     """The entry of `model`, whose files lie in `folder` and whose `weights` say where a load finds them.
 
     With `known`, an entry of the catalogue for the same model, its choices stay and only the weights are new. Raises
@@ -68,9 +68,9 @@ def inspect(folder: Path, model: str, weights: Mapping[str, Any], known: ModelEn
     if not folder.is_dir():
         raise load_failed("NOT_FOUND", f"there is no folder {folder}")
     report = Inspection({"id": model, "description": "", "weights": dict(weights)})
-    if known is not None:
-        report.entry |= _choices(known, weights)
-        report.found.append(f"the catalogue knows {known.id}: its options stay, the weights are new")
+    if current is not None:
+        report.entry |= _choices(current, weights)
+        report.findings.append(f"the catalogue knows {current.id}: its options stay, the weights are new")
     else:
         with reading(folder), quiet():
             _describe(folder, report)
@@ -87,13 +87,13 @@ def _describe(folder: Path, report: Inspection) -> None:
     described = described_by_package(folder, raw) or described_by_image_model(folder, raw)
     if described is not None:
         report.entry.update(described.entry)
-        report.found.extend(described.found)
+        report.findings.extend(described.findings)
         report.assumed.extend(described.assumed)
     else:
         _transformer(folder, report)
     if reason := _needs_bfloat16(raw):
         report.entry.setdefault("load", {})["precision"] = "bfloat16"
-        report.found.append(f"precision bfloat16: {reason}")
+        report.findings.append(f"precision bfloat16: {reason}")
 
 
 def _needs_bfloat16(raw: Mapping[str, Any]) -> str:
@@ -109,12 +109,12 @@ def digests(folder: Path) -> dict[str, str]:
     """The SHA-256 of every file that decides a number, in hex, by its path below `folder`."""
     places = [folder, folder / "encoder_config", *(place for place in _module_folders(folder) if place != folder)]
     patterns = (*_DECIDING, *(() if any(folder.glob("*.safetensors")) else (PICKLED,)))
-    found = sorted({path for place in places for pattern in patterns for path in place.glob(pattern)})
-    made = {}
-    for path in found:
+    files = sorted({path for place in places for pattern in patterns for path in place.glob(pattern)})
+    digests = {}
+    for path in files:
         with reading(path), path.open("rb") as file:
-            made[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
-    return made
+            digests[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests
 
 
 def _module_folders(folder: Path) -> list[Path]:
@@ -123,11 +123,11 @@ def _module_folders(folder: Path) -> list[Path]:
     return [folder / name for name in names if (folder / name).is_dir()]
 
 
-def _choices(known: ModelEntry, weights: Mapping[str, Any]) -> dict[str, Any]:
+def _choices(current: ModelEntry, weights: Mapping[str, Any]) -> dict[str, Any]:
     """What an entry says beside its weights. Golden vectors are those of one commit."""
-    kept: dict[str, Any] = msgspec.to_builtins(known)
-    dropped = {"id", "weights", *(("golden",) if weights.get("revision") != known.weights.revision else ())}
-    return {name: value for name, value in kept.items() if name not in dropped}
+    fields: dict[str, Any] = msgspec.to_builtins(current)
+    dropped = {"id", "weights", *(("golden",) if weights.get("revision") != current.weights.revision else ())}
+    return {name: value for name, value in fields.items() if name not in dropped}
 
 
 # models of transformers
@@ -140,15 +140,15 @@ def _transformer(folder: Path, report: Inspection) -> None:
         config = _config(modules.folder)
         backbone = _empty_backbone(config)
     named = next(iter(config.architectures or ()), "")
-    report.found.append(f"architecture {named or config.model_type}: config.json")
+    report.findings.append(f"architecture {named or config.model_type}: config.json")
     entry = report.entry
     entry["family"] = family = _family(config, modules, named)
-    report.found.append(
+    report.findings.append(
         f"family {family}: {'modules.json lists ' + ', '.join(modules.kinds) if modules.kinds else 'its architecture'}"
     )
     if family == "text-classifier":
         labels = ", ".join(str(label) for label in list(config.id2label.values())[:6])
-        report.found.append(f"{config.num_labels} classes, {labels}: config.json")
+        report.findings.append(f"{config.num_labels} classes, {labels}: config.json")
         report.assumed.append(
             "no score of a pair: one of two labels needs family cross-encoder and head.activation softmax"
         )
@@ -171,7 +171,7 @@ def _transformer(folder: Path, report: Inspection) -> None:
     ).get("truncation_side")
     if side == "left":
         entry.setdefault("run", {})["truncate"] = "START"
-        report.found.append("long texts lose their beginning: truncation_side of the tokenizer")
+        report.findings.append("long texts lose their beginning: truncation_side of the tokenizer")
 
 
 _OUTPUT = {
@@ -281,23 +281,23 @@ def _outputs(
     if (folder / "sparse_linear.pt").is_file() and (folder / "colbert_linear.pt").is_file():
         with reading(folder / "colbert_linear.pt"):
             rows = torch.load(folder / "colbert_linear.pt", map_location="meta", weights_only=True)["weight"].shape[0]
-        report.found.append("dense, sparse and multivector of one pass: sparse_linear.pt, colbert_linear.pt")
+        report.findings.append("dense, sparse and multivector of one pass: sparse_linear.pt, colbert_linear.pt")
         width = modules.width(config.hidden_size)
         return {"dense": width, "sparse": vocabulary, "multivector": rows, "score": 0}
     if "SpladePooling" in modules.kinds or (folder / "idf.json").is_file():
-        report.found.append(
+        report.findings.append(
             f"sparse, {vocabulary} ids: {'SpladePooling' if 'SpladePooling' in modules.kinds else 'idf.json'}"
         )
         return {"sparse": vocabulary}
     if not modules.kinds and (width := stored_rows(modules.folder, "linear.weight")):
-        report.found.append(f"multivector, {width} wide: linear.weight beside the transformer (Stanford's format)")
+        report.findings.append(f"multivector, {width} wide: linear.weight beside the transformer (Stanford's format)")
         return {"multivector": width}
     if "Pooling" not in modules.kinds and ("Dense" in modules.kinds or "MultiVectorMask" in modules.kinds):
         width = modules.width(config.hidden_size)
-        report.found.append(f"multivector, {width} wide: modules.json has no Pooling")
+        report.findings.append(f"multivector, {width} wide: modules.json has no Pooling")
         return {"multivector": width}
     width = modules.width(config.hidden_size)
-    report.found.append(
+    report.findings.append(
         f"dense, {width} wide: {'its layers' if modules.layers or modules.token_layers else 'config.json'}"
     )
     return {"dense": width}
@@ -312,15 +312,15 @@ def _max_tokens(modules: Modules, config: PretrainedConfig, report: Inspection) 
         limits[f"max_seq_length of {modules.transformer.file}"] = modules.transformer.max_tokens
     else:
         limits["model_max_length of tokenizer_config.json"] = tokenizer_limit(modules.folder)
-    known = {name: limit for name, limit in limits.items() if limit and limit < UNLIMITED}
-    if not known:
+    bounds = {name: limit for name, limit in limits.items() if limit and limit < UNLIMITED}
+    if not bounds:
         report.assumed.append("max_tokens is 512: no file has a limit")
         return 512
-    name = min(known, key=known.__getitem__)
-    report.found.append(
-        f"max_tokens {known[name]}: {name}, the least of {', '.join(str(limit) for limit in known.values())}"
+    name = min(bounds, key=bounds.__getitem__)
+    report.findings.append(
+        f"max_tokens {bounds[name]}: {name}, the least of {', '.join(str(limit) for limit in bounds.values())}"
     )
-    return int(known[name])
+    return int(bounds[name])
 
 
 def _head(
@@ -330,7 +330,7 @@ def _head(
         if "pair" not in entry:
             check_pair_prompt(folder)
         activation = stored_activation(folder, config)
-        report.found.append(f"activation {activation}: as sentence-transformers decides")
+        report.findings.append(f"activation {activation}: as sentence-transformers decides")
         return {"activation": activation}
     if entry["family"] == "decoder-reranker":
         return _answer_head(folder, config, modules)
@@ -338,7 +338,7 @@ def _head(
         twice = modules.settings.get("SpladePooling", {}).get("activation_function") == "log1p_relu"
         head: dict[str, Any] = {"sparse_activation": "log1p_log1p_relu" if twice else "log1p_relu"}
         if modules.query_weights is not None or (folder / "idf.json").is_file():
-            report.found.append(
+            report.findings.append(
                 "queries are looked up: " + ("router_config.json" if modules.query_weights is not None else "idf.json")
             )
             head["query_encoder"] = "idf"
@@ -361,7 +361,7 @@ def _chat_pair(folder: Path, modules: Modules, entry: dict[str, Any], report: In
     entry["pair"] = list(pair_pieces(tokenizer, modules.transformer.chat_options, instructed=bool(instruction)))
     if instruction:
         entry["prompts"] = {"default_instruction": instruction}
-    report.found.append("a query and a document become one text by the chat template of the folder")
+    report.findings.append("a query and a document become one text by the chat template of the folder")
 
 
 def _answer_head(folder: Path, config: PretrainedConfig, modules: Modules) -> dict[str, Any]:
@@ -383,7 +383,7 @@ def _late_head(modules: Modules, report: Inspection) -> dict[str, Any]:
     own = late_interaction(modules, HeadOptions(), is_stanford=is_stanford)
     markers = [repr(marker) if marker else "none" for marker in (own.query_marker, own.document_marker)]
     filled = f"queries filled up to {own.expanded} tokens" if own.expanded else "queries not filled up"
-    report.found.append(f"markers {markers[0]} of queries, {markers[1]} of documents; {filled}")
+    report.findings.append(f"markers {markers[0]} of queries, {markers[1]} of documents; {filled}")
     head: dict[str, Any] = {
         "query_marker": own.query_marker or None,
         "document_marker": own.document_marker or None,
@@ -402,7 +402,7 @@ def _late_head(modules: Modules, report: Inspection) -> dict[str, Any]:
         length,
     ):
         return head
-    report.found.append(
+    report.findings.append(
         "its own files decide lengths, expansion and skipped words, which an entry cannot write as they do"
     )
     return {}
@@ -413,10 +413,10 @@ def _load(config: PretrainedConfig, modules: Modules, report: Inspection) -> dic
     load: dict[str, Any] = {}
     if raw.get("is_causal") is False:
         load["causal"] = False
-        report.found.append("attention in both directions: is_causal of config.json")
+        report.findings.append("attention in both directions: is_causal of config.json")
     if read_json(modules.folder / "tokenizer_config.json").get("add_eos_token") is True:
         load["append_eos"] = True
-        report.found.append("texts end with the end token: add_eos_token of tokenizer_config.json")
+        report.findings.append("texts end with the end token: add_eos_token of tokenizer_config.json")
     if raw.get("auto_map"):
         report.assumed.append(
             f"the code of its repository is not run: the class of transformers for {config.model_type} stands for it"
@@ -427,7 +427,7 @@ def _load(config: PretrainedConfig, modules: Modules, report: Inspection) -> dic
 def _pooling(modules: Modules, report: Inspection, *, is_masked: bool) -> None:
     pooling = modules.pooling or "mean"
     if modules.pooling:
-        report.found.append(
+        report.findings.append(
             f"pooling {pooling}, {'normalised' if modules.normalizes else 'not normalised'}: modules.json"
         )
     else:
@@ -458,7 +458,7 @@ def _prompts(folder: Path, report: Inspection) -> None:
     if prompts:
         report.entry["prompts"] = prompts
         names = ", ".join(name for name in prompts if name != "default_instruction")
-        report.found.append(f"prompts {names}: config_sentence_transformers.json")
+        report.findings.append(f"prompts {names}: config_sentence_transformers.json")
     if stored.get(default):
         report.entry["default_prompt_name"] = default
 

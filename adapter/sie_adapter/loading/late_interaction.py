@@ -64,55 +64,55 @@ class Filling(NamedTuple):
     filler: int
     attended: bool
 
-    def of(self, batch: Items, queries: np.ndarray) -> Items:
+    def expand(self, batch: Items, queries: np.ndarray) -> Items:
         """`batch` with the items that `queries` (bool [items]) marks filled up."""
         if not queries.any():
             return batch
         return expanded(batch, np.where(queries, self.length, 0), self.filler, attended=self.attended)
 
 
-def late_interaction(modules: Modules, given: HeadOptions, *, is_stanford: bool) -> LateInteraction:
+def late_interaction(modules: Modules, head: HeadOptions, *, is_stanford: bool) -> LateInteraction:
     """The options of a model; `is_stanford` tells the format whose projection lies beside the transformer's weights.
 
     Raises ModelLoadFailed INCOMPATIBLE for a scoring mask that this adapter does not compute.
     """
-    found = {
+    settings = {
         **(_stanford(modules.root) if is_stanford else {}),
         **_pylate(read_json(modules.root / "config_sentence_transformers.json")),
         **_native(modules.transformer.raw, modules.settings.get("MultiVectorMask")),
     }
     names = ("query_marker", "document_marker", "query_length", "document_length")
-    found |= {name: getattr(given, name) for name in names if getattr(given, name) is not None}
-    if given.skip_punctuation is not None:
-        found["skipped"] = _PUNCTUATION if given.skip_punctuation else ()
-    expansion = _expansion(found, given)
-    limit = found.get("query_length") or 0
+    settings |= {name: getattr(head, name) for name in names if getattr(head, name) is not None}
+    if head.skip_punctuation is not None:
+        settings["skipped"] = _PUNCTUATION if head.skip_punctuation else ()
+    expansion = _expansion(settings, head)
+    limit = settings.get("query_length") or 0
     if expansion and expansion.get("strategy", "fixed") == "fixed":
         limit = expansion["length"]
     elif expansion and limit:
         limit = max(limit, expansion["length"])
-    attends = expansion.get("attend", False) if given.attend_expansion is None else given.attend_expansion
+    attends = expansion.get("attend", False) if head.attend_expansion is None else head.attend_expansion
     return LateInteraction(
-        query_marker=found.get("query_marker") or "",
-        document_marker=found.get("document_marker") or "",
+        query_marker=settings.get("query_marker") or "",
+        document_marker=settings.get("document_marker") or "",
         query_length=limit,
-        document_length=found.get("document_length") or 0,
+        document_length=settings.get("document_length") or 0,
         expanded=expansion.get("length", 0),
         filler=expansion.get("token") or "",
         attends=bool(attends),
-        skipped=tuple(found.get("skipped", ())),
+        skipped=tuple(settings.get("skipped", ())),
     )
 
 
-def _expansion(found: dict[str, Any], given: HeadOptions) -> dict[str, Any]:
+def _expansion(settings: dict[str, Any], head: HeadOptions) -> dict[str, Any]:
     """Empty, or as sentence-transformers' QueryExpansionConfig: length, and maybe strategy, attend, token."""
-    expansion = dict(found.get("expansion") or {})
-    if given.query_expansion is False:
+    expansion = dict(settings.get("expansion") or {})
+    if head.query_expansion is False:
         return {}
-    if given.query_expansion and not expansion:
-        expansion["length"] = found.get("query_length") or _EXPANDED
-    if expansion and given.query_length:
-        expansion["length"] = given.query_length
+    if head.query_expansion and not expansion:
+        expansion["length"] = settings.get("query_length") or _EXPANDED
+    if expansion and head.query_length:
+        expansion["length"] = head.query_length
     return expansion
 
 
@@ -133,28 +133,28 @@ def _stanford(folder: Path) -> dict[str, Any]:
 def _pylate(config: dict[str, Any]) -> dict[str, Any]:
     if not any(name in config for name in _PYLATE):
         return {}
-    found = {name: config[name] for name in ("query_length", "document_length") if config.get(name)}
+    settings = {name: config[name] for name in ("query_length", "document_length") if config.get(name)}
     for side in ("query", "document"):
         if f"{side}_prefix" in config:
-            found[f"{side}_marker"] = config[f"{side}_prefix"]
+            settings[f"{side}_marker"] = config[f"{side}_prefix"]
     if "query_expansion" in config:
-        found["expansion"] = config["query_expansion"]
+        settings["expansion"] = config["query_expansion"]
     elif config.get("do_query_expansion") is False:
-        found["expansion"] = None
+        settings["expansion"] = None
     else:
         attends = config.get("attend_to_expansion_tokens", config.get("attend_to_mask_tokens"))
-        found["expansion"] = {"length": config.get("query_length") or _EXPANDED, "attend": bool(attends)}
+        settings["expansion"] = {"length": config.get("query_length") or _EXPANDED, "attend": bool(attends)}
     if config.get("skiplist_words") is not None:
-        found["skipped"] = tuple(config["skiplist_words"])
+        settings["skipped"] = tuple(config["skiplist_words"])
     elif config.get("model_type") == "ColBERT":
-        found["skipped"] = _PUNCTUATION
-    return found
+        settings["skipped"] = _PUNCTUATION
+    return settings
 
 
 def _native(transformer: Mapping[str, Any], mask: dict[str, Any] | None) -> dict[str, Any]:
-    found = {name: transformer[name] for name in ("query_length", "document_length") if transformer.get(name)}
+    settings = {name: transformer[name] for name in ("query_length", "document_length") if transformer.get(name)}
     if "query_expansion" in transformer:
-        found["expansion"] = transformer["query_expansion"]
+        settings["expansion"] = transformer["query_expansion"]
     if mask is not None:
         if mask.get("keep_only_token_ids") or mask.get("skiplist_tasks", ["document"]) not in (
             ["document"],
@@ -163,5 +163,5 @@ def _native(transformer: Mapping[str, Any], mask: dict[str, Any] | None) -> dict
             raise load_failed(
                 "INCOMPATIBLE", "the MultiVectorMask of the model masks more than the skipped words of documents"
             )
-        found["skipped"] = tuple(mask.get("skiplist_words") or ())
-    return found
+        settings["skipped"] = tuple(mask.get("skiplist_words") or ())
+    return settings

@@ -25,12 +25,12 @@ from msgspec.structs import replace
 from sie_adapter.engine import device as devices
 from sie_adapter.engine import engines
 from sie_adapter.engine.device import Compute
-from sie_adapter.engine.engines import TORCH, Choice, Facts, Unserved
+from sie_adapter.engine.engines import TORCH, Choice, EngineFacts, Unserved
 from sie_adapter.loading import certificate
 from sie_adapter.loading.certificate import Certificate
 from sie_adapter.loading.precision import bfloat16_lacks, resolve_precision
 from sie_adapter.loading.weight_files import check_weights, safetensors_of
-from sie_adapter.memory.failure import is_device_fatal, is_out_of_memory
+from sie_adapter.memory.device_errors import is_device_fatal, is_out_of_memory
 from sie_adapter.memory.footprint import weight_bytes
 from sie_adapter.packed import attention_backend
 from sie_adapter.packed.tower_outputs import TowerOutputs
@@ -61,11 +61,11 @@ def family_of(name: str) -> Any:
     if name in FAMILIES:
         module, _, attribute = FAMILIES[name].implementation.partition(":")
         return getattr(importlib.import_module(module), attribute)
-    found = {point.name: point for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
-    if name in found:
-        return found[name].load()
-    known = ", ".join([*FAMILIES, *sorted(found)])
-    cause = f"this adapter has no family {name}, it has {known}; a package adds one by the entry point {ENTRY_POINTS}"
+    plugins = {point.name: point for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+    if name in plugins:
+        return plugins[name].load()
+    listed = ", ".join([*FAMILIES, *sorted(plugins)])
+    cause = f"this adapter has no family {name}, it has {listed}; a package adds one by the entry point {ENTRY_POINTS}"
     raise load_failed("INCOMPATIBLE", cause)
 
 
@@ -109,7 +109,9 @@ class Loader:
     outputs: TowerOutputs = field(default_factory=TowerOutputs)
     certificates: dict[tuple[str, ...], Certificate] = field(default_factory=dict)
     _checked: set[tuple[str, ...]] = field(default_factory=set)  # files of weights, with sizes and times
-    _told: set[tuple[str, str]] = field(default_factory=set)  # models with another precision than they ask for, and why
+    _reported: set[tuple[str, str]] = field(
+        default_factory=set
+    )  # models with another precision than they ask for, and why
     _leases: dict[str, Lock] = field(default_factory=dict)  # on the files of models whose load has begun, by residency
 
     def compute(self, precision: Precision | None) -> Compute:
@@ -126,7 +128,7 @@ class Loader:
         that it cannot have.
         """
         compute = self.compute(resolved.load.precision)
-        facts = Facts.of(
+        facts = EngineFacts.for_entry(
             resolved.entry,
             self.device.type,
             compute.backend,
@@ -219,9 +221,9 @@ class Loader:
         if model.precision != compute.precision:
             reason = f"the family {resolved.entry.family} computes in {model.precision}"
         model.requested_precision, model.precision_reason = compute.requested, reason
-        told = (resolved.residency, reason)
-        if reason and resolved.load.precision and told not in self._told:
-            self._told.add(told)
+        notice = (resolved.residency, reason)
+        if reason and resolved.load.precision and notice not in self._reported:
+            self._reported.add(notice)
             _logger.warning(
                 "%s asks for %s and is served in %s: %s", resolved.residency, compute.requested, model.precision, reason
             )
@@ -238,11 +240,11 @@ class Loader:
             model.attention,
             *files,
         )
-        found = self.certificates.get(facts)
-        if found is None:
+        result = self.certificates.get(facts)
+        if result is None:
             if len(self.certificates) >= MAX_CERTIFICATES:
                 self.certificates.clear()
-            found = self.certificates[facts] = certificate.certify(model, folder, resolved, compute)
+            result = self.certificates[facts] = certificate.certify(model, folder, resolved, compute)
         elif hasattr(model, "backbone"):
             model.backbone.take_trial()
-        return certificate.as_map(found)
+        return certificate.as_map(result)

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sie_adapter.loading.checkpoint import linear, tensor
+from sie_contracts.models.entries import POOLINGS
 from sie_contracts.models.load_errors import load_failed
 from sie_store.entry_faults import MODEL_FILE, POOLING_NAMES, pooling_name
 from sie_store.folder_files import TRANSFORMER_FILES, read_json, read_value, reading
 
-POOLINGS = ("cls", "mean", "last", "weighted")
 # settings by module: those in the set are obeyed, or change no number
 FIELDS: Mapping[str, frozenset[str]] = {
     "Transformer": frozenset(
@@ -272,8 +272,8 @@ def _module_config(kind: str, place: Path) -> dict[str, Any]:
         raise load_failed(
             "NOT_FOUND", f"modules.json lists {place.name}, which has no config.json: copy that folder too"
         )
-    known = FIELDS[kind] | (POOLING_NAMES.keys() if kind == "Pooling" else frozenset())
-    if unknown := sorted(config.keys() - known):
+    fields = FIELDS[kind] | (POOLING_NAMES.keys() if kind == "Pooling" else frozenset())
+    if unknown := sorted(config.keys() - fields):
         raise _refused(f"{place.name}/config.json has the setting {unknown[0]}, which this adapter does not read")
     return config
 
@@ -317,8 +317,8 @@ def read_transformer(folder: Path) -> TransformerSettings:
         )
     }
     for kind, allowed in (("model_kwargs", _PLACING | _NOT_READ), ("config_kwargs", _NOT_READ)):
-        if others := sorted(arguments[kind].keys() - allowed):
-            raise _refused(f"{name}: {kind} has {others[0]}, which this adapter does not pass on")
+        if unread := sorted(arguments[kind].keys() - allowed):
+            raise _refused(f"{name}: {kind} has {unread[0]}, which this adapter does not pass on")
     processing = raw.get("processing_kwargs") or {}
     if kinds := ", ".join(sorted(kind for kind, options in processing.items() if options and kind != "chat_template")):
         raise _refused(f"{name} has processing_kwargs of {kinds}, which this adapter does not pass on")

@@ -92,21 +92,24 @@ def empty_open_clip(folder: Path, entry: ModelEntry, tokenizer: Tokenizer) -> Pr
 
 def processor_of_open_clip(folder: Path, entry: ModelEntry) -> tuple[Recipe, Normalisation]:
     """How images become numbers. Raises ModelLoadFailed INCOMPATIBLE for what cannot be reproduced."""
-    said, size = read_json(folder / CONFIG).get("preprocess_cfg", {}), _settings(folder)["vision_cfg"].get("image_size")
-    resample = _FILTERS.get(said.get("interpolation", "bicubic"))
-    if said.get("resize_mode") != "squash" or resample is None or not isinstance(size, int):
+    preprocessing, size = (
+        read_json(folder / CONFIG).get("preprocess_cfg", {}),
+        _settings(folder)["vision_cfg"].get("image_size"),
+    )
+    resample = _FILTERS.get(preprocessing.get("interpolation", "bicubic"))
+    if preprocessing.get("resize_mode") != "squash" or resample is None or not isinstance(size, int):
         raise load_failed(
-            "INCOMPATIBLE", f"{entry.id}: preprocess_cfg of {CONFIG} is {said}, expected resize_mode squash"
+            "INCOMPATIBLE", f"{entry.id}: preprocess_cfg of {CONFIG} is {preprocessing}, expected resize_mode squash"
         )
-    (red, green, blue), deviations = said["mean"], said["std"]
+    (red, green, blue), deviations = preprocessing["mean"], preprocessing["std"]
     normalisation = Normalisation((red, green, blue), (deviations[0], deviations[1], deviations[2]))
     return Recipe("squash", size, size, resample=resample), normalisation
 
 
 def _pad(folder: Path, entry: ModelEntry, tokenizer: Tokenizer) -> int:
     """The id that fills texts up."""
-    said = read_json(folder / "tokenizer_config.json").get("pad_token")
-    number = tokenizer.token_to_id(said["content"] if isinstance(said, dict) else str(said))
+    pad_token = read_json(folder / "tokenizer_config.json").get("pad_token")
+    number = tokenizer.token_to_id(pad_token["content"] if isinstance(pad_token, dict) else str(pad_token))
     if number is None:
         raise load_failed(
             "INCOMPATIBLE", f"{entry.id}: tokenizer_config.json names no pad_token that its tokenizer has"
@@ -115,8 +118,8 @@ def _pad(folder: Path, entry: ModelEntry, tokenizer: Tokenizer) -> int:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = read_json(folder / CONFIG).get("model_cfg", {})
-    return {"vision_cfg": {}, "text_cfg": {}, **found}
+    settings: dict[str, Any] = read_json(folder / CONFIG).get("model_cfg", {})
+    return {"vision_cfg": {}, "text_cfg": {}, **settings}
 
 
 def _filled(folder: Path, entry: ModelEntry, stored: Mapping[str, Tensor], pad: int) -> PreTrainedModel:
@@ -130,12 +133,12 @@ def _filled(folder: Path, entry: ModelEntry, stored: Mapping[str, Tensor], pad: 
 def _config(settings: Mapping[str, Any], stored: Mapping[str, Tensor], entry: ModelEntry, pad: int) -> SiglipConfig:
     vision, text = settings["vision_cfg"], settings["text_cfg"]
     expected = {"pool_type": "last", "no_causal_mask": True, "proj_bias": True}
-    others = {name: text.get(name) for name, value in expected.items() if text.get(name) != value}
+    deviations = {name: text.get(name) for name, value in expected.items() if text.get(name) != value}
     tower = str(vision.get("timm_model_name"))
-    if others or not _TOWER.fullmatch(tower) or vision.get("timm_pool") != "map" or settings.get("quick_gelu"):
+    if deviations or not _TOWER.fullmatch(tower) or vision.get("timm_pool") != "map" or settings.get("quick_gelu"):
         raise load_failed(
             "INCOMPATIBLE",
-            f"{entry.id}: {CONFIG} describes {tower} with {others or text}, which is no SigLIP known here",
+            f"{entry.id}: {CONFIG} describes {tower} with {deviations or text}, which is no SigLIP known here",
         )
     rows, columns = stored["text.token_embedding.weight"].shape
     patches = stored["visual.trunk.patch_embed.proj.weight"].shape
@@ -172,7 +175,7 @@ def _layers(stored: Mapping[str, Tensor], prefix: str) -> int:
 
 def _renamed(stored: Mapping[str, Tensor], entry: ModelEntry) -> dict[str, Tensor]:
     """Each tensor under the name that transformers has for it."""
-    found: dict[str, Tensor] = {}
+    renamed: dict[str, Tensor] = {}
     unknown = []
     for name, tensor in stored.items():
         layer, _, part = name.rpartition(".")
@@ -180,26 +183,26 @@ def _renamed(stored: Mapping[str, Tensor], entry: ModelEntry) -> dict[str, Tenso
             side, number, layer, part = block.groups()
             place = f"{'text' if side.startswith('text') else 'vision'}_model.encoder.layers.{number}."
             if layer in _SPLIT:
-                for own, each in zip("qkv", tensor.chunk(3), strict=True):
-                    found[f"{place}self_attn.{own}_proj.{part}"] = each.contiguous()
+                for own, chunk in zip("qkv", tensor.chunk(3), strict=True):
+                    renamed[f"{place}self_attn.{own}_proj.{part}"] = chunk.contiguous()
             elif layer in _LAYERS:
-                found[f"{place}{_LAYERS[layer]}.{part}"] = tensor
+                renamed[f"{place}{_LAYERS[layer]}.{part}"] = tensor
             else:
                 unknown.append(name)
         elif name in _BARE:
-            found[_BARE[name]] = tensor[0] if name.endswith("pos_embed") else _at_least_one(tensor)
+            renamed[_BARE[name]] = tensor[0] if name.endswith("pos_embed") else _at_least_one(tensor)
         elif layer in _PLACES:
-            found[f"{_PLACES[layer]}.{part}"] = tensor
+            renamed[f"{_PLACES[layer]}.{part}"] = tensor
         elif not _JOINED.fullmatch(name):
             unknown.append(name)
     for part in ("weight", "bias"):
         halves = [stored[f"visual.trunk.attn_pool.{own}.{part}"] for own in ("q", "kv")]
-        found[f"vision_model.head.attention.in_proj_{part}"] = torch.cat(halves)
+        renamed[f"vision_model.head.attention.in_proj_{part}"] = torch.cat(halves)
     if unknown:
         raise load_failed(
             "INCOMPATIBLE", f"{entry.id}: {WEIGHTS} has {len(unknown)} unexpected keys: {', '.join(unknown[:5])}"
         )
-    return found
+    return renamed
 
 
 def _at_least_one(tensor: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ def load_published(folder: Path, entry: ModelEntry, compute: Compute) -> PreTrai
         raise load_failed("INCOMPATIBLE", f"{entry.id}: {_BIAS} is not 0, and the class has no such bias")
     weights = _renamed(stored)
     tables = [weights[name] for name in _TABLES if name in weights]
-    if any(not torch.equal(tables[0], other) for other in tables[1:]):
+    if any(not torch.equal(tables[0], table) for table in tables[1:]):
         raise load_failed("INCOMPATIBLE", f"{entry.id}: its tables of embeddings differ, and the class has one")
     return placed(_filled(folder, entry, weights), compute)
 
@@ -121,10 +121,10 @@ def published_config(folder: Path, entry_id: str) -> Florence2Config:
     raw = read_json(folder / "config.json")
     text, vision = raw.get("text_config") or {}, raw.get("vision_config") or {}
     positions = {name: (vision.get(name) or {}).get("type", kind) for name, kind in _POSITIONS.items()}
-    for said, fixed in ((vision, _FIXED), (positions, _POSITIONS), (text, _FIXED_TEXT)):
+    for section, fixed in ((vision, _FIXED), (positions, _POSITIONS), (text, _FIXED_TEXT)):
         for name, value in fixed.items():
-            if said.get(name, value) != value:
-                raise load_failed("INCOMPATIBLE", f"{entry_id}: {name} is {said[name]}, the class has {value}")
+            if section.get(name, value) != value:
+                raise load_failed("INCOMPATIBLE", f"{entry_id}: {name} is {section[name]}, the class has {value}")
     try:
         return Florence2Config(
             text_config={
@@ -160,10 +160,10 @@ def published_tokenizer(folder: Path, entry_id: str) -> Tokenizer:
 
 
 def _files(folder: Path, entry: ModelEntry) -> list[Path]:
-    found = sorted(folder.glob("*.safetensors"))
-    if not found:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
         raise load_failed("NOT_FOUND", f"{entry.id}: {folder} has no *.safetensors")
-    return found
+    return files
 
 
 def _filled(folder: Path, entry: ModelEntry, weights: Mapping[str, Tensor]) -> PreTrainedModel:
@@ -176,19 +176,19 @@ def _filled(folder: Path, entry: ModelEntry, weights: Mapping[str, Tensor]) -> P
     model: Any = filled(Florence2ForConditionalGeneration, published_config(folder, entry.id), whole, entry.id)
     model.tie_weights()
     model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    found: PreTrainedModel = model
-    return found
+    loaded: PreTrainedModel = model
+    return loaded
 
 
 def _renamed(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Each tensor under the name that transformers has for it. Those of no known name keep it."""
-    found: dict[str, Tensor] = {}
+    renamed: dict[str, Tensor] = {}
     for name, tensor in stored.items():
         if name == _TURNED:
-            found[f"model.multi_modal_projector.{name}.weight"] = tensor.T.contiguous()
+            renamed[f"model.multi_modal_projector.{name}.weight"] = tensor.T.contiguous()
         elif name != _BIAS:
-            found[_name(name)] = tensor
-    return found
+            renamed[_name(name)] = tensor
+    return renamed
 
 
 def _name(name: str) -> str:

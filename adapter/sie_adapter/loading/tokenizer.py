@@ -59,7 +59,7 @@ SAMPLES = {
 }
 
 
-class Needs(NamedTuple):
+class TokenNeeds(NamedTuple):
     """What a model needs of the tokens around its texts: one that `begins` each, since it is read there; one that
     `separates` a pair.
     """
@@ -68,7 +68,7 @@ class Needs(NamedTuple):
     separates: bool = False
 
     @classmethod
-    def of(cls, family: str, pooling: str, *, is_decoder: bool) -> Needs:
+    def for_family(cls, family: str, pooling: str, *, is_decoder: bool) -> TokenNeeds:
         """`pooling` of its vectors. A decoder reads its last token, and a pair as one text."""
         row = families.row(family)
         return cls(
@@ -77,7 +77,7 @@ class Needs(NamedTuple):
         )
 
 
-_NO_NEEDS = Needs()
+_NO_NEEDS = TokenNeeds()
 _NO_SETTINGS = TransformerSettings()
 
 
@@ -98,8 +98,8 @@ def read_tokenizer(folder: Path, *, trust_remote_code: bool = False, **options: 
             folder, local_files_only=True, trust_remote_code=trust_remote_code, **options
         )
     except Exception as error:  # the library behind raises nothing narrower
-        said = f"the tokenizer of {folder} cannot be read ({type(error).__name__}: {error})"
-        raise load_failed("INCOMPATIBLE", f"{said}: {_REMEDY}") from error
+        cause = f"the tokenizer of {folder} cannot be read ({type(error).__name__}: {error})"
+        raise load_failed("INCOMPATIBLE", f"{cause}: {_REMEDY}") from error
 
 
 def bare_tokenizer(tokenizer: Any) -> Tokenizer:
@@ -150,36 +150,39 @@ def _refuse_invented(folder: Path, tokenizer: Tokenizer) -> None:
     ):  # which fail at a text that they do not know without it
         used.add(tokenizer.model.unk_token)
     if lacking := sorted(used - {None} - stored):
-        said = (
+        cause = (
             f"the vocabulary in {folder} has no {', '.join(lacking)}, which the model needs around or in place of texts"
         )
-        raise load_failed("CERTIFICATE", f"{said}: {_REMEDY}")
+        raise load_failed("CERTIFICATE", f"{cause}: {_REMEDY}")
 
 
 def _stored_tokens(folder: Path) -> set[str] | None:
     """All tokens that the files name; None where only a file of sentencepiece does."""
-    found: set[str] = set()
+    tokens: set[str] = set()
     if (file := folder / "tokenizer.json").is_file():
-        found.update(Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True))
+        tokens.update(Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True))
     elif (file := folder / "vocab.txt").is_file():
-        found.update(file.read_text("utf-8").splitlines())
+        tokens.update(file.read_text("utf-8").splitlines())
     elif (file := folder / "vocab.json").is_file():
-        found.update(json.loads(file.read_text("utf-8")))
+        tokens.update(json.loads(file.read_text("utf-8")))
     else:
         return None
     if (file := folder / "added_tokens.json").is_file():
-        found.update(json.loads(file.read_text("utf-8")))
+        tokens.update(json.loads(file.read_text("utf-8")))
     if (file := folder / "tokenizer_config.json").is_file():
         added = json.loads(file.read_text("utf-8")).get("added_tokens_decoder") or {}
-        found.update(token["content"] for token in added.values())
-    return found
+        tokens.update(token["content"] for token in added.values())
+    return tokens
 
 
 def _around(tokenizer: Tokenizer) -> list[int]:
     """The ids that it puts around a text and around a pair."""
-    found = (tokenizer.encode(""), tokenizer.encode("", ""))
+    encodings = (tokenizer.encode(""), tokenizer.encode("", ""))
     return [
-        number for each in found for number, is_put in zip(each.ids, each.special_tokens_mask, strict=True) if is_put
+        number
+        for encoding in encodings
+        for number, is_put in zip(encoding.ids, encoding.special_tokens_mask, strict=True)
+        if is_put
     ]
 
 
@@ -189,8 +192,8 @@ def _ended(tokenizer: Tokenizer, token: str, number: int) -> Tokenizer:
     Its own template is edited: a second one after it would take the parts that the first made for the texts of a pair.
     """
     state = json.loads(tokenizer.to_str())
-    given = state["post_processor"]
-    last = given["processors"][-1] if given and given["type"] == "Sequence" else given
+    processor = state["post_processor"]
+    last = processor["processors"][-1] if processor and processor["type"] == "Sequence" else processor
     if last is None or last["type"] == "ByteLevel":
         ends = processors.TemplateProcessing(
             single=f"$A {token}", pair=f"$A {token} $B:1 {token}:1", special_tokens=[(token, number)]
@@ -245,14 +248,14 @@ def fitted(tokenizer: Tokenizer, table: int) -> tuple[Tokenizer, list[str]]:
     return Tokenizer.from_str(json.dumps(state)), sorted(beyond)
 
 
-def fault(tokenizer: Tokenizer, table: int, needs: Needs = _NO_NEEDS) -> str:
+def fault(tokenizer: Tokenizer, table: int, needs: TokenNeeds = _NO_NEEDS) -> str:
     """Why a tokenizer cannot be that of a model with `table` embeddings, and what to do; empty if nothing shows it."""
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
     around = [number for number in _around(tokenizer) if number >= table]
     if largest >= table or around:
-        said = f"its tokenizer has ids up to {max([largest, *around])}, its table of embeddings {table} rows"
+        cause = f"its tokenizer has ids up to {max([largest, *around])}, its table of embeddings {table} rows"
         return (
-            f"{said}: {_REMEDY}, or resize the table (resize_token_embeddings) before the model is trained with more "
+            f"{cause}: {_REMEDY}, or resize the table (resize_token_embeddings) before the model is trained with more "
             "tokens"
         )
     try:

@@ -47,16 +47,16 @@ def check_weights(folder: Path) -> None:
                     bad.append(name)
                 if tensor.ndim == MATRIX and tensor.dtype in _QUANTISED and not is_quantised:
                     precision = str(tensor.dtype).removeprefix("torch.")
-                    said = f"{file.name} holds {name} in {precision}, and config.json has no quantization_config"
+                    cause = f"{file.name} holds {name} in {precision}, and config.json has no quantization_config"
                     fix = "export the model again in float32, float16 or bfloat16"
-                    raise load_failed("INCOMPATIBLE", f"{said} that says its scale; {fix}")
+                    raise load_failed("INCOMPATIBLE", f"{cause} that says its scale; {fix}")
         except SafetensorError as error:
             raise _broken(file, str(error)) from error
         if bad:
             listed = ", ".join(bad[:5]) + (", .." if len(bad) > 5 else "")
-            said = f"{file.name} holds NaN in {len(bad)} of its tensors: {listed}"
+            cause = f"{file.name} holds NaN in {len(bad)} of its tensors: {listed}"
             raise load_failed(
-                "INCOMPATIBLE", f"{said}; export the model again from a checkpoint before its training diverged"
+                "INCOMPATIBLE", f"{cause}; export the model again from a checkpoint before its training diverged"
             )
 
 
@@ -115,14 +115,14 @@ def _check_parts(folder: Path) -> None:
 def _pickled(file: Path) -> Iterable[tuple[str, Tensor]]:
     """Tensors of a file of torch.save; a file with anything else is refused by the family that reads it."""
     try:
-        found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except pickle.UnpicklingError:
         return ()
     except (RuntimeError, EOFError) as error:
         raise _broken(file, str(error).splitlines()[0]) from error
     return (
-        [(str(name), value) for name, value in found.items() if isinstance(value, Tensor)]
-        if isinstance(found, dict)
+        [(str(name), value) for name, value in loaded.items() if isinstance(value, Tensor)]
+        if isinstance(loaded, dict)
         else ()
     )
 

@@ -1,12 +1,12 @@
-"""How many tokens one pass may hold: learnt from passes that fitted and passes that ran out of memory, for each model
-on each device.
+"""Limits of the tokens of one pass: learnt from passes that fitted and passes that ran out of memory, for each model on
+each device.
 
     before a pass: limit(key) ──► split_off(chosen, lengths, limit) ──► a pass that is known to fit, and the rest
     after a pass:  fits(key, tokens) | failed(key, tokens) ──► the edge moves, and is kept on disk
 
 The rule. A failure of n tokens sets the edge to n, and the limit to what fitted below it, at least n / 2; where n had
-fitted before, less memory is free now and n / 2 is all that is still believed. Failures of the past do not hold for
-ever, since it may have been a neighbour who took the memory: for every WAIT_S without news the limit rises by RAISE. If
+fitted before, less memory is free now and n / 2 is all that is still believed. Failures of the past do not hold
+for ever, since another process may have taken the memory: for every WAIT_S without news the limit rises by RAISE. If
 a pass of the risen size fails, the wait doubles, up to MAX_WAIT_S, so a device that is simply too small is tried ever
 more rarely; if it fits, the wait begins anew, from there. A failure that killed the process cost its models and its
 other batches: half of its tokens count as failed as well, and the wait begins at KILLED_WAIT_S.
@@ -42,7 +42,7 @@ _SAVE_EVERY_S = 1.0
 _logger = logging.getLogger("sie.adapter")
 
 
-class Edge(msgspec.Struct):
+class BatchLimit(msgspec.Struct):
     """`fit_tokens`: the largest pass that fitted. `fail_tokens`: the smallest that failed, 0 if none did. `since_s`: of
     the last news. `wait_s`: until the limit rises; it begins at `first_wait_s`.
     """
@@ -54,17 +54,17 @@ class Edge(msgspec.Struct):
     first_wait_s: float = WAIT_S
 
 
-class _Stored(msgspec.Struct):
-    edges: dict[str, Edge]
+class _LimitsFile(msgspec.Struct):
+    edges: dict[str, BatchLimit]
 
 
-def frontier_key(fingerprint: str, precision: str, device: str) -> str:
+def limits_key(fingerprint: str, precision: str, device: str) -> str:
     """The key of a loaded model on a device: its fingerprint, the precision it computes in, the device's label."""
     return "/".join((fingerprint, precision, device.replace(" ", "-")))
 
 
 def learnt_folder(settings: Settings) -> Path:
-    """Where the adapters of a machine keep what they learn of its devices."""
+    """The folder of the files that the adapters of a machine share."""
     return settings.cache_folder / "sie"
 
 
@@ -79,11 +79,11 @@ def split_off(chosen: Int64, lengths: Int64, limit: int | None) -> tuple[Int64, 
     return ordered[:count], ordered[count:]
 
 
-def _believed(edge: Edge) -> int:
+def _believed(edge: BatchLimit) -> int:
     return max(1, min(edge.fail_tokens - 1, max(edge.fit_tokens, edge.fail_tokens // 2)))
 
 
-class Frontier:
+class BatchLimits:
     """The edges of this device, at most MAX_KEYS, kept in the file at `path`. Every method may be called from any
     thread. None raises.
 
@@ -95,14 +95,14 @@ class Frontier:
         self._path = path
         self._clock = clock
         self._lock = threading.Lock()
-        self._edges: dict[str, Edge] = {}
+        self._edges: dict[str, BatchLimit] = {}
         self._read = False
         self._dirty = False
         self._saved_s = 0.0
 
     @classmethod
-    def of(cls, settings: Settings) -> Frontier:
-        """The one of this machine, which all of its adapters share."""
+    def for_machine(cls, settings: Settings) -> BatchLimits:
+        """The limits of this machine, which all of its adapters share."""
         return cls(learnt_folder(settings) / "frontier.json")
 
     def limit(self, key: str) -> int | None:
@@ -160,38 +160,36 @@ class Frontier:
             if self._dirty:
                 self._save()
 
-    def _steps(self, edge: Edge) -> int:
+    def _steps(self, edge: BatchLimit) -> int:
         return min(FORGET_STEPS, max(0, int((self._clock() - edge.since_s) / edge.wait_s)))
 
-    def _limit(self, edge: Edge) -> int:
+    def _limit(self, edge: BatchLimit) -> int:
         believed, steps = _believed(edge), self._steps(edge)
         return max(int(believed * RAISE**steps), believed + steps)  # RAISE alone would never lift a limit of 1
 
-    def _edge(self, key: str) -> Edge | None:
+    def _edge(self, key: str) -> BatchLimit | None:
         if not self._read:
             self._read = True
             self._edges = self._stored()
         return self._edges.get(key)
 
-    def _add(self, key: str) -> Edge:
+    def _add(self, key: str) -> BatchLimit:
         while len(self._edges) >= MAX_KEYS:
             del self._edges[min(self._edges, key=lambda key: self._edges[key].since_s)]
-        self._edges[key] = edge = Edge()
+        self._edges[key] = edge = BatchLimit()
         return edge
 
-    def _stored(self) -> dict[str, Edge]:
+    def _stored(self) -> dict[str, BatchLimit]:
         try:
-            return msgspec.json.decode(self._path.read_bytes(), type=_Stored).edges
+            return msgspec.json.decode(self._path.read_bytes(), type=_LimitsFile).edges
         except FileNotFoundError:
             return {}
         except OSError as error:
-            _logger.warning("the token frontier at %s cannot be read: %s", self._path, error)
+            _logger.warning("the batch limits at %s cannot be read: %s", self._path, error)
             return {}
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             aside = self._path.with_suffix(".corrupt")
-            _logger.warning(
-                "the token frontier at %s is moved to %s and learnt anew: %s", self._path, aside.name, error
-            )
+            _logger.warning("the batch limits at %s is moved to %s and learnt anew: %s", self._path, aside.name, error)
             try:
                 self._path.replace(aside)
             except OSError as moving:
@@ -207,10 +205,10 @@ class Frontier:
         self._dirty, self._saved_s = False, self._clock()
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_bytes(msgspec.json.encode(_Stored({key: learnt[key] for key in latest})))
+            draft.write_bytes(msgspec.json.encode(_LimitsFile({key: learnt[key] for key in latest})))
             draft.replace(self._path)
         except OSError as error:
-            _logger.warning("the token frontier cannot be kept at %s: %s", self._path, error)
+            _logger.warning("the batch limits cannot be kept at %s: %s", self._path, error)
 
 
 SLOTS = 64  # more than there are lanes
@@ -222,7 +220,7 @@ _FREE = bytes(_HEAD.size)
 
 
 @dataclass(frozen=True)
-class Record:
+class PassRecord:
     """A pass that had begun and not ended. `fitted_tokens`: the largest pass of the model that had fitted before it."""
 
     key: str
@@ -230,7 +228,7 @@ class Record:
     fitted_tokens: int
 
 
-class Passes:
+class PassRecords:
     """The records of one adapter. `during` may be called from any thread. Nothing raises: without its file an adapter
     serves as well, and learns less.
     """
@@ -242,8 +240,8 @@ class Passes:
         self._file: int | None = None
 
     @classmethod
-    def of(cls, settings: Settings) -> Passes:
-        """Those of the adapter on this socket."""
+    def for_socket(cls, settings: Settings) -> PassRecords:
+        """The records of the adapter on this socket."""
         name = hashlib.sha256(settings.ipc_socket_path.encode()).hexdigest()[:16]
         return cls(learnt_folder(settings) / f"passes-{name}")
 
@@ -264,7 +262,7 @@ class Passes:
             with self._lock:
                 self._free.append(slot)
 
-    def left(self) -> list[Record]:
+    def left(self) -> list[PassRecord]:
         """The records of a process that is dead. They are removed."""
         try:
             content = self._path.read_bytes()
@@ -291,7 +289,7 @@ class Passes:
             return self._file
 
 
-def _record(slot: bytes) -> Record | None:
+def _record(slot: bytes) -> PassRecord | None:
     """None for a slot that is free, or was not written to its end."""
     if len(slot) < _HEAD.size:
         return None
@@ -299,33 +297,33 @@ def _record(slot: bytes) -> Record | None:
     name = slot[_HEAD.size : _HEAD.size + size]
     if not tokens or len(name) < size:
         return None
-    return Record(name.decode("utf-8", "replace"), tokens, fitted_tokens)
+    return PassRecord(name.decode("utf-8", "replace"), tokens, fitted_tokens)
 
 
-class PostMortem:
-    """Has the frontier learn of the passes that a process did not survive. Belongs to the process that starts the next
+class CrashRecord:
+    """Lowers the batch limits after passes that a process did not survive. Belongs to the process that starts the next
     one.
     """
 
-    def __init__(self, passes: Passes, frontier: Callable[[], Frontier]) -> None:
-        """`frontier` reads the file, which the process that died has written."""
-        self._passes = passes
-        self._read_frontier = frontier
+    def __init__(self, pass_records: PassRecords, batch_limits: Callable[[], BatchLimits]) -> None:
+        """`batch_limits` reads the file, which the process that died has written."""
+        self._pass_records = pass_records
+        self._read_limits = batch_limits
         self._kills = control_group.oom_kills()
 
     def learn(self) -> None:
-        """Of the process before, which is dead."""
+        """Lower the limits for the passes of the previous process, which is dead."""
         kills = control_group.oom_kills()
         is_known, self._kills = kills > self._kills, kills
         how = "was killed by the kernel, which had no memory left," if is_known else "ended, as if out of memory,"
-        frontier = self._read_frontier()
-        for record in self._passes.left():
+        batch_limits = self._read_limits()
+        for record in self._pass_records.left():
             if is_known or (record.tokens > record.fitted_tokens and record.tokens >= DOUBTED_TOKENS):
-                frontier.failed(record.key, record.tokens, killed=True)
+                batch_limits.failed(record.key, record.tokens, killed=True)
                 _logger.warning(
                     "the adapter's process %s in a pass of %d tokens of %s: passes of this model hold at most %s now",
                     how,
                     record.tokens,
                     record.key,
-                    frontier.limit(record.key),
+                    batch_limits.limit(record.key),
                 )

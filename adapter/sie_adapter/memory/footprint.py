@@ -1,4 +1,4 @@
-"""What a model's weights will take, told from the headers of its files before anything is loaded."""
+"""The memory of a model's weights, computed from the headers of its files before a load."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _file_bytes(file: Path, itemsize: int) -> int:
         )
     header.pop("__metadata__", None)
     floats = [tensor for tensor in header.values() if tensor["dtype"].startswith(("F", "BF"))]
-    others = [tensor for tensor in header.values() if not tensor["dtype"].startswith(("F", "BF"))]
-    stored: int = sum(tensor["data_offsets"][1] - tensor["data_offsets"][0] for tensor in others)
+    non_floats = [tensor for tensor in header.values() if not tensor["dtype"].startswith(("F", "BF"))]
+    stored: int = sum(tensor["data_offsets"][1] - tensor["data_offsets"][0] for tensor in non_floats)
     count: int = sum(math.prod(tensor["shape"]) for tensor in floats)
     return stored + itemsize * count

@@ -1,4 +1,7 @@
-"""How often what was done about memory that ran out. The sidecar exports it: this process has no port."""
+"""Recovery from a lack of device memory, and the counts of it. The sidecar exports them: this process has no port.
+
+work ──► out of memory ──► clear the cache ──► make room ──► halve the batch ──► refuse what does not fit alone
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,12 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, ParamSpec, TypeVar
 
 import torch
 
 from sie_adapter.engine.device import give_memory_back
-from sie_adapter.memory.failure import is_out_of_memory
-from sie_adapter.memory.onednn import unspoilt
+from sie_adapter.memory.device_errors import is_out_of_memory, is_primitive_refused
 from sie_adapter.packed.packing import Int64
 from sie_contracts.errors import ResourceExhausted
 from sie_contracts.wire.device_reports import Shortages
@@ -29,8 +31,8 @@ Remedy = Literal[
 ]
 
 
-class Remedies:
-    """Counts since the start of the process, by model and remedy. Every method may be called from any thread."""
+class OomCounters:
+    """Counts of remedies since the start of the process, by model. Every method may be called from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -41,9 +43,64 @@ class Remedies:
             self._counts.setdefault(model, Counter())[remedy] += 1
 
     def all(self) -> tuple[Shortages, ...]:
-        """Of the models that ever ran out of memory."""
+        """The counts of each model that ran out of memory."""
         with self._lock:
             return tuple(Shortages(model, **counts) for model, counts in self._counts.items())
+
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+# oneDNN up to 3.13 keeps the error of its code generator by thread and never clears it (its pull request 5907 does):
+# after one allocation that failed, every primitive of a new shape fails on that thread, however much memory is free.
+class _ThreadState(threading.local):
+    is_thread_unusable = False
+
+
+_thread_state = _ThreadState()
+
+
+def is_thread_unusable() -> bool:
+    """Whether oneDNN refused a primitive on this thread."""
+    return _thread_state.is_thread_unusable
+
+
+def on_usable_thread(
+    work: Callable[Arguments, Result], *arguments: Arguments.args, **named: Arguments.kwargs
+) -> Result:
+    """Call `work` here, or on a thread of its own once this one is unusable. Raises what it raises."""
+    if _thread_state.is_thread_unusable:
+        return on_new_thread(work, *arguments, **named)
+    try:
+        return work(*arguments, **named)
+    except RuntimeError as error:
+        _thread_state.is_thread_unusable = is_primitive_refused(error)
+        raise
+
+
+def on_new_thread(work: Callable[Arguments, Result], *arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
+    """Call `work` on a thread of its own, with this one's mode and threads of torch. Raises what it raises, and a
+    RuntimeError that `is_out_of_memory` knows where there is no room for the thread.
+    """
+    results: list[Result] = []
+    errors: list[BaseException] = []
+    is_inference, threads = torch.is_inference_mode_enabled(), torch.get_num_threads()
+
+    def run() -> None:
+        torch.set_num_threads(threads)
+        try:
+            with torch.inference_mode(is_inference):
+                results.append(work(*arguments, **named))
+        except BaseException as error:  # noqa: BLE001  # raised where it is waited for
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name=f"{threading.current_thread().name}-new", daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors.pop()  # nothing here holds it any more: its frames hold the tensors of a failed pass
+    return results.pop()
 
 
 _logger = logging.getLogger("sie.adapter")
@@ -61,7 +118,7 @@ def exhausted() -> ResourceExhausted:
 
 
 @dataclass(frozen=True)
-class Shortage:
+class OomRecovery:
     """The remedies of one device. `make_room` drops what the batch may drop, and says how, None if there is nothing;
     `count` is called for each remedy.
     """
@@ -137,7 +194,7 @@ class Shortage:
         # a function of its own: once it returns, nothing holds the tensors of a failed pass, as the traceback of a
         # handled error would
         try:
-            unspoilt(work, items)
+            on_usable_thread(work, items)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

@@ -10,7 +10,7 @@
 The sidecar decides which models may go. Each request carries its own permission, an ordered list of models, and its
 reply names those that went. Nothing is kept between requests.
 
-State is owned by `Residency` and guarded by one lock, which is never held over a load or a forward pass.
+State is owned by `ResidentModels` and guarded by one lock, which is never held over a load or a forward pass.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from sie_adapter.engine.device import Memory
+from sie_adapter.engine.device import MemoryUse
 from sie_adapter.engine.engines import Choice
 from sie_adapter.memory.oom import Remedy
 from sie_adapter.memory.shared_lock import SharedLock
@@ -39,8 +39,8 @@ from sie_contracts.wire.ipc import LoadedModel, Rows
 _logger = logging.getLogger("sie.adapter")
 
 
-class Weights(Protocol):
-    """What the process needs of a loaded family, beyond running it."""
+class LoadedWeights(Protocol):
+    """The attributes of a loaded family that the process reads, beside its passes."""
 
     tokenizer: bytes
     memory_bytes: int
@@ -61,7 +61,7 @@ class Resident:
 
     model: str
     resolved: Resolved
-    weights: Weights
+    weights: LoadedWeights
     load_s: float
     last_used_s: float
     running: int = 0
@@ -71,7 +71,7 @@ class Resident:
 
     @property
     def fingerprint(self) -> str:
-        """Of the entry that is served now; every batch asks for it."""
+        """The fingerprint of the entry that is served now; every batch reads it."""
         if self._fingerprinted is not self.resolved:
             entry, load = self.resolved.entry, self.resolved.load
             self._fingerprint = fingerprint(entry, load, self.weights.precision, self.weights.engine_choice.engine)
@@ -79,7 +79,7 @@ class Resident:
         return self._fingerprint
 
     def describe(self, now_s: float) -> LoadedModel:
-        """As it goes over the wire."""
+        """The model as a message of the wire."""
         entry, weights = self.resolved.entry, self.weights
         return LoadedModel(
             self.model,
@@ -105,9 +105,9 @@ def same_weights(old: Resolved, new: Resolved) -> bool:
     def facts(resolved: Resolved) -> bytes:
         entry = resolved.entry
         # a family also keeps what these say: its heads, how rows are made, and limits of its own
-        kept = [entry.head, entry.pair, entry.run.pooling, entry.run.parameters]
+        retained = [entry.head, entry.pair, entry.run.pooling, entry.run.parameters]
         return msgspec.json.encode(
-            [entry.id, entry.weights, entry.family, entry.max_tokens, entry.outputs, resolved.load, *kept],
+            [entry.id, entry.weights, entry.family, entry.max_tokens, entry.outputs, resolved.load, *retained],
             order="sorted",
         )
 
@@ -116,8 +116,8 @@ def same_weights(old: Resolved, new: Resolved) -> bool:
 
 @dataclass
 class Permission:
-    """Which models may be unloaded for one request: those of `may_drop`, the first one first. Made when the request is
-    begun: a model that was used or asked for after that stays.
+    """The models that may be unloaded for one request: those of `may_drop`, in that order. Created at the begin of the
+    request: a model that was used after that stays.
 
     `dropped`: what was unloaded for the request so far. `has_shed`: what can be made again was dropped for it: only
     once, since the request makes some of that again.
@@ -140,7 +140,7 @@ class DeviceMemory:
     what can be made again, and says whether there was any.
     """
 
-    held: Callable[[int], Memory]
+    held: Callable[[int], MemoryUse]
     give_back: Callable[[], None]
     threshold_percent: float
     shed: Callable[[], bool] = lambda: False
@@ -160,7 +160,7 @@ class DeviceMemory:
         return self.held(more_bytes).percent <= limit_percent
 
 
-class Residency:
+class ResidentModels:
     """The loaded models of this process. Every method may be called from any thread.
 
     `load` turns a resolved entry into weights and raises ModelLoadFailed; `needed_bytes` tells before it what they will
@@ -172,12 +172,12 @@ class Residency:
 
     def __init__(
         self,
-        load: Callable[[Resolved], Weights],
+        load: Callable[[Resolved], LoadedWeights],
         memory: DeviceMemory,
         clock: Callable[[], float] = time.monotonic,
         *,
         needed_bytes: Callable[[Resolved], int] = lambda _: 0,
-        warm_up: Callable[[Resolved, Weights], int] = lambda *_: 0,
+        warm_up: Callable[[Resolved, LoadedWeights], int] = lambda *_: 0,
         ended: Callable[[Resolved], None] = lambda _: None,
         count: Callable[[str, Remedy], None] = lambda model, remedy: None,
     ) -> None:
@@ -273,8 +273,8 @@ class Residency:
     def release(self, model: str) -> None:
         """Unload `model`, or nothing. A batch that runs on it finishes first; its memory is free after that."""
         with self._lock:
-            found = self._residents.pop(model, None) is not None
-        if found:
+            was_loaded = self._residents.pop(model, None) is not None
+        if was_loaded:
             _logger.info("unloaded %s", model)
             self._collect()
 
@@ -333,24 +333,24 @@ class Residency:
         places from each other would never end.
         """
         with self._loading.shared() as share:
-            found = self._loaded_or_oom(model, resolved)
-        if isinstance(found, Resident):
-            return found
+            loaded = self._loaded_or_oom(model, resolved)
+        if isinstance(loaded, Resident):
+            return loaded
         self._count(model, "recoveries_attempted")
         is_changed = not share.was_alone
         with self._loading.exclusive():
-            while not isinstance(found, Resident):
+            while not isinstance(loaded, Resident):
                 self._collect()
                 self._count(model, "cache_clears")
                 if not is_changed and not self._shed(permission):
                     if not self._drop_next(permission, f"there was too little memory to load {model}"):
                         self._count(model, "terminal_failures")
-                        raise found
+                        raise loaded
                     self._count(model, "evictions_triggered")
                 is_changed = False
-                found = self._loaded_or_oom(model, resolved)
+                loaded = self._loaded_or_oom(model, resolved)
         self._count(model, "recoveries_succeeded")
-        return found
+        return loaded
 
     def _loaded_or_oom(self, model: str, resolved: Resolved) -> Resident | SIEError:
         """Raises ModelLoadFailed of any class but OOM."""

@@ -1,4 +1,4 @@
-"""A lock that many hold together, or one alone."""
+"""A lock with shared and exclusive holders."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 
 class Share:
-    """Of one holder. `was_alone`: nobody else held the lock at any time while it did; known when it has let go."""
+    """A shared hold. `was_alone`: no second holder during the hold; set at its end."""
 
     was_alone = True
 
 
 class SharedLock:
-    """May be used from any thread. Who waits for it alone goes before those that come later."""
+    """May be used from any thread. A waiting exclusive holder goes before later ones."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -24,25 +24,25 @@ class SharedLock:
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[Share]:
-        """Held together with others."""
+        """Hold the lock together with other shared holders."""
         share = Share()
         with self._changed:
             self._changed.wait_for(lambda: not self._is_exclusive)
-            others = self._shares
+            earlier = self._shares
             self._shares += 1
             self._taken += 1
-            taken = self._taken
+            number = self._taken
         try:
             yield share
         finally:
             with self._changed:
-                share.was_alone = not others and self._taken == taken
+                share.was_alone = not earlier and self._taken == number
                 self._shares -= 1
                 self._changed.notify_all()
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Held alone."""
+        """Hold the lock exclusively."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_exclusive)
             self._is_exclusive = True

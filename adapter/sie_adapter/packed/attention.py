@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sie_adapter.packed.packing import Int64, Packed
+from sie_adapter.packed.packing import Int64, PackedBatch
 
 IMPLEMENTATION = "sie_packed"
 FAR = 1 << 30  # a window side without a limit
@@ -48,7 +48,7 @@ class AttentionUnsupported(Exception):
 
 
 @dataclass(frozen=True)
-class Pattern:
+class MaskPattern:
     """Which keys a query at position i sees: i - left to i + right."""
 
     left: int = FAR
@@ -62,21 +62,21 @@ class MaskRequest:
     allows: Callable[..., Any]  # transformers' mask_function: (batch, head, query, key) -> bool
     local_size: int | None
 
-    def pattern(self) -> Pattern:
+    def pattern(self) -> MaskPattern:
         """Evaluate the mask function and name its pattern. Raises AttentionUnsupported if it has none."""
         size = min(4 * (self.local_size or 0) + 256, 16384)
         keys = torch.arange(size)
         queries = torch.unique(torch.linspace(0, size - 1, 33).long())
         zero = torch.zeros((), dtype=torch.long)
-        seen = self.allows(zero, zero, queries[:, None], keys[None, :]).expand(len(queries), size)
+        visible = self.allows(zero, zero, queries[:, None], keys[None, :]).expand(len(queries), size)
         middle = size // 2
         row = self.allows(zero, zero, torch.tensor([[middle]]), keys[None, :]).expand(1, size)[0].nonzero().flatten()
         if middle not in row:
             raise AttentionUnsupported("a mask in which a token does not see itself")
         left, right = middle - int(row[0]), int(row[-1]) - middle
-        pattern = Pattern(FAR if left == middle else left, FAR if middle + right == size - 1 else right)
+        pattern = MaskPattern(FAR if left == middle else left, FAR if middle + right == size - 1 else right)
         distance = keys[None, :] - queries[:, None]
-        if not torch.equal(seen, (distance >= -pattern.left) & (distance <= pattern.right)):
+        if not torch.equal(visible, (distance >= -pattern.left) & (distance <= pattern.right)):
             raise AttentionUnsupported("a mask that is not causal, bidirectional or a window of these")
         return pattern
 
@@ -125,7 +125,7 @@ def packed_attention(
     position_ids: Tensor | None = None,
     use_cache: bool | None = None,
     deterministic: bool | None = None,
-    **others: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of the interface. `query`: [1, heads, tokens, width], `key`, `value`: [1, key heads,
     tokens, width].
@@ -135,12 +135,12 @@ def packed_attention(
     on both sides if not causal. The mask has the last word, as in stock eager and sdpa: `sie_edge` is how many keys
     more than that it shows on a side.
     """
-    asked = [name for name, value in others.items() if value is not None]
-    if asked or dropout:
-        raise AttentionUnsupported(f"attention with {', '.join(asked) or 'dropout'}")
+    unsupported = [name for name, value in options.items() if value is not None]
+    if unsupported or dropout:
+        raise AttentionUnsupported(f"attention with {', '.join(unsupported) or 'dropout'}")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     reach = FAR if sliding_window is None else sliding_window - 1 + sie_edge
-    pattern = Pattern(reach, 0 if causal else reach)
+    pattern = MaskPattern(reach, 0 if causal else reach)
     if sie_trial is not None:
         if not isinstance(attention_mask, MaskRequest):
             raise AttentionUnsupported("attention without a mask from the interface")
@@ -173,7 +173,7 @@ def _packed_attention(
     Of each sequence only the first `visible` tokens are attended to. A kernel for all sequences at once is the only
     group of its layout.
     """
-    pattern = Pattern(left, right)
+    pattern = MaskPattern(left, right)
     groups = layout.tolist()
     if groups[0][4] >= Kernel.VARLEN:
         _, _, longest, _, code = groups[0]
@@ -201,7 +201,9 @@ def _(
 # heads, visible, ..].
 
 
-def _attend_fused(query: Tensor, key: Tensor, value: Tensor, scale: float, pattern: Pattern, output: Tensor) -> None:
+def _attend_fused(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, pattern: MaskPattern, output: Tensor
+) -> None:
     is_causal = pattern.right == 0 and query.shape[2] > 1
     output.copy_(
         F.scaled_dot_product_attention(
@@ -211,7 +213,7 @@ def _attend_fused(query: Tensor, key: Tensor, value: Tensor, scale: float, patte
 
 
 def _attend_in_blocks(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, pattern: Pattern, output: Tensor
+    query: Tensor, key: Tensor, value: Tensor, scale: float, pattern: MaskPattern, output: Tensor
 ) -> None:
     sequences, heads, length, _ = query.shape
     if key.shape[1] != heads:
@@ -245,7 +247,7 @@ def _shares(scores: Tensor, *, may_be_blind: bool) -> Tensor:
     return shares.nan_to_num(0.0) if may_be_blind else shares
 
 
-def _hidden(start: int, stop: int, low: int, high: int, pattern: Pattern, device: torch.device) -> Tensor | None:
+def _hidden(start: int, stop: int, low: int, high: int, pattern: MaskPattern, device: torch.device) -> Tensor | None:
     """What the queries from `start` to `stop` do not see of the keys from `low` to `high`; None if they see all."""
     if stop - 1 - low <= pattern.left and high - 1 - start <= pattern.right:
         return None
@@ -254,7 +256,7 @@ def _hidden(start: int, stop: int, low: int, high: int, pattern: Pattern, device
 
 
 def _attend_by_definition(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, pattern: Pattern, output: Tensor
+    query: Tensor, key: Tensor, value: Tensor, scale: float, pattern: MaskPattern, output: Tensor
 ) -> None:
     length, shared = query.shape[2], query.shape[1] // key.shape[1]
     hidden = _hidden(0, length, 0, key.shape[2], pattern, query.device)
@@ -267,25 +269,25 @@ def _attend_by_definition(
             output[sequence, head] = shares.to(value.dtype) @ value[sequence, head // shared]
 
 
-_GROUPED: dict[int, Callable[[Tensor, Tensor, Tensor, float, Pattern, Tensor], None]] = {
+_GROUPED: dict[int, Callable[[Tensor, Tensor, Tensor, float, MaskPattern, Tensor], None]] = {
     Kernel.SDPA: _attend_fused,
     Kernel.BLOCKS: _attend_in_blocks,
     Kernel.REFERENCE: _attend_by_definition,
 }
 
 
-def _window(pattern: Pattern) -> tuple[int, int]:
+def _window(pattern: MaskPattern) -> tuple[int, int]:
     """A pattern as the CUDA kernels write it: -1 is no limit."""
     return -1 if pattern.left == FAR else pattern.left, -1 if pattern.right == FAR else pattern.right
 
 
 def _attend_varlen(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, pattern: Pattern
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, pattern: MaskPattern
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     shares = query.shape[1] != key.shape[1]
-    found: Tensor = varlen_attn(
+    output: Tensor = varlen_attn(
         query,
         key,
         value,
@@ -297,16 +299,16 @@ def _attend_varlen(
         window_size=_window(pattern),
         enable_gqa=shares,
     )
-    return found
+    return output
 
 
 def _attend_flash(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, pattern: Pattern
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, pattern: MaskPattern
 ) -> Tensor:
     from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]  # an optional extra that needs a GPU to build
 
     causal = pattern.right == 0
-    found: Tensor = flash_attn_varlen_func(
+    output: Tensor = flash_attn_varlen_func(
         query,
         key,
         value,
@@ -318,16 +320,16 @@ def _attend_flash(
         causal=causal,
         window_size=_window(pattern),
     )
-    return found
+    return output
 
 
-_VARLEN: dict[int, Callable[[Tensor, Tensor, Tensor, Tensor, int, float, Pattern], Tensor]] = {
+_VARLEN: dict[int, Callable[[Tensor, Tensor, Tensor, Tensor, int, float, MaskPattern], Tensor]] = {
     Kernel.VARLEN: _attend_varlen,
     Kernel.FLASH: _attend_flash,
 }
 
 
-def layout_of(kernel: Kernel, packed: Packed) -> Int64:
+def layout_of(kernel: Kernel, packed: PackedBatch) -> Int64:
     """The layout that the attention op reads, int64 [groups, 5]: first token, sequences, (longest) length, visible
     tokens, kernel.
     """

@@ -20,13 +20,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 from sie_adapter.engine.device import Compute, give_memory_back, to_device, usable_cores
 from sie_adapter.engine.engines import Choice, Unserved
 from sie_adapter.engine.graph import Graph, NoGraph
-from sie_adapter.engine.sglang_server import NotStarted
-from sie_adapter.memory.failure import is_device_fatal, is_out_of_memory
+from sie_adapter.engine.sglang_server import SglangNotStarted
+from sie_adapter.memory.device_errors import is_device_fatal, is_out_of_memory
 from sie_adapter.packed import attention
 from sie_adapter.packed.attention import AttentionUnsupported, Kernel, Trial
 from sie_adapter.packed.attention_backend import uses_varlen_kernel
 from sie_adapter.packed.linear import block_linears
-from sie_adapter.packed.packing import Features, Int64, Items, Packed, Positions, filled_up, pack, padded
+from sie_adapter.packed.packing import Int64, Items, PackedBatch, PlacedFeatures, Positions, filled_up, pack, padded
 from sie_contracts.errors import SIEError
 from sie_contracts.models import costs
 from sie_contracts.models.load_errors import load_failed
@@ -42,7 +42,7 @@ _BACKENDS = {Kernel.FLASH: "flash_attention_2", Kernel.REFERENCE: "eager"}
 _PADDED_WASTE = 1.25  # padded tokens for each real one, at most
 
 
-class Runner(Protocol):
+class StateRunner(Protocol):
     """An engine other than torch, with the weights of one model. `run` may be called on several threads at once.
 
     `attention`: as it is told. `memory_bytes`: of the memory that models share.
@@ -51,10 +51,10 @@ class Runner(Protocol):
     attention: str
     memory_bytes: int
 
-    def run(self, packed: Packed) -> Tensor:
+    def run(self, packed: PackedBatch) -> Tensor:
         """States of the last layer, [tokens, width], in packed order."""
 
-    def places(self, packed: Packed) -> slice | Int64:
+    def places(self, packed: PackedBatch) -> slice | Int64:
         """The tokens whose states `run` gives."""
 
     def close(self) -> None:
@@ -75,13 +75,13 @@ class Backbone:
         compute: Compute,
         max_tokens: int,
         more_samples: int = 0,
-        server: Callable[[], Runner] | None = None,
+        server: Callable[[], StateRunner] | None = None,
     ) -> None:
         """Takes the model over: its attention, and on a CPU its linear layers, are replaced.
 
         `more_samples` short sequences come to those that the packed path is tried with. `server` starts the engine
-        sglang, and raises NotStarted. Raises Unserved if it does not serve the model, or ModelLoadFailed if the entry
-        demands it.
+        sglang, and raises SglangNotStarted. Raises Unserved if it does not serve the model, or ModelLoadFailed if the
+        entry demands it.
         """
         attention.register()
         model.config.use_cache = False  # of the part of a larger model, whose configuration says it for itself
@@ -94,9 +94,9 @@ class Backbone:
         self._edge = 0
         _check_rotary(model, max_tokens)
         self._numbering = _numbering(model)
-        self._runner: Runner | None = None
+        self._runner: StateRunner | None = None
         self._is_causal: bool | None = None  # as measured before another engine took over
-        self._trial: tuple[Packed, Tensor] | None = None
+        self._trial: tuple[PackedBatch, Tensor] | None = None
         self._kernel: Kernel | None = None
         self._has_types = (getattr(model.config, "type_vocab_size", None) or 0) > 1
         self.vocabulary: int = model.get_input_embeddings().num_embeddings
@@ -122,17 +122,17 @@ class Backbone:
         self._model.set_attn_implementation(self._stock)
         self.attention = f"{self._stock} padded"
 
-    def pack(self, batch: Items, chosen: Int64) -> Packed:
+    def pack(self, batch: Items, chosen: Int64) -> PackedBatch:
         """Lay out the chosen items with this architecture's positions."""
         return pack(batch, chosen, self._numbering)
 
-    def forward(self, packed: Packed) -> Tensor:
+    def forward(self, packed: PackedBatch) -> Tensor:
         """Hidden states of the last layer, [tokens, width], in the precision of the weights, packed order."""
         if self._runner is not None:
             return self._runner.run(packed)
         return self.forward_padded(packed) if self._kernel is None else self._forward_packed(packed, self._kernel)
 
-    def _forward_packed(self, packed: Packed, kernel: Kernel, trial: Trial | None = None) -> Tensor:
+    def _forward_packed(self, packed: PackedBatch, kernel: Kernel, trial: Trial | None = None) -> Tensor:
         device, real = self._compute.device, len(packed.ids)
         if device.type == "cpu" and trial is None:
             packed = filled_up(packed, self._pad, self._numbering)
@@ -151,13 +151,13 @@ class Backbone:
             **({"token_type_ids": tokens[2:]} if len(rows) > 2 else {}),
         )[0][0][:real]
 
-    def forward_padded(self, packed: Packed) -> Tensor:
+    def forward_padded(self, packed: PackedBatch) -> Tensor:
         """The same by the stock path: padded to the right, with a mask. What the packed path is compared with."""
         return torch.cat(
             [self._forward_padded_part(packed, start, stop) for start, stop in evenly_long(packed.lengths)]
         )
 
-    def _forward_padded_part(self, packed: Packed, start: int, stop: int) -> Tensor:
+    def _forward_padded_part(self, packed: PackedBatch, start: int, stop: int) -> Tensor:
         device = self._compute.device
         part = padded(packed, start, stop, int(packed.lengths[stop - 1]), self._pad)
         more = {}
@@ -167,14 +167,14 @@ class Backbone:
             places = np.zeros((len(packed.axes), *part.real.shape), np.int64)
             places[:, part.real] = packed.axes[:, part.tokens]
             more["position_ids"] = to_device(places, device)
-        mask = to_device(part.seen, device).long()
+        mask = to_device(part.attended, device).long()
         features = _of_part(packed.features, packed.ids, part.tokens)
         inputs = self._inputs(to_device(part.ids, device), part.ids, features)
         hidden = self._model(**inputs, attention_mask=mask, **more)[0]
         # places, not a mask: counting that would wait for the device
         return hidden.flatten(0, 1)[to_device(np.flatnonzero(part.real), device)]
 
-    def _inputs(self, ids: Tensor, on_host: Int64, features: Features | None) -> dict[str, Any]:
+    def _inputs(self, ids: Tensor, on_host: Int64, features: PlacedFeatures | None) -> dict[str, Any]:
         """What the model reads: ids [.., tokens], or their embeddings with features in the places of their token."""
         if features is None:
             return {"input_ids": ids}
@@ -188,7 +188,7 @@ class Backbone:
         return {
             "inputs_embeds": embeddings,
             "visual_pos_masks": mask,
-            "deepstack_visual_embeds": [each.to(embeddings.dtype) for each in features.deeper],
+            "deepstack_visual_embeds": [layer.to(embeddings.dtype) for layer in features.deeper],
         }
 
     def _compile(self) -> None:
@@ -210,7 +210,7 @@ class Backbone:
         self._take_over(graph, sample, reference)
         self._model.to("meta")
 
-    def _hand_over(self, server: Callable[[], Runner]) -> None:
+    def _hand_over(self, server: Callable[[], StateRunner]) -> None:
         """The same with a server, which is not started before the weights of torch are gone: a GPU may not hold both
         copies.
         """
@@ -229,13 +229,13 @@ class Backbone:
             except BaseException:
                 runner.close()
                 raise
-        except (NotStarted, AttentionUnsupported, SIEError) as error:
+        except (SglangNotStarted, AttentionUnsupported, SIEError) as error:
             if self.engine.demand:
                 raise load_failed("INCOMPATIBLE", f"{self.engine.demand}: {error}") from error
             raise Unserved(f"{self.engine.engine}: {error}") from error
         self._take_over(runner, sample, reference)
 
-    def _take_over(self, runner: Runner, sample: Packed, reference: Tensor) -> None:
+    def _take_over(self, runner: StateRunner, sample: PackedBatch, reference: Tensor) -> None:
         self._runner, self._trial = runner, (sample, reference)
         self.attention = runner.attention
 
@@ -290,14 +290,14 @@ class Backbone:
         self._edge = trial.edge()
         self._compare(self._forward_packed(self.sample(self._lengths), kernel), reference, "the packed states")
 
-    def _compare(self, states: Tensor, reference: Tensor, what: str) -> None:
+    def _compare(self, states: Tensor, reference: Tensor, subject: str) -> None:
         """Raises AttentionUnsupported unless they are equal, token by token."""
         cosine = float(F.cosine_similarity(states.float(), reference.float(), dim=1).min())
         usual = _TRIAL_COSINE.get(self._compute.dtype, _TRIAL_COSINE_16)
         if not cosine >= (_TRIAL_COSINE_INT8 if self._compute.int8 else usual):
-            raise AttentionUnsupported(f"{what} and those of the stock path have cosine {cosine:.6f}")
+            raise AttentionUnsupported(f"{subject} and those of the stock path have cosine {cosine:.6f}")
 
-    def take_trial(self) -> tuple[Packed, Tensor]:
+    def take_trial(self) -> tuple[PackedBatch, Tensor]:
         """The sequences of the trial and their states by the stock path, once: they are not kept."""
         assert self._trial is not None
         trial, self._trial = self._trial, None
@@ -309,18 +309,18 @@ class Backbone:
         """
         if self._is_causal is not None:
             return self._is_causal
-        found = {self._ignores_last(self.sample(lengths)) for lengths in ((8,), (8, 9))}
-        return found.pop() if len(found) == 1 else None
+        verdicts = {self._ignores_last(self.sample(lengths)) for lengths in ((8,), (8, 9))}
+        return verdicts.pop() if len(verdicts) == 1 else None
 
-    def _ignores_last(self, sample: Packed) -> bool:
+    def _ignores_last(self, sample: PackedBatch) -> bool:
         last = int(sample.bounds[1]) - 1
         near = ((sample.ids[last] + step) % self.vocabulary for step in (1, 2))
         changed = sample.ids.copy()
         changed[last] = next(token for token in near if token != self._pad)
-        before, after = (self.forward(each)[0] for each in (sample, replace(sample, ids=changed)))
+        before, after = (self.forward(batch)[0] for batch in (sample, replace(sample, ids=changed)))
         return bool(torch.equal(before, after))
 
-    def sample(self, lengths: tuple[int, ...]) -> Packed:
+    def sample(self, lengths: tuple[int, ...]) -> PackedBatch:
         """Random ids, none of them the pad id: stock code takes that for padding."""
         counts = np.minimum(lengths, self._max_tokens).astype(np.int64)
         ids = np.random.default_rng(0).integers(0, self.vocabulary, int(counts.sum()), dtype=np.int32)
@@ -342,7 +342,7 @@ class Backbone:
         return int(sum(storage.nbytes() for storage in storages.values()) + blocked)
 
 
-def _of_part(features: Features | None, ids: Int64, tokens: slice) -> Features | None:
+def _of_part(features: PlacedFeatures | None, ids: Int64, tokens: slice) -> PlacedFeatures | None:
     """The features of some of the tokens of a pass; None if they have none."""
     if features is None:
         return None
@@ -350,7 +350,7 @@ def _of_part(features: Features | None, ids: Int64, tokens: slice) -> Features |
     if not within:
         return None
     part = slice(before, before + within)
-    return Features(features.token, features.values[part], tuple(each[part] for each in features.deeper))
+    return PlacedFeatures(features.token, features.values[part], tuple(layer[part] for layer in features.deeper))
 
 
 def _check_rotary(model: PreTrainedModel, max_tokens: int) -> None:

@@ -91,8 +91,8 @@ class Tower:
         """What `run` gives of each image, in order."""
         if self._outputs is None:
             return self._read(images)
-        found = self._outputs.of(images, lambda some: [(each,) for each in self._read(some)])
-        return torch.stack([own for (own,) in found])
+        outputs = self._outputs.for_images(images, lambda some: [(row,) for row in self._read(some)])
+        return torch.stack([own for (own,) in outputs])
 
     def _read(self, images: Sequence[Shown]) -> Tensor:
         return torch.cat(
@@ -130,7 +130,7 @@ class Patches(NamedTuple):
     frames: int
 
     @staticmethod
-    def of(config: Any) -> Patches:
+    def from_config(config: Any) -> Patches:
         """That of a vision_config."""
         return Patches(config.patch_size, config.spatial_merge_size, config.temporal_patch_size)
 
@@ -161,16 +161,16 @@ class GridTower:
 
     def forward(self, images: Sequence[Shown]) -> list[Tensor]:
         """What `run` gives of all blocks, in order, each tensor in one piece."""
-        found = self._outputs.of(images, self._read)
-        return [torch.cat(each) for each in zip(*found, strict=True)]
+        outputs = self._outputs.for_images(images, self._read)
+        return [torch.cat(parts) for parts in zip(*outputs, strict=True)]
 
     def _read(self, images: Sequence[Shown]) -> list[Output]:
         """What `run` gives of each image."""
-        found: list[Output] = []
+        outputs: list[Output] = []
         for part in self._parts(images):
             blocks = [math.prod(self.grid(image)) for image in part]
-            found += zip(*(each.split(blocks) for each in self._pass(part)), strict=True)
-        return found
+            outputs += zip(*(tensor.split(blocks) for tensor in self._pass(part)), strict=True)
+        return outputs
 
     def _parts(self, images: Sequence[Shown]) -> Iterator[list[Shown]]:
         part: list[Shown] = []
@@ -195,8 +195,8 @@ class GridTower:
             grids.append((1, more))
             patches.append(patches[0].new_zeros(more * self._patches.merged**2, patches[0].shape[1]))
         sizes = [[1, rows * self._patches.merged, columns * self._patches.merged] for rows, columns in grids]
-        found = self._run(torch.cat(patches), to_device(np.array(sizes, np.int64), self._compute.device))
-        return [each[:blocks] for each in found]
+        results = self._run(torch.cat(patches), to_device(np.array(sizes, np.int64), self._compute.device))
+        return [result[:blocks] for result in results]
 
     def _cut(self, image: Shown, rows: int, columns: int) -> Tensor:
         """[patches, channels x frames x edge x edge]"""

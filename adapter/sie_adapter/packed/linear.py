@@ -57,15 +57,15 @@ def block_linears(model: nn.Module) -> int:
     To be called without other references to the layers: one that is tied to an embedding is left alone.
     """
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    found = [
+    layers = [
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
         if type(child) is nn.Linear and id(child.weight) not in tied
     ]
-    exact = {shape: _is_exact(child) for _, _, child in found for shape in [child.weight.shape]}
+    exact = {shape: _is_exact(child) for _, _, child in layers for shape in [child.weight.shape]}
     replaced = 0
-    for parent, name, child in found:
+    for parent, name, child in layers:
         if exact[child.weight.shape]:
             setattr(parent, name, BlockedLinear(child))
             replaced += 1

@@ -84,12 +84,12 @@ class LoraLinear(nn.Module):  # type: ignore[misc]  # torch is not followed by t
         return self.base.weight
 
     def forward(self, states: Tensor) -> Tensor:
-        found = self.base(states)
+        output = self.base(states)
         pair = _ACTIVE.pairs.get(self.path) if _ACTIVE.pairs is not None else None
-        return found if pair is None else found + F.linear(F.linear(states, pair[0]), pair[1])
+        return output if pair is None else output + F.linear(F.linear(states, pair[0]), pair[1])
 
 
-class Loras:
+class ModelLoras:
     """The LoRAs of one model. Every method may be called from any thread.
 
     `adapted` gives the model that they apply to. `run` is a pass of it over a sample, the same each time; a LoRA that
@@ -167,7 +167,7 @@ class Loras:
             halves.setdefault(path, {})[half] = tensor
         if not halves:
             raise lora_rejected(name, "it holds no matrices")
-        return {path: self._scaled(name, path, layers[path], each, config) for path, each in halves.items()}
+        return {path: self._scaled(name, path, layers[path], matrices, config) for path, matrices in halves.items()}
 
     def _resolved(self, path: str, layers: Mapping[str, Any]) -> str:
         """The path of a layer in this model, which may be the bare one of what the LoRA was trained on; empty if there

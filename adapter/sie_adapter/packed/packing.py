@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Files(Generic[T]):
+class BatchFiles(Generic[T]):
     """The images of a batch, or its sounds, those of one item side by side. `rows`: the item of each, [files],
     ascending; `shown`: each of them; `tokens`: what each costs, [files].
     """
@@ -62,7 +62,7 @@ class Files(Generic[T]):
     shown: Sequence[T]
     tokens: Int64
 
-    def of(self, items: Int64) -> list[list[T]]:
+    def for_items(self, items: Int64) -> list[list[T]]:
         """Those of each of these items."""
         starts, stops = np.searchsorted(self.rows, items), np.searchsorted(self.rows, items, side="right")
         return [list(self.shown[start:stop]) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
@@ -84,14 +84,14 @@ class Items:
     ids: Int32
     types: UInt8 | None = None
     visible: Int64 | None = None
-    images: Files[Shown] | None = None
-    sounds: Files[Heard] | None = None
+    images: BatchFiles[Shown] | None = None
+    sounds: BatchFiles[Heard] | None = None
 
     @cached_property
     def costs(self) -> Int64:
         """What each item costs on the device, in tokens, [items]."""
-        files = [each for each in (self.images, self.sounds) if each is not None]
-        return sum((each.costs(len(self.lengths)) for each in files), self.lengths)
+        files = [part for part in (self.images, self.sounds) if part is not None]
+        return sum((part.costs(len(self.lengths)) for part in files), self.lengths)
 
     @cached_property
     def starts(self) -> Int64:
@@ -112,8 +112,8 @@ def items(
     lengths: bytes,
     ids: bytes,
     types: bytes = b"",
-    images: Files[Shown] | None = None,
-    sounds: Files[Heard] | None = None,
+    images: BatchFiles[Shown] | None = None,
+    sounds: BatchFiles[Heard] | None = None,
 ) -> Items:
     """Decode a batch. Raises MalformedBatch."""
     if len(lengths) % 4 or len(ids) % 4:
@@ -133,7 +133,7 @@ def items(
     return Items(counts, np.frombuffer(ids, "<i4"), own, images=images, sounds=sounds)
 
 
-def images(places: bytes, pixels: bytes, recipe: Recipe | None, keys: bytes = b"") -> Files[Shown] | None:
+def images(places: bytes, pixels: bytes, recipe: Recipe | None, keys: bytes = b"") -> BatchFiles[Shown] | None:
     """Decode the images of a batch, made by `recipe`, with their keys (`ipc.RunBatch.image_keys`); None if it has none.
     Raises MalformedBatch.
     """
@@ -143,27 +143,27 @@ def images(places: bytes, pixels: bytes, recipe: Recipe | None, keys: bytes = b"
         return None
     if recipe is None:
         raise MalformedBatch("images came for a model that takes none")
-    found = np.frombuffer(places, "<i4").reshape(-1, 5).astype(np.int64)
-    rows, sizes = found[:, 0], found[:, 1] * found[:, 2] * 3
-    if rows[0] < 0 or (np.diff(rows) < 0).any() or found[:, 1:].min() < 1:
+    records = np.frombuffer(places, "<i4").reshape(-1, 5).astype(np.int64)
+    rows, sizes = records[:, 0], records[:, 1] * records[:, 2] * 3
+    if rows[0] < 0 or (np.diff(rows) < 0).any() or records[:, 1:].min() < 1:
         raise MalformedBatch("the images are not in the order of their rows, or one is empty")
     if int(sizes.sum()) != len(pixels):
         raise MalformedBatch(f"the images have {int(sizes.sum())} bytes, {len(pixels)} came")
-    if len(keys) not in (0, IMAGE_KEY_BYTES * len(found)):
-        raise MalformedBatch(f"{len(found)} images came with {len(keys)} bytes of keys")
+    if len(keys) not in (0, IMAGE_KEY_BYTES * len(records)):
+        raise MalformedBatch(f"{len(records)} images came with {len(keys)} bytes of keys")
     parts = np.split(np.frombuffer(pixels, np.uint8), np.cumsum(sizes)[:-1])
-    own = [keys[image * IMAGE_KEY_BYTES : (image + 1) * IMAGE_KEY_BYTES] for image in range(len(found))]
+    own = [keys[image * IMAGE_KEY_BYTES : (image + 1) * IMAGE_KEY_BYTES] for image in range(len(records))]
     shown = [
         Shown(part.reshape(height, width, 3), upright_height, upright_width, key if any(key) else b"")
         for part, (height, width, upright_height, upright_width), key in zip(
-            parts, found[:, 1:].tolist(), own, strict=True
+            parts, records[:, 1:].tolist(), own, strict=True
         )
     ]
-    costs = [cost(recipe, Size(height, width)) for height, width in found[:, 1:3].tolist()]
-    return Files(rows, shown, np.array(costs, np.int64))
+    costs = [cost(recipe, Size(height, width)) for height, width in records[:, 1:3].tolist()]
+    return BatchFiles(rows, shown, np.array(costs, np.int64))
 
 
-def sounds(places: bytes, features: bytes, recipe: SoundRecipe | None) -> Files[Heard] | None:
+def sounds(places: bytes, features: bytes, recipe: SoundRecipe | None) -> BatchFiles[Heard] | None:
     """Decode the sounds of a batch, made by `recipe`; None if it has none. Raises MalformedBatch."""
     if len(places) % 16 or len(features) % 4:
         raise MalformedBatch("the places of sounds are int32 [sounds, 4], their features float32")
@@ -171,24 +171,24 @@ def sounds(places: bytes, features: bytes, recipe: SoundRecipe | None) -> Files[
         return None
     if recipe is None:
         raise MalformedBatch("sounds came for a model that takes none")
-    found = np.frombuffer(places, "<i4").reshape(-1, 4).astype(np.int64)
-    rows, sizes = found[:, 0], found[:, 1:].prod(axis=1)
-    if rows[0] < 0 or (np.diff(rows) < 0).any() or found[:, 1:].min() < 1:
+    records = np.frombuffer(places, "<i4").reshape(-1, 4).astype(np.int64)
+    rows, sizes = records[:, 0], records[:, 1:].prod(axis=1)
+    if rows[0] < 0 or (np.diff(rows) < 0).any() or records[:, 1:].min() < 1:
         raise MalformedBatch("the sounds are not in the order of their rows, or one is empty")
     if 4 * int(sizes.sum()) != len(features):
         raise MalformedBatch(f"the sounds have {4 * int(sizes.sum())} bytes, {len(features)} came")
     parts = np.split(np.frombuffer(features, "<f4"), np.cumsum(sizes)[:-1])
-    heard = [part.reshape(shape) for part, shape in zip(parts, found[:, 1:].tolist(), strict=True)]
-    return Files(rows, heard, np.array([recipe.cost(Shape(*each.shape)) for each in heard], np.int64))
+    arrays = [part.reshape(shape) for part, shape in zip(parts, records[:, 1:].tolist(), strict=True)]
+    return BatchFiles(rows, arrays, np.array([recipe.cost(Shape(*array.shape)) for array in arrays], np.int64))
 
 
-def expanded(batch: Items, wanted: Int64, filler: int, *, attended: bool) -> Items:
+def expanded(batch: Items, minimums: Int64, filler: int, *, attended: bool) -> Items:
     """The batch with items filled up with `filler` ids to at least `wanted` tokens [items]; the filling sees, and is
     seen if `attended`.
 
     Without filling `visible` stays None: the kernels for all sequences at once do not take it.
     """
-    lengths = np.maximum(batch.lengths, wanted)
+    lengths = np.maximum(batch.lengths, minimums)
     ids = np.full(int(lengths.sum()), filler, np.int32)
     within = np.arange(int(batch.lengths.sum())) - np.repeat(batch.starts, batch.lengths)
     ids[np.repeat(np.cumsum(lengths) - lengths, batch.lengths) + within] = batch.ids
@@ -208,7 +208,7 @@ class Positions:
     pad: int | None = None
 
 
-class Features(NamedTuple):
+class PlacedFeatures(NamedTuple):
     """What stands in the place of each id `token`, in packed order: `values` [places, width], a tensor on the
     device. `deeper`: what the first layers of the model add there, one tensor of that shape for each.
     """
@@ -219,7 +219,7 @@ class Features(NamedTuple):
 
 
 @dataclass
-class Packed:
+class PackedBatch:
     """Sequences side by side, shortest first. `order[i]` is the item that packed sequence i came from.
 
     `padding`: positions beside the tokens that their pass computed, where it had to fill up. `features`: of images, in
@@ -235,7 +235,7 @@ class Packed:
     types: UInt8 | None = None  # [tokens]
     visible: Int64 | None = None  # [sequences], None if every token is attended to
     padding: int = 0
-    features: Features | None = None
+    features: PlacedFeatures | None = None
     axes: Int64 | None = None  # [3, tokens]
     engine: Engine | None = None
 
@@ -248,7 +248,7 @@ class Packed:
         self.padding += positions
 
 
-def pack(batch: Items, chosen: Int64, numbering: Positions) -> Packed:
+def pack(batch: Items, chosen: Int64, numbering: Positions) -> PackedBatch:
     """Lay out the `chosen` items (indices into the batch, each of at least one token)."""
     if len(chosen) == 1:
         return _packed_alone(batch, chosen, numbering)
@@ -272,10 +272,10 @@ def pack(batch: Items, chosen: Int64, numbering: Positions) -> Packed:
         positions = _positions_around_pads(ids, numbering, starts, lengths)
     bounds = np.concatenate([[0], ends]).astype(np.int32)
     types = None if batch.types is None else batch.types[source]
-    return Packed(ids, positions, bounds, groups, order, types, None if batch.visible is None else visible)
+    return PackedBatch(ids, positions, bounds, groups, order, types, None if batch.visible is None else visible)
 
 
-def _packed_alone(batch: Items, chosen: Int64, numbering: Positions) -> Packed:
+def _packed_alone(batch: Items, chosen: Int64, numbering: Positions) -> PackedBatch:
     """The same for one item with less Python, a twentieth of the time of one short text: a search box asks for one."""
     item = int(chosen[0])
     length, start = int(batch.lengths[item]), int(batch.starts[item])
@@ -286,7 +286,7 @@ def _packed_alone(batch: Items, chosen: Int64, numbering: Positions) -> Packed:
         positions = _positions_around_pads(ids, numbering, np.array([0]), np.array([length]))
     else:
         positions = np.arange(numbering.first, numbering.first + length)
-    return Packed(
+    return PackedBatch(
         ids,
         positions,
         np.array([0, length], np.int32),
@@ -297,7 +297,7 @@ def _packed_alone(batch: Items, chosen: Int64, numbering: Positions) -> Packed:
     )
 
 
-def filled_up(packed: Packed, filler: int, numbering: Positions) -> Packed:
+def filled_up(packed: PackedBatch, filler: int, numbering: Positions) -> PackedBatch:
     """The batch with one more sequence of `filler` ids, so that its tokens are one of few numbers; `order` does not
     name it.
 
@@ -328,17 +328,17 @@ def missing(count: int, steps: Steps = _STEPS) -> int:
 
 class Padded(NamedTuple):
     """Some sequences of a batch as a rectangle, each on the left of its row, [sequences, columns]. `tokens`: which of
-    the batch. `real`: where they lie. `seen`: what is attended to. `types`: None if all are 0.
+    the batch. `real`: where they lie. `attended`: what is attended to. `types`: None if all are 0.
     """
 
     tokens: slice
     real: NDArray[np.bool_]
-    seen: NDArray[np.bool_]
+    attended: NDArray[np.bool_]
     ids: Int64
     types: Int64 | None
 
 
-def padded(packed: Packed, start: int, stop: int, columns: int, filler: int, rows: int = 0) -> Padded:
+def padded(packed: PackedBatch, start: int, stop: int, columns: int, filler: int, rows: int = 0) -> Padded:
     """The sequences from `start` to before `stop`, filled up with `filler` ids to `columns` tokens, and to `rows` rows.
     Rows without a sequence are attended to. Counts the padding of the pass.
     """
@@ -353,14 +353,14 @@ def padded(packed: Packed, start: int, stop: int, columns: int, filler: int, row
         types = np.zeros(real.shape, np.int64)
         types[real] = packed.types[tokens]
     visible = packed.lengths if packed.visible is None else packed.visible
-    seen = _with_rows(places < visible[start:stop, None], rows, True)
-    return Padded(tokens, real, seen, ids, types)
+    attended = _with_rows(places < visible[start:stop, None], rows, True)
+    return Padded(tokens, real, attended, ids, types)
 
 
-def _with_rows(found: NDArray[np.bool_], rows: int, filling: bool) -> NDArray[np.bool_]:
+def _with_rows(mask: NDArray[np.bool_], rows: int, filling: bool) -> NDArray[np.bool_]:
     """With as many rows as are wanted, at least."""
-    more = rows - len(found)
-    return found if more <= 0 else np.concatenate([found, np.full((more, found.shape[1]), filling)])
+    more = rows - len(mask)
+    return mask if more <= 0 else np.concatenate([mask, np.full((more, mask.shape[1]), filling)])
 
 
 def _positions_around_pads(ids: Int64, numbering: Positions, starts: Int64, lengths: Int64) -> Int64:

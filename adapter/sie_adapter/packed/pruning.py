@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from sie_adapter.engine.answers import Answer, Answers, Rows, class_scores
+from sie_adapter.engine.item_results import ItemResult, ItemResults, Rows, class_scores
 from sie_contracts.wire.ipc import Group, RunBatch
 
 PRUNE_THRESHOLD, HIGHLIGHT_THRESHOLD = 0.6, 0.9
 
 
-def pruned(message: RunBatch, group: Group, rows: Rows, places: list[int], activation: str) -> Answers:
+def pruned(message: RunBatch, group: Group, rows: Rows, places: list[int], activation: str) -> ItemResults:
     """The entities of each text: `summary`, then each `highlight`, `kept` and `pruned` span in order of place, from the
     rows `score` (float32 [1]) and `keep` (float32 [tokens]) of the batch's rows `places`.
 
@@ -25,17 +25,17 @@ def pruned(message: RunBatch, group: Group, rows: Rows, places: list[int], activ
     span is the mean probability of its tokens to be kept, that of the summary the score of the pair. Offsets are code
     points; the summary has none.
     """
-    given = group.options.parameters
-    least = float(given.get("prune_threshold", PRUNE_THRESHOLD))
-    most = max(least, float(given.get("highlight_threshold", HIGHLIGHT_THRESHOLD)))
+    parameters = group.options.parameters
+    least = float(parameters.get("prune_threshold", PRUNE_THRESHOLD))
+    most = max(least, float(parameters.get("highlight_threshold", HIGHLIGHT_THRESHOLD)))
     ends = np.cumsum(np.frombuffer(message.lengths, "<i4"))
     offsets = np.frombuffer(message.offsets, "<i4").reshape(-1, 2)
-    found: Answers = []
+    results: ItemResults = []
     for score, logits, place in zip(
         class_scores(group.options, rows["score"], activation), rows["keep"], places, strict=True
     ):
-        if not isinstance(score, Answer):
-            found.append(score)
+        if not isinstance(score, ItemResult):
+            results.append(score)
             continue
         spans = offsets[ends[place] - len(logits) : ends[place]]
         own = spans[:, 0] >= 0
@@ -43,22 +43,22 @@ def pruned(message: RunBatch, group: Group, rows: Rows, places: list[int], activ
         text, spans = message.texts[place], spans[own]
         # what lies between two tokens, such as the second half of a character that was composed, belongs to the first
         spans[:-1, 1] = np.maximum(spans[:-1, 1], spans[1:, 0])
-        kept = _spans(text, "kept", spans, keep, keep >= least)
-        summary = {"text": " ".join(span["text"] for span in kept), "label": "summary", "score": score.score}
+        sections = _spans(text, "kept", spans, keep, keep >= least)
+        summary = {"text": " ".join(span["text"] for span in sections), "label": "summary", "score": score.score}
         entities = [
             {**summary, "start": None, "end": None},
             *_spans(text, "highlight", spans, keep, keep >= most),
-            *kept,
+            *sections,
             *_spans(text, "pruned", spans, keep, keep < least),
         ]
-        found.append(Answer(data={"entities": entities}))
-    return found
+        results.append(ItemResult(data={"entities": entities}))
+    return results
 
 
 def _spans(text: str, label: str, spans: np.ndarray, keep: np.ndarray, chosen: np.ndarray) -> list[dict[str, Any]]:
     """The runs of `chosen` tokens, without white space around them."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], chosen.astype(np.int8), [0]])))
-    found = []
+    sections = []
     for first, stop in edges.reshape(-1, 2).tolist():
         start, end = int(spans[first, 0]), int(spans[stop - 1, 1])
         whole = text[start:end]
@@ -66,5 +66,5 @@ def _spans(text: str, label: str, spans: np.ndarray, keep: np.ndarray, chosen: n
         inner = whole.strip()
         if inner:
             mean = float(keep[first:stop].mean())
-            found.append({"text": inner, "label": label, "score": mean, "start": start, "end": start + len(inner)})
-    return found
+            sections.append({"text": inner, "label": label, "score": mean, "start": start, "end": start + len(inner)})
+    return sections

@@ -34,7 +34,7 @@ Output = tuple[Tensor, ...]  # of one image
 Read = Callable[[Sequence[Shown]], Sequence[Output]]
 
 
-class _Kept(NamedTuple):
+class _CachedOutput(NamedTuple):
     """`is_finite`: bool [], on the device: to look at once what it says would be to wait for the tower. `use`: the
     number of its last use.
     """
@@ -80,10 +80,10 @@ class TowerOutputs:
         """Drop all outputs because memory is short, and keep none for PAUSE_S. Returns whether there were any."""
         with self._lock:
             self._paused_until_s = self._clock() + PAUSE_S
-            found = [tower for tower in self._towers if tower.nbytes]
-            for tower in found:
+            towers = [tower for tower in self._towers if tower.nbytes]
+            for tower in towers:
                 tower.drop_all()
-            return bool(found)
+            return bool(towers)
 
     def keeps(self, nbytes: int) -> bool:
         """Whether an output of so many bytes would be kept now."""
@@ -115,99 +115,101 @@ class OutputsOfTower:
         self.nbytes = 0
         self._shared = shared
         self._lock = lock
-        self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()  # the least recently used one first
+        self._cached: OrderedDict[Hashable, _CachedOutput] = OrderedDict()  # the least recently used one first
         self._reading: dict[Hashable, Future[Output | None]] = {}
 
-    def of(self, images: Sequence[Shown], read: Read) -> list[Output]:
+    def for_images(self, images: Sequence[Shown], read: Read) -> list[Output]:
         """The output of each image; nobody may write to it. `read` gives those of distinct images that are not kept.
         Raises what `read` raises.
         """
         names = [_name(image, place) for place, image in enumerate(images)]
-        wanted = dict(zip(names, images, strict=True))
-        found: dict[Hashable, Output] = {}
+        images_by_name = dict(zip(names, images, strict=True))
+        outputs: dict[Hashable, Output] = {}
         misses = 0
-        while missing := [name for name in wanted if name not in found]:
-            kept, elsewhere, own = self._looked_up(missing)
-            for name, each in kept.items():
-                if bool(each.is_finite):
-                    found[name] = each.output
+        while missing := [name for name in images_by_name if name not in outputs]:
+            cached, elsewhere, own = self._looked_up(missing)
+            for name, entry in cached.items():
+                if bool(entry.is_finite):
+                    outputs[name] = entry.output
                 else:  # a mate's overflow may be what was seen: the image is read again
-                    self._forget(name, each)
+                    self._discard(name, entry)
             misses += len(own)
-            found.update(self._made({name: wanted[name] for name in own}, read))
+            outputs.update(self._read_missing({name: images_by_name[name] for name in own}, read))
             for name, reading in elsewhere.items():
                 output = reading.result()
                 if output is not None:
-                    found[name] = output
+                    outputs[name] = output
         with self._lock:
             self._shared.count(len(images) - misses, misses)
-        return [found[name] for name in names]
+        return [outputs[name] for name in names]
 
     def _looked_up(
         self, names: Sequence[Hashable]
-    ) -> tuple[dict[Hashable, _Kept], dict[Hashable, Future[Output | None]], list[Hashable]]:
+    ) -> tuple[dict[Hashable, _CachedOutput], dict[Hashable, Future[Output | None]], list[Hashable]]:
         """Those that are kept, those that another thread reads, and those that this one is to read now."""
-        kept: dict[Hashable, _Kept] = {}
+        cached: dict[Hashable, _CachedOutput] = {}
         elsewhere: dict[Hashable, Future[Output | None]] = {}
         own: list[Hashable] = []
         with self._lock:
             for name in names:
-                if name in self._kept:
-                    kept[name] = self._kept[name] = self._kept[name]._replace(use=self._shared.number())
-                    self._kept.move_to_end(name)
+                if name in self._cached:
+                    cached[name] = self._cached[name] = self._cached[name]._replace(use=self._shared.number())
+                    self._cached.move_to_end(name)
                 elif name in self._reading:
                     elsewhere[name] = self._reading[name]
                 else:
                     own.append(name)
                     if _is_key(name):
                         self._reading[name] = Future()
-        return kept, elsewhere, own
+        return cached, elsewhere, own
 
-    def _made(self, images: Mapping[Hashable, Shown], read: Read) -> dict[Hashable, Output]:
+    def _read_missing(self, images: Mapping[Hashable, Shown], read: Read) -> dict[Hashable, Output]:
         """Read, and kept as far as there is room. Those who wait hear of it, also if it fails: they read then."""
-        made: dict[Hashable, Output] = {}
+        outputs: dict[Hashable, Output] = {}
         try:
             if images:
                 for name, output in zip(images, read(list(images.values())), strict=True):
-                    made[name] = self._keep(name, output) if _is_key(name) else output
+                    outputs[name] = self._keep(name, output) if _is_key(name) else output
         finally:
             with self._lock:
                 ended = {name: self._reading.pop(name) for name in images if _is_key(name)}
             for name, reading in ended.items():
-                reading.set_result(made.get(name))
-        return made
+                reading.set_result(outputs.get(name))
+        return outputs
 
     def _keep(self, name: Hashable, output: Output) -> Output:
         if not self._shared.keeps(_bytes_of(output)):
             return output
         # a part of a larger tensor would keep all of that
-        own = tuple(each if each.untyped_storage().nbytes() == each.nbytes else each.clone() for each in output)
-        is_finite = torch.stack([torch.isfinite(each).all() for each in own]).all()
+        own = tuple(
+            tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone() for tensor in output
+        )
+        is_finite = torch.stack([torch.isfinite(tensor).all() for tensor in own]).all()
         with self._lock:
-            self._kept[name] = _Kept(own, is_finite, self._shared.number())
+            self._cached[name] = _CachedOutput(own, is_finite, self._shared.number())
             self.nbytes += _bytes_of(own)
             self._shared.fit()
         return own
 
-    def _forget(self, name: Hashable, kept: _Kept) -> None:
+    def _discard(self, name: Hashable, entry: _CachedOutput) -> None:
         with self._lock:
-            now = self._kept.get(name)
-            if now is not None and now.output is kept.output:
-                del self._kept[name]
-                self.nbytes -= _bytes_of(kept.output)
+            now = self._cached.get(name)
+            if now is not None and now.output is entry.output:
+                del self._cached[name]
+                self.nbytes -= _bytes_of(entry.output)
 
     # under the lock, for `TowerOutputs`
 
     def oldest_use(self) -> int:
         """Of the output that was not used for longest; there is one."""
-        return next(iter(self._kept.values())).use
+        return next(iter(self._cached.values())).use
 
     def drop_oldest(self) -> None:
-        _, kept = self._kept.popitem(last=False)
-        self.nbytes -= _bytes_of(kept.output)
+        _, entry = self._cached.popitem(last=False)
+        self.nbytes -= _bytes_of(entry.output)
 
     def drop_all(self) -> None:
-        self._kept.clear()
+        self._cached.clear()
         self.nbytes = 0
 
 
@@ -221,4 +223,4 @@ def _is_key(name: Hashable) -> bool:
 
 
 def _bytes_of(output: Output) -> int:
-    return sum(each.nbytes for each in output)
+    return sum(tensor.nbytes for tensor in output)

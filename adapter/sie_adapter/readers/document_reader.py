@@ -17,7 +17,7 @@ from sie_adapter.packed.packing import Shown
 from sie_adapter.readers.donut import Donut
 from sie_adapter.readers.florence2 import Florence2
 from sie_adapter.readers.transcriber import MODEL_TYPES, Transcriber
-from sie_adapter.readers.written import IsGone, PagePrompt, Read, Reader, Reading
+from sie_adapter.readers.written import IsGone, PagePrompt, Read, ReaderCall, ReaderKind
 from sie_contracts.media.images import Recipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
@@ -25,7 +25,7 @@ from sie_contracts.wire.ipc import Rows
 from sie_store.folder_files import read_json
 
 
-class PageReader(Reader[PagePrompt, Shown], Protocol):
+class PageReader(ReaderKind[PagePrompt, Shown], Protocol):
     """One of documents. `max_tokens`: of a prompt and what is written after it. `recipe`: how images become the pixels
     that it reads.
     """
@@ -75,15 +75,15 @@ class DocumentReader:
         self.vocabulary, self.max_tokens = self._kind.vocabulary, self._kind.max_tokens
         self.memory_bytes = self._kind.memory_bytes
 
-    def reading(self, read: Read[PagePrompt], is_gone: IsGone) -> Reading[PagePrompt, Shown]:
+    def reading(self, read: Read[PagePrompt], is_gone: IsGone) -> ReaderCall[PagePrompt, Shown]:
         """What answers one batch. `read` has the rows written."""
-        return Reading(self._kind, self.rows, read, is_gone, "images")
+        return ReaderCall(self._kind, self.rows, read, is_gone, "images")
 
 
 def _kind(folder: Path, entry: ModelEntry) -> _Kind:
-    found = str(read_json(folder / "config.json").get("model_type"))
-    if found not in _KINDS:
+    model_type = str(read_json(folder / "config.json").get("model_type"))
+    if model_type not in _KINDS:
         raise load_failed(
-            "INCOMPATIBLE", f"{entry.id}: model_type is {found}, a document reader is {' or '.join(_KINDS)}"
+            "INCOMPATIBLE", f"{entry.id}: model_type is {model_type}, a document reader is {' or '.join(_KINDS)}"
         )
-    return _KINDS[found]
+    return _KINDS[model_type]

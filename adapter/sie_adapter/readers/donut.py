@@ -25,8 +25,8 @@ from sie_adapter.packed.images import Tower
 from sie_adapter.packed.linear import block_linears
 from sie_adapter.packed.packing import Shown
 from sie_adapter.readers.greedy import Greedy
-from sie_adapter.readers.reading import Written
-from sie_adapter.readers.slots import Begun, Slots
+from sie_adapter.readers.reading import GeneratedText
+from sie_adapter.readers.slots import DecoderSlots, RowStart
 from sie_adapter.readers.written import (
     BartDecoder,
     PagePrompt,
@@ -107,14 +107,14 @@ class Donut:
         most = tokens_left(options, len(ids), self.max_tokens, _CLASS_TOKENS if task == _CLASSES else 0)
         return PagePrompt(image, ids, self._greedy.rules(ids, most), task)
 
-    def begin(self, prompts: Sequence[PagePrompt]) -> list[Begun]:
+    def begin(self, prompts: Sequence[PagePrompt]) -> list[RowStart]:
         encoded = self._tower.forward([prompt.shown for prompt in prompts])
         return [self._decoder.begin(states[None], prompt.ids) for states, prompt in zip(encoded, prompts, strict=True)]
 
-    def step(self, ids: Tensor, slots: Slots) -> Tensor:
+    def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
         return self._decoder.step(ids, slots)
 
-    def result(self, prompt: PagePrompt, written: Written) -> dict[str, Any]:
+    def result(self, prompt: PagePrompt, written: GeneratedText) -> dict[str, Any]:
         ids = [number for number in (*prompt.ids, *written.ids) if number not in self._greedy.ends]
         text = self._processor.tokenizer.decode(ids).removeprefix(prompt.task).strip()
         tree = self._processor.token2json(text)

@@ -29,8 +29,8 @@ from sie_adapter.packed.images import Tower
 from sie_adapter.packed.linear import block_linears
 from sie_adapter.packed.packing import Shown
 from sie_adapter.readers.greedy import Greedy, ends_of
-from sie_adapter.readers.reading import Written
-from sie_adapter.readers.slots import Begun, Slots
+from sie_adapter.readers.reading import GeneratedText
+from sie_adapter.readers.slots import DecoderSlots, RowStart
 from sie_adapter.readers.written import (
     BartDecoder,
     PagePrompt,
@@ -143,20 +143,22 @@ class Florence2:
 
     def prompt(self, image: Shown, options: ExtractOptions) -> PagePrompt:
         name = task_of(options, _TASKS.__contains__, list(_TASKS))
-        sentence, given = _TASKS[name].sentence, options.instruction.strip()
-        asked = _REGION if _REGION in sentence else _PHRASE
-        if asked in sentence:
-            if not given:
-                expected = "a region" if asked == _REGION else "a question or a phrase"
+        sentence, instruction = _TASKS[name].sentence, options.instruction.strip()
+        placeholder = _REGION if _REGION in sentence else _PHRASE
+        if placeholder in sentence:
+            if not instruction:
+                expected = "a region" if placeholder == _REGION else "a question or a phrase"
                 raise InvalidInput(
                     f"instruction: {name} expects {expected}", reason="instruction_required", param="instruction"
                 )
-            if asked == _REGION:
-                _check_region(given)
-            elif any(token.content in given for token in self._reserved) or any(task in given for task in _TASKS):
+            if placeholder == _REGION:
+                _check_region(instruction)
+            elif any(token.content in instruction for token in self._reserved) or any(
+                task in instruction for task in _TASKS
+            ):
                 raise reserved("instruction")
-            sentence = sentence.replace(asked, given)
-        box = next(placed(given, 4, image.width, image.height))[1] if asked == _REGION else None
+            sentence = sentence.replace(placeholder, instruction)
+        box = next(placed(instruction, 4, image.width, image.height))[1] if placeholder == _REGION else None
         first, last = self._around
         ids = [first, *self.tokenizer.encode(sentence, add_special_tokens=False).ids, last]
         if (read := self._features + len(ids)) > self._places:
@@ -169,41 +171,41 @@ class Florence2:
         most = tokens_left(options, 1, self.max_tokens)
         return PagePrompt(image, [self._start], self._greedy.rules([self._start], most), name, ids, box)
 
-    def begin(self, prompts: Sequence[PagePrompt]) -> list[Begun]:
+    def begin(self, prompts: Sequence[PagePrompt]) -> list[RowStart]:
         features = self._tower.forward([prompt.shown for prompt in prompts])
-        return [self._begun(*each) for each in zip(features, prompts, strict=True)]
+        return [self._begun(*pair) for pair in zip(features, prompts, strict=True)]
 
-    def _begun(self, features: Tensor, prompt: PagePrompt) -> Begun:
+    def _begun(self, features: Tensor, prompt: PagePrompt) -> RowStart:
         """A row whose encoder reads the features of the page before the sentence."""
         ids = torch.tensor([list(prompt.encoder_ids)], device=features.device)
         read = torch.cat([features[None], self._embeddings(ids)], 1)
         return self._decoder.begin(self._encoder(inputs_embeds=read).last_hidden_state, prompt.ids)
 
-    def step(self, ids: Tensor, slots: Slots) -> Tensor:
+    def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
         return self._decoder.step(ids, slots)
 
-    def result(self, prompt: PagePrompt, written: Written) -> dict[str, Any]:
+    def result(self, prompt: PagePrompt, written: GeneratedText) -> dict[str, Any]:
         ids = [number for number in written.ids if number not in self._special]
         text = self.tokenizer.decode(ids, skip_special_tokens=False)
         label, shown = _TASKS[prompt.task].label, prompt.shown
         if prompt.task == _QUADS:
-            found = placed(text, 8, shown.width, shown.height)
-            return {"entities": [text_entity(said, label, box) for said, box in found]}
+            places = placed(text, 8, shown.width, shown.height)
+            return {"entities": [text_entity(name, label, box) for name, box in places]}
         if label:
             # the answer to a region may name its place again
-            said = (_PLACE.sub("", text) if prompt.box else text).strip()
-            return {"entities": [text_entity(said, label, prompt.box)] if said else []}
+            words = (_PLACE.sub("", text) if prompt.box else text).strip()
+            return {"entities": [text_entity(words, label, prompt.box)] if words else []}
         if prompt.task in _OUTLINES or "<poly>" in text:
             return _outlines(outlined(text, shown.width, shown.height))
-        found = placed(text, 4, shown.width, shown.height)
-        named = ((said or "region", box) for said, box in found if said or prompt.task == _PROPOSAL)
-        return {"objects": [{"label": said, "score": 1.0, "bbox": box} for said, box in named if min(box[2:]) > 0]}
+        places = placed(text, 4, shown.width, shown.height)
+        named = ((name or "region", box) for name, box in places if name or prompt.task == _PROPOSAL)
+        return {"objects": [{"label": name, "score": 1.0, "bbox": box} for name, box in named if min(box[2:]) > 0]}
 
 
 def _positions(model: Any) -> int:
     """Of the decoder, and of the encoder."""
-    found: int = model.config.text_config.max_position_embeddings
-    return found
+    limit: int = model.config.text_config.max_position_embeddings
+    return limit
 
 
 def _features(model: Any, recipe: Recipe) -> int:
@@ -219,14 +221,14 @@ def placed(text: str, numbers: int, width: int, height: int) -> Iterator[tuple[s
 
     A bin is its middle, rounded down. Source: transformers, Florence2PostProcessor.
     """
-    for said, run in _PLACED.findall(text):
+    for name, run in _PLACED.findall(text):
         bins = [min(int(number), _BINS - 1) for number in _PLACE.findall(run)]
         for first in range(0, len(bins) - numbers + 1, numbers):
             across, down = bins[first : first + numbers : 2], bins[first + 1 : first + numbers : 2]
             (left, right), (top, bottom) = (
                 (_pixel(min(of), edge), _pixel(max(of), edge)) for of, edge in ((across, width), (down, height))
             )
-            yield said.strip(), [left, top, right - left, bottom - top]
+            yield name.strip(), [left, top, right - left, bottom - top]
 
 
 def outlined(text: str, width: int, height: int) -> Iterator[tuple[str, list[list[int]]]]:
@@ -234,26 +236,26 @@ def outlined(text: str, width: int, height: int) -> Iterator[tuple[str, list[lis
 
     Source: transformers, Florence2PostProcessor.
     """
-    for said, run in _OUTLINED.findall(text):
-        for one in _OUTLINE.findall(run) or [run]:
+    for name, run in _OUTLINED.findall(text):
+        for outline in _OUTLINE.findall(run) or [run]:
             polygons = []
-            for part in one.split(_NEXT_OUTLINE):
+            for part in outline.split(_NEXT_OUTLINE):
                 bins = [min(int(number), _BINS - 1) for number in _PLACE.findall(part)]
                 bins = bins[: len(bins) // 2 * 2]
                 if len(bins) >= _MIN_BINS:
                     polygons.append([_pixel(number, (width, height)[index % 2]) for index, number in enumerate(bins)])
             if polygons:
-                yield said.strip(), polygons
+                yield name.strip(), polygons
 
 
-def _outlines(found: Iterator[tuple[str, list[list[int]]]]) -> dict[str, Any]:
+def _outlines(shapes: Iterator[tuple[str, list[list[int]]]]) -> dict[str, Any]:
     """Objects with the rectangle around them, and their polygons in the same order."""
     objects, outlines = [], []
-    for said, polygons in found:
-        across, down = ([each for polygon in polygons for each in polygon[axis::2]] for axis in (0, 1))
+    for name, polygons in shapes:
+        across, down = ([number for polygon in polygons for number in polygon[axis::2]] for axis in (0, 1))
         box = [min(across), min(down), max(across) - min(across), max(down) - min(down)]
         if min(box[2:]) > 0:
-            objects.append({"label": said or "region", "score": 1.0, "bbox": box})
+            objects.append({"label": name or "region", "score": 1.0, "bbox": box})
             outlines.append(polygons)
     return {"objects": objects, "data": {"polygons": outlines}}
 
@@ -262,9 +264,9 @@ def _pixel(number: int, edge: int) -> int:
     return int((number + 0.5) * edge / _BINS)
 
 
-def _check_region(given: str) -> None:
-    found = _GIVEN_REGION.fullmatch(given)
-    left, top, right, bottom = map(int, found.groups()) if found else (1, 1, 0, 0)
+def _check_region(instruction: str) -> None:
+    match = _GIVEN_REGION.fullmatch(instruction)
+    left, top, right, bottom = map(int, match.groups()) if match else (1, 1, 0, 0)
     if left > right or top > bottom:
         raise InvalidInput(
             "instruction: expected a region, <loc_LEFT><loc_TOP><loc_RIGHT><loc_BOTTOM> with 0 to 999 of the image's "

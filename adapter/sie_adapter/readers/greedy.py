@@ -73,8 +73,8 @@ class Rules:
             return "length"
         if self.stops_loops and len(written) >= _REPEATED * _TIMES:
             blocks = (written[-_REPEATED * (time + 1) : len(written) - _REPEATED * time] for time in range(_TIMES))
-            first, *others = blocks
-            if all(block == first for block in others):
+            first, *repeats = blocks
+            if all(block == first for block in repeats):
                 return "repetition"
         return None
 
@@ -97,37 +97,37 @@ class Greedy:
         """Of a row with this prompt that may have `most` tokens. `own`: processors of the model itself, after those of
         its configuration.
         """
-        found = library.LogitsProcessorList([*self._processors(len(prompt), most), *own])
+        processors = library.LogitsProcessorList([*self._processors(len(prompt), most), *own])
         forced = self.config.forced_eos_token_id is not None
-        return Rules(prompt, most, self.ends, found, forced, self.stops_loops)
+        return Rules(prompt, most, self.ends, processors, forced, self.stops_loops)
 
     def _processors(self, begin: int, most: int) -> list[Any]:
         """In the order in which the library applies them. Source: transformers, GenerationMixin."""
-        config, found = self.config, []
+        config, processors = self.config, []
         if config.repetition_penalty not in _NEUTRAL:
-            found.append(library.RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
+            processors.append(library.RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
         if config.no_repeat_ngram_size:
-            found.append(library.NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size))
+            processors.append(library.NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size))
         bad = [*(config.bad_words_ids or []), *([number] for number in self.bad)]
         if bad:
-            found.append(library.NoBadWordsLogitsProcessor(bad, self._end_list))
+            processors.append(library.NoBadWordsLogitsProcessor(bad, self._end_list))
         if config.min_length:
-            found.append(library.MinLengthLogitsProcessor(config.min_length, self._end_list, device=self._on))
+            processors.append(library.MinLengthLogitsProcessor(config.min_length, self._end_list, device=self._on))
         if config.min_new_tokens:
             least = library.MinNewTokensLengthLogitsProcessor
-            found.append(least(begin, config.min_new_tokens, self._end_list, device=self._on))
+            processors.append(least(begin, config.min_new_tokens, self._end_list, device=self._on))
         if config.forced_bos_token_id is not None:
-            found.append(library.ForcedBOSTokenLogitsProcessor(config.forced_bos_token_id))
+            processors.append(library.ForcedBOSTokenLogitsProcessor(config.forced_bos_token_id))
         if config.forced_eos_token_id is not None:
             forced = config.forced_eos_token_id
-            found.append(library.ForcedEOSTokenLogitsProcessor(begin + most, forced, device=self._on))
+            processors.append(library.ForcedEOSTokenLogitsProcessor(begin + most, forced, device=self._on))
         if config.suppress_tokens:
-            found.append(library.SuppressTokensLogitsProcessor(config.suppress_tokens, device=self._on))
+            processors.append(library.SuppressTokensLogitsProcessor(config.suppress_tokens, device=self._on))
         if config.begin_suppress_tokens:
             index = begin if begin > 1 or config.forced_bos_token_id is None else begin + 1
             first = library.SuppressTokensAtBeginLogitsProcessor
-            found.append(first(config.begin_suppress_tokens, index, device=self._on))
-        return found
+            processors.append(first(config.begin_suppress_tokens, index, device=self._on))
+        return processors
 
     @property
     def _on(self) -> str:
@@ -136,8 +136,8 @@ class Greedy:
 
 def best(scores: Tensor) -> list[int]:
     """The likeliest token of each row of `scores` [rows, vocabulary]; -1 for a row that is not finite."""
-    found = scores.max(-1)
-    return torch.where(torch.isfinite(found.values), found.indices, -1).tolist()  # type: ignore[no-any-return]
+    best = scores.max(-1)
+    return torch.where(torch.isfinite(best.values), best.indices, -1).tolist()  # type: ignore[no-any-return]
 
 
 def not_finite() -> InferenceFailed:

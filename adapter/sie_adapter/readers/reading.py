@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from sie_adapter.engine.device import give_memory_back
-from sie_adapter.memory.failure import cancelled, is_device_fatal, is_out_of_memory
-from sie_adapter.memory.onednn import unspoilt
+from sie_adapter.memory.device_errors import cancelled, is_device_fatal, is_out_of_memory
+from sie_adapter.memory.oom import on_usable_thread
 from sie_adapter.readers.greedy import Finish, Rules, best, not_finite
-from sie_adapter.readers.slots import Begun, Fits, NoRoom, Slots, unbounded
+from sie_adapter.readers.slots import DecoderSlots, Fits, RowStart, SlotsFull, unbounded
 from sie_contracts.errors import ShuttingDown, SIEError
 
 _logger = logging.getLogger("sie.adapter")
@@ -41,34 +41,34 @@ MAX_ROWS = 16  # of one model at a time
 _NICENESS = 3
 _CLOSED_S = 1.0  # that no row begins after one had no room, unless another leaves before
 
-P_contra = TypeVar("P_contra", bound="Prompt", contravariant=True)
+P_contra = TypeVar("P_contra", bound="GenerationPrompt", contravariant=True)
 
 
-class Prompt(Protocol):
+class GenerationPrompt(Protocol):
     """What a row begins with; the rest is between the model and itself."""
 
     @property
     def rules(self) -> Rules: ...
 
-    def following(self, written: Written) -> Prompt | None:
+    def following(self, written: GeneratedText) -> GenerationPrompt | None:
         """What the row goes on with once this is written for the prompt; None: it has ended. Must not raise."""
 
 
-class Writer(Protocol[P_contra]):
+class GenerationModel(Protocol[P_contra]):
     """What the loop needs of a model. Only its thread calls these, under inference mode. `together`: rows that begin in
     one call at most.
     """
 
     together: int
 
-    def begin(self, prompts: Sequence[P_contra]) -> list[Begun]:
+    def begin(self, prompts: Sequence[P_contra]) -> list[RowStart]:
         """Read images and prompts."""
 
-    def step(self, ids: Tensor, slots: Slots) -> Tensor:
+    def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
         """Scores of the token after `ids` [rows, 1], float32 [rows, vocabulary]."""
 
 
-class Written(NamedTuple):
+class GeneratedText(NamedTuple):
     """The tokens of a row for its last prompt, an end among them, and why it ended."""
 
     ids: list[int]
@@ -76,7 +76,7 @@ class Written(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Call:
+class _GenerationCall:
     """The rows of one caller, who waits for all of them."""
 
     is_gone: Callable[[], bool]
@@ -97,9 +97,9 @@ class _Call:
 
 
 @dataclass(eq=False)
-class _Row:
-    call: _Call
-    prompt: Prompt
+class _GenerationRow:
+    call: _GenerationCall
+    prompt: GenerationPrompt
     ids: list[int] = field(default_factory=list)
     finish: Finish | None = None
 
@@ -112,7 +112,7 @@ class _Row:
         self.finish = self.prompt.rules.finish(self.ids)
         if self.finish is None:
             return False
-        following = self.prompt.following(Written(self.ids, self.finish))
+        following = self.prompt.following(GeneratedText(self.ids, self.finish))
         if following is None:
             self.call.ended()
         else:
@@ -130,19 +130,19 @@ class _Loop:
 
     def __init__(
         self,
-        model: Writer[Any],
+        model: GenerationModel[Any],
         device: torch.device,
         fits: Fits = unbounded,
         shed: Callable[[], object] = lambda: None,
     ) -> None:
         self.model = model
-        self.waiting: deque[_Row] = deque()
+        self.waiting: deque[_GenerationRow] = deque()
         self._device = device
         self._fits = fits
         self._shed = shed
-        self._rows: list[_Row] = []
-        self._beginning: list[_Row] = []
-        self._slots = Slots(fits)
+        self._rows: list[_GenerationRow] = []
+        self._beginning: list[_GenerationRow] = []
+        self._slots = DecoderSlots(fits)
         self._most = MAX_ROWS
         self._ended = 0  # rows since `_most` was changed
         self._closed_until_s = 0.0
@@ -156,21 +156,21 @@ class _Loop:
         error = self._failure()
         if error is not None:
             rows = [*self._rows, *self._beginning]
-            self._rows, self._beginning, self._slots = [], [], Slots(self._fits)
+            self._rows, self._beginning, self._slots = [], [], DecoderSlots(self._fits)
             if is_out_of_memory(error) and len(rows) > 1:
                 self._again(rows)
             else:
                 for row in rows:
                     row.call.fail(error)
         if not self._rows:
-            self._slots = Slots(self._fits)
+            self._slots = DecoderSlots(self._fits)
 
     def _failure(self) -> Exception | None:
         """The turn itself. Once it returns, nothing holds the tensors of a failed pass."""
         try:
             self._leave()
-            unspoilt(self._begin)
-            unspoilt(self._step)
+            on_usable_thread(self._begin)
+            on_usable_thread(self._step)
         except Exception as error:
             if not isinstance(error, SIEError) and not is_out_of_memory(error) and not is_device_fatal(error):
                 _logger.exception("a step of %d rows failed", len(self._rows))
@@ -180,10 +180,10 @@ class _Loop:
     def fail(self, error: SIEError) -> None:
         for row in (*self._rows, *self.waiting):
             row.call.fail(error)
-        self._rows, self._slots = [], Slots(self._fits)
+        self._rows, self._slots = [], DecoderSlots(self._fits)
         self.waiting.clear()
 
-    def _again(self, rows: list[_Row]) -> None:
+    def _again(self, rows: list[_GenerationRow]) -> None:
         """After memory ended rows begin anew, half of them at a time."""
         self._most, self._ended = max(1, len(rows) // 2), 0
         _logger.warning("out of memory with %d rows: at most %d are read at a time now", len(rows), self._most)
@@ -224,7 +224,7 @@ class _Loop:
     def _close(self) -> None:
         self._closed_until_s = time.monotonic() + _CLOSED_S
 
-    def _wait(self, rows: Sequence[_Row]) -> None:
+    def _wait(self, rows: Sequence[_GenerationRow]) -> None:
         """They begin anew, before others. They become what they would have been."""
         for row in rows:
             row.ids.clear()
@@ -241,13 +241,13 @@ class _Loop:
             for row in self._beginning:
                 row.call.fail(error)
             begun = []
-        for each in begun:
+        for beginning in begun:
             row = self._beginning[0]
-            scores = row.prompt.rules.chosen((), each.logits.float())
+            scores = row.prompt.rules.chosen((), beginning.logits.float())
             if not row.add(best(scores[None])[0]):
                 try:
-                    self._slots.add(each)
-                except NoRoom:
+                    self._slots.add(beginning)
+                except SlotsFull:
                     self._wait(self._beginning)
                     self._close()
                     break
@@ -279,7 +279,7 @@ class _Loop:
             try:
                 self._slots.ready()
                 return
-            except NoRoom as error:
+            except SlotsFull as error:
                 _logger.info("%s: a row begins anew", error)
                 slot = min(range(len(self._rows)), key=lambda slot: len(self._rows[slot].ids))
                 self._wait([self._rows[slot]])
@@ -312,23 +312,23 @@ class Readings:
         self._shed = shed
         self._torch_threads = torch_threads
         self._loops: dict[int, _Loop] = {}  # of the thread alone
-        self._joining: list[tuple[Writer[Any], list[_Row]]] = []
+        self._joining: list[tuple[GenerationModel[Any], list[_GenerationRow]]] = []
         self._news = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopping = self._stopped = False
         self._turn_since_s = 0.0
 
     def read(
-        self, model: Writer[P_contra], prompts: Sequence[P_contra], is_gone: Callable[[], bool] = lambda: False
-    ) -> list[Written]:
+        self, model: GenerationModel[P_contra], prompts: Sequence[P_contra], is_gone: Callable[[], bool] = lambda: False
+    ) -> list[GeneratedText]:
         """What the model writes for each prompt, in order. `is_gone` is asked between two steps whether nobody waits
         any more; from then on no row of the call runs.
 
         Raises what failed for any row: what the model raises, running out of memory with a single row, InferenceFailed
         for scores that are not finite, ShuttingDown.
         """
-        call = _Call(is_gone, len(prompts))
-        rows = [_Row(call, prompt) for prompt in prompts]
+        call = _GenerationCall(is_gone, len(prompts))
+        rows = [_GenerationRow(call, prompt) for prompt in prompts]
         if not rows:
             return []
         with self._news:
@@ -342,7 +342,7 @@ class Readings:
         call.done.wait()
         if call.error is not None:
             raise call.error
-        return [Written(row.ids, row.finish) for row in rows if row.finish is not None]
+        return [GeneratedText(row.ids, row.finish) for row in rows if row.finish is not None]
 
     def busy_s(self) -> float:
         """Age of the turn that is made now, 0 when idle. Never waits."""

@@ -27,7 +27,7 @@ States = Sequence[tuple[Tensor, Tensor]]  # keys and values of each layer, [1, h
 Fits = Callable[[int], bool]  # whether the device may hold so many bytes more
 
 
-class NoRoom(MemoryError):
+class SlotsFull(MemoryError):
     """Rows do not fit together. Nothing has changed."""
 
 
@@ -36,20 +36,20 @@ def unbounded(more_bytes: int) -> bool:
     return True
 
 
-class Begun(NamedTuple):
-    """A row whose prompt was read. `own`: states of the prompt. `seen`: those of what it looks at beside it, for a
-    model with an encoder. `logits` [vocabulary] of its first token. `shift`: from the place of a token in the row to
+class RowStart(NamedTuple):
+    """A row whose prompt was read. `own`: states of the prompt. `encoder_states`: those of the encoder, for a model
+    that has one. `logits` [vocabulary] of its first token. `shift`: from the place of a token in the row to
     its position.
     """
 
     own: States
     logits: Tensor
-    seen: States = ()
+    encoder_states: States = ()
     shift: int = 0
 
 
 def prompted(caches: Cache) -> tuple[States, States]:
-    """What a pass over a prompt left in the caches of the library: `own` and `seen` of a row."""
+    """What a pass over a prompt left in the caches of the library: `own` and `encoder_states` of a row."""
     if isinstance(caches, EncoderDecoderCache):
         return _states(caches.self_attention_cache), _states(caches.cross_attention_cache)
     return _states(caches), ()
@@ -73,14 +73,14 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not foll
 
     is_sliding = False
 
-    def __init__(self, kept: _Kept, number: int) -> None:
+    def __init__(self, kept: _SlotStates, number: int) -> None:
         super().__init__()
-        self._kept, self._number = kept, number
+        self._states, self._number = kept, number
         self.is_initialized = True
 
     @property
     def keys(self) -> Tensor:
-        return self._kept.view(self._number)[0]
+        return self._states.view(self._number)[0]
 
     @keys.setter
     def keys(self, value: None) -> None:
@@ -88,7 +88,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not foll
 
     @property
     def values(self) -> Tensor:
-        return self._kept.view(self._number)[1]
+        return self._states.view(self._number)[1]
 
     @values.setter
     def values(self, value: None) -> None:
@@ -99,20 +99,20 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not foll
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **named: Any) -> tuple[Tensor, Tensor]:
         """Put one new state of each row, [rows, heads, 1, width], at the row's end."""
-        self._kept.write(self._number, key_states, value_states)
+        self._states.write(self._number, key_states, value_states)
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
-        return self._kept.width
+        return self._states.width
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._kept.width, 0
+        return self._states.width, 0
 
     def get_max_length(self) -> int:
         return -1
 
 
-class _Kept:
+class _SlotStates:
     """States of one kind: [slots, heads, positions, width] of each layer."""
 
     def __init__(self, fits: Fits) -> None:
@@ -148,7 +148,7 @@ class _Kept:
         if not self.lengths:
             self._layers = []
 
-    def wanted_bytes(self, rows: int, length: int) -> int:
+    def needed_bytes(self, rows: int, length: int) -> int:
         """What so many rows more take, none of them longer than `length` or than those that are there."""
         if not self._layers:
             return 0
@@ -165,9 +165,11 @@ class _Kept:
     def _more_bytes(self, states: States, slots: int, positions: int) -> int:
         """What is held at most while `_reserve` makes this room, above what is held now."""
         has_slots, has_positions = self._sizes()
-        each: int = sum(side.shape[1] * side.shape[3] * side.element_size() for layer in states for side in layer)
-        held = has_slots * has_positions * each
-        return slots * positions * each - held + held // len(states)
+        position_bytes: int = sum(
+            side.shape[1] * side.shape[3] * side.element_size() for layer in states for side in layer
+        )
+        held = has_slots * has_positions * position_bytes
+        return slots * positions * position_bytes - held + held // len(states)
 
     def _reserve(self, states: States, slots: int, positions: int) -> None:
         """Have room for so many; raises NoRoom. What a slot held before stays in it: finite numbers, which are
@@ -184,14 +186,14 @@ class _Kept:
         elif slots == 1 or self._fits(self._more_bytes(states, *needed)):
             slots, positions = needed
         else:
-            raise NoRoom(f"keys and values of {slots} rows of {positions} positions do not fit")
+            raise SlotsFull(f"keys and values of {slots} rows of {positions} positions do not fit")
         used = len(self.lengths)
 
         def grown(old: Tensor | None, like: Tensor) -> Tensor:
             new = like.new_zeros(slots, like.shape[1], positions, like.shape[3])
             if old is not None:
-                kept = min(positions, old.shape[2])
-                new[:used, :, :kept] = old[:used, :, :kept]
+                copied = min(positions, old.shape[2])
+                new[:used, :, :copied] = old[:used, :, :copied]
             return new
 
         before: list[Any] = self._layers or [(None, None)] * len(states)
@@ -244,14 +246,14 @@ class _Kept:
         return Cache(layers=[_Layer(self, number) for number in range(len(self._layers))])
 
 
-class Slots:
+class DecoderSlots:
     """The rows of one model. Used by one thread. A step is `ready`, a pass of the model with `cache`, `positions` and
     the masks, then `advance`; a step that failed before that has changed nothing.
     """
 
     def __init__(self, fits: Fits = unbounded) -> None:
         self._fits = fits
-        self._own, self._seen = _Kept(fits), _Kept(fits)
+        self._own, self._encoder_states = _SlotStates(fits), _SlotStates(fits)
         self._shifts: list[int] = []
 
     def __len__(self) -> int:
@@ -259,32 +261,32 @@ class Slots:
 
     def has_room(self, rows: int, length: int) -> bool:
         """Whether so many rows more fit, whose prompts have at most `length` tokens."""
-        wanted = self._own.wanted_bytes(rows, length) + self._seen.wanted_bytes(rows, 0)
-        return not wanted or self._fits(wanted)
+        needed_bytes = self._own.needed_bytes(rows, length) + self._encoder_states.needed_bytes(rows, 0)
+        return not needed_bytes or self._fits(needed_bytes)
 
-    def add(self, begun: Begun) -> None:
+    def add(self, begun: RowStart) -> None:
         """Take a row in, behind the others. Raises NoRoom if it does not fit beside them."""
         self._own.make_room(begun.own)
-        if begun.seen:
-            self._seen.make_room(begun.seen)
+        if begun.encoder_states:
+            self._encoder_states.make_room(begun.encoder_states)
         self._own.add(begun.own)
-        if begun.seen:
-            self._seen.add(begun.seen)
+        if begun.encoder_states:
+            self._encoder_states.add(begun.encoder_states)
         self._shifts.append(begun.shift)
 
     def remove(self, slot: int) -> None:
         """Let a row go. The last one has its slot then."""
         self._own.remove(slot)
-        if self._seen.lengths:
-            self._seen.remove(slot)
+        if self._encoder_states.lengths:
+            self._encoder_states.remove(slot)
         self._shifts[slot] = self._shifts[-1]
         self._shifts.pop()
 
     def ready(self) -> None:
         """A step begins. Raises NoRoom if the rows have become too long to run together."""
         self._own.ready()
-        if self._seen.lengths:
-            self._seen.open(max(self._seen.lengths))
+        if self._encoder_states.lengths:
+            self._encoder_states.open(max(self._encoder_states.lengths))
 
     def advance(self) -> None:
         """A step has ended: each row is one token longer."""
@@ -293,9 +295,9 @@ class Slots:
     def cache(self) -> Cache:
         """What the attention of the library reads and extends."""
         own = self._own.cache()
-        if not self._seen.lengths:
+        if not self._encoder_states.lengths:
             return own
-        both = EncoderDecoderCache(own, self._seen.cache())
+        both = EncoderDecoderCache(own, self._encoder_states.cache())
         both.is_updated = dict.fromkeys(range(len(own.layers)), True)
         return both
 
@@ -313,4 +315,4 @@ class Slots:
     @property
     def seen_mask(self) -> Tensor:
         """What a row sees of its encoder's states, bool [rows, 1, 1, positions]."""
-        return self._seen.mask(with_next=False)
+        return self._encoder_states.mask(with_next=False)

@@ -28,10 +28,19 @@ from sie_adapter.packed.images import PROCESSOR, passes, read_processor
 from sie_adapter.packed.linear import block_linears
 from sie_adapter.packed.packing import Heard
 from sie_adapter.readers.greedy import Finish, Greedy, Rules, ends_of
-from sie_adapter.readers.reading import Written
-from sie_adapter.readers.slots import Begun, Slots, empty, prompted
-from sie_adapter.readers.transcript import FRAMES_PER_STEP, TASKS, Segment, Told, segments
-from sie_adapter.readers.written import IsGone, Read, Reading, attended, check_rules, reserved, text_entity, tokens_left
+from sie_adapter.readers.reading import GeneratedText
+from sie_adapter.readers.slots import DecoderSlots, RowStart, empty, prompted
+from sie_adapter.readers.transcript import FRAMES_PER_STEP, TASKS, PromptTokens, TranscriptSegment, segments
+from sie_adapter.readers.written import (
+    IsGone,
+    Read,
+    ReaderCall,
+    attended,
+    check_rules,
+    reserved,
+    text_entity,
+    tokens_left,
+)
 from sie_contracts.errors import InvalidInput
 from sie_contracts.media.sounds import SoundRecipe, UnknownExtractor, from_extractor
 from sie_contracts.models.entries import LoadOptions, ModelEntry
@@ -50,7 +59,7 @@ _WINDOWS_PER_PASS_ELSEWHERE = 8
 
 
 @dataclass(eq=False)
-class Sound:
+class SoundTranscription:
     """A sound that is read window by window. `ids`: the prompt of each window, in which `place` is that of a language
     that is recognised in the first one, -1 for none.
     """
@@ -59,9 +68,9 @@ class Sound:
     ids: list[int]
     place: int
     rules: Rules
-    told: Told
+    prompt_tokens: PromptTokens
     label: str
-    segments: list[Segment] = field(default_factory=list)
+    segments: list[TranscriptSegment] = field(default_factory=list)
     tokens: int = 0
     finish: Finish = "stop"
 
@@ -72,10 +81,10 @@ class Sound:
 
 
 @dataclass(frozen=True, eq=False)
-class Window:
+class SoundWindow:
     """The frames of a sound from `seek` on, `max_frames` of them."""
 
-    sound: Sound
+    sound: SoundTranscription
     max_frames: int
     seek: int = 0
 
@@ -87,18 +96,18 @@ class Window:
     def frames(self) -> int:
         return min(self.max_frames, self.sound.frames - self.seek)
 
-    def following(self, written: Written) -> Window | None:
+    def following(self, written: GeneratedText) -> SoundWindow | None:
         """The next window, after the segments of this one were added to the sound."""
         sound = self.sound
         if not self.seek:  # a batch that failed as a whole is read again
             sound.segments, sound.tokens, sound.finish = [], 0, "stop"
         ids = written.ids[:-1] if written.ids[-1] in self.rules.ends else written.ids
-        found, used = segments(ids, sound.told.times, self.seek, self.frames)
-        sound.segments += found
+        new_segments, used = segments(ids, sound.prompt_tokens.times, self.seek, self.frames)
+        sound.segments += new_segments
         sound.tokens += len(written.ids)
         sound.finish = written.finish if sound.finish == "stop" else sound.finish
         seek = self.seek + used
-        return Window(sound, self.max_frames, seek) if seek < sound.frames else None
+        return SoundWindow(sound, self.max_frames, seek) if seek < sound.frames else None
 
 
 class SoundReader:
@@ -126,7 +135,7 @@ class SoundReader:
         _check_type(folder, entry)
         with torch.inference_mode():
             model: Any = load_model(WhisperForConditionalGeneration, folder, load, compute, decodes=True)
-            self._told, recipe = _check(folder, entry, model)
+            self._prompt_tokens, recipe = _check(folder, entry, model)
             self.memory_bytes = bytes_of(model)
             if compute.device.type == "cpu":
                 block_linears(model.model.encoder)
@@ -140,28 +149,31 @@ class SoundReader:
         self.tokenizer: bytes = self._words.to_str().encode()
         self._added = self._words.get_added_tokens_decoder()
         self._before = self._words.token_to_id(_BEFORE)
-        self._codes = {number: code for code, number in self._told.languages.items()}
+        self._codes = {number: code for code, number in self._prompt_tokens.languages.items()}
         self._model, self._device, self._dtype = model, compute.device, compute.dtype
         self._is_eager = model.config._attn_implementation == "eager"
         self._config = model.generation_config
         self._greedy = Greedy(self._config, compute.device, ends_of(self._config))
 
-    def reading(self, read: Read[Window], is_gone: IsGone) -> Reading[Window, Heard]:
+    def reading(self, read: Read[SoundWindow], is_gone: IsGone) -> ReaderCall[SoundWindow, Heard]:
         """What answers one batch. `read` has the rows written."""
-        return Reading(self, self.rows, read, is_gone, "audio")
+        return ReaderCall(self, self.rows, read, is_gone, "audio")
 
-    def prompt(self, features: Heard, options: ExtractOptions) -> Window:
+    def prompt(self, features: Heard, options: ExtractOptions) -> SoundWindow:
         """The first window. Raises InvalidInput for what cannot be asked."""
-        asked = options.parameters
-        ids, place = self._told.start(asked.get("language") or "", asked.get("task") or "")
+        parameters = options.parameters
+        ids, place = self._prompt_tokens.start(parameters.get("language") or "", parameters.get("task") or "")
         before = self._words_before(options.instruction.strip())
         ids = [*before, *ids]
         place = place + len(before) if place >= 0 else place
         most = tokens_left(options, len(ids), self.max_tokens)
         times = WhisperTimeStampLogitsProcessor(self._config, len(ids))
         rules = self._greedy.rules(ids, most, [times])
-        is_translation = self._told.tasks.get(TASKS[1]) in ids
-        return Window(Sound(features, ids, place, rules, self._told, _LABELS[TASKS[is_translation]]), self._frames)
+        is_translation = self._prompt_tokens.tasks.get(TASKS[1]) in ids
+        return SoundWindow(
+            SoundTranscription(features, ids, place, rules, self._prompt_tokens, _LABELS[TASKS[is_translation]]),
+            self._frames,
+        )
 
     def _words_before(self, text: str) -> list[int]:
         """The ids of what was said before, or might have been: names and words as they are to be written."""
@@ -174,7 +186,7 @@ class SoundReader:
             raise reserved("instruction")
         return [self._before, *ids]
 
-    def begin(self, prompts: Sequence[Window]) -> list[Begun]:
+    def begin(self, prompts: Sequence[SoundWindow]) -> list[RowStart]:
         """Hear windows, and read their prompts."""
         encoded = [
             states
@@ -183,37 +195,37 @@ class SoundReader:
         ]
         return [self._begun(states[None], window.sound) for states, window in zip(encoded, prompts, strict=True)]
 
-    def _features(self, windows: Sequence[Window]) -> Tensor:
+    def _features(self, windows: Sequence[SoundWindow]) -> Tensor:
         """[windows, bins, frames]; what is missing at the end is 0."""
         bins = windows[0].sound.features.shape[2]
-        found = np.zeros((len(windows), self._frames, bins), np.float32)
-        for values, window in zip(found, windows, strict=True):
+        batch = np.zeros((len(windows), self._frames, bins), np.float32)
+        for values, window in zip(batch, windows, strict=True):
             values[: window.frames] = window.sound.features[0, window.seek : window.seek + window.frames]
-        return to_device(found, self._device).transpose(1, 2).to(self._dtype)
+        return to_device(batch, self._device).transpose(1, 2).to(self._dtype)
 
-    def _begun(self, encoded: Tensor, sound: Sound) -> Begun:
+    def _begun(self, encoded: Tensor, sound: SoundTranscription) -> RowStart:
         if sound.place >= 0 and sound.ids[sound.place] < 0:
             sound.ids[sound.place] = self._language(encoded)
         cache = empty(has_encoder=True)
         ids = torch.tensor([sound.ids], device=self._device)
         scores = self._scores(ids, encoder_hidden_states=encoded, past_key_values=cache)
-        own, seen = prompted(cache)
-        return Begun(own, scores[0], seen)
+        own, encoder_states = prompted(cache)
+        return RowStart(own, scores[0], encoder_states)
 
     def _language(self, encoded: Tensor) -> int:
         """The id of the likeliest one."""
-        first = torch.tensor([[self._told.first]], device=self._device)
+        first = torch.tensor([[self._prompt_tokens.first]], device=self._device)
         scores = self._scores(first, encoder_hidden_states=encoded, past_key_values=empty(has_encoder=True))[0]
-        known = torch.tensor(sorted(self._told.languages.values()), device=self._device)
-        return int(known[scores[known].argmax()])
+        languages = torch.tensor(sorted(self._prompt_tokens.languages.values()), device=self._device)
+        return int(languages[scores[languages].argmax()])
 
     def _scores(self, ids: Tensor, **named: Any) -> Tensor:
         """Of the token after the last of each row, [rows, vocabulary]."""
         states = self._model.model.decoder(input_ids=ids, use_cache=True, **named).last_hidden_state
-        found: Tensor = self._model.proj_out(states[:, -1])
-        return found
+        logits: Tensor = self._model.proj_out(states[:, -1])
+        return logits
 
-    def step(self, ids: Tensor, slots: Slots) -> Tensor:
+    def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
         """Scores of the token after `ids`. All windows have equally many states, so none of them is masked."""
         return self._scores(
             ids,
@@ -226,16 +238,16 @@ class SoundReader:
             position_ids=slots.positions,
         ).float()
 
-    def result(self, prompt: Window, written: Written) -> dict[str, Any]:
+    def result(self, prompt: SoundWindow, written: GeneratedText) -> dict[str, Any]:
         """What the client gets once all windows are read."""
         sound = prompt.sound
         entities = [
-            {**text_entity(text, sound.label), "seconds": [round(each.start_s, 2), round(each.end_s, 2)]}
-            for each in sound.segments
-            if (text := self._text(each.ids))
+            {**text_entity(text, sound.label), "seconds": [round(segment.start_s, 2), round(segment.end_s, 2)]}
+            for segment in sound.segments
+            if (text := self._text(segment.ids))
         ]
         data: dict[str, Any] = {
-            "text": self._text(number for each in sound.segments for number in each.ids),
+            "text": self._text(number for segment in sound.segments for number in segment.ids),
             "finish_reason": sound.finish,
             "completion_tokens": sound.tokens,
         }
@@ -244,16 +256,16 @@ class SoundReader:
 
     def _text(self, ids: Iterable[int]) -> str:
         """Without tokens that stand for no words."""
-        words = [number for number in ids if number < self._told.times and number not in self._added]
+        words = [number for number in ids if number < self._prompt_tokens.times and number not in self._added]
         return str(self._words.decode(words)).strip()
 
 
 def _check_type(folder: Path, entry: ModelEntry) -> None:
-    if (found := read_json(folder / "config.json").get("model_type")) != MODEL_TYPE:
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: model_type is {found}, a sound-reader is {MODEL_TYPE}")
+    if (model_type := read_json(folder / "config.json").get("model_type")) != MODEL_TYPE:
+        raise load_failed("INCOMPATIBLE", f"{entry.id}: model_type is {model_type}, a sound-reader is {MODEL_TYPE}")
 
 
-def _check(folder: Path, entry: ModelEntry, model: Any) -> tuple[Told, SoundRecipe]:
+def _check(folder: Path, entry: ModelEntry, model: Any) -> tuple[PromptTokens, SoundRecipe]:
     """What its prompts are, and how sounds become what it reads. Raises ModelLoadFailed: INCOMPATIBLE for rules that
     cannot be kept, for features that it does not read, and for an entry that says more than the model.
     """
@@ -268,13 +280,14 @@ def _check(folder: Path, entry: ModelEntry, model: Any) -> tuple[Told, SoundReci
     except UnknownExtractor as error:
         raise load_failed("INCOMPATIBLE", f"{entry.id}: {PROCESSOR}: {error}") from error
     check_rules(entry, model, config.max_target_positions, _REFUSED)
-    made, read = recipe.shape, (1, FRAMES_PER_STEP * config.max_source_positions, config.num_mel_bins)
-    if made != read:
-        cause = f"{PROCESSOR} makes {made.frames} frames of {made.bins} bins, the model reads {read[1]} of {read[2]}"
+    own_shape, read = recipe.shape, (1, FRAMES_PER_STEP * config.max_source_positions, config.num_mel_bins)
+    if own_shape != read:
+        shape = f"{own_shape.frames} frames of {own_shape.bins} bins"
+        cause = f"{PROCESSOR} makes {shape}, the model reads {read[1]} of {read[2]}"
     elif not recipe.whole:
         cause = f"{PROCESSOR} is not that of Whisper"
     elif getattr(rules, "no_timestamps_token_id", None) is None:
         cause = "generation_config.json has no no_timestamps_token_id, without which no time stamps are written"
     else:
-        return Told.of(rules, config), recipe
+        return PromptTokens.from_config(rules, config), recipe
     raise load_failed("INCOMPATIBLE", f"{entry.id}: {cause}")

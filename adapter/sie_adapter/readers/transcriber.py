@@ -27,8 +27,8 @@ from sie_adapter.loading.tokenizer import bare_tokenizer, fault, read_tokenizer
 from sie_adapter.packed.linear import block_linears
 from sie_adapter.packed.packing import Shown
 from sie_adapter.readers.greedy import Greedy, ends_of
-from sie_adapter.readers.reading import Written
-from sie_adapter.readers.slots import Begun, Slots, empty, prompted
+from sie_adapter.readers.reading import GeneratedText
+from sie_adapter.readers.slots import DecoderSlots, RowStart, empty, prompted
 from sie_adapter.readers.written import (
     PagePrompt,
     attended,
@@ -46,7 +46,7 @@ from sie_store.folder_files import read_json
 OCR = "ocr"
 
 
-class _Kind(NamedTuple):
+class _TranscriberKind(NamedTuple):
     """`model`: its class. `tasks`: what it is told for each. `see`: features of an image, [tokens, width], from the
     model, float levels [3, height, width] and the patches in each direction. `is_placed`: its tokens have positions on
     three axes. `refused`: a precision in which it overflows.
@@ -61,8 +61,8 @@ class _Kind(NamedTuple):
 
 def _see_whole(model: Any, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
     size = (pixels.shape[1], pixels.shape[2])
-    found: Tensor = model.model.get_image_features(pixels[None], [size]).pooler_output[0]
-    return found
+    features: Tensor = model.model.get_image_features(pixels[None], [size]).pooler_output[0]
+    return features
 
 
 def _see_merged(model: Any, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
@@ -87,18 +87,18 @@ def _see_rows(model: Any, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
 
 def _features(model: Any, patches: Tensor, grid: tuple[int, int]) -> Tensor:
     sizes = torch.tensor([[1, *grid]], device=patches.device)
-    found: Tensor = model.model.get_image_features(patches, sizes).pooler_output[0]
-    return found
+    features: Tensor = model.model.get_image_features(patches, sizes).pooler_output[0]
+    return features
 
 
-_KINDS: Mapping[str, _Kind] = {
-    "lighton_ocr": _Kind(LightOnOcrForConditionalGeneration, {OCR: ""}, _see_whole, is_placed=False),
-    "glm_ocr": _Kind(
+_KINDS: Mapping[str, _TranscriberKind] = {
+    "lighton_ocr": _TranscriberKind(LightOnOcrForConditionalGeneration, {OCR: ""}, _see_whole, is_placed=False),
+    "glm_ocr": _TranscriberKind(
         GlmOcrForConditionalGeneration,
         {OCR: "Text Recognition:", "table": "Table Recognition:", "formula": "Formula Recognition:"},
         _see_merged,
     ),
-    "paddleocr_vl": _Kind(
+    "paddleocr_vl": _TranscriberKind(
         PaddleOCRVLForConditionalGeneration,
         {
             OCR: "OCR:",
@@ -161,10 +161,10 @@ class Transcriber:
     def prompt(self, image: Shown, options: ExtractOptions) -> PagePrompt:
         tasks = self._kind.tasks
         task = task_of(options, tasks.__contains__, list(tasks), otherwise=OCR)
-        told = options.instruction.strip() or tasks[task]
-        if any(number in self._special for number in self.tokenizer.encode(told, add_special_tokens=False).ids):
+        instruction = options.instruction.strip() or tasks[task]
+        if any(number in self._special for number in self.tokenizer.encode(instruction, add_special_tokens=False).ids):
             raise reserved("instruction")
-        content = [{"type": "image"}, *([{"type": "text", "text": told}] if told else [])]
+        content = [{"type": "image"}, *([{"type": "text", "text": instruction}] if instruction else [])]
         talk = [{"role": "user", "content": content}]
         text = self._words.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
         height, width, _ = image.pixels.shape
@@ -175,15 +175,17 @@ class Transcriber:
         most = tokens_left(options, len(ids), self.max_tokens)
         return PagePrompt(image, ids, self._greedy.rules(ids, most), task)
 
-    def begin(self, prompts: Sequence[PagePrompt]) -> list[Begun]:
+    def begin(self, prompts: Sequence[PagePrompt]) -> list[RowStart]:
         return [self._begun(prompt) for prompt in prompts]
 
-    def _begun(self, prompt: PagePrompt) -> Begun:
+    def _begun(self, prompt: PagePrompt) -> RowStart:
         height, width, _ = prompt.shown.pixels.shape
         grid = (height // self._patch, width // self._patch)
         ids = torch.tensor([list(prompt.ids)], device=self._device)
         is_image = ids == self._image_token
-        ((features,),) = self._outputs.of([prompt.shown], lambda _: [(self._seen(prompt.shown, grid),)])
+        ((features,),) = self._outputs.for_images(
+            [prompt.shown], lambda _: [(self._page_features(prompt.shown, grid),)]
+        )
         read = self._embeddings(ids).masked_scatter(is_image[..., None], features.to(self._dtype))
         named: dict[str, Any] = {}
         shift = 0
@@ -194,24 +196,24 @@ class Transcriber:
         cache = empty()
         scores = self._scores(inputs_embeds=read, past_key_values=cache, **named)
         own, _ = prompted(cache)
-        return Begun(own, scores[0, -1], shift=shift)
+        return RowStart(own, scores[0, -1], shift=shift)
 
-    def _seen(self, image: Shown, grid: tuple[int, int]) -> Tensor:
+    def _page_features(self, image: Shown, grid: tuple[int, int]) -> Tensor:
         return self._kind.see(self._model, self._pixels(image), grid)
 
     def _pixels(self, image: Shown) -> Tensor:
         rule = self._normalisation
         levels = to_device(image.pixels.copy(), self._device).permute(2, 0, 1).float() * rule.rescale
-        mean, std = (torch.tensor(each, device=self._device).view(3, 1, 1) for each in (rule.mean, rule.std))
+        mean, std = (torch.tensor(values, device=self._device).view(3, 1, 1) for values in (rule.mean, rule.std))
         return ((levels - mean) / std).to(self._dtype)
 
     def _scores(self, **named: Any) -> Tensor:
         """Of the last token of each row, [rows, 1, vocabulary]."""
         states = self._model.model.language_model(use_cache=True, **named).last_hidden_state
-        found: Tensor = self._model.lm_head(states[:, -1:])
-        return found
+        logits: Tensor = self._model.lm_head(states[:, -1:])
+        return logits
 
-    def step(self, ids: Tensor, slots: Slots) -> Tensor:
+    def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
         positions = slots.positions
         return self._scores(
             input_ids=ids,
@@ -220,7 +222,7 @@ class Transcriber:
             past_key_values=slots.cache(),
         )[:, -1].float()
 
-    def result(self, prompt: PagePrompt, written: Written) -> dict[str, Any]:
+    def result(self, prompt: PagePrompt, written: GeneratedText) -> dict[str, Any]:
         text = self.tokenizer.decode(list(written.ids), skip_special_tokens=True).strip()
         label = "markdown" if prompt.task == OCR else prompt.task
         return {"entities": [text_entity(text, label)] if text else []}
@@ -230,7 +232,7 @@ def _most_pixels(recipe: Recipe) -> int:
     return recipe.max_pixels or recipe.longest**2
 
 
-def _kind(folder: Path) -> _Kind:
+def _kind(folder: Path) -> _TranscriberKind:
     return _KINDS[str(read_json(folder / "config.json").get("model_type"))]
 
 

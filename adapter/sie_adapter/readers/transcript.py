@@ -25,7 +25,7 @@ FRAMES_PER_STEP = 2
 TASKS = ("transcribe", "translate")
 
 
-class Start(NamedTuple):
+class PromptStart(NamedTuple):
     """`ids` of the prompt. `place`: of a language in it that the model has yet to recognise, -1 if there is none."""
 
     ids: list[int]
@@ -33,7 +33,7 @@ class Start(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Told:
+class PromptTokens:
     """What the rules of a checkpoint say of prompts. `languages`, `tasks`: the ids of their tokens, `forced`: ids after
     the first one where neither is asked for, None in the place of the language.
     """
@@ -48,7 +48,7 @@ class Told:
     is_multilingual: bool = True
 
     @classmethod
-    def of(cls, config: GenerationConfig, model: Any) -> Told:
+    def from_config(cls, config: GenerationConfig, model: Any) -> PromptTokens:
         """`model`: the configuration of the model, of which older checkpoints have a part of the rules. Raises
         AttributeError for those that have none for time stamps.
         """
@@ -70,7 +70,7 @@ class Told:
         """The id of the time stamp 0.00; those of later ones follow."""
         return self.without_times + 1
 
-    def start(self, language: str, task: str) -> Start:
+    def start(self, language: str, task: str) -> PromptStart:
         """The prompt of a sound; what is empty is as the checkpoint has it. Raises InvalidInput."""
         if not self.is_multilingual and (language or task):
             name = "language" if language else "task"
@@ -92,24 +92,24 @@ class Told:
         if ids[-1] == self.without_times:
             ids.pop()
         place = ids.index(None) if None in ids else -1
-        return Start([-1 if number is None else number for number in ids], place)
+        return PromptStart([-1 if number is None else number for number in ids], place)
 
-    def _language(self, asked: str) -> int:
-        code = asked.lower().strip("<|>")
+    def _language(self, name: str) -> int:
+        code = name.lower().strip("<|>")
         code = TO_LANGUAGE_CODE.get(code, code)
         if code not in self.languages:
             listed = ", ".join(sorted(self.languages)) or "none to choose"
             raise InvalidInput(f"language: the model has {listed}", reason="language", param="language")
         return self.languages[code]
 
-    def _task(self, asked: str) -> int:
-        if asked not in TASKS or asked not in self.tasks:
+    def _task(self, name: str) -> int:
+        if name not in TASKS or name not in self.tasks:
             listed = ", ".join(task for task in TASKS if task in self.tasks) or "none to choose"
             raise InvalidInput(f"task: the model has {listed}", reason="task", param="task")
-        return self.tasks[asked]
+        return self.tasks[name]
 
 
-class Segment(NamedTuple):
+class TranscriptSegment(NamedTuple):
     """`ids` that were written for a part of a sound, time stamps among them; its times in seconds of the sound."""
 
     start_s: float
@@ -117,7 +117,7 @@ class Segment(NamedTuple):
     ids: Sequence[int]
 
 
-def segments(written: Sequence[int], times: int, seek: int, frames: int) -> tuple[list[Segment], int]:
+def segments(written: Sequence[int], times: int, seek: int, frames: int) -> tuple[list[TranscriptSegment], int]:
     """The segments of a window that begins at frame `seek` of a sound and has so many frames, from what was written
     without its end; and after how many frames the next window begins. `times`: the id of 0.00.
 
@@ -128,21 +128,21 @@ def segments(written: Sequence[int], times: int, seek: int, frames: int) -> tupl
     ends = [place + 1 for place in range(len(written) - 1) if is_time[place] and is_time[place + 1]]
     offset_s = seek * STEP_S / FRAMES_PER_STEP
     if not ends:
-        return [Segment(offset_s, offset_s + _last(written, times, frames) * STEP_S, written)], frames
+        return [TranscriptSegment(offset_s, offset_s + _last(written, times, frames) * STEP_S, written)], frames
     is_whole = is_time[-2:] == [False, True]
     if is_whole:
         ends.append(len(written))
-    found, first = [], 0
+    complete, first = [], 0
     for end in ends:
         part = written[first:end]
         start_s, end_s = (offset_s + (stamp - times) * STEP_S for stamp in (part[0], part[-1]))
-        found.append(Segment(start_s, end_s, part))
+        complete.append(TranscriptSegment(start_s, end_s, part))
         first = end
     if is_whole:
-        return found, frames
-    *others, last = found
+        return complete, frames
+    *earlier, last = complete
     stamp = written[first]  # the one that begins what was cut off
-    return [*others, last._replace(ids=[*last.ids, stamp])], (written[first - 1] - times) * FRAMES_PER_STEP
+    return [*earlier, last._replace(ids=[*last.ids, stamp])], (written[first - 1] - times) * FRAMES_PER_STEP
 
 
 def _last(written: Sequence[int], times: int, frames: int) -> float:

@@ -19,35 +19,35 @@ from sie_adapter.families.extraction import ExtractOptions, Result, by_options
 from sie_adapter.packed.images import processor_of
 from sie_adapter.packed.packing import Shown
 from sie_adapter.readers.greedy import Rules, unknown_rule
-from sie_adapter.readers.reading import Prompt, Writer, Written
-from sie_adapter.readers.slots import Begun, Slots, empty, prompted
+from sie_adapter.readers.reading import GeneratedText, GenerationModel, GenerationPrompt
+from sie_adapter.readers.slots import DecoderSlots, RowStart, empty, prompted
 from sie_contracts.errors import InvalidInput, SIEError
 from sie_contracts.media.images import Normalisation, Recipe
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.load_errors import load_failed
 from sie_contracts.wire.ipc import Rows
 
-P = TypeVar("P", bound=Prompt)
+P = TypeVar("P", bound=GenerationPrompt)
 F_contra = TypeVar("F_contra", contravariant=True)  # a file as the model reads it
 IsGone = Callable[[], bool]  # whether nobody waits any more
-Read = Callable[[Writer[P], Sequence[P], IsGone], list[Written]]
+Read = Callable[[GenerationModel[P], Sequence[P], IsGone], list[GeneratedText]]
 
 
-class Reader(Writer[P], Protocol[P, F_contra]):
+class ReaderKind(GenerationModel[P], Protocol[P, F_contra]):
     """What differs between the kinds of readers."""
 
     def prompt(self, file: F_contra, options: ExtractOptions) -> P:
         """What a row begins with. Raises InvalidInput for what cannot be asked."""
 
-    def result(self, prompt: P, written: Written) -> dict[str, Any]:
+    def result(self, prompt: P, written: GeneratedText) -> dict[str, Any]:
         """What the client gets of what was written, beside why it ended and how long it is."""
 
 
-class Reading(Generic[P, F_contra]):
+class ReaderCall(Generic[P, F_contra]):
     """A reader and who waits for what it writes. `field`: of an input, that has its files."""
 
     def __init__(
-        self, kind: Reader[P, F_contra], rows: Mapping[str, Rows], read: Read[P], is_gone: IsGone, field: str
+        self, kind: ReaderKind[P, F_contra], rows: Mapping[str, Rows], read: Read[P], is_gone: IsGone, field: str
     ) -> None:
         self._kind = kind
         self._read = read
@@ -69,8 +69,8 @@ class Reading(Generic[P, F_contra]):
                 results[number] = error
         readable = list(prompts)
         same = [ExtractOptions(())] * len(readable)  # options are in the prompts: one call, so that all run at once
-        found = by_options(readable, same, lambda some, _: self._results([prompts[number] for number in some]))
-        results.update(zip(readable, found, strict=True))
+        outputs = by_options(readable, same, lambda some, _: self._results([prompts[number] for number in some]))
+        results.update(zip(readable, outputs, strict=True))
         return [results[number] for number in numbers]
 
     def _prompt(self, files: Sequence[F_contra], options: ExtractOptions) -> P:
@@ -80,12 +80,12 @@ class Reading(Generic[P, F_contra]):
 
     def _results(self, prompts: Sequence[P]) -> list[Result]:
         written = self._read(self._kind, prompts, self._is_gone)
-        return [self._result(*each) for each in zip(prompts, written, strict=True)]
+        return [self._result(*pair) for pair in zip(prompts, written, strict=True)]
 
-    def _result(self, prompt: P, written: Written) -> dict[str, Any]:
-        found = self._kind.result(prompt, written)
-        told = {"finish_reason": written.finish, "completion_tokens": len(written.ids)}
-        return {**found, "data": {**told, **found.get("data", {})}}
+    def _result(self, prompt: P, written: GeneratedText) -> dict[str, Any]:
+        result = self._kind.result(prompt, written)
+        data = {"finish_reason": written.finish, "completion_tokens": len(written.ids)}
+        return {**result, "data": {**data, **result.get("data", {})}}
 
 
 def _miscounted(field: str, files: int) -> InvalidInput:
@@ -110,7 +110,7 @@ class PagePrompt:
     encoder_ids: Sequence[int] = ()
     box: Sequence[int] | None = None
 
-    def following(self, written: Written) -> None:
+    def following(self, written: GeneratedText) -> None:
         """A page is read at once."""
 
 
@@ -154,13 +154,13 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def task_of(
-    options: ExtractOptions, known: Callable[[str], bool], listed: Sequence[str], *, otherwise: str = ""
+    options: ExtractOptions, is_task: Callable[[str], bool], listed: Sequence[str], *, otherwise: str = ""
 ) -> str:
     """The task that a request names, or its entry, else `otherwise`. Raises InvalidInput if there is none, or the model
     has no such.
     """
     task = options.parameters.get("task") or otherwise
-    if task and known(task):
+    if task and is_task(task):
         return str(task)
     expected = f"the model has {', '.join(listed)}"
     cause = "no such task" if task else "expected one"
@@ -182,9 +182,9 @@ def tokens_left(options: ExtractOptions, prompt: int, limit: int, otherwise: int
     return min(int(options.parameters.get("max_new_tokens") or otherwise or left), left)
 
 
-def reserved(what: str) -> InvalidInput:
+def reserved(field: str) -> InvalidInput:
     """The error of a text of a client that holds a token of the prompt."""
-    return InvalidInput(f"{what}: it holds a token that the model reserves", reason="reserved_token", param=what)
+    return InvalidInput(f"{field}: it holds a token that the model reserves", reason="reserved_token", param=field)
 
 
 def attended(mask: Tensor, dtype: torch.dtype, *, is_eager: bool) -> Tensor:
@@ -211,8 +211,8 @@ class RowPositions(nn.Module):  # type: ignore[misc]  # torch is not followed by
     def forward(self, input_ids: Tensor, past: int = 0, position_ids: Tensor | None = None) -> Tensor:
         """Vectors to add to those of the tokens."""
         if self.given is None:
-            found: Tensor = self.own(input_ids, past, position_ids=position_ids)
-            return found
+            positions: Tensor = self.own(input_ids, past, position_ids=position_ids)
+            return positions
         return F.embedding(self.given + self.own.offset, self.own.weight)
 
 
@@ -232,17 +232,17 @@ class BartDecoder:
         weight = stack.embed_tokens.weight
         self._device, self._dtype = weight.device, weight.dtype
 
-    def begin(self, encoded: Tensor, ids: Sequence[int]) -> Begun:
+    def begin(self, encoded: Tensor, ids: Sequence[int]) -> RowStart:
         """Read a prompt. `encoded`: states of the encoder, [1, places, width]."""
         cache = empty(has_encoder=True)
         self._positions.give(None)
         scores = self._decode(
             torch.tensor([list(ids)], device=self._device), encoder_hidden_states=encoded, past_key_values=cache
         )
-        own, seen = prompted(cache)
-        return Begun(own, scores[0, -1], seen)
+        own, encoder_states = prompted(cache)
+        return RowStart(own, scores[0, -1], encoder_states)
 
-    def step(self, ids: Tensor, slots: Slots) -> Tensor:
+    def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
         """Scores of the next token of each row, float32 [rows, vocabulary]."""
         self._positions.give(slots.positions)
         scores = self._decode(

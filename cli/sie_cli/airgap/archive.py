@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Literal
 
 import msgspec
 
-from sie_cli.refusal import Refused
+from sie_cli.refusal import CommandRefused
 from sie_contracts.models.bundles import BUNDLE_ID, Bundle
 from sie_store.manifest import FileFact, is_safe
 
@@ -36,10 +36,10 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 _DAMAGED = "the archive is damaged, or `sie airgap create` did not make it; copy it again"
 
-Told = Callable[[int], None]
+ByteProgress = Callable[[int], None]
 
 
-class Index(msgspec.Struct, frozen=True):
+class ArchiveIndex(msgspec.Struct, frozen=True):
     """What an archive holds. `entries` are catalogue entries whose weights.path and golden are paths below the loaded
     folder, `aliases` and `bundles` what goes with them.
     """
@@ -58,37 +58,37 @@ class Index(msgspec.Struct, frozen=True):
         return sum(fact.bytes for fact in self.files.values())
 
 
-def encode(index: Index) -> bytes:
+def encode(index: ArchiveIndex) -> bytes:
     """The index as JSON, equal for equal contents."""
     return msgspec.json.format(msgspec.json.encode(index, order="sorted"), indent=1) + b"\n"
 
 
-def decode(data: bytes) -> Index:
-    """The index that `data` is. Raises Refused."""
+def decode(data: bytes) -> ArchiveIndex:
+    """The index that `data` is. Raises CommandRefused."""
     try:
-        head = msgspec.json.decode(data, type=_Head)
+        head = msgspec.json.decode(data, type=_TarHeader)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Refused(f"{INDEX} is not the index of an air-gap archive: {error}") from error
+        raise CommandRefused(f"{INDEX} is not the index of an air-gap archive: {error}") from error
     if head.version != VERSION:
-        raise Refused(
+        raise CommandRefused(
             f"{INDEX} has version {head.version}, this program reads {VERSION}: load it with the sie that made it"
         )
     try:
-        index = msgspec.json.decode(data, type=Index)
+        index = msgspec.json.decode(data, type=ArchiveIndex)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Refused(f"{INDEX}: {error}") from error
+        raise CommandRefused(f"{INDEX}: {error}") from error
     for name, fact in index.files.items():
         if not is_safe(name) or name.split("/")[0] not in FOLDERS:
-            raise Refused(f"{INDEX} names the file {name[:200]!r}: expected a path below {', '.join(FOLDERS)}")
+            raise CommandRefused(f"{INDEX} names the file {name[:200]!r}: expected a path below {', '.join(FOLDERS)}")
         if fact.bytes < 0 or not _SHA256.fullmatch(fact.sha256):
-            raise Refused(f"{INDEX} has no size and SHA-256 of {name[:200]!r}")
+            raise CommandRefused(f"{INDEX} has no size and SHA-256 of {name[:200]!r}")
     for bundle in index.bundles:
         if not BUNDLE_ID.fullmatch(bundle.id):
-            raise Refused(f"{INDEX} names the bundle {bundle.id[:100]!r}: expected {BUNDLE_ID.pattern}")
+            raise CommandRefused(f"{INDEX} names the bundle {bundle.id[:100]!r}: expected {BUNDLE_ID.pattern}")
     return index
 
 
-class _Head(msgspec.Struct):
+class _TarHeader(msgspec.Struct):
     kind: Literal["sie-airgap"]
     version: int
 
@@ -97,18 +97,23 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def sums(raw: bytes, index: Index) -> bytes:
+def sums(raw: bytes, index: ArchiveIndex) -> bytes:
     """SHA256SUMS of an index and the bytes `raw` that it came from."""
     lines = [f"{digest(raw)}  {INDEX}", *(f"{index.files[name].sha256}  {name}" for name in sorted(index.files))]
     return "\n".join((*lines, "")).encode()
 
 
-def write(out: BinaryIO, index: Index, source: Callable[[str], AbstractContextManager[BinaryIO]], told: Told) -> str:
-    """Write an archive. Returns the digest of its index, which stands for all of it. `told` hears of each piece of a
-    file, bytes.
+def write(
+    out: BinaryIO,
+    index: ArchiveIndex,
+    source: Callable[[str], AbstractContextManager[BinaryIO]],
+    progress: ByteProgress,
+) -> str:
+    """Write an archive. Returns the digest of its index, which stands for all of it. `progress` hears of each piece of
+    a file, bytes.
 
-    Raises Refused for a file that is not what the index says (it changed meanwhile, or is damaged) or whose name is too
-    long; OSError.
+    Raises CommandRefused for a file that is not what the index says (it changed meanwhile, or is damaged) or whose name
+    is too long; OSError.
     """
     raw = encode(index)
     decode(raw)  # what no reader would take is not written
@@ -118,16 +123,18 @@ def write(out: BinaryIO, index: Index, source: Callable[[str], AbstractContextMa
         fact = index.files[name]
         out.write(_header(name, fact.bytes))
         with source(name) as file:
-            made, left = hashlib.sha256(), fact.bytes
+            content_digest, left = hashlib.sha256(), fact.bytes
             while piece := file.read(min(PIECE_BYTES, left + 1)):
                 left -= len(piece)
                 if left < 0:
                     break
-                made.update(piece)
+                content_digest.update(piece)
                 out.write(piece)
-                told(len(piece))
-        if left or made.hexdigest() != fact.sha256:
-            raise Refused(f"{name} is not what its checksum says: it was changed while it was read, or it is damaged")
+                progress(len(piece))
+        if left or content_digest.hexdigest() != fact.sha256:
+            raise CommandRefused(
+                f"{name} is not what its checksum says: it was changed while it was read, or it is damaged"
+            )
         out.write(bytes(-fact.bytes % _BLOCK))
     out.write(bytes(2 * _BLOCK))
     return digest(raw)
@@ -139,14 +146,16 @@ def _header(name: str, size: int) -> bytes:
     try:
         block = bytearray(member.tobuf(tarfile.USTAR_FORMAT, "utf-8", "strict"))
     except (ValueError, UnicodeError) as error:
-        raise Refused(f"{name}: {error}; a tar holds names of at most 100 bytes in folders of at most 155") from error
+        raise CommandRefused(
+            f"{name}: {error}; a tar holds names of at most 100 bytes in folders of at most 155"
+        ) from error
     if size >= _USTAR_LIMIT:
         block[124:136] = b"\x80" + size.to_bytes(11, "big")
         block[148:156] = b"%06o\0 " % (sum(block[:148]) + 8 * ord(" ") + sum(block[156:]))
     return bytes(block)
 
 
-class Reader:
+class ArchiveReader:
     """An archive that is read once, from its beginning. Making it reads and checks the index. Raises
     Refused, OSError.
     """
@@ -157,35 +166,36 @@ class Reader:
         self.raw = self._small(INDEX)
         self.index = decode(self.raw)
         if self._small(SUMS) != sums(self.raw, self.index):
-            raise Refused(f"{SUMS} and {INDEX} do not agree: the archive is damaged; copy it again")
+            raise CommandRefused(f"{SUMS} and {INDEX} do not agree: the archive is damaged; copy it again")
 
     @property
     def digest(self) -> str:
         """Of the index, which stands for the whole archive."""
         return digest(self.raw)
 
-    def extract(self, sink: Callable[[str], AbstractContextManager[BinaryIO]], told: Told) -> None:
+    def extract(self, sink: Callable[[str], AbstractContextManager[BinaryIO]], progress: ByteProgress) -> None:
         """Read every file into what `sink` gives for its name, and compare it with the index. The caller keeps nothing
         if this raises.
         """
         for name in sorted(self.index.files):
             fact = self.index.files[name]
             self._expect(name, fact.bytes)
-            made = hashlib.sha256()
+            digest = hashlib.sha256()
             with sink(name) as file:
                 for piece in self._pieces(fact.bytes):
-                    made.update(piece)
+                    digest.update(piece)
                     file.write(piece)
-                    told(len(piece))
-            if made.hexdigest() != fact.sha256:
-                raise Refused(
-                    f"{name} has the SHA-256 {made.hexdigest()[:16]}.., the index says {fact.sha256[:16]}..: {_DAMAGED}"
+                    progress(len(piece))
+            actual = digest.hexdigest()
+            if actual != fact.sha256:
+                raise CommandRefused(
+                    f"{name} has the SHA-256 {actual[:16]}.., the index says {fact.sha256[:16]}..: {_DAMAGED}"
                 )
         if self._exactly(2 * _BLOCK) != bytes(2 * _BLOCK):
-            raise Refused(f"something follows the last file of its index: {_DAMAGED}")
+            raise CommandRefused(f"something follows the last file of its index: {_DAMAGED}")
         rest = self._stream.read(_RECORD + 1)  # other tars fill the last record up
         if len(rest) > _RECORD or any(rest):
-            raise Refused(f"something follows the end of the archive, at byte {self._at}: {_DAMAGED}")
+            raise CommandRefused(f"something follows the end of the archive, at byte {self._at}: {_DAMAGED}")
 
     def _small(self, name: str) -> bytes:
         """A file that is wanted whole, at the start."""
@@ -196,15 +206,15 @@ class Reader:
         try:
             member = tarfile.TarInfo.frombuf(self._exactly(_BLOCK), "utf-8", "strict")
         except (tarfile.HeaderError, UnicodeError) as error:
-            raise Refused(
+            raise CommandRefused(
                 f"there is no {name} where it should begin, at byte {self._at - _BLOCK}: {_DAMAGED}"
             ) from error
         if member.name != name or member.type != tarfile.REGTYPE:
             kind = "file" if member.type == tarfile.REGTYPE else "link, folder or device"
-            raise Refused(f"expected the file {name}, got the {kind} {member.name[:200]!r}: {_DAMAGED}")
+            raise CommandRefused(f"expected the file {name}, got the {kind} {member.name[:200]!r}: {_DAMAGED}")
         if not 0 <= member.size <= MAX_INDEX_BYTES if size is None else member.size != size:
             most = f"at most {MAX_INDEX_BYTES}" if size is None else size
-            raise Refused(f"{name} has {member.size} bytes, expected {most}: {_DAMAGED}")
+            raise CommandRefused(f"{name} has {member.size} bytes, expected {most}: {_DAMAGED}")
         return member.size
 
     def _pieces(self, size: int) -> Iterator[bytes]:
@@ -217,10 +227,10 @@ class Reader:
         self._exactly(-size % _BLOCK)
 
     def _exactly(self, count: int) -> bytes:
-        found = self._stream.read(count)
-        while len(found) < count and (more := self._stream.read(count - len(found))):
-            found += more  # a pipe gives what it has
-        self._at += len(found)
-        if len(found) < count:
-            raise Refused(f"the archive ends after {self._at} bytes, in the middle: it was cut; copy it again")
-        return found
+        data = self._stream.read(count)
+        while len(data) < count and (more := self._stream.read(count - len(data))):
+            data += more  # a pipe gives what it has
+        self._at += len(data)
+        if len(data) < count:
+            raise CommandRefused(f"the archive ends after {self._at} bytes, in the middle: it was cut; copy it again")
+        return data

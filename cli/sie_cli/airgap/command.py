@@ -17,9 +17,9 @@ import click
 import sie_contracts
 from sie_cli import display
 from sie_cli.airgap import placing
-from sie_cli.airgap.archive import INDEX, Reader, Told, digest, write
+from sie_cli.airgap.archive import INDEX, ArchiveReader, ByteProgress, digest, write
 from sie_cli.options import loaded, named_options
-from sie_cli.refusal import Refused, refusing
+from sie_cli.refusal import CommandRefused, refusing
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.settings import BY_NAME, SettingError, Settings
 
@@ -73,32 +73,38 @@ def create(names: tuple[str, ...], profiles: tuple[str, ...], output: Path, forc
 
 
 def _create(settings: Settings, names: list[str], profiles: tuple[str, ...], output: Path, force: bool) -> None:
-    from sie_cli.airgap.contents import Gathering, choose, contents
+    from sie_cli.airgap.contents import FileGathering, choose, contents
     from sie_config_service.overlay import Overlay
     from sie_store.configured import weight_sources
 
     if output.exists() and not force:
-        raise Refused(f"{output} exists: --force replaces it")
+        raise CommandRefused(f"{output} exists: --force replaces it")
     chosen = choose(Overlay(settings).folders(), names)
     if profiles:
         chosen = replace(chosen, entries=_with_profiles(chosen.entries, profiles))
     told_by = logging.getLogger("sie.store")  # of what has to be fetched, every few seconds
     told_by.setLevel(logging.INFO)
     told_by.addHandler(logging.StreamHandler())
-    gathering = Gathering(weight_sources(settings), settings.models_dir)
+    gathering = FileGathering(weight_sources(settings), settings.models_dir)
     placed = [gathering.model(entry) for entry in chosen.entries]
     with _written(output, gathering.bytes) as file:
-        with _bar("reading", gathering.unread_bytes) as told:
-            made = contents(replace(chosen, entries=placed), gathering, sie_contracts.__version__, told)
-        with _bar("writing", made.index.bytes) as told:
-            name = write(file, made.index, made.open, told)
+        with _bar("reading", gathering.unread_bytes) as progress:
+            bundle_contents = contents(replace(chosen, entries=placed), gathering, sie_contracts.__version__, progress)
+        with _bar("writing", bundle_contents.index.bytes) as progress:
+            name = write(file, bundle_contents.index, bundle_contents.open, progress)
     rows: list[tuple[str, ...]] = [("MODEL", "REVISION", "LICENCE", "SIZE")]
     for entry in placed:
-        own = sum(fact.bytes for path, fact in made.index.files.items() if path.startswith(f"{entry.weights.path}/"))
+        own = sum(
+            fact.bytes
+            for path, fact in bundle_contents.index.files.items()
+            if path.startswith(f"{entry.weights.path}/")
+        )
         rows.append((entry.id, entry.revision[:12], entry.license or "not stated", display.size(own)))
     display.table(rows, err=True)
     to = "standard output" if str(output) == "-" else str(output)
-    click.echo(f"wrote {to}: {display.counted(len(placed), 'model')}, {display.size(made.index.bytes)}", err=True)
+    click.echo(
+        f"wrote {to}: {display.counted(len(placed), 'model')}, {display.size(bundle_contents.index.bytes)}", err=True
+    )
     click.echo(f"index {name}; `sie airgap load --index` refuses any other", err=True)
 
 
@@ -118,9 +124,12 @@ def _create(settings: Settings, names: list[str], profiles: tuple[str, ...], out
     help="Where workers see the folder, if that is elsewhere: the mount of a container.",
 )
 @click.option(
-    "--index", "wanted", metavar="HEX", help="Refuse an archive whose index has another SHA-256 than `create` printed."
+    "--index",
+    "expected",
+    metavar="HEX",
+    help="Refuse an archive whose index has another SHA-256 than `create` printed.",
 )
-def load_command(file: Path, folder: Path, at: Path | None, wanted: str | None) -> None:
+def load_command(file: Path, folder: Path, at: Path | None, expected: str | None) -> None:
     """Unpack FILE (- is standard input) to a folder that `sie airgap serve` serves, once every byte of it was checked.
 
     A damaged, cut or hostile archive changes nothing, and neither does Ctrl-C: the folder gets its name last. Repeat
@@ -132,13 +141,13 @@ def load_command(file: Path, folder: Path, at: Path | None, wanted: str | None) 
     folder = folder.absolute()
     place = (at or folder).absolute()
     with _refusing(), _opened(file) as stream:
-        reader = Reader(stream)
-        _check_index(reader.digest, wanted)
+        reader = ArchiveReader(stream)
+        _check_index(reader.digest, expected)
         if folder.is_dir() and any(folder.iterdir()):
             _again(reader, folder, place)
         else:
-            with _bar("loading", reader.index.bytes) as told:
-                placing.load(reader, folder, place, told)
+            with _bar("loading", reader.index.bytes) as progress:
+                placing.load(reader, folder, place, progress)
         models = placing.entries(reader.index)
         rows = [(entry.id, entry.revision[:12], entry.license or "not stated") for entry in models]
         display.table([("MODEL", "REVISION", "LICENCE"), *rows], err=True)
@@ -154,53 +163,58 @@ def load_command(file: Path, folder: Path, at: Path | None, wanted: str | None) 
     click.echo(f"or anywhere: give each process the settings of {folder / placing.ENVIRONMENT}")
 
 
-def _again(reader: Reader, folder: Path, at: Path) -> None:
-    """The folder is there already: that is fine if this very archive was loaded into it. Raises Refused."""
+def _again(reader: ArchiveReader, folder: Path, at: Path) -> None:
+    """The folder is there already: that is fine if this very archive was loaded into it. Raises CommandRefused."""
     if not (folder / INDEX).is_file():
-        raise Refused(f"{folder} holds something else: name another --folder")
+        raise CommandRefused(f"{folder} holds something else: name another --folder")
     index, raw = placing.loaded(folder)
     if raw != reader.raw:
-        raise Refused(
+        raise CommandRefused(
             f"{folder} holds another archive, index {digest(raw)[:16]}..: give this one another --folder, then serve "
             "that"
         )
     if wrong := placing.wrong(folder, index, digests=False):
-        raise Refused(f"{folder} was changed after it was loaded: {wrong[0]}; remove it, then load the archive again")
+        raise CommandRefused(
+            f"{folder} was changed after it was loaded: {wrong[0]}; remove it, then load the archive again"
+        )
     placing.place(folder, index, at)
 
 
 @airgap.command()
-@click.argument("what", type=click.Path(path_type=Path, exists=False, allow_dash=True), metavar="FILE_OR_FOLDER")
+@click.argument("path", type=click.Path(path_type=Path, exists=False, allow_dash=True), metavar="FILE_OR_FOLDER")
 @click.option(
-    "--index", "wanted", metavar="HEX", help="Refuse an archive whose index has another SHA-256 than `create` printed."
+    "--index",
+    "expected",
+    metavar="HEX",
+    help="Refuse an archive whose index has another SHA-256 than `create` printed.",
 )
-def verify(what: Path, wanted: str | None) -> None:
+def verify(path: Path, expected: str | None) -> None:
     """Check every byte of an archive, or of a folder that was loaded, against its index. Changes nothing."""
     with _refusing():
-        if what.is_dir():
-            index, raw = placing.loaded(what)
-            _check_index(digest(raw), wanted)
-            with _bar("checking", index.bytes) as told:
-                wrong = placing.wrong(what, index, told=told)
+        if path.is_dir():
+            index, raw = placing.loaded(path)
+            _check_index(digest(raw), expected)
+            with _bar("checking", index.bytes) as progress:
+                wrong = placing.wrong(path, index, progress=progress)
             for line in wrong:
                 click.echo(line)
             if wrong:
                 many = f"{len(wrong)} of {len(index.files)} files"
-                raise Refused(f"{what}: {many} are not what was loaded: remove it, then load the archive again")
+                raise CommandRefused(f"{path}: {many} are not what was loaded: remove it, then load the archive again")
             name = digest(raw)
         else:
-            with _opened(what) as stream:
-                reader = Reader(stream)
-                _check_index(reader.digest, wanted)
+            with _opened(path) as stream:
+                reader = ArchiveReader(stream)
+                _check_index(reader.digest, expected)
                 placing.check(reader.index)
-                with _bar("checking", reader.index.bytes) as told:
-                    reader.extract(lambda _: Path(os.devnull).open("wb"), told)  # noqa: SIM115  the reader closes it
+                with _bar("checking", reader.index.bytes) as progress:
+                    reader.extract(lambda _: Path(os.devnull).open("wb"), progress)  # noqa: SIM115  the reader closes it
                 index, name = reader.index, reader.digest
     counted = (
         f"{display.counted(len(index.entries), 'model')}, {display.counted(len(index.files), 'file')}, "
         f"{display.size(index.bytes)}"
     )
-    click.echo(f"{what} is whole: {counted}, index {name}")
+    click.echo(f"{path} is whole: {counted}, index {name}")
 
 
 @airgap.command("serve", context_settings={"ignore_unknown_options": True})
@@ -222,7 +236,9 @@ def serve_command(folder: Path, arguments: tuple[str, ...]) -> None:
     with _refusing():
         index, _ = placing.loaded(folder)
         if wrong := placing.wrong(folder, index, digests=False):
-            raise Refused(f"{folder} is not as it was loaded: {wrong[0]}; remove it, then load the archive again")
+            raise CommandRefused(
+                f"{folder} is not as it was loaded: {wrong[0]}; remove it, then load the archive again"
+            )
         placing.place(folder, index, folder)  # it may have been moved
         flags = [word for name, value in placing.settings(index, folder).items() for word in flag(BY_NAME[name], value)]
     serve.main([*flags, *arguments], prog_name="sie serve")
@@ -245,9 +261,9 @@ def _with_profiles(entries: list[ModelEntry], profiles: tuple[str, ...]) -> list
     return [with_profiles(entry, profiles) for entry in entries]
 
 
-def _check_index(found: str, wanted: str | None) -> None:
-    if wanted is not None and wanted.strip().lower() != found:
-        raise Refused(f"its index has the SHA-256 {found}, --index says {wanted[:64]}: it is another archive")
+def _check_index(actual: str, expected: str | None) -> None:
+    if expected is not None and expected.strip().lower() != actual:
+        raise CommandRefused(f"its index has the SHA-256 {actual}, --index says {expected[:64]}: it is another archive")
 
 
 @contextmanager
@@ -257,7 +273,7 @@ def _refusing() -> Iterator[None]:
         with refusing():
             yield
     except SettingError as error:
-        raise Refused(str(error)) from error
+        raise CommandRefused(str(error)) from error
 
 
 @contextmanager
@@ -276,15 +292,15 @@ def _written(output: Path, size: int) -> Iterator[BinaryIO]:
     """
     if str(output) == "-":
         if sys.stdout.isatty():
-            raise Refused("an archive is no text for a terminal: -o FILE")
+            raise CommandRefused("an archive is no text for a terminal: -o FILE")
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return
     if not output.parent.is_dir():
-        raise Refused(f"there is no folder {output.parent}")
+        raise CommandRefused(f"there is no folder {output.parent}")
     if (free := shutil.disk_usage(output.parent).free) < size:
         need = display.size(size)
-        raise Refused(
+        raise CommandRefused(
             f"{output.parent} has {display.size(free)} free, the archive takes {need}: make room, or name another FILE"
         )
     growing = output.with_name(f".{output.name}.part")
@@ -301,8 +317,8 @@ def _written(output: Path, size: int) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def _bar(what: str, size: int) -> Iterator[Told]:
+def _bar(label: str, size: int) -> Iterator[ByteProgress]:
     """How far a transfer is: a bar on a terminal, nothing anywhere else."""
     with display.transfers() as bars:
-        task = bars.add_task(what, total=size)
+        task = bars.add_task(label, total=size)
         yield lambda count: bars.update(task, advance=count)

@@ -23,8 +23,8 @@ import click
 import msgspec
 
 from sie_cli.airgap import sbom
-from sie_cli.airgap.archive import BILL, Index, Told, digest
-from sie_cli.refusal import Refused
+from sie_cli.airgap.archive import BILL, ArchiveIndex, ByteProgress, digest
+from sie_cli.refusal import CommandRefused
 from sie_config_service.overlay import PLUG_INS, Folders
 from sie_contracts.models import families
 from sie_contracts.models.aliases import Alias
@@ -43,10 +43,10 @@ _BACKBONE_FILES = ("*.json", "*.model", "*.txt")  # a configuration and a tokeni
 
 
 @dataclass(frozen=True)
-class Contents:
+class ArchiveContents:
     """An index, and the bytes of each of its files or where they are."""
 
-    index: Index
+    index: ArchiveIndex
     files: Mapping[str, Path | bytes]
 
     def open(self, name: str) -> AbstractContextManager[BinaryIO]:
@@ -55,7 +55,7 @@ class Contents:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ArchiveSelection:
     """What is to be in an archive, each in the order of its ids."""
 
     entries: list[ModelEntry]
@@ -63,8 +63,10 @@ class Chosen:
     bundles: list[Bundle]
 
 
-class Gathering:
-    """The files of models, by their names in the archive. Raises Refused, ModelLoadFailed, LoraLoadFailed, OSError."""
+class FileGathering:
+    """The files of models, by their names in the archive. Raises CommandRefused, ModelLoadFailed, LoraLoadFailed,
+    OSError.
+    """
 
     def __init__(self, sources: WeightSources, models_dir: str | None) -> None:
         self.files: dict[str, Path | bytes] = {}
@@ -87,9 +89,9 @@ class Gathering:
             if isinstance(source, Path) and name not in self._known
         )
 
-    def facts(self, told: Told) -> dict[str, FileFact]:
+    def facts(self, progress: ByteProgress) -> dict[str, FileFact]:
         """Size and digest of every file. `told` hears of each piece that is read, bytes."""
-        return {name: self._known.get(name) or _fact(source, told) for name, source in self.files.items()}
+        return {name: self._known.get(name) or _fact(source, progress) for name, source in self.files.items()}
 
     def model(self, entry: ModelEntry) -> ModelEntry:
         """Add all that a load of `entry` reads. Returns the entry as the archive has it."""
@@ -97,15 +99,15 @@ class Gathering:
         self._leases.append(located.lease)
         folder = located.folder
         place = f"weights/{token(entry.id)}"
-        wanted = wanted_by(entry)
+        wanted_files = wanted_by(entry)
         manifest = _manifest(folder)
         for path in sorted(folder.rglob("*")):
             name = path.relative_to(folder).as_posix()
-            if path.is_symlink() and path.is_dir() and wanted(f"{name}/config.json"):
-                raise Refused(
+            if path.is_symlink() and path.is_dir() and wanted_files(f"{name}/config.json"):
+                raise CommandRefused(
                     f"{entry.id}: {path} is a link to a folder, which is not followed: put the folder itself there"
                 )
-            if path.is_file() and (name in manifest or name == MANIFEST or wanted(name) or sbom.is_licence(name)):
+            if path.is_file() and (name in manifest or name == MANIFEST or wanted_files(name) or sbom.is_licence(name)):
                 self.files[f"{place}/{name}"] = path
                 if name in manifest:
                     self._known[f"{place}/{name}"] = manifest[name]
@@ -129,17 +131,17 @@ class Gathering:
         raw = json.loads((folder / families.row(entry.family).config_file).read_text("utf-8"))
         is_described = raw.get("encoder_config") is not None and (folder / "tokenizer_config.json").is_file()
         for name in ([] if is_described else [raw["model_name"]]) + [
-            each for each in (raw.get("labels_encoder"),) if each
+            name for name in (raw.get("labels_encoder"),) if name
         ]:
             if Path(name).is_absolute() or ".." in Path(name).parts:
-                raise Refused(
+                raise CommandRefused(
                     f"{entry.id}: gliner_config.json names its backbone by the path {name}, which another machine does "
                     "not have"
                 )
             if (folder / name).is_dir():
                 continue  # it is among the files of the folder
             backbone = self._backbone(name, folder, entry)
-            for path in sorted(each for pattern in _BACKBONE_FILES for each in backbone.glob(pattern)):
+            for path in sorted(name for pattern in _BACKBONE_FILES for name in backbone.glob(pattern)):
                 self.files[f"{place}/{name}/{path.name}"] = path
 
     def _backbone(self, name: str, folder: Path, entry: ModelEntry) -> Path:
@@ -148,7 +150,7 @@ class Gathering:
 
         own = [folder.parents[2]] if folder.parent.name == "snapshots" else [None, self._sources.cache_folder / "hub"]
         for cache, is_local in [
-            *((each, True) for each in own),
+            *((name, True) for name in own),
             *(((own[-1], False),) if self._sources.may_download else ()),
         ]:
             try:
@@ -159,7 +161,7 @@ class Gathering:
             except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError):
                 continue
         fix = f"`hf download {name} --include '*.json' '*.model'` fetches its configuration and tokenizer"
-        raise Refused(f"{entry.id}: its backbone {name} is neither in the hub cache nor below its folder; {fix}")
+        raise CommandRefused(f"{entry.id}: its backbone {name} is neither in the hub cache nor below its folder; {fix}")
 
     def _lora(self, name: str, entry: ModelEntry) -> None:
         """A LoRA of the hub, in the archive's own cache: its name is a part of the fingerprint, so a
@@ -167,7 +169,7 @@ class Gathering:
         """
         if Path(name).is_absolute() or name.startswith((".", "~")):
             fix = "name those profiles that are wanted with --profile, or take the LoRA from the hub"
-            raise Refused(
+            raise CommandRefused(
                 f"{entry.id} names the LoRA {name} by its path, which its fingerprint holds and another machine lacks: "
                 f"{fix}"
             )
@@ -190,7 +192,7 @@ class Gathering:
             return ""
         file = packaged_folder() / entry.golden
         if not file.is_file():
-            raise Refused(
+            raise CommandRefused(
                 f"{entry.id}: its golden vectors {entry.golden} are not there, and a load refuses a model without them"
             )
         name = f"golden/{token(entry.id)}.json"
@@ -198,23 +200,27 @@ class Gathering:
         return name
 
 
-def contents(chosen: Chosen, gathering: Gathering, made_by: str, told: Told) -> Contents:
+def contents(
+    chosen: ArchiveSelection, gathering: FileGathering, made_by: str, progress: ByteProgress
+) -> ArchiveContents:
     """The contents of an archive of what was `chosen`, whose entries are those that `gathering` returned. Reads every
     file.
 
-    Raises Refused for a file that is not what its entry says, OSError.
+    Raises CommandRefused for a file that is not what its entry says, OSError.
     """
     entries = chosen.entries
-    facts = gathering.facts(told)
+    facts = gathering.facts(progress)
     files = dict(gathering.files)
     models = []
     for entry in entries:
         place = f"{entry.weights.path}/"
-        for name, wanted in entry.weights.digests.items():
-            found = facts.get(place + name)
-            if found is None or found.sha256 != wanted.lower():
-                got = f"has the SHA-256 {found.sha256[:16]}.., " if found else "is not there, "
-                raise Refused(f"{entry.id}: {name} {got}weights.digests says {wanted[:16]}..: a load would refuse it")
+        for name, expected in entry.weights.digests.items():
+            actual = facts.get(place + name)
+            if actual is None or actual.sha256 != expected.lower():
+                got = f"has the SHA-256 {actual.sha256[:16]}.., " if actual else "is not there, "
+                raise CommandRefused(
+                    f"{entry.id}: {name} {got}weights.digests says {expected[:16]}..: a load would refuse it"
+                )
         own = {name: fact for name, fact in facts.items() if name.startswith(place)}
         models.append((entry, own))
         files[f"licences/models/{token(entry.id)}.txt"] = _licence_page(
@@ -227,12 +233,12 @@ def contents(chosen: Chosen, gathering: Gathering, made_by: str, told: Told) -> 
     packages = sbom.software(sbom.SOFTWARE, *sorted({entry.weights.package for entry in entries} - {""} | plug_ins))
     files["licences/software.txt"] = b"\n".join(package.licence_page() for package in packages.values())
     files[BILL] = sbom.bill(models, packages, made_by)
-    facts |= {name: _fact(source, told) for name, source in files.items() if name not in facts}
-    documents, aliases = ([msgspec.to_builtins(each) for each in some] for some in (entries, chosen.aliases))
-    return Contents(Index(made_by, facts, documents, aliases, list(chosen.bundles)), files)
+    facts |= {name: _fact(source, progress) for name, source in files.items() if name not in facts}
+    documents, aliases = ([msgspec.to_builtins(document) for document in some] for some in (entries, chosen.aliases))
+    return ArchiveContents(ArchiveIndex(made_by, facts, documents, aliases, list(chosen.bundles)), files)
 
 
-def choose(folders: Folders, names: Iterable[str]) -> Chosen:
+def choose(folders: Folders, names: Iterable[str]) -> ArchiveSelection:
     """The models that are named, those that named aliases stand for, and the bundles of an operator that can serve
     them.
 
@@ -257,7 +263,9 @@ def choose(folders: Folders, names: Iterable[str]) -> Chosen:
         raise click.BadParameter("names no model", param_hint="--models")
     able = {name for entry in entries.values() for name in serving(folders.bundles, entry.family, entry.bundle)}
     own = [bundle for name, bundle in sorted(folders.bundles.items()) if name in able and not _is_packaged(bundle)]
-    return Chosen([entries[name] for name in sorted(entries)], [aliases[name] for name in sorted(aliases)], own)
+    return ArchiveSelection(
+        [entries[name] for name in sorted(entries)], [aliases[name] for name in sorted(aliases)], own
+    )
 
 
 def _is_packaged(bundle: Bundle) -> bool:
@@ -268,17 +276,17 @@ def _is_packaged(bundle: Bundle) -> bool:
 
 def with_profiles(entry: ModelEntry, names: Iterable[str]) -> ModelEntry:
     """The entry with these of its profiles, and those that they extend."""
-    kept = {name: entry.profiles[name] for name in names if name in entry.profiles}
-    bases = {profile.extends: entry.profiles[profile.extends] for profile in kept.values() if profile.extends}
+    profiles = {name: entry.profiles[name] for name in names if name in entry.profiles}
+    bases = {profile.extends: entry.profiles[profile.extends] for profile in profiles.values() if profile.extends}
     return msgspec.structs.replace(
-        entry, profiles={name: profile for name, profile in entry.profiles.items() if name in kept | bases}
+        entry, profiles={name: profile for name, profile in entry.profiles.items() if name in profiles | bases}
     )
 
 
-def _fact(source: Path | bytes, told: Told) -> FileFact:
+def _fact(source: Path | bytes, progress: ByteProgress) -> FileFact:
     if isinstance(source, bytes):
         return FileFact(len(source), digest(source))
-    return FileFact(source.stat().st_size, digest_of_file(source, told))
+    return FileFact(source.stat().st_size, digest_of_file(source, progress))
 
 
 def _manifest(folder: Path) -> Mapping[str, FileFact]:

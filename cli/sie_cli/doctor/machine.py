@@ -1,44 +1,50 @@
-"""This machine: sockets of its workers, and its disks."""
+"""This machine: sockets of its workers, its disks, its ports of probes and metrics, its GPU."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
+import re
 import shutil
+import sys
 from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
 
 from sie_cli.display import counted, size
-from sie_cli.doctor.finding import Finding, Found
-from sie_cli.doctor.look import Blind, Look
+from sie_cli.doctor.gateway import READY_FIX
+from sie_cli.doctor.probe import CheckResult, CheckSkipped, ClusterProbe, Finding, NotApplicable
 from sie_cli.serve.preflight import held_bytes
-from sie_contracts.settings import store_url
+from sie_contracts.settings import BY_NAME, store_url
 
 MIN_FREE_BYTES = 256 << 20
 
 
-async def sockets(look: Look) -> Found:
+async def sockets(probe: ClusterProbe) -> CheckResult:
     """The sockets between sidecars and adapters."""
-    found = await look.sockets()
-    findings = [Finding(each.wrong, each.fix) for each in found if each.wrong]
-    unseen = [str(each.path) for each in found if each.is_unseen]
+    probed = await probe.sockets()
+    findings = [Finding(socket.wrong, socket.fix) for socket in probed if socket.wrong]
+    unseen = [str(socket.path) for socket in probed if socket.is_unseen]
     if unseen and not findings:
-        raise Blind(f"another user's: {', '.join(unseen)}; run as the worker's user")
-    return f"{counted(len(found), 'adapter')} answer" + ("s" if len(found) == 1 else ""), findings
+        raise CheckSkipped(f"another user's: {', '.join(unseen)}; run as the worker's user")
+    return f"{counted(len(probed), 'adapter')} answer" + ("s" if len(probed) == 1 else ""), findings
 
 
-async def disk(look: Look) -> Found:
+async def disk(probe: ClusterProbe) -> CheckResult:
     """Room for weights, payloads and the queue, on the disks of this machine."""
-    return await asyncio.to_thread(_disks, look)
+    return await asyncio.to_thread(_disks, probe)
 
 
-def _disks(look: Look) -> Found:
+def _disks(probe: ClusterProbe) -> CheckResult:
     from sie_store.disk import usage
 
-    settings, findings, seen = look.settings, [], []
+    settings, findings, notes = probe.settings, [], []
     cache = settings.cache_folder
     used, free = usage(cache, settings.disk_cache_bytes)
     percent = 100 * used / (used + free) if used + free else 100.0
-    seen.append(f"weights {cache} {percent:.0f} % used")
+    notes.append(f"weights {cache} {percent:.0f} % used")
     if percent > settings.disk_pressure_threshold_percent:
         findings.append(
             Finding(
@@ -47,28 +53,28 @@ def _disks(look: Look) -> Found:
                 "free space there, set SIE_LOCAL_CACHE to a larger disk, or raise SIE_DISK_PRESSURE_THRESHOLD_PERCENT",
             )
         )
-    payloads = _payload_folder(look)
+    payloads = _payload_folder(probe)
     if payloads is not None:
         free = usage(payloads).free
-        seen.append(f"payloads {size(free)} free")
+        notes.append(f"payloads {size(free)} free")
         if free < MIN_FREE_BYTES:
             fix = "free space there, or set SIE_PAYLOAD_STORE_URL to a larger folder or a bucket"
             wrong = (
-                f"the disk of the payload store ({payloads}) has {size(free)} left: {_filled(payloads, look.data_dir)}"
+                f"the disk of the payload store ({payloads}) has {size(free)} left: {_filled(payloads, probe.data_dir)}"
             )
             findings.append(Finding(wrong, fix))
         elif payloads.exists() and not os.access(payloads, os.W_OK):
             fix = f"`chown` {payloads} to the user of gateways and workers, or set SIE_PAYLOAD_STORE_URL"
             findings.append(Finding(f"the payload store {payloads} cannot be written by this user", fix))
-    store = look.data_dir / "nats"
+    store = probe.data_dir / "nats"
     if store.exists():
         free, room = usage(store).free, settings.queue_max_bytes - held_bytes(store)
-        seen.append(f"queue {size(free)} free")
+        notes.append(f"queue {size(free)} free")
         if free < room:
             fix = "free space there, give `sie serve` a --data-dir on a larger disk, or lower SIE_QUEUE_MAX_BYTES"
             wrong = f"the queue may grow by {size(room)}, but its disk ({store}) has {size(free)} left"
-            findings.append(Finding(f"{wrong}: {_filled(store, look.data_dir)}", fix))
-    return ", ".join(seen), findings
+            findings.append(Finding(f"{wrong}: {_filled(store, probe.data_dir)}", fix))
+    return ", ".join(notes), findings
 
 
 def _filled(folder: Path, data_dir: Path) -> str:
@@ -84,8 +90,195 @@ def _filled(folder: Path, data_dir: Path) -> str:
     )
 
 
-def _payload_folder(look: Look) -> Path | None:
-    if look.settings.payload_store_url:
-        store = store_url(look.settings.payload_store_url)
+def _payload_folder(probe: ClusterProbe) -> Path | None:
+    if probe.settings.payload_store_url:
+        store = store_url(probe.settings.payload_store_url)
         return Path(store.path) if store.scheme == "file" else None
-    return look.data_dir / "payloads" if (look.data_dir / "payloads").exists() else None
+    return probe.data_dir / "payloads" if (probe.data_dir / "payloads").exists() else None
+
+
+async def ports(probe: ClusterProbe) -> CheckResult:
+    """The ports of probes and metrics that this machine was told, or that its `sie serve` wrote down: that SIE answers,
+    and is ready.
+
+    The documented defaults are not looked at: whoever holds them may be anybody.
+    """
+    findings, notes = [], []
+    addresses = [
+        (f"http://127.0.0.1:{port}", name)
+        for name, port in (
+            ("SIE_GATEWAY_METRICS_PORT", probe.settings.gateway_metrics_port),
+            ("SIE_WORKER_METRICS_PORT", probe.settings.worker_metrics_port),
+        )
+        if port and probe.cluster.is_given(name)
+    ]
+    named = {url for url, _ in addresses}
+    local = probe.cluster.local()
+    addresses += [(url, "") for url in (local.metrics_urls if local is not None else ()) if url not in named]
+    for url, name in addresses:
+        port = int(url.rpartition(":")[2])
+        ready, metrics = await asyncio.gather(probe.get(url, "/readyz"), probe.get(url, "/metrics"))
+        if ready.trouble and metrics.trouble:
+            if await _is_open(port):
+                findings.append(_taken(name, port, probe.serve))
+            elif name:
+                notes.append(f"{port} is free")
+            else:
+                wrong = f"nothing listens on port {port}, which `sie serve` wrote down in {probe.data_dir}"
+                findings.append(Finding(wrong, f"run `{probe.serve}` again: it takes the place of one that was killed"))
+        elif b"\nsie_" not in metrics.body and not metrics.body.startswith(b"sie_"):
+            findings.append(_taken(name, port, probe.serve))
+        elif ready.status != 200:
+            reason = ready.body.decode(errors="replace").strip()[:300]
+            findings.append(Finding(f"port {port}{f' ({name})' if name else ''}: {reason or 'not ready'}", READY_FIX))
+        else:
+            notes.append(f"{port} is ready")
+    if not notes and not findings:
+        raise NotApplicable(
+            "neither SIE_GATEWAY_METRICS_PORT nor SIE_WORKER_METRICS_PORT is given, and no `sie serve` wrote its ports "
+            "down"
+        )
+    return ", ".join(notes), findings
+
+
+def _taken(name: str, port: int, serve: str) -> Finding:
+    if not name:
+        wrong = f"port {port}, which `sie serve` wrote down, is held by a program that is not SIE's"
+        return Finding(wrong, f"run `{serve}` again: it takes other ports")
+    row = BY_NAME[name]
+    return Finding(
+        f"port {port}, which {name} means, is held by a program that is not SIE's",
+        f"end that program (`ss -ltnp 'sport = :{port}'` names it), or start the {row.components[0]} with {row.flag} "
+        "and a free port",
+    )
+
+
+async def _is_open(port: int) -> bool:
+    try:
+        async with asyncio.timeout(1.0):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return False
+    writer.close()
+    return True
+
+
+PROBE_S = 60.0  # of `import torch` on a cold disk
+_CONTROL = Path("/dev/nvidiactl")  # there as soon as a driver is loaded, or was
+_TORCH = (
+    "import json,torch;print(json.dumps({'version':torch.__version__,'cuda':torch.version.cuda or '',"
+    "'usable':torch.cuda.is_available(),'count':torch.cuda.device_count()}))"
+)
+
+
+async def gpu(probe: ClusterProbe) -> CheckResult:
+    """Driver, torch and its CUDA, where a GPU is there or asked for."""
+    device = probe.settings.device
+    driver, trouble = _driver()
+    has_device = driver is not None or await asyncio.to_thread(_CONTROL.exists)
+    is_requested = device.startswith("cuda")
+    if not is_requested and not has_device:
+        return f"none is here, and SIE_DEVICE={device} asks for none", []
+    if device == "cpu":
+        return "SIE_DEVICE=cpu asks for none", []
+    if not is_requested and importlib.util.find_spec("torch") is None:
+        raise NotApplicable("a GPU is here, but no torch: no adapter runs in this environment")
+    if importlib.util.find_spec("torch") is None:
+        return "", [Finding(f"SIE_DEVICE={device}, but torch is not installed", "pip install 'sie-cluster[adapter]'")]
+    torch = await _torch()
+    return (
+        f"torch {torch.version}, CUDA {torch.cuda or 'none'}, driver {driver or 'none'}, {counted(torch.count, 'GPU')}",
+        gpu_faults(device, torch, driver, trouble),
+    )
+
+
+class GpuDriver(NamedTuple):
+    """Its version, and the newest CUDA that it runs, as (major, minor)."""
+
+    version: str
+    cuda: tuple[int, int]
+
+    def __str__(self) -> str:
+        return f"{self.version} (CUDA {self.cuda[0]}.{self.cuda[1]})"
+
+
+class TorchBuild(msgspec.Struct, frozen=True):
+    """What torch says of itself. `cuda`: the version that it was built for, empty without."""
+
+    version: str
+    cuda: str
+    usable: bool
+    count: int
+
+
+def gpu_faults(device: str, torch: TorchBuild, driver: GpuDriver | None, trouble: str) -> list[Finding]:
+    """Of SIE_DEVICE `device`. `trouble`: why there is no driver."""
+    instead = "or set SIE_DEVICE=cpu" if device.startswith("cuda") else "or set SIE_DEVICE=cpu if that is meant"
+    if not torch.cuda:
+        return [
+            Finding(
+                f"torch {torch.version} is built without CUDA"
+                + (f", but SIE_DEVICE={device}" if device.startswith("cuda") else ""),
+                "install the build for this driver (`pip install torch --index-url "
+                f"https://download.pytorch.org/whl/...`), {instead}",
+            )
+        ]
+    if driver is None:
+        fix = f"install it (`nvidia-smi` has to work), give the container the GPU, {instead}"
+        return [Finding(f"no NVIDIA driver answers: {trouble}", fix)]
+    built = tuple(int(part) for part in re.findall(r"\d+", torch.cuda)[:2])
+    if not torch.usable:
+        if built[:1] > driver.cuda[:1]:
+            wrong = f"torch {torch.version} is built for CUDA {torch.cuda}, more than driver {driver} runs"
+            return [Finding(wrong, f"update the driver, or install a torch for CUDA {driver.cuda[0]}")]
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if hidden is not None:
+            fix = "unset CUDA_VISIBLE_DEVICES, or name a GPU of `nvidia-smi -L` in it"
+            return [Finding(f"CUDA_VISIBLE_DEVICES={hidden} leaves no GPU", fix)]
+        fix = f"`nvidia-smi` and the adapter's log say more, {instead}"
+        return [Finding(f"torch {torch.version} cannot use the GPU of driver {driver}", fix)]
+    number = int(device.partition(":")[2] or 0)
+    if number >= torch.count:
+        names = ", ".join(f"cuda:{number}" for number in range(torch.count))
+        return [Finding(f"SIE_DEVICE={device}, but there is {names} alone", f"set SIE_DEVICE to {names}")]
+    return []
+
+
+def _driver() -> tuple[GpuDriver | None, str]:
+    """The driver, or why there is none."""
+    try:
+        import pynvml
+    except ImportError:
+        return None, "the package nvidia-ml-py is not installed"
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return None, str(error)
+    try:
+        version, number = pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlSystemGetCudaDriverVersion()
+        return GpuDriver(str(version), (number // 1000, number % 1000 // 10)), ""
+    except pynvml.NVMLError as error:
+        return None, str(error)
+    finally:
+        pynvml.nvmlShutdown()
+
+
+async def _torch() -> TorchBuild:
+    """Asked in a process of its own, which ends with what it took. Raises CheckSkipped."""
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _TORCH, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(PROBE_S):
+            out, err = await child.communicate()
+    except TimeoutError as error:
+        raise CheckSkipped(f"torch was not imported within {PROBE_S:g} s") from error
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+    try:
+        return msgspec.json.decode(out, type=TorchBuild)
+    except msgspec.DecodeError as error:
+        last = (err.decode(errors="replace").strip().splitlines() or ["no output"])[-1]
+        raise CheckSkipped(f"torch cannot be imported: {last[:200]}") from error

@@ -17,11 +17,11 @@ from sie_cli.data_dir import default_data_dir
 from sie_cli.display import table
 from sie_cli.evals import evaluation, opened, outputs, targets, tasks
 from sie_cli.evals import results as _results
-from sie_cli.evals.evaluation import Asked
-from sie_cli.evals.load import Level
-from sie_cli.evals.perf import Plan
-from sie_cli.evals.report import KINDS, Report
-from sie_cli.refusal import Refused
+from sie_cli.evals.evaluation import EvalSpec
+from sie_cli.evals.load import LoadLevel
+from sie_cli.evals.perf import LoadPlan
+from sie_cli.evals.report import KINDS, EvalReport
+from sie_cli.refusal import CommandRefused
 
 F = TypeVar("F", bound=Callable[..., Any])
 EXIT_MISSED = 1
@@ -137,7 +137,7 @@ def run(
     sie eval list
     sie eval compare OLD.json NEW.json
     """
-    asked = Asked(
+    spec = EvalSpec(
         model,
         task,
         kind,
@@ -145,21 +145,21 @@ def run(
         _folder(results, cluster),
         _plan(**load),
         targets_file,
-        [each.strip() for each in kinds.split(",") if each.strip()],
+        [kind.strip() for kind in kinds.split(",") if kind.strip()],
         rerank,
     )
     if kind == "perf" and (kinds or rerank):
-        raise Refused("--outputs and --rerank are of --type quality")
-    measured = evaluation.run(asked, cluster)
-    made = measured.report
-    _show(made, as_json=as_json)
-    click.echo(f"stored as {_results.store(asked.results, made, measured.about)}", err=True)
+        raise CommandRefused("--outputs and --rerank are of --type quality")
+    measured = evaluation.run(spec, cluster)
+    report = measured.report
+    _show(report, as_json=as_json)
+    click.echo(f"stored as {_results.store(spec.results, report, measured.about)}", err=True)
     if save_targets is not None:
         targets.save(save_targets, model, measured.targets)
-    for name, file, page in (("markdown", markdown, made.markdown), ("html", html, made.html)):
+    for name, file, page in (("markdown", markdown, report.markdown), ("html", html, report.html)):
         if file is not None:
             _write(f"--{name}", file, page())
-    if made.missed:
+    if report.missed:
         raise SystemExit(EXIT_MISSED)
 
 
@@ -168,14 +168,23 @@ def run(
 def list_(results: Path | None) -> None:
     """Show the results that are stored, oldest first."""
     folder = results or default_data_dir() / FOLDER
-    found = [(file, _results.read(file)) for file in _results.every(folder)]
-    if not found:
+    reports = [(file, _results.read(file)) for file in _results.every(folder)]
+    if not reports:
         click.echo(f"no result is stored in {folder}")
         return
     rows = [["time", "model", "task", "type", "machine", "file"]]
-    for file, each in found:
-        told = each.figures
-        rows.append([each.time, told["model"], told["task"], told["kind"], str(each.about.get("machine")), str(file)])
+    for file, stored in reports:
+        figures = stored.figures
+        rows.append(
+            [
+                stored.time,
+                figures["model"],
+                figures["task"],
+                figures["kind"],
+                str(stored.about.get("machine")),
+                str(file),
+            ]
+        )
     table(rows)
 
 
@@ -196,33 +205,35 @@ def compare(old: Path, new: Path) -> None:
 
 def _plan(
     clients: int | None, rate: float | None, sweep: str | None, seconds: float, warm_up: float, batch: int
-) -> Plan:
-    """Raises Refused."""
-    if sum(each is not None for each in (clients, rate, sweep)) > 1:
-        raise Refused("give one of --clients, --rate and --sweep")
+) -> LoadPlan:
+    """Raises CommandRefused."""
+    if sum(option is not None for option in (clients, rate, sweep)) > 1:
+        raise CommandRefused("give one of --clients, --rate and --sweep")
     if sweep is not None:
         levels = _levels(sweep)
     elif rate is not None:
-        levels = [Level(rate=rate)]
+        levels = [LoadLevel(rate=rate)]
     else:
-        levels = [Level(clients=clients or CLIENTS)]
-    return Plan(levels, seconds, warm_up, batch)
+        levels = [LoadLevel(clients=clients or CLIENTS)]
+    return LoadPlan(levels, seconds, warm_up, batch)
 
 
-def _levels(sweep: str) -> list[Level]:
+def _levels(sweep: str) -> list[LoadLevel]:
     name, _, values = sweep.partition("=")
     try:
         if name == "clients":
-            found = [Level(clients=int(each)) for each in values.split(",")]
+            levels = [LoadLevel(clients=int(value)) for value in values.split(",")]
         elif name == "rate":
-            found = [Level(rate=float(each)) for each in values.split(",")]
+            levels = [LoadLevel(rate=float(value)) for value in values.split(",")]
         else:
             raise ValueError(name)
-        if not all(0 < each.clients + each.rate < float("inf") for each in found) or len({*found}) < len(found):
+        if not all(0 < value.clients + value.rate < float("inf") for value in levels) or len({*levels}) < len(levels):
             raise ValueError(values)
     except ValueError as error:
-        raise Refused(f"--sweep {sweep[:200]}: expected clients=1,4,16 or rate=10,20, each once and above 0") from error
-    return found
+        raise CommandRefused(
+            f"--sweep {sweep[:200]}: expected clients=1,4,16 or rate=10,20, each once and above 0"
+        ) from error
+    return levels
 
 
 def _folder(named: Path | None, cluster: Cluster) -> Path:
@@ -233,14 +244,14 @@ def _write(option: str, file: Path, text: str) -> None:
     try:
         file.write_text(text, "utf-8")
     except OSError as error:
-        raise Refused(f"{option} {file}: {error.strerror}") from error
+        raise CommandRefused(f"{option} {file}: {error.strerror}") from error
 
 
-def _show(made: Report, *, as_json: bool) -> None:
+def _show(report: EvalReport, *, as_json: bool) -> None:
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(made.figures(with_values=False))))
+        click.echo(msgspec.json.format(msgspec.json.encode(report.figures(with_values=False))))
         return
-    click.echo(f"{made.model} on {made.task}, {made.kind}: {made.about}")
-    table(made.table)
-    for line in (*made.missed, *made.notes):
+    click.echo(f"{report.model} on {report.task}, {report.kind}: {report.about}")
+    table(report.table)
+    for line in (*report.missed, *report.notes):
         click.echo(line)

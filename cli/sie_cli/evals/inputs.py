@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sie_cli.refusal import Refused
+from sie_cli.refusal import CommandRefused
 
 if TYPE_CHECKING:
     from sie_client.types import Item
 
 
-class Picture(str):
+class ImagePath(str):
     """An image, by the path of its file."""
 
     @property
@@ -20,20 +20,20 @@ class Picture(str):
         return Path(self)
 
 
-def item(given: str) -> str | Item:
+def item(text: str) -> str | Item:
     """As a client of a cluster takes it."""
-    return {"images": [given.path]} if isinstance(given, Picture) else given
+    return {"images": [text.path]} if isinstance(text, ImagePath) else text
 
 
-def key(given: str) -> str:
+def key(text: str) -> str:
     """What tells it from every other one. A file that was written again is another one."""
-    if not isinstance(given, Picture):
-        return given
-    found = given.path.stat()
-    return f"image {given} {found.st_size} {found.st_mtime_ns}"
+    if not isinstance(text, ImagePath):
+        return text
+    status = text.path.stat()
+    return f"image {text} {status.st_size} {status.st_mtime_ns}"
 
 
-def only_texts(name: str, given: Sequence[str]) -> None:
-    """Raises Refused for a source that takes no images."""
-    if picture := next((each for each in given if isinstance(each, Picture)), None):
-        raise Refused(f"{name} takes texts alone, and the task has images, such as {picture}")
+def only_texts(name: str, inputs: Sequence[str]) -> None:
+    """Raises CommandRefused for a source that takes no images."""
+    if picture := next((text for text in inputs if isinstance(text, ImagePath)), None):
+        raise CommandRefused(f"{name} takes texts alone, and the task has images, such as {picture}")

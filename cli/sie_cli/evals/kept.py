@@ -16,13 +16,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from sie_cli.refusal import Refused
+from sie_cli.refusal import CommandRefused
 from sie_contracts import arrays
 
 KEEP_S = 7 * 86_400
 
 
-class Kept:
+class ResultCache:
     """`found`: how many answers came from an earlier evaluation."""
 
     def __init__(self, folder: Path) -> None:
@@ -30,14 +30,17 @@ class Kept:
         self._files: list[Path] = []
         self.found = 0
 
-    def part(self, what: Sequence[str], texts: Sequence[str], compute: Callable[[], Sequence[Any]]) -> Sequence[Any]:
-        """One answer of each text: arrays, numbers, or maps of arrays. Raises Refused, and what `compute` raises.
+    def part(
+        self, identity: Sequence[str], texts: Sequence[str], compute: Callable[[], Sequence[Any]]
+    ) -> Sequence[Any]:
+        """One answer of each text: arrays, numbers, or maps of arrays. Raises CommandRefused, and what `compute`
+        raises.
 
         `what`: all that the answers depend on beside the texts. Empty where that is not known: nothing is kept then.
         """
-        if not what:
+        if not identity:
             return compute()
-        digest = hashlib.blake2b(msgspec.msgpack.encode([list(what), list(texts)]), digest_size=20).hexdigest()
+        digest = hashlib.blake2b(msgspec.msgpack.encode([list(identity), list(texts)]), digest_size=20).hexdigest()
         file = self._folder / f"{digest}.msgpack"
         with contextlib.suppress(FileNotFoundError, ValueError):  # half a file cannot be: it is moved when it is whole
             earlier: Sequence[Any] = arrays.unpack(arrays.decode_msgpack(file.read_bytes()))
@@ -49,10 +52,12 @@ class Kept:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             half = file.with_suffix(".half")
-            half.write_bytes(msgspec.msgpack.encode([_packed(each) for each in answers]))
+            half.write_bytes(msgspec.msgpack.encode([_packed(answer) for answer in answers]))
             half.replace(file)
         except OSError as error:
-            raise Refused(f"{file}: {error.strerror}: --results names another folder for what is computed") from error
+            raise CommandRefused(
+                f"{file}: {error.strerror}: --results names another folder for what is computed"
+            ) from error
         self._files.append(file)
         return answers
 
@@ -73,5 +78,5 @@ def _packed(answer: Any) -> Any:
         case np.ndarray():
             return arrays.pack(answer)
         case dict():
-            return {name: _packed(each) for name, each in answer.items()}
+            return {name: _packed(value) for name, value in answer.items()}
     return answer

@@ -27,7 +27,7 @@ NOT_SENT = "NOT_SENT"
 
 
 @dataclass(frozen=True)
-class Request:
+class LoadRequest:
     """Texts of a request. `query`: where they are documents to be scored."""
 
     texts: Sequence[str]
@@ -35,14 +35,14 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Answer:
+class LoadReply:
     """`tokens`: by the source's own count, None where it tells none. `stages`: milliseconds."""
 
     tokens: int | None = None
     stages: Mapping[str, float] = field(default_factory=dict)
 
 
-class Failed(Exception):
+class LoadFailure(Exception):
     """A request that was not answered with what it asked for. `code`: of the server, an HTTP status, or NOBODY."""
 
     def __init__(self, code: str, message: str = "") -> None:
@@ -50,18 +50,18 @@ class Failed(Exception):
         self.code = code
 
 
-Send = Callable[[Request], Awaitable[Answer]]
+Send = Callable[[LoadRequest], Awaitable[LoadReply]]
 
 
 @dataclass(frozen=True)
-class Call:
+class SentRequest:
     """A request. Times in seconds of `time.perf_counter`. `code` is empty where it was answered."""
 
     due_s: float
     ended_s: float
     items: int
     code: str = ""
-    answer: Answer = Answer()
+    answer: LoadReply = LoadReply()
 
     @property
     def latency_s(self) -> float:
@@ -69,7 +69,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Level:
+class LoadLevel:
     """How much load: so many clients, or requests a second."""
 
     clients: int = 0
@@ -78,15 +78,15 @@ class Level:
     def __str__(self) -> str:
         return f"clients={self.clients}" if self.clients else f"rate={self.rate:g}"
 
-    async def run(self, send: Send, requests: Iterator[Request], end_s: float) -> list[Call]:
+    async def run(self, send: Send, requests: Iterator[LoadRequest], end_s: float) -> list[SentRequest]:
         """Ask until `end_s`, and wait for what is under way then. Which requests come is the same in each run."""
         if self.clients:
             return await _closed(send, requests, self.clients, end_s)
         return await _open(send, requests, self.rate, end_s)
 
 
-async def _closed(send: Send, requests: Iterator[Request], clients: int, end_s: float) -> list[Call]:
-    calls: list[Call] = []
+async def _closed(send: Send, requests: Iterator[LoadRequest], clients: int, end_s: float) -> list[SentRequest]:
+    calls: list[SentRequest] = []
 
     async def client() -> None:
         while (now_s := time.perf_counter()) < end_s:
@@ -101,13 +101,13 @@ async def _closed(send: Send, requests: Iterator[Request], clients: int, end_s: 
     return calls
 
 
-async def _open(send: Send, requests: Iterator[Request], rate: float, end_s: float) -> list[Call]:
-    calls: list[Call] = []
+async def _open(send: Send, requests: Iterator[LoadRequest], rate: float, end_s: float) -> list[SentRequest]:
+    calls: list[SentRequest] = []
     under_way: set[asyncio.Task[None]] = set()
     rng = np.random.default_rng(0)
     due_s = time.perf_counter()
 
-    async def asked(request: Request, due_s: float) -> None:
+    async def send_at(request: LoadRequest, due_s: float) -> None:
         calls.append(await _one(send, request, due_s))
 
     async with asyncio.TaskGroup() as group:
@@ -115,21 +115,21 @@ async def _open(send: Send, requests: Iterator[Request], rate: float, end_s: flo
             await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
             request = next(requests)
             if len(under_way) >= MAX_IN_FLIGHT:
-                calls.append(Call(due_s, time.perf_counter(), len(request.texts), NOT_SENT))
+                calls.append(SentRequest(due_s, time.perf_counter(), len(request.texts), NOT_SENT))
                 continue
-            task = group.create_task(asked(request, due_s))
+            task = group.create_task(send_at(request, due_s))
             under_way.add(task)
             task.add_done_callback(under_way.discard)
     return calls
 
 
-async def _one(send: Send, request: Request, due_s: float) -> Call:
-    code, answer = NO_ANSWER, Answer()
+async def _one(send: Send, request: LoadRequest, due_s: float) -> SentRequest:
+    code, answer = NO_ANSWER, LoadReply()
     with contextlib.suppress(TimeoutError):
         try:
             async with asyncio.timeout(PATIENCE_S):
                 answer = await send(request)
             code = ""
-        except Failed as error:
+        except LoadFailure as error:
             code = error.code
-    return Call(due_s, time.perf_counter(), len(request.texts), code, answer)
+    return SentRequest(due_s, time.perf_counter(), len(request.texts), code, answer)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sie_cli.refusal import Refused
+from sie_cli.refusal import CommandRefused
 
 if TYPE_CHECKING:
-    from sie_cli.evals.steps import Step, Work
+    from sie_cli.evals.steps import EvalStep, EvalWork
 
 PREFIX = "mteb/"
 CONNECT_S = 5.0  # to the hub
@@ -44,7 +44,7 @@ class Mteb:
 def find(name: str) -> Mteb:
     """The task of the library. Without the hub its datasets are those of the cache of huggingface_hub.
 
-    Raises Refused for a name that the library does not know, NoHub.
+    Raises CommandRefused for a name that the library does not know, NoHub.
     """
     try:
         import httpx
@@ -62,7 +62,7 @@ def find(name: str) -> Mteb:
     try:
         task = mteb.get_task(name)
     except KeyError as error:
-        raise Refused(f"-t {PREFIX}{name[:100]}: the library mteb: {error.args[0]}") from error
+        raise CommandRefused(f"-t {PREFIX}{name[:100]}: the library mteb: {error.args[0]}") from error
     try:
         task.load_data()
     except (OSError, DatasetsError, HfHubHTTPError) as error:
@@ -72,25 +72,25 @@ def find(name: str) -> Mteb:
     return Mteb(name, task)
 
 
-def measure(task: Mteb, step: Step, work: Work) -> dict[str, float]:
+def measure(task: Mteb, step: EvalStep, work: EvalWork) -> dict[str, float]:
     """Its metrics, the main one first."""
     import mteb
 
     model: Any = _CrossEncoder(step, work) if step.source.scores_pairs else _Encoder(step, work)
-    told = mteb.evaluate(model, task.task, cache=None, show_progress_bar=False)
-    (result,) = told.task_results
+    results = mteb.evaluate(model, task.task, cache=None, show_progress_bar=False)
+    (result,) = results.task_results
     main = task.task.metadata.main_score
-    scores = [each for subsets in result.scores.values() for each in subsets]
-    found = {main: float(result.get_score())}
+    scores = [subset for subsets in result.scores.values() for subset in subsets]
+    scores_by_metric = {main: float(result.get_score())}
     for name in _ALSO:
-        values = [each[name] for each in scores if isinstance(each.get(name), float)]
-        if name != main and len(values) == len(scores) and len(found) < _MAX_METRICS:
-            found[name] = float(np.mean(values))
-    return found
+        values = [subset[name] for subset in scores if isinstance(subset.get(name), float)]
+        if name != main and len(values) == len(scores) and len(scores_by_metric) < _MAX_METRICS:
+            scores_by_metric[name] = float(np.mean(values))
+    return scores_by_metric
 
 
-class _Model:
-    def __init__(self, step: Step, work: Work) -> None:
+class _MtebModel:
+    def __init__(self, step: EvalStep, work: EvalWork) -> None:
         from mteb.models.model_meta import ModelMeta
 
         self._step, self._work = step, work
@@ -98,7 +98,7 @@ class _Model:
         self.mteb_model_meta = ModelMeta.create_empty({"name": f"sie-eval/{name}", "revision": "measured"})
 
 
-class _Encoder(_Model):
+class _Encoder(_MtebModel):
     """mteb.EncoderProtocol over a source. Texts have the prompts of the model, not those of the task."""
 
     def encode(self, inputs: Any, *, prompt_type: Any = None, **_: Any) -> Any:
@@ -106,44 +106,44 @@ class _Encoder(_Model):
         is_query = getattr(prompt_type, "value", None) == "query"
         return np.asarray(self._work.vectors(self._step, texts, is_query=is_query), np.float32)
 
-    def similarity(self, one: Any, two: Any) -> Any:
+    def similarity(self, left: Any, right: Any) -> Any:
         from mteb.similarity_functions import cos_sim
 
-        return cos_sim(one, two)
+        return cos_sim(left, right)
 
-    def similarity_pairwise(self, one: Any, two: Any) -> Any:
+    def similarity_pairwise(self, left: Any, right: Any) -> Any:
         from mteb.similarity_functions import pairwise_cos_sim
 
-        return pairwise_cos_sim(one, two)
+        return pairwise_cos_sim(left, right)
 
 
-class _CrossEncoder(_Model):
+class _CrossEncoder(_MtebModel):
     """mteb.CrossEncoderProtocol over a source. Pairs of one query that follow each other are one request."""
 
     def predict(self, inputs1: Any, inputs2: Any, **_: Any) -> Any:
-        found: list[float] = []
+        scores: list[float] = []
         pairs = zip(_of(inputs1), _of(inputs2), strict=True)
         for query, same in itertools.groupby(pairs, key=lambda pair: pair[0]):
-            found += self._work.scores(self._step.source, query, [document for _, document in same])
-        return np.asarray(found, np.float32)
+            scores += self._work.scores(self._step.source, query, [document for _, document in same])
+        return np.asarray(scores, np.float32)
 
 
 def _of(inputs: Any) -> Iterator[str]:
     for batch in inputs:
         if "text" not in batch:
-            raise Refused(f"the task has {', '.join(batch)}: what is measured here are tasks of texts")
+            raise CommandRefused(f"the task has {', '.join(batch)}: what is measured here are tasks of texts")
         yield from batch["text"]
 
 
-def _texts(found: Any) -> Iterator[str]:
+def _texts(batch: Any) -> Iterator[str]:
     """Strings of a dataset, or of a map of datasets. Ids and labels, which have no spaces, are not."""
-    if hasattr(found, "column_names") and isinstance(found.column_names, list):
-        for name in found.column_names:
-            for value in found[name]:
+    if hasattr(batch, "column_names") and isinstance(batch.column_names, list):
+        for name in batch.column_names:
+            for value in batch[name]:
                 yield from _strings(value)
-    elif hasattr(found, "values"):
-        for each in found.values():
-            yield from _texts(each)
+    elif hasattr(batch, "values"):
+        for column in batch.values():
+            yield from _texts(column)
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -151,5 +151,5 @@ def _strings(value: Any) -> Iterator[str]:
         if " " in value.strip():
             yield value
     elif isinstance(value, Sequence):
-        for each in value:
-            yield from _strings(each)
+        for part in value:
+            yield from _strings(part)

@@ -12,9 +12,9 @@ from typing import Any
 from sie_cli.cluster import GATEWAY_URL, Cluster
 from sie_cli.evals.load import PATIENCE_S
 from sie_cli.evals.own_cluster import START_S, own_cluster
-from sie_cli.evals.servers import DIALECTS, Server
-from sie_cli.evals.sources import SentenceTransformers, Sie, Source
-from sie_cli.refusal import Refused
+from sie_cli.evals.servers import DIALECTS, ServerSource
+from sie_cli.evals.sources import EvalSource, SentenceTransformers, Sie
+from sie_cli.refusal import CommandRefused
 from sie_contracts.loopback import direct
 from sie_contracts.settings import Secret, public_url
 
@@ -24,33 +24,33 @@ PLAIN = ("sie", "st", "targets")
 
 
 def names(sources: str) -> list[str]:
-    """The sources of -s. Raises Refused."""
-    asked = [each.strip() for each in sources.split(",") if each.strip()]
-    for each in asked:
-        kind, _, url = each.partition(":")
-        if each not in PLAIN and not (kind in (*DIALECTS, "sie") and url.startswith(("http://", "https://"))):
+    """The sources of -s. Raises CommandRefused."""
+    requested = [name.strip() for name in sources.split(",") if name.strip()]
+    for source in requested:
+        kind, _, url = source.partition(":")
+        if source not in PLAIN and not (kind in (*DIALECTS, "sie") and url.startswith(("http://", "https://"))):
             kinds = ", ".join([*PLAIN, "sie:URL", *(f"{kind}:URL" for kind in DIALECTS)])
-            raise Refused(f"-s: there is no source {each[:200]}: expected some of {kinds}")
-    if len(set(asked)) != len(asked):
-        raise Refused("-s: a source is named twice")
-    if not [each for each in asked if each != "targets"]:
-        raise Refused("-s: name a source that is measured, such as sie,targets")
-    return asked
+            raise CommandRefused(f"-s: there is no source {source[:200]}: expected some of {kinds}")
+    if len(set(requested)) != len(requested):
+        raise CommandRefused("-s: a source is named twice")
+    if not [name for name in requested if name != "targets"]:
+        raise CommandRefused("-s: name a source that is measured, such as sie,targets")
+    return requested
 
 
-class Opened:
+class OpenSources:
     """Sources of one model, opened as they are asked for and closed with `held`."""
 
     def __init__(self, cluster: Cluster, model: str, held: contextlib.ExitStack) -> None:
         self._cluster, self._model, self._held = cluster, model, held
         self._own: tuple[str, Secret | None] | None = None
-        self.sources: list[Source] = []
+        self.sources: list[EvalSource] = []
 
-    def open(self, name: str) -> Source:
-        """Raises Refused."""
+    def open(self, name: str) -> EvalSource:
+        """Raises CommandRefused."""
         kind, _, url = name.partition(":")
         if kind == "sie":
-            source: Source = self.of_cluster(name, url, self._model)
+            source: EvalSource = self.of_cluster(name, url, self._model)
         elif name == "st":
             source = SentenceTransformers(self._model, scores_pairs=self._scores_pairs())
         else:
@@ -60,12 +60,12 @@ class Opened:
             client = self._held.enter_context(
                 httpx.Client(base_url=url.rstrip("/"), timeout=PATIENCE_S, transport=transport)
             )
-            source = Server(name, client, DIALECTS[kind], self._model, scores_pairs=self._scores_pairs())
+            source = ServerSource(name, client, DIALECTS[kind], self._model, scores_pairs=self._scores_pairs())
         self.sources.append(source)
         return source
 
     def of_cluster(self, name: str, url: str, model: str) -> Sie:
-        """A model of the cluster at `url`, or of the one that the command asks, loaded. Raises Refused."""
+        """A model of the cluster at `url`, or of the one that the command asks, loaded. Raises CommandRefused."""
         from sie_client import SIEClient
         from sie_client.errors import SIEConnectionError, SIEError
 
@@ -78,11 +78,11 @@ class Opened:
             info = client.wait_for_capacity(model, capacity_budget_s=LOAD_S)
             source = Sie(name, client, model, where, token, info)
         except SIEConnectionError as error:
-            told = self._cluster.without_gateway()
-            raise Refused(f"{error}\nno gateway answers at {public_url(where)}: {told}") from error
+            settings = self._cluster.without_gateway()
+            raise CommandRefused(f"{error}\nno gateway answers at {public_url(where)}: {settings}") from error
         except SIEError as error:
-            told = "`sie models list` shows what there is"
-            raise Refused(f"{error}\nasked the gateway at {public_url(where)}: {told}") from error
+            settings = "`sie models list` shows what there is"
+            raise CommandRefused(f"{error}\nasked the gateway at {public_url(where)}: {settings}") from error
         return source
 
     def _address(self) -> tuple[str, Secret | None]:
@@ -102,12 +102,12 @@ class Opened:
         from sie_contracts.models.entries import ModelEntry
         from sie_contracts.settings import Settings
 
-        known: Any = Overlay(Settings()).folders().models.get(self._model.partition(":")[0], (None, ""))[0]
-        return isinstance(known, ModelEntry) and "dense" not in known.outputs
+        entry: Any = Overlay(Settings()).folders().models.get(self._model.partition(":")[0], (None, ""))[0]
+        return isinstance(entry, ModelEntry) and "dense" not in entry.outputs
 
 
-def first_cluster(sources: Sequence[Source]) -> Sie | None:
-    return next((each for each in sources if isinstance(each, Sie)), None)
+def first_cluster(sources: Sequence[EvalSource]) -> Sie | None:
+    return next((source for source in sources if isinstance(source, Sie)), None)
 
 
 def _answers(url: str) -> bool:

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sie_cli.refusal import Refused
+from sie_cli.refusal import CommandRefused
 
 Matrix = NDArray[np.float32]
 RESCORED = 400  # documents by Hamming distance that are ranked again: four times the depth of a ranking
 
 
 @dataclass(frozen=True)
-class Output:
+class VectorOutput:
     """`documents`, `queries`: parameters of `encode`. `slot`: where a result has the vector. `similar`: queries and
     documents to [queries, documents], more is nearer. `size`: bytes of a document.
     """
@@ -33,18 +33,18 @@ class Output:
 
     def size(self, document: Any) -> int:
         if isinstance(document, Mapping):
-            return sum(np.asarray(each).nbytes for each in document.values())
+            return sum(np.asarray(array).nbytes for array in document.values())
         return int(np.asarray(document).nbytes)
 
 
-def find(name: str) -> Output:
-    """Raises Refused, which says what there is."""
-    if found := _KNOWN.get(name):
-        return found
+def find(name: str) -> VectorOutput:
+    """Raises CommandRefused, which says what there is."""
+    if output := _KNOWN.get(name):
+        return output
     if dims := re.fullmatch(r"dims=([1-9][0-9]{0,4})", name):
-        asked = {**_dense("float32"), "dimensions": int(dims[1])}
-        return Output(name, asked, asked, cosine)
-    raise Refused(f"--outputs: there is no {name[:100]}: expected some of {', '.join([*_KNOWN, 'dims=N'])}")
+        parameters = {**_dense("float32"), "dimensions": int(dims[1])}
+        return VectorOutput(name, parameters, parameters, cosine)
+    raise CommandRefused(f"--outputs: there is no {name[:100]}: expected some of {', '.join([*_KNOWN, 'dims=N'])}")
 
 
 def cosine(queries: Sequence[Any], documents: Sequence[Any]) -> Matrix:
@@ -73,15 +73,15 @@ def _rescored(queries: Sequence[Any], documents: Sequence[Any]) -> Matrix:
     """
     signs, asking = _signs(documents), np.asarray(queries, np.float32)
     near = np.where(asking > 0, np.float32(1), np.float32(-1)) @ signs.T
-    found = asking @ signs.T
+    scores = asking @ signs.T
     if len(documents) > RESCORED:
         least = -np.partition(-near, RESCORED - 1, axis=1)[:, RESCORED - 1 : RESCORED]
-        found[near < least] = -np.inf
-    return found
+        scores[near < least] = -np.inf
+    return scores
 
 
 def _sparse(queries: Sequence[Any], documents: Sequence[Any]) -> Matrix:
-    width = 1 + max(int(np.max(each["indices"], initial=0)) for each in [*queries, *documents])
+    width = 1 + max(int(np.max(vector["indices"], initial=0)) for vector in [*queries, *documents])
     return np.asarray((_rows(queries, width) @ _rows(documents, width).T).todense(), np.float32)
 
 
@@ -95,12 +95,14 @@ def _signs(rows: Sequence[Any]) -> Matrix:
     return np.unpackbits(np.stack(rows).view(np.uint8), axis=1).astype(np.float32) * 2 - 1
 
 
-def _rows(found: Sequence[Any], width: int) -> Any:
+def _rows(vectors: Sequence[Any], width: int) -> Any:
     from scipy.sparse import csr_array
 
-    ends = np.cumsum([0, *(len(each["indices"]) for each in found)])
-    places = np.concatenate([each["indices"] for each in found])
-    return csr_array((np.concatenate([each["values"] for each in found]), places, ends), shape=(len(found), width))
+    ends = np.cumsum([0, *(len(vector["indices"]) for vector in vectors)])
+    places = np.concatenate([vector["indices"] for vector in vectors])
+    return csr_array(
+        (np.concatenate([vector["values"] for vector in vectors]), places, ends), shape=(len(vectors), width)
+    )
 
 
 def _dense(dtype: str) -> dict[str, Any]:
@@ -111,18 +113,18 @@ _FLOATS = _dense("float32")
 _TOKENS = {"output_types": ["multivector"], "output_dtype": "float32"}
 _WEIGHTS = {"output_types": ["sparse"], "output_dtype": "float32"}
 _FIXED = {**_FLOATS, "muvera": True}
-DENSE = Output("dense", _FLOATS, _FLOATS, cosine)
-_KNOWN: Mapping[str, Output] = {
-    each.name: each
-    for each in (
+DENSE = VectorOutput("dense", _FLOATS, _FLOATS, cosine)
+_KNOWN: Mapping[str, VectorOutput] = {
+    output.name: output
+    for output in (
         DENSE,
-        Output("float16", _dense("float16"), _FLOATS, cosine),
-        Output("int8", _dense("int8"), _dense("int8"), cosine),
-        Output("binary", _dense("binary"), _dense("binary"), _hamming),
-        Output("binary+rescore", _dense("binary"), _FLOATS, _rescored),
-        Output("sparse", _WEIGHTS, _WEIGHTS, _sparse, "sparse"),
-        Output("multivector", _TOKENS, _TOKENS, _maxsim, "multivector"),
-        Output("muvera", _FIXED, _FIXED, _products),
+        VectorOutput("float16", _dense("float16"), _FLOATS, cosine),
+        VectorOutput("int8", _dense("int8"), _dense("int8"), cosine),
+        VectorOutput("binary", _dense("binary"), _dense("binary"), _hamming),
+        VectorOutput("binary+rescore", _dense("binary"), _FLOATS, _rescored),
+        VectorOutput("sparse", _WEIGHTS, _WEIGHTS, _sparse, "sparse"),
+        VectorOutput("multivector", _TOKENS, _TOKENS, _maxsim, "multivector"),
+        VectorOutput("muvera", _FIXED, _FIXED, _products),
     )
 }
 NAMES = (*_KNOWN, "dims=N")

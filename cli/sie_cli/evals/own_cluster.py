@@ -14,7 +14,7 @@ import click
 
 from sie_cli import access
 from sie_cli.access import Access
-from sie_cli.refusal import Refused
+from sie_cli.refusal import CommandRefused
 from sie_cli.serve.ports import free_port
 
 START_S = 120.0
@@ -25,7 +25,9 @@ LAST_LINES = 5
 
 @contextlib.contextmanager
 def own_cluster() -> Iterator[Access]:
-    """Start a cluster on this machine, and end it with the context. Raises Refused with the last lines of its log."""
+    """Start a cluster on this machine, and end it with the context. Raises CommandRefused with the last lines of its
+    log.
+    """
     with tempfile.TemporaryDirectory(prefix="sie-eval-") as folder:
         data_dir, log = Path(folder) / "data", Path(folder) / "serve.log"
         argv = [sys.executable, "-m", "sie_cli", "serve", "--data-dir", str(data_dir)]
@@ -47,10 +49,12 @@ def own_cluster() -> Iterator[Access]:
 def _access(process: subprocess.Popen[bytes], data_dir: Path, log: Path) -> Access:
     end_s = time.monotonic() + START_S
     while time.monotonic() < end_s:
-        if (found := access.read(data_dir)) is not None:
-            return found
+        if (record := access.read(data_dir)) is not None:
+            return record
         if process.poll() is not None:
             last = "\n".join(log.read_text("utf-8", "replace").splitlines()[-LAST_LINES:])
-            raise Refused(f"the cluster for this evaluation ended with status {process.returncode}:\n{last}")
+            raise CommandRefused(f"the cluster for this evaluation ended with status {process.returncode}:\n{last}")
         time.sleep(POLL_S)
-    raise Refused(f"the cluster for this evaluation has not started within {START_S:.0f} s: start one with `sie serve`")
+    raise CommandRefused(
+        f"the cluster for this evaluation has not started within {START_S:.0f} s: start one with `sie serve`"
+    )

@@ -15,38 +15,38 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sie_cli.evals.load import NOBODY, Answer, Call, Level, Request, Send
+from sie_cli.evals.load import NOBODY, LoadLevel, LoadReply, LoadRequest, Send, SentRequest
 from sie_cli.evals.mteb_tasks import Mteb
-from sie_cli.evals.sources import Source
+from sie_cli.evals.sources import EvalSource
 from sie_cli.evals.tasks import Retrieval, Similarity, Task, Texts
-from sie_cli.evals.utilisation import Device, Watch
-from sie_cli.refusal import Refused
+from sie_cli.evals.utilisation import DeviceUsage, UsageWatch
+from sie_cli.refusal import CommandRefused
 
 PERCENTILES = (50, 90, 99)
 CLIENT_LIMIT = 0.8  # of a core: above it the client may be what is measured
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoadPlan:
     """What is asked of each source: levels of load, in turn, each for `warm_up_s` and then `seconds`; `batch` texts to
     a request.
     """
 
-    levels: Sequence[Level]
+    levels: Sequence[LoadLevel]
     seconds: float
     warm_up_s: float
     batch: int = 1
 
 
 @dataclass(frozen=True)
-class Point:
+class LoadPoint:
     """What one source did at one level of load in `seconds`. `latencies_ms` of the requests that were answered,
     ascending; `items`: answered within the window. `client_cores`: processor time of this process, 1 is a whole core;
     None where the source itself computes in it.
     """
 
     source: str
-    level: Level
+    level: LoadLevel
     seconds: float
     items: int
     latencies_ms: Sequence[float]
@@ -54,16 +54,16 @@ class Point:
     tokens: int | None = None
     errors: Mapping[str, int] = field(default_factory=dict)
     stages_ms: Mapping[str, float] = field(default_factory=dict)
-    device: Device = field(default_factory=Device)
+    device: DeviceUsage = field(default_factory=DeviceUsage)
 
     @property
     def scores(self) -> dict[str, float]:
         """By metric; latencies of no answer are not a number."""
-        found = {"items_per_s": self.items / self.seconds}
+        metrics = {"items_per_s": self.items / self.seconds}
         if self.tokens is not None:
-            found["tokens_per_s"] = self.tokens / self.seconds
+            metrics["tokens_per_s"] = self.tokens / self.seconds
         own = self.latencies_ms or [float("nan")]
-        return found | {f"p{each}_ms": float(np.percentile(own, each)) for each in PERCENTILES}
+        return metrics | {f"p{percentile}_ms": float(np.percentile(own, percentile)) for percentile in PERCENTILES}
 
     @property
     def is_limited_by_client(self) -> bool:
@@ -78,52 +78,61 @@ def texts_of(task: Task) -> list[str]:
     """All texts of the task, in an order that has nothing to do with their lengths, the same in each run."""
     match task:
         case Similarity():
-            found = [*task.left, *task.right]
+            texts = [*task.left, *task.right]
         case Retrieval():
-            found = [*task.corpus.values(), *task.queries.values()]
+            texts = [*task.corpus.values(), *task.queries.values()]
         case Texts() | Mteb():
-            found = list(task.texts)
-    if not found:
-        raise Refused(f"{task.name} has no texts")
-    return [found[place] for place in np.random.default_rng(0).permutation(len(found))]
+            texts = list(task.texts)
+    if not texts:
+        raise CommandRefused(f"{task.name} has no texts")
+    return [texts[place] for place in np.random.default_rng(0).permutation(len(texts))]
 
 
-def requests_of(task: Task, batch: int) -> Iterator[Request]:
+def requests_of(task: Task, batch: int) -> Iterator[LoadRequest]:
     """Without an end. Each query is that of another text."""
     texts = itertools.cycle(texts_of(task))
     while True:
         query = next(texts)
-        yield Request([query, *itertools.islice(texts, batch - 1)], query)
+        yield LoadRequest([query, *itertools.islice(texts, batch - 1)], query)
 
 
 def measure(
-    task: Task, sources: Sequence[Source], plan: Plan, watches: Mapping[str, Watch], told: Callable[[], None]
-) -> Iterator[list[Point]]:
-    """The points of each level, sources in turn. `watches`: of the devices behind a source, by its name; `told`: called
-    after each point.
+    task: Task,
+    sources: Sequence[EvalSource],
+    plan: LoadPlan,
+    watches: Mapping[str, UsageWatch],
+    advance: Callable[[], None],
+) -> Iterator[list[LoadPoint]]:
+    """The points of each level, sources in turn. `watches`: of the devices behind a source, by its name; `advance`:
+    called after each point.
 
     A source that finds nobody ends the measurement with the level at which it did.
     """
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
         try:
-            sends = [(each, runner.run(stack.enter_async_context(each.sender()))) for each in sources]
+            sends = [(source, runner.run(stack.enter_async_context(source.sender()))) for source in sources]
             for level in plan.levels:
                 points = []
                 for source, send in sends:
                     requests = requests_of(task, plan.batch)
                     points.append(runner.run(_point(source, send, requests, level, plan, watches.get(source.name))))
-                    told()
+                    advance()
                 yield points
-                if any(each.lost_its_server for each in points):
+                if any(source.lost_its_server for source in points):
                     return
         finally:
             runner.run(stack.aclose())
 
 
 async def _point(
-    source: Source, send: Send, requests: Iterator[Request], level: Level, plan: Plan, watch: Watch | None
-) -> Point:
+    source: EvalSource,
+    send: Send,
+    requests: Iterator[LoadRequest],
+    level: LoadLevel,
+    plan: LoadPlan,
+    watch: UsageWatch | None,
+) -> LoadPoint:
     start_s = time.perf_counter() + plan.warm_up_s
     end_s = start_s + plan.seconds
     watching = asyncio.create_task(watch.run(start_s, end_s)) if watch else None
@@ -133,7 +142,7 @@ async def _point(
     except ExceptionGroup as group:  # of the tasks: what the source refuses to send at all
         raise group.exceptions[0] from group
     client_cores = await used
-    device = await watching if watching else Device()
+    device = await watching if watching else DeviceUsage()
     window = (start_s, end_s)
     return _summed(source.name, level, calls, window, None if source.is_here else client_cores, device)
 
@@ -148,12 +157,12 @@ async def _used_cores(start_s: float, end_s: float) -> float:
 
 def _summed(
     name: str,
-    level: Level,
-    calls: Sequence[Call],
+    level: LoadLevel,
+    calls: Sequence[SentRequest],
     window: tuple[float, float],
     client_cores: float | None,
-    device: Device,
-) -> Point:
+    device: DeviceUsage,
+) -> LoadPoint:
     """Throughput counts what was answered within the window. Latencies and errors are those of requests that were due
     in it, so a stall at its end is not cut off.
     """
@@ -162,20 +171,20 @@ def _summed(
     ended = [call for call in calls if start_s <= call.ended_s < end_s and not call.code]
     answers = [call.answer for call in due if not call.code]
     tokens = [call.answer.tokens for call in ended]
-    return Point(
+    return LoadPoint(
         name,
         level,
         end_s - start_s,
         sum(call.items for call in ended),
         sorted(1e3 * call.latency_s for call in due if not call.code),
         client_cores,
-        sum(each or 0 for each in tokens) if tokens and None not in tokens else None,
+        sum(count or 0 for count in tokens) if tokens and None not in tokens else None,
         dict(Counter(call.code for call in due if call.code)),
         _means(answers),
         device,
     )
 
 
-def _means(answers: Sequence[Answer]) -> dict[str, float]:
-    names = dict.fromkeys(name for each in answers for name in each.stages)
-    return {name: sum(each.stages.get(name, 0.0) for each in answers) / len(answers) for name in names}
+def _means(answers: Sequence[LoadReply]) -> dict[str, float]:
+    names = dict.fromkeys(name for answer in answers for name in answer.stages)
+    return {name: sum(answer.stages.get(name, 0.0) for answer in answers) / len(answers) for name in names}

@@ -12,43 +12,43 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from sie_cli.evals.perf import Point
-    from sie_cli.evals.quality import Found
+    from sie_cli.evals.perf import LoadPoint
+    from sie_cli.evals.quality import Measurement
 
 _PERCENTS = np.linspace(0, 99.9, 200)
 
 
-def latencies(points: Sequence[Point]) -> str:
+def latencies(points: Sequence[LoadPoint]) -> str:
     """Latency by percentile, a line for each source and level."""
     figure, axes = _made("percentile of requests", "latency, ms")
-    for each in points:
-        if each.latencies_ms:
+    for point in points:
+        if point.latencies_ms:
             axes.plot(
-                _PERCENTS, np.percentile(each.latencies_ms, _PERCENTS), label=_label(f"{each.source} {each.level}")
+                _PERCENTS, np.percentile(point.latencies_ms, _PERCENTS), label=_label(f"{point.source} {point.level}")
             )
     axes.set_ylim(bottom=0)
     return _drawn(figure, axes)
 
 
-def levels(points: Sequence[Point]) -> str:
+def levels(points: Sequence[LoadPoint]) -> str:
     """Throughput against latency, a line for each source with a point for each level; p99 dashed."""
     figure, axes = _made("items a second", "latency, ms")
-    for source in dict.fromkeys(each.source for each in points):
-        own = [each.scores for each in points if each.source == source]
-        across = [each["items_per_s"] for each in own]
-        (line,) = axes.plot(across, [each["p50_ms"] for each in own], marker="o", label=_label(f"{source} p50"))
-        dashed = [each["p99_ms"] for each in own]
+    for source in dict.fromkeys(point.source for point in points):
+        own = [point.scores for point in points if point.source == source]
+        across = [point["items_per_s"] for point in own]
+        (line,) = axes.plot(across, [point["p50_ms"] for point in own], marker="o", label=_label(f"{source} p50"))
+        dashed = [point["p99_ms"] for point in own]
         axes.plot(across, dashed, marker=".", linestyle="--", color=line.get_color(), label=_label(f"{source} p99"))
     axes.set(xlim=(0, None), ylim=(0, None))
     return _drawn(figure, axes)
 
 
-def costs(found: Sequence[Found], metric: str) -> str:
+def costs(scores: Sequence[Measurement], metric: str) -> str:
     """Quality against bytes of an item, a point for each output."""
     figure, axes = _made("bytes of an item", metric)
-    for each in found:
-        if each.bytes_per_item:
-            axes.scatter(each.bytes_per_item, each.scores[metric], label=_label(each.source))
+    for score in scores:
+        if score.bytes_per_item:
+            axes.scatter(score.bytes_per_item, score.scores[metric], label=_label(score.source))
     axes.set_xscale("log")
     return _drawn(figure, axes)
 

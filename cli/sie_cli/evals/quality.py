@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from sie_cli.evals import mteb_tasks
 from sie_cli.evals.mteb_tasks import Mteb
-from sie_cli.evals.outputs import Output
-from sie_cli.evals.sources import Source
-from sie_cli.evals.steps import Step, Work
+from sie_cli.evals.outputs import VectorOutput
+from sie_cli.evals.sources import EvalSource
+from sie_cli.evals.steps import EvalStep, EvalWork
 from sie_cli.evals.tasks import Judged, Retrieval, Similarity
 
 DEPTH = 100  # documents of a ranking, at most
@@ -36,7 +36,7 @@ Run = dict[str, dict[str, float]]  # score of each document, by query
 
 
 @dataclass(frozen=True)
-class Found:
+class Measurement:
     """What one source reached. `values`: the metric of each query, by metric. Of a similarity: how alike each pair is,
     and `gold`, whose rank correlation is the metric. `bytes_per_item`: of a document in an index; None for a reranker.
     """
@@ -66,7 +66,7 @@ class Difference:
     high: float
 
 
-def count(task: Judged, step: Step) -> int | None:
+def count(task: Judged, step: EvalStep) -> int | None:
     """How many texts a source is asked for; None where nobody knows."""
     if isinstance(task, Mteb):
         return None
@@ -79,41 +79,41 @@ def count(task: Judged, step: Step) -> int | None:
     return len(task.corpus) + len(task.queries) + (FIRST_STAGE * len(task.queries) if step.reranker else 0)
 
 
-def measure(task: Judged, step: Step, work: Work) -> Found:
+def measure(task: Judged, step: EvalStep, work: EvalWork) -> Measurement:
     """Run the task. Raises what the source raises."""
     if isinstance(task, Mteb):
-        found = mteb_tasks.measure(task, step, work)
-        return Found(step.name, {name: [value] for name, value in found.items()})
+        scores = mteb_tasks.measure(task, step, work)
+        return Measurement(step.name, {name: [value] for name, value in scores.items()})
     if isinstance(task, Similarity):
         return _similarity(task, step, work)
     return _retrieval(task, step, work)
 
 
-def has_interval(found: Found) -> bool:
+def has_interval(score: Measurement) -> bool:
     """Whether single queries or pairs are known: the library mteb gives means alone."""
-    return min(map(len, found.values.values())) > 1
+    return min(map(len, score.values.values())) > 1
 
 
-def difference(found: Found, reference: Found, metric: str) -> Difference:
+def difference(score: Measurement, reference: Measurement, metric: str) -> Difference:
     """By a paired bootstrap over queries or pairs, always with the same draws.
 
     Source: Efron and Tibshirani 1993, "An Introduction to the Bootstrap", chapter 13 (percentile interval).
     """
-    count = len(found.values[metric])
+    count = len(score.values[metric])
     rng = np.random.default_rng(0)
     every = np.arange(count)
     drawn = [rng.integers(0, count, count) for _ in range(RESAMPLES)]
-    spread = [found.score(metric, each) - reference.score(metric, each) for each in drawn]
+    spread = [score.score(metric, sample) - reference.score(metric, sample) for sample in drawn]
     tail = 50 * (1 - CONFIDENCE)
     low, high = np.nanpercentile(spread, (tail, 100 - tail)).tolist()
-    return Difference(found.score(metric, every) - reference.score(metric, every), low, high)
+    return Difference(score.score(metric, every) - reference.score(metric, every), low, high)
 
 
-def _similarity(task: Similarity, step: Step, work: Work) -> Found:
+def _similarity(task: Similarity, step: EvalStep, work: EvalWork) -> Measurement:
     if step.source.scores_pairs:
         pairs = zip(task.left, task.right, strict=True)
         alike = [work.scores(step.source, left, [right])[0] for left, right in pairs]
-        return Found(step.name, {"spearman": alike}, task.gold)
+        return Measurement(step.name, {"spearman": alike}, task.gold)
     texts = list(dict.fromkeys([*task.left, *task.right]))
     rows = dict(zip(texts, work.vectors(step, texts, is_query=False), strict=True))
     asking = rows
@@ -124,66 +124,66 @@ def _similarity(task: Similarity, step: Step, work: Work) -> Found:
         float(step.output.similar([asking[left]], [rows[right]])[0, 0])
         for left, right in zip(task.left, task.right, strict=True)
     ]
-    return Found(step.name, {"spearman": alike}, task.gold, _mean_size(step.output, list(rows.values())))
+    return Measurement(step.name, {"spearman": alike}, task.gold, _mean_size(step.output, list(rows.values())))
 
 
-def _retrieval(task: Retrieval, step: Step, work: Work) -> Found:
+def _retrieval(task: Retrieval, step: EvalStep, work: EvalWork) -> Measurement:
     import pytrec_eval
 
     run, size = (_scored(task, step.source, work), None) if step.source.scores_pairs else _nearest(task, step, work)
     if step.reranker is not None:
         run = _reranked(task, step.reranker, run, work)
     judged = {query: dict(own) for query, own in task.qrels.items()}
-    told = pytrec_eval.RelevanceEvaluator(judged, set(METRICS.values())).evaluate(run)
-    values = {name: [told[query][own] for query in task.queries] for name, own in METRICS.items()}
-    return Found(step.name, values, bytes_per_item=size)
+    metrics = pytrec_eval.RelevanceEvaluator(judged, set(METRICS.values())).evaluate(run)
+    values = {name: [metrics[query][own] for query in task.queries] for name, own in METRICS.items()}
+    return Measurement(step.name, values, bytes_per_item=size)
 
 
-def _scored(task: Retrieval, source: Source, work: Work) -> Run:
+def _scored(task: Retrieval, source: EvalSource, work: EvalWork) -> Run:
     """A reranker orders FIRST_STAGE documents of each query: those that are judged, filled up with others in the order
     of the corpus, so that no other model has chosen them.
     """
-    keys, found = list(task.corpus), {}
+    keys, by_query = list(task.corpus), {}
     for query, text in task.queries.items():
         chosen = list(dict.fromkeys([*task.qrels[query], *keys]))[: max(FIRST_STAGE, len(task.qrels[query]))]
         scores = work.scores(source, text, [task.corpus[key] for key in chosen])
-        found[query] = dict(zip(chosen, scores, strict=True))
-    return found
+        by_query[query] = dict(zip(chosen, scores, strict=True))
+    return by_query
 
 
-def _nearest(task: Retrieval, step: Step, work: Work) -> tuple[Run, float]:
+def _nearest(task: Retrieval, step: EvalStep, work: EvalWork) -> tuple[Run, float]:
     """The nearest DEPTH documents of each query, and the mean bytes of a document."""
     keys = list(task.corpus)
     rows = work.vectors(step, list(task.corpus.values()), is_query=False)
     asking = work.vectors(step, list(task.queries.values()), is_query=True)
-    names, found = list(task.queries), {}
+    names, rankings = list(task.queries), {}
     for start in range(0, len(names), AT_ONCE):
         similar = step.output.similar(asking[start : start + AT_ONCE], rows)
         nearest = np.argsort(-similar, axis=1, kind="stable")[:, :DEPTH]
         for row, query in enumerate(names[start : start + AT_ONCE]):
-            found[query] = {keys[place]: float(similar[row, place]) for place in nearest[row].tolist()}
-    return found, _mean_size(step.output, rows)
+            rankings[query] = {keys[place]: float(similar[row, place]) for place in nearest[row].tolist()}
+    return rankings, _mean_size(step.output, rows)
 
 
-def _reranked(task: Retrieval, source: Source, run: Run, work: Work) -> Run:
+def _reranked(task: Retrieval, source: EvalSource, run: Run, work: EvalWork) -> Run:
     """The first FIRST_STAGE of each ranking in the order of the source's scores; what follows stays behind them."""
-    found = {}
+    rankings = {}
     for query, ranking in run.items():
         keys = sorted(ranking, key=ranking.__getitem__, reverse=True)
         scores = work.scores(source, task.queries[query], [task.corpus[key] for key in keys[:FIRST_STAGE]])
         least = min(scores)
         behind = {key: least - place for place, key in enumerate(keys[FIRST_STAGE:], 1)}
-        found[query] = {**dict(zip(keys[:FIRST_STAGE], scores, strict=True)), **behind}
-    return found
+        rankings[query] = {**dict(zip(keys[:FIRST_STAGE], scores, strict=True)), **behind}
+    return rankings
 
 
-def _mean_size(output: Output, rows: Sequence[Any]) -> float:
+def _mean_size(output: VectorOutput, rows: Sequence[Any]) -> float:
     return sum(map(output.size, rows)) / len(rows)
 
 
-def _spearman(one: NDArray[np.float64], two: NDArray[np.float64]) -> float:
+def _spearman(left: NDArray[np.float64], right: NDArray[np.float64]) -> float:
     from scipy.stats import spearmanr
 
-    if one.std() == 0 or two.std() == 0:
+    if left.std() == 0 or right.std() == 0:
         return math.nan
-    return float(spearmanr(one, two).statistic)
+    return float(spearmanr(left, right).statistic)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sie_cli.evals import plots
-from sie_cli.evals.perf import CLIENT_LIMIT, Point
-from sie_cli.evals.quality import CONFIDENCE, Difference, Found, difference, has_interval
+from sie_cli.evals.perf import CLIENT_LIMIT, LoadPoint
+from sie_cli.evals.quality import CONFIDENCE, Difference, Measurement, difference, has_interval
 from sie_cli.evals.targets import Targets
 
 Kind = Literal["quality", "perf"]
@@ -44,7 +44,7 @@ tr + tr { border-top: 1px solid #ddd } .missed { color: #b3261e } svg { max-widt
 
 
 @dataclass(frozen=True)
-class Report:
+class EvalReport:
     """One model on one task. `about`: what was measured, in a line. `table`: its first row is the header; `rows`: the
     same for a program. `missed`: a line for each target that the first source missed. `pictures`: SVG.
     """
@@ -66,11 +66,13 @@ class Report:
 
     def figures(self, *, with_values: bool = True) -> dict[str, Any]:
         """For a program. What is not a number is null. `with_values`: of each query or pair too."""
-        told = {"model": self.model, "task": self.task, "kind": self.kind, "about": self.about}
+        head = {"model": self.model, "task": self.task, "kind": self.kind, "about": self.about}
         hidden = () if with_values else ("values", "gold")
         rows = [{name: value for name, value in row.items() if name not in hidden} for row in self.rows]
-        found: dict[str, Any] = _json({**told, "rows": rows, **self.more, "missed": self.missed, "notes": self.notes})
-        return found
+        document: dict[str, Any] = _json(
+            {**head, "rows": rows, **self.more, "missed": self.missed, "notes": self.notes}
+        )
+        return document
 
     def markdown(self) -> str:
         """A page of its own."""
@@ -84,121 +86,130 @@ class Report:
         import jinja2
 
         page = jinja2.Environment(autoescape=True).from_string(_PAGE)
-        told = {"title": self.title, "about": self.about, "table": self.table, "pictures": self.pictures}
-        return page.render(told, notes=self.notes, missed=self.missed)
+        context = {"title": self.title, "about": self.about, "table": self.table, "pictures": self.pictures}
+        return page.render(context, notes=self.notes, missed=self.missed)
 
 
 def of_quality(
-    model: str, task: str, about: str, found: Sequence[Found], targets: Targets, missed: Sequence[str]
-) -> Report:
-    """`found`: a row of each source and output, in the order in which they were asked for."""
-    metrics = list(found[0].values)
-    has_bytes = any(each.bytes_per_item for each in found)
+    model: str, task: str, about: str, scores: Sequence[Measurement], targets: Targets, missed: Sequence[str]
+) -> EvalReport:
+    """`scores`: a row of each source and output, in the order in which they were asked for."""
+    metrics = list(scores[0].values)
+    has_bytes = any(score.bytes_per_item for score in scores)
     table = [["source", *metrics, *(["bytes"] if has_bytes else [])]]
-    for each in found:
-        sizes = [f"{each.bytes_per_item:,.0f}" if each.bytes_per_item else "-"] if has_bytes else []
-        table.append([each.source, *(_shown(each.scores[metric]) for metric in metrics), *sizes])
+    for row in scores:
+        sizes = [f"{row.bytes_per_item:,.0f}" if row.bytes_per_item else "-"] if has_bytes else []
+        table.append([row.source, *(_shown(row.scores[metric]) for metric in metrics), *sizes])
     if targets:
-        told = {metric: f"{target.value:.4f} - {target.tolerance:g}" for metric, target in targets.items()}
-        table.append(["targets", *(told.get(metric, "") for metric in metrics), *([""] if has_bytes else [])])
-    first, *others = found
-    differences = [(other, metric, difference(first, other, metric)) for other in others for metric in metrics]
+        expected = {metric: f"{target.value:.4f} - {target.tolerance:g}" for metric, target in targets.items()}
+        table.append(["targets", *(expected.get(metric, "") for metric in metrics), *([""] if has_bytes else [])])
+    first, *rest = scores
+    differences = [
+        (alternative, metric, difference(first, alternative, metric)) for alternative in rest for metric in metrics
+    ]
     notes = [
-        f"{first.source} - {other.source}, {metric}: {each.value:+.4f}{_spread(each) if has_interval(first) else ''}"
-        for other, metric, each in differences
+        f"{first.source} - {alternative.source}, {metric}: {gap.value:+.4f}"
+        + (_spread(gap) if has_interval(first) else "")
+        for alternative, metric, gap in differences
         if metric == metrics[0]
     ]
     rows = [
         {
-            "source": each.source,
-            "scores": each.scores,
-            "bytes_per_item": each.bytes_per_item,
-            "values": each.values,
-            "gold": each.gold,
+            "source": score.source,
+            "scores": score.scores,
+            "bytes_per_item": score.bytes_per_item,
+            "values": score.values,
+            "gold": score.gold,
         }
-        for each in found
+        for score in scores
     ]
     more = {
-        "differences": [_difference(first, *each) for each in differences],
-        "targets": {metric: {"value": each.value, "tolerance": each.tolerance} for metric, each in targets.items()},
+        "differences": [_difference(first, *row) for row in differences],
+        "targets": {
+            metric: {"value": target.value, "tolerance": target.tolerance} for metric, target in targets.items()
+        },
     }
-    pictures = [plots.costs(found, metrics[0])] if has_bytes and len(found) > 1 else []
-    return Report(model, task, "quality", about, table, rows, notes, missed, more, pictures)
+    pictures = [plots.costs(scores, metrics[0])] if has_bytes and len(scores) > 1 else []
+    return EvalReport(model, task, "quality", about, table, rows, notes, missed, more, pictures)
 
 
 def of_perf(
     model: str,
     task: str,
     about: str,
-    points: Sequence[Point],
+    points: Sequence[LoadPoint],
     targets: Mapping[str, Targets],
     missed: Sequence[str],
-) -> Report:
+) -> EvalReport:
     """`points` of each level, sources in turn. `targets`: by level."""
-    metrics = list(dict.fromkeys(metric for each in points for metric in each.scores))
-    told = ("requests", "errors", "device %", "device MB", "client %")
-    table = [["source", "load", *metrics, *told]]
-    for each in points:
-        cells = [_rounded(each.scores.get(metric)) for metric in metrics]
-        errors = " ".join(f"{count} {code}" for code, count in each.errors.items()) or "0"
-        busy = _rounded(each.device.busy_percent)
-        memory = "-" if each.device.memory_bytes is None else f"{each.device.memory_bytes / 1e6:,.0f}"
-        own = "-" if each.client_cores is None else _rounded(100 * each.client_cores)
-        table.append([each.source, str(each.level), *cells, str(len(each.latencies_ms)), errors, busy, memory, own])
+    metrics = list(dict.fromkeys(metric for point in points for metric in point.scores))
+    headings = ("requests", "errors", "device %", "device MB", "client %")
+    table = [["source", "load", *metrics, *headings]]
+    for measured in points:
+        cells = [_rounded(measured.scores.get(metric)) for metric in metrics]
+        errors = " ".join(f"{count} {code}" for code, count in measured.errors.items()) or "0"
+        busy = _rounded(measured.device.busy_percent)
+        memory = "-" if measured.device.memory_bytes is None else f"{measured.device.memory_bytes / 1e6:,.0f}"
+        own = "-" if measured.client_cores is None else _rounded(100 * measured.client_cores)
+        table.append(
+            [measured.source, str(measured.level), *cells, str(len(measured.latencies_ms)), errors, busy, memory, own]
+        )
     for level, expected in targets.items():
         cells = [
             f"{expected[metric].value:.4g} ± {expected[metric].tolerance:.2g}" if metric in expected else ""
             for metric in metrics
         ]
-        table.append(["targets", level, *cells, *("" for _ in told)])
+        table.append(["targets", level, *cells, *("" for _ in headings)])
     rows = [
         {
-            "source": each.source,
-            "load": str(each.level),
-            "scores": each.scores,
-            "errors": each.errors,
-            "stages_ms": each.stages_ms,
-            "requests": len(each.latencies_ms),
-            "client_cores": each.client_cores,
-            "device": each.device.name,
-            "device_percent": each.device.busy_percent,
-            "device_memory_bytes": each.device.memory_bytes,
-            "joules": each.device.joules,
+            "source": point.source,
+            "load": str(point.level),
+            "scores": point.scores,
+            "errors": point.errors,
+            "stages_ms": point.stages_ms,
+            "requests": len(point.latencies_ms),
+            "client_cores": point.client_cores,
+            "device": point.device.name,
+            "device_percent": point.device.busy_percent,
+            "device_memory_bytes": point.device.memory_bytes,
+            "joules": point.device.joules,
         }
-        for each in points
+        for point in points
     ]
     pictures = [plots.latencies(points)]
-    if len({each.level for each in points}) > 1:
+    if len({point.level for point in points}) > 1:
         pictures.append(plots.levels(points))
-    return Report(model, task, "perf", about, table, rows, _perf_notes(points), missed, pictures=pictures)
+    return EvalReport(model, task, "perf", about, table, rows, _perf_notes(points), missed, pictures=pictures)
 
 
-def _perf_notes(points: Sequence[Point]) -> list[str]:
+def _perf_notes(points: Sequence[LoadPoint]) -> list[str]:
     notes = []
-    for each in points:
-        if each.stages_ms:
-            stages = ", ".join(f"{name} {_rounded(ms)}" for name, ms in each.stages_ms.items())
-            notes.append(f"{each.source}, {each.level}: mean milliseconds of a request: {stages}")
-        if each.device.joules:
-            notes.append(f"{each.source}, {each.level}: {each.device.joules / max(1, each.items):.3g} joules an item")
-        if each.is_limited_by_client:
+    for point in points:
+        if point.stages_ms:
+            stages = ", ".join(f"{name} {_rounded(ms)}" for name, ms in point.stages_ms.items())
+            notes.append(f"{point.source}, {point.level}: mean milliseconds of a request: {stages}")
+        if point.device.joules:
             notes.append(
-                f"{each.source}, {each.level}: this client used {each.client_cores:.0%} of a core, above"
+                f"{point.source}, {point.level}: {point.device.joules / max(1, point.items):.3g} joules an item"
+            )
+        if point.is_limited_by_client:
+            notes.append(
+                f"{point.source}, {point.level}: this client used {point.client_cores:.0%} of a core, above"
                 f" {CLIENT_LIMIT:.0%}: it may be what is measured; ask from another machine, or with more texts to a"
                 " request"
             )
-        if each.lost_its_server:
-            notes.append(f"{each.source}, {each.level}: the server went away; what is above is what it did before")
+        if point.lost_its_server:
+            notes.append(f"{point.source}, {point.level}: the server went away; what is above is what it did before")
     return notes
 
 
-def _difference(first: Found, other: Found, metric: str, found: Difference) -> dict[str, Any]:
-    sources = {"source": first.source, "reference": other.source, "metric": metric}
-    return {**sources, "value": found.value, "low": found.low, "high": found.high}
+def _difference(first: Measurement, alternative: Measurement, metric: str, change: Difference) -> dict[str, Any]:
+    sources = {"source": first.source, "reference": alternative.source, "metric": metric}
+    return {**sources, "value": change.value, "low": change.low, "high": change.high}
 
 
-def _spread(found: Difference) -> str:
-    return f", between {found.low:+.4f} and {found.high:+.4f} in {CONFIDENCE:.0%} of resamples"
+def _spread(change: Difference) -> str:
+    return f", between {change.low:+.4f} and {change.high:+.4f} in {CONFIDENCE:.0%} of resamples"
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -221,7 +232,7 @@ def _json(value: Any) -> Any:
         case float() if math.isnan(value):
             return None
         case Mapping():
-            return {name: _json(each) for name, each in value.items()}
+            return {name: _json(inner) for name, inner in value.items()}
         case list() | tuple():
-            return [_json(each) for each in value]
+            return [_json(inner) for inner in value]
     return value

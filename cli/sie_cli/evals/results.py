@@ -18,15 +18,15 @@ from typing import Any
 import msgspec
 
 import sie_contracts
-from sie_cli.evals.quality import CONFIDENCE, Found, difference
-from sie_cli.evals.report import Report
-from sie_cli.refusal import Refused
+from sie_cli.evals.quality import CONFIDENCE, Measurement, difference
+from sie_cli.evals.report import EvalReport
+from sie_cli.refusal import CommandRefused
 
 GIT_S = 5.0
 TOLD_ITEMS = 3  # queries or pairs whose metric fell the most
 
 
-class Stored(msgspec.Struct):
+class StoredReport(msgspec.Struct):
     """A result. `about`: where and with what it was measured. `figures`: those of its report."""
 
     time: str
@@ -46,39 +46,41 @@ def about(cluster: Mapping[str, Any], machine: str) -> dict[str, Any]:
 
 
 def check(folder: Path) -> None:
-    """Raises Refused where nothing can be stored."""
+    """Raises CommandRefused where nothing can be stored."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise Refused(f"{folder}: {error.strerror}: name a folder that can be written with --results") from error
+        raise CommandRefused(f"{folder}: {error.strerror}: name a folder that can be written with --results") from error
 
 
-def store(folder: Path, report: Report, known: Mapping[str, Any]) -> Path:
-    """Write a result. Raises Refused."""
+def store(folder: Path, report: EvalReport, context: Mapping[str, Any]) -> Path:
+    """Write a result. Raises CommandRefused."""
     now = datetime.datetime.now(datetime.UTC)
-    name = f"{now:%Y%m%dT%H%M%S%f}-{known['commit'] or known['version']}-{known['machine']}"
+    name = f"{now:%Y%m%dT%H%M%S%f}-{context['commit'] or context['version']}-{context['machine']}"
     file = _place(folder, report.model, report.task, report.kind) / f"{_plain(name)}.json"
-    told = Stored(now.isoformat(timespec="seconds"), dict(known), report.figures())
+    stored = StoredReport(now.isoformat(timespec="seconds"), dict(context), report.figures())
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         half = file.with_suffix(".half")
-        half.write_bytes(msgspec.json.encode(told))
+        half.write_bytes(msgspec.json.encode(stored))
         half.replace(file)
     except OSError as error:
-        raise Refused(f"{file}: {error.strerror}: the result was not stored; --results names another folder") from error
+        raise CommandRefused(
+            f"{file}: {error.strerror}: the result was not stored; --results names another folder"
+        ) from error
     return file
 
 
-def read(file: Path) -> Stored:
-    """Raises Refused."""
+def read(file: Path) -> StoredReport:
+    """Raises CommandRefused."""
     try:
-        return msgspec.json.decode(file.read_bytes(), type=Stored)
+        return msgspec.json.decode(file.read_bytes(), type=StoredReport)
     except OSError as error:
-        raise Refused(f"{file}: {error.strerror}: `sie eval list` shows the results that are stored") from error
+        raise CommandRefused(f"{file}: {error.strerror}: `sie eval list` shows the results that are stored") from error
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise Refused(f"{file} is no result of `sie eval`: {error}") from error
+        raise CommandRefused(f"{file} is no result of `sie eval`: {error}") from error
 
 
 def every(folder: Path) -> list[Path]:
@@ -86,19 +88,19 @@ def every(folder: Path) -> list[Path]:
     return sorted(folder.glob("*/*/*/*.json"), key=lambda file: file.name)
 
 
-def last(folder: Path, model: str, task: str, kind: str, machine: str) -> Stored | None:
+def last(folder: Path, model: str, task: str, kind: str, machine: str) -> StoredReport | None:
     """The newest result of a model and task on machines of this profile."""
     files = sorted(_place(folder, model, task, kind).glob("*.json"), reverse=True)
-    return next((found for found in map(read, files) if found.about.get("machine") == machine), None)
+    return next((stored for stored in map(read, files) if stored.about.get("machine") == machine), None)
 
 
-def compared(old: Stored, new: Stored) -> tuple[list[list[str]], list[str]]:
-    """A table of what both measured, and lines that say what else is different. Raises Refused."""
+def compared(old: StoredReport, new: StoredReport) -> tuple[list[list[str]], list[str]]:
+    """A table of what both measured, and lines that say what else is different. Raises CommandRefused."""
     for name in ("task", "kind"):
         if old.figures[name] != new.figures[name]:
-            raise Refused(f"the results are of another {name}: {old.figures[name]} and {new.figures[name]}")
+            raise CommandRefused(f"the results are of another {name}: {old.figures[name]} and {new.figures[name]}")
     notes = [
-        f"{name}: {_told(old.about.get(name))} -> {_told(new.about.get(name))}"
+        f"{name}: {_about(old.about.get(name))} -> {_about(new.about.get(name))}"
         for name in dict.fromkeys([*old.about, *new.about])
         if old.about.get(name) != new.about.get(name)
     ]
@@ -108,9 +110,9 @@ def compared(old: Stored, new: Stored) -> tuple[list[list[str]], list[str]]:
     before = {_key(row): row for row in old.figures["rows"]}
     after = {_key(row): row for row in new.figures["rows"]}
     for key in [key for key in before if key in after]:
-        lines, told = _row_compared(key, before[key], after[key])
+        lines, fallen = _row_compared(key, before[key], after[key])
         table += lines
-        notes += told
+        notes += fallen
     notes += [f"only the old result has {' '.join(key)}" for key in before if key not in after]
     notes += [f"only the new result has {' '.join(key)}" for key in after if key not in before]
     return table, notes
@@ -121,34 +123,35 @@ def _row_compared(
 ) -> tuple[list[list[str]], list[str]]:
     lines, notes = [], []
     for metric in [name for name in old["scores"] if name in new["scores"]]:
-        one, two = old["scores"][metric], new["scores"][metric]
-        if one is None or two is None:
+        before, after = old["scores"][metric], new["scores"][metric]
+        if before is None or after is None:
             change = "-"
         elif "values" in old and len(old["values"][metric]) == len(new["values"][metric]):
-            was, now = (Found(key[0], row["values"], row["gold"]) for row in (old, new))
-            found = difference(now, was, metric)
-            change = f"{found.value:+.4f} ({found.low:+.4f} to {found.high:+.4f} in {CONFIDENCE:.0%} of resamples)"
+            was, now = (Measurement(key[0], row["values"], row["gold"]) for row in (old, new))
+            gap = difference(now, was, metric)
+            change = f"{gap.value:+.4f} ({gap.low:+.4f} to {gap.high:+.4f} in {CONFIDENCE:.0%} of resamples)"
             notes += _fallen(key, metric, was, now)
-        elif one:
-            change = f"{two / one - 1:+.1%}"
+        elif before:
+            change = f"{after / before - 1:+.1%}"
         else:
-            change = f"{two - one:+.4g}"
-        lines.append([" ".join(key), metric, _number(one), _number(two), change])
+            change = f"{after - before:+.4g}"
+        lines.append([" ".join(key), metric, _number(before), _number(after), change])
     for name in [name for name in old.get("stages_ms", {}) if name in new.get("stages_ms", {})]:
-        one, two = old["stages_ms"][name], new["stages_ms"][name]
-        lines.append([" ".join(key), name, f"{one:.3g} ms", f"{two:.3g} ms", f"{two - one:+.3g} ms"])
+        before, after = old["stages_ms"][name], new["stages_ms"][name]
+        lines.append([" ".join(key), name, f"{before:.3g} ms", f"{after:.3g} ms", f"{after - before:+.3g} ms"])
     return lines, notes
 
 
-def _fallen(key: Sequence[str], metric: str, was: Found, now: Found) -> list[str]:
+def _fallen(key: Sequence[str], metric: str, was: Measurement, now: Measurement) -> list[str]:
     """Which queries lost the most; a rank correlation is not of single pairs."""
     if was.gold:
         return []
     lost = sorted(
-        (two - one, place) for place, (one, two) in enumerate(zip(was.values[metric], now.values[metric], strict=True))
+        (after - before, place)
+        for place, (before, after) in enumerate(zip(was.values[metric], now.values[metric], strict=True))
     )
-    told = [f"query {place + 1} of the task {by:+.4f}" for by, place in lost[:TOLD_ITEMS] if by < 0]
-    return [f"{' '.join(key)}, {metric}, fell the most: {', '.join(told)}"] if told else []
+    items = [f"query {place + 1} of the task {by:+.4f}" for by, place in lost[:TOLD_ITEMS] if by < 0]
+    return [f"{' '.join(key)}, {metric}, fell the most: {', '.join(items)}"] if items else []
 
 
 def _key(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -159,7 +162,7 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def _told(value: object) -> str:
+def _about(value: object) -> str:
     return "unknown" if value in (None, "") else str(value)
 
 

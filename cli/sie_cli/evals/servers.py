@@ -14,10 +14,10 @@ import msgspec
 import numpy as np
 
 from sie_cli.evals.inputs import only_texts
-from sie_cli.evals.load import NOBODY, PATIENCE_S, Answer, Failed, Request, Send
-from sie_cli.evals.outputs import DENSE, Matrix, Output
+from sie_cli.evals.load import NOBODY, PATIENCE_S, LoadFailure, LoadReply, LoadRequest, Send
+from sie_cli.evals.outputs import DENSE, Matrix, VectorOutput
 from sie_cli.evals.sources import only_dense
-from sie_cli.refusal import Refused
+from sie_cli.refusal import CommandRefused
 from sie_contracts.loopback import direct
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ MAX_ANSWER_BYTES = 64 << 20  # 64 vectors of 32,768 numbers
 _UNREADABLE = (ValueError, KeyError, TypeError, LookupError, AttributeError, RecursionError)
 
 
-class _Body:
+class _ReplyBody:
     """The body of an answer, which a server of somebody else may make as long as it likes."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class _Body:
 
 
 @dataclass(frozen=True)
-class Dialect:
+class ServerDialect:
     """How a server is asked: paths and bodies, and where its answers have what is wanted. A list of results has the
     place of each in `index`.
     """
@@ -64,17 +64,17 @@ class Dialect:
     tokens: Callable[[Any], int | None] = lambda body: None
 
 
-_OPENAI = Dialect(
+_OPENAI = ServerDialect(
     "/embeddings",
     # these servers refuse an empty text
     lambda model, texts: {"model": model, "input": [text or " " for text in texts], "encoding_format": "float"},
-    lambda body: [each["embedding"] for each in sorted(body["data"], key=lambda each: each["index"])],
+    lambda body: [item["embedding"] for item in sorted(body["data"], key=lambda item: item["index"])],
     lambda model, query, documents: {"model": model, "query": query, "documents": list(documents)},
     lambda body: body["results"],
     "relevance_score",
     lambda body: body.get("usage", {}).get("total_tokens"),
 )
-_TEI = Dialect(
+_TEI = ServerDialect(
     "/embed",
     lambda model, texts: {"inputs": list(texts), "truncate": True},
     lambda body: body,
@@ -82,16 +82,18 @@ _TEI = Dialect(
     lambda body: body,
     "score",
 )
-DIALECTS: Mapping[str, Dialect] = {"openai": _OPENAI, "infinity": _OPENAI, "tei": _TEI}
+DIALECTS: Mapping[str, ServerDialect] = {"openai": _OPENAI, "infinity": _OPENAI, "tei": _TEI}
 
 
-class Server:
+class ServerSource:
     """A server of somebody else."""
 
     is_here = False
     main = DENSE
 
-    def __init__(self, name: str, client: httpx.Client, dialect: Dialect, model: str, *, scores_pairs: bool) -> None:
+    def __init__(
+        self, name: str, client: httpx.Client, dialect: ServerDialect, model: str, *, scores_pairs: bool
+    ) -> None:
         self.name = name
         self.scores_pairs = scores_pairs
         self.identity: Sequence[str] = ()  # such a server may change its model without a word
@@ -106,34 +108,34 @@ class Server:
         transport = direct(url, httpx.AsyncHTTPTransport, limits=limits)
         async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=limits, transport=transport) as client:
 
-            async def send(request: Request) -> Answer:
+            async def send(request: LoadRequest) -> LoadReply:
                 only_texts(self.name, request.texts)
                 if self.scores_pairs:
                     path, body = "/rerank", self._dialect.rerank_body(self._model, request.query, request.texts)
                 else:
                     path, body = self._dialect.encode_path, self._dialect.encode_body(self._model, request.texts)
-                content = _Body()
+                content = _ReplyBody()
                 try:
                     async with client.stream("POST", path, json=body) as answer:
                         async for piece in answer.aiter_bytes():
                             content.add(piece)
                     if answer.status_code != 200:
-                        raise Failed(str(answer.status_code), content.text[:200])
-                    return Answer(self._dialect.tokens(content.json()))
+                        raise LoadFailure(str(answer.status_code), content.text[:200])
+                    return LoadReply(self._dialect.tokens(content.json()))
                 except httpx.HTTPError as error:
-                    raise Failed(NOBODY, str(error) or type(error).__name__) from error
+                    raise LoadFailure(NOBODY, str(error) or type(error).__name__) from error
                 except _UNREADABLE as error:
-                    raise Failed("NOT_UNDERSTOOD", str(error)[:200]) from error
+                    raise LoadFailure("NOT_UNDERSTOOD", str(error)[:200]) from error
 
             yield send
 
-    def vectors(self, texts: Sequence[str], output: Output, *, is_query: bool) -> Sequence[Any]:
+    def vectors(self, texts: Sequence[str], output: VectorOutput, *, is_query: bool) -> Sequence[Any]:
         only_dense(self.name, output)
         only_texts(self.name, texts)
         parts: list[Matrix] = []
         for start in range(0, len(texts), BATCH):
             part = texts[start : start + BATCH]
-            body = self._asked(self._dialect.encode_path, self._dialect.encode_body(self._model, part))
+            body = self._post(self._dialect.encode_path, self._dialect.encode_body(self._model, part))
             with self._understood():
                 with np.errstate(over="ignore"):  # infinite then, and refused
                     rows = np.asarray(self._dialect.vectors(body), np.float32)
@@ -147,32 +149,32 @@ class Server:
 
     def scores(self, query: str, documents: Sequence[str]) -> list[float]:
         only_texts(self.name, [query, *documents])
-        found = [0.0] * len(documents)
+        values = [0.0] * len(documents)
         for start in range(0, len(documents), BATCH):
             part = documents[start : start + BATCH]
-            body = self._asked("/rerank", self._dialect.rerank_body(self._model, query, part))
+            body = self._post("/rerank", self._dialect.rerank_body(self._model, query, part))
             with self._understood():
                 ranked = self._dialect.ranked(body)
-                if sorted(each["index"] for each in ranked) != list(range(len(part))):
+                if sorted(row["index"] for row in ranked) != list(range(len(part))):
                     raise ValueError(f"{len(part)} documents were sent, {len(ranked)} scores came")
-                for each in ranked:
-                    found[start + each["index"]] = float(each[self._dialect.score])
-                _check_finite(found)
-        return found
+                for entry in ranked:
+                    values[start + entry["index"]] = float(entry[self._dialect.score])
+                _check_finite(values)
+        return values
 
-    def _asked(self, path: str, body: Mapping[str, Any]) -> Any:
+    def _post(self, path: str, body: Mapping[str, Any]) -> Any:
         import httpx
 
-        content = _Body()
+        content = _ReplyBody()
         with self._understood():
             try:
                 with self._client.stream("POST", path, json=body) as answer:
                     for piece in answer.iter_bytes():
                         content.add(piece)
             except httpx.HTTPError as error:
-                raise Refused(f"{self.name} does not answer: {error or type(error).__name__}") from error
+                raise CommandRefused(f"{self.name} does not answer: {error or type(error).__name__}") from error
             if answer.status_code != 200:
-                raise Refused(f"{self.name}: POST {path} answers {answer.status_code}: {content.text[:200]}")
+                raise CommandRefused(f"{self.name}: POST {path} answers {answer.status_code}: {content.text[:200]}")
             return content.json()
 
     @contextmanager
@@ -180,7 +182,7 @@ class Server:
         try:
             yield
         except _UNREADABLE as error:
-            raise Refused(f"{self.name} answers otherwise than such a server does: {error}") from error
+            raise CommandRefused(f"{self.name} answers otherwise than such a server does: {error}") from error
 
 
 def _check_finite(numbers: Any) -> None:

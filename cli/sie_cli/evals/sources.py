@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from sie_cli.evals.inputs import Picture, item, only_texts
-from sie_cli.evals.load import NOBODY, Answer, Failed, Request, Send
-from sie_cli.evals.outputs import DENSE, Output, find
-from sie_cli.refusal import Refused
+from sie_cli.evals.inputs import ImagePath, item, only_texts
+from sie_cli.evals.load import NOBODY, LoadFailure, LoadReply, LoadRequest, Send
+from sie_cli.evals.outputs import DENSE, VectorOutput, find
+from sie_cli.refusal import CommandRefused
 from sie_contracts.settings import Secret
 
 if TYPE_CHECKING:
     from sie_client import SIEClient
 
 
-class Source(Protocol):
+class EvalSource(Protocol):
     """`name`: as the user gave it. `is_here`: it computes in this process. `scores_pairs`: it scores documents and has
     no vectors. `main`: the vectors that are measured unless others are asked for. `identity`: what its answers depend
     on beside texts and output; empty where nobody knows. `vectors` and `scores` raise Refused or SIEError.
@@ -34,10 +34,10 @@ class Source(Protocol):
     name: str
     is_here: bool
     scores_pairs: bool
-    main: Output
+    main: VectorOutput
     identity: Sequence[str]
 
-    def vectors(self, texts: Sequence[str], output: Output, *, is_query: bool) -> Sequence[Any]:
+    def vectors(self, texts: Sequence[str], output: VectorOutput, *, is_query: bool) -> Sequence[Any]:
         """One of each text, as `output` has them."""
 
     def scores(self, query: str, documents: Sequence[str]) -> list[float]:
@@ -59,12 +59,12 @@ class Sie:
         self.token = token
         self._client, self._model = client, model
         self.info = info
-        known = [find(kind) for kind in ("dense", "multivector", "sparse") if kind in self.info["outputs"]]
-        self.scores_pairs = not known
-        self.main = known[0] if known else DENSE
+        outputs = [find(kind) for kind in ("dense", "multivector", "sparse") if kind in self.info["outputs"]]
+        self.scores_pairs = not outputs
+        self.main = outputs[0] if outputs else DENSE
         if self.scores_pairs and "score" not in self.info["tasks"]:
-            told = ", ".join(self.info["outputs"])
-            raise Refused(f"{model} has {told}: what is measured are models with vectors, and those that score")
+            names = ", ".join(self.info["outputs"])
+            raise CommandRefused(f"{model} has {names}: what is measured are models with vectors, and those that score")
         # by an answer: a gateway that has just started may not have heard of the workers that give it
         answer: Any = self.info
         if "text" in self.info["inputs"]:
@@ -75,8 +75,8 @@ class Sie:
     def machine(self) -> str:
         """The machine profile of a worker that has the model; empty where the cluster tells none."""
         workers = self._client.health()["workers"]
-        having = [each for each in workers if self._model.partition(":")[0] in each["loaded_models"]]
-        return next((str(each["gpu"]) for each in [*having, *workers]), "")
+        having = [worker for worker in workers if self._model.partition(":")[0] in worker["loaded_models"]]
+        return next((str(worker["gpu"]) for worker in [*having, *workers]), "")
 
     @asynccontextmanager
     async def sender(self) -> AsyncIterator[Send]:
@@ -86,36 +86,36 @@ class Sie:
         token = self.token.reveal() if self.token else None
         async with SIEAsyncClient(self.url, api_key=token, wait_for_capacity=False, progress=False) as client:
 
-            async def send(request: Request) -> Answer:
-                given = [item(text) for text in request.texts]
+            async def send(request: LoadRequest) -> LoadReply:
+                items = [item(text) for text in request.texts]
                 try:
                     if self.scores_pairs:
-                        ranked = await client.score(self._model, item(request.query), given)
-                        return Answer(ranked["usage"]["total_tokens"], _stages(ranked["timing"]))
-                    results = await client.encode(self._model, given, on_item_error="fail")
-                    return Answer(results.usage["total_tokens"], _stages(results[0]["timing"]))
+                        ranked = await client.score(self._model, item(request.query), items)
+                        return LoadReply(ranked["usage"]["total_tokens"], _stages(ranked["timing"]))
+                    results = await client.encode(self._model, items, on_item_error="fail")
+                    return LoadReply(results.usage["total_tokens"], _stages(results[0]["timing"]))
                 except SIEConnectionError as error:
-                    raise Failed(NOBODY, str(error)) from error
+                    raise LoadFailure(NOBODY, str(error)) from error
                 except SIEError as error:
-                    raise Failed(error.code or str(error.status), str(error)) from error
+                    raise LoadFailure(error.code or str(error.status), str(error)) from error
 
             yield send
 
-    def vectors(self, texts: Sequence[str], output: Output, *, is_query: bool) -> Sequence[Any]:
+    def vectors(self, texts: Sequence[str], output: VectorOutput, *, is_query: bool) -> Sequence[Any]:
         params: Any = output.queries if is_query else output.documents
-        given = [item(text) for text in texts]
+        items = [item(text) for text in texts]
         results: Any = self._client.encode(
-            self._model, given, is_query=is_query, on_item_error="fail", priority="bulk", progress=False, **params
+            self._model, items, is_query=is_query, on_item_error="fail", priority="bulk", progress=False, **params
         )
         return [result[output.slot] for result in results]
 
     def scores(self, query: str, documents: Sequence[str]) -> list[float]:
-        found = [0.0] * len(documents)
-        for each in self._client.rerank(
+        values = [0.0] * len(documents)
+        for result in self._client.rerank(
             self._model, item(query), list(map(item, documents)), priority="bulk", progress=False
         ):
-            found[each["index"]] = each["score"]
-        return found
+            values[result["index"]] = result["score"]
+        return values
 
 
 class SentenceTransformers:
@@ -130,25 +130,27 @@ class SentenceTransformers:
         try:
             import sentence_transformers
         except ImportError as error:
-            raise Refused("-s st needs a package that is not installed: pip install sentence-transformers") from error
+            raise CommandRefused(
+                "-s st needs a package that is not installed: pip install sentence-transformers"
+            ) from error
         where = _weights_of(model)
         kind: Any = sentence_transformers.CrossEncoder if scores_pairs else sentence_transformers.SentenceTransformer
         try:
             self._model = kind(where, device="cpu")
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
-            raise Refused(f"-s st: sentence-transformers does not load {where}: {reason}") from error
+            raise CommandRefused(f"-s st: sentence-transformers does not load {where}: {reason}") from error
         self._takes_images = not scores_pairs and "image" in self._model.modalities
         files = [file for file in Path(where).rglob("*") if file.is_file()]
-        told = sorted(f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files)
-        self.identity: Sequence[str] = [self.name, sentence_transformers.__version__, where, *told]
+        signatures = sorted(f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files)
+        self.identity: Sequence[str] = [self.name, sentence_transformers.__version__, where, *signatures]
 
-    def vectors(self, texts: Sequence[str], output: Output, *, is_query: bool) -> Sequence[Any]:
+    def vectors(self, texts: Sequence[str], output: VectorOutput, *, is_query: bool) -> Sequence[Any]:
         only_dense(self.name, output)
         encode = self._model.encode_query if is_query else self._model.encode_document
         if not self._takes_images:
             only_texts(self.name, texts)
-        inputs = [_opened(text) if isinstance(text, Picture) else text for text in texts]
+        inputs = [_opened(text) if isinstance(text, ImagePath) else text for text in texts]
         return list(np.asarray(encode(inputs, show_progress_bar=False), np.float32))
 
     def scores(self, query: str, documents: Sequence[str]) -> list[float]:
@@ -160,18 +162,18 @@ class SentenceTransformers:
     async def sender(self) -> AsyncIterator[Send]:
         turn = asyncio.Lock()  # the library runs one call at a time on all cores
 
-        async def send(request: Request) -> Answer:
+        async def send(request: LoadRequest) -> LoadReply:
             async with turn:
                 if self.scores_pairs:
                     await asyncio.to_thread(self.scores, request.query, request.texts)
                 else:
                     await asyncio.to_thread(self.vectors, request.texts, DENSE, is_query=False)
-            return Answer()
+            return LoadReply()
 
         yield send
 
 
-def _opened(picture: Picture) -> Any:
+def _opened(picture: ImagePath) -> Any:
     from PIL import Image
 
     return Image.open(picture.path).convert("RGB")
@@ -182,10 +184,10 @@ def _stages(timing: Mapping[str, float]) -> dict[str, float]:
     return {name.removesuffix("_time"): ms for name, ms in timing.items() if name.endswith("_time")}
 
 
-def only_dense(name: str, output: Output) -> None:
-    """Raises Refused for what a source other than a cluster does not have."""
+def only_dense(name: str, output: VectorOutput) -> None:
+    """Raises CommandRefused for what a source other than a cluster does not have."""
     if output != DENSE:
-        raise Refused(f"{name} has dense vectors alone: {output.name} is measured of a cluster")
+        raise CommandRefused(f"{name} has dense vectors alone: {output.name} is measured of a cluster")
 
 
 def _weights_of(model: str) -> str:
@@ -197,10 +199,10 @@ def _weights_of(model: str) -> str:
     from sie_contracts.settings import Settings
     from sie_store.sources import package_folder
 
-    known = Overlay(Settings()).folders().models.get(model.partition(":")[0], (None, ""))[0]
-    if not isinstance(known, ModelEntry):
+    entry = Overlay(Settings()).folders().models.get(model.partition(":")[0], (None, ""))[0]
+    if not isinstance(entry, ModelEntry):
         return model
-    weights = known.weights
+    weights = entry.weights
     packaged = package_folder(weights.package) if weights.package else None
     folder: Path | str = packaged or weights.path or weights.hub
     return str(folder)

@@ -8,22 +8,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from sie_cli.evals.inputs import key
-from sie_cli.evals.kept import Kept
-from sie_cli.evals.outputs import DENSE, Output
-from sie_cli.evals.sources import Source
+from sie_cli.evals.kept import ResultCache
+from sie_cli.evals.outputs import DENSE, VectorOutput
+from sie_cli.evals.sources import EvalSource
 
 PART = 1024  # texts that are asked for, and kept, at once
 
 
 @dataclass(frozen=True)
-class Step:
+class EvalStep:
     """What is measured: a source with one of its outputs, whose nearest documents `reranker` orders again if there is
     one.
     """
 
-    source: Source
-    output: Output
-    reranker: Source | None = None
+    source: EvalSource
+    output: VectorOutput
+    reranker: EvalSource | None = None
 
     @property
     def name(self) -> str:
@@ -33,27 +33,27 @@ class Step:
         return ", ".join([self.source.name, *output, *reranker])
 
 
-class Work:
+class EvalWork:
     """How far a measurement is. `kept`: what an interrupted one had computed; `told` hears of texts that are done."""
 
-    def __init__(self, kept: Kept, told: Callable[[int], None]) -> None:
-        self._kept, self._told = kept, told
+    def __init__(self, cache: ResultCache, advance: Callable[[int], None]) -> None:
+        self._cache, self._advance = cache, advance
 
-    def vectors(self, step: Step, texts: Sequence[str], *, is_query: bool) -> list[Any]:
+    def vectors(self, step: EvalStep, texts: Sequence[str], *, is_query: bool) -> list[Any]:
         source, output = step.source, step.output
-        found: list[Any] = []
+        rows: list[Any] = []
         for part in batched(texts, PART):
-            asked = [*source.identity, output.name, str(is_query)] if source.identity else []
+            identity = [*source.identity, output.name, str(is_query)] if source.identity else []
             compute = functools.partial(source.vectors, part, output, is_query=is_query)
-            found += self._kept.part(asked, [key(text) for text in part], compute)
-            self._told(len(part))
-        return found
+            rows += self._cache.part(identity, [key(text) for text in part], compute)
+            self._advance(len(part))
+        return rows
 
-    def scores(self, source: Source, query: str, documents: Sequence[str]) -> Sequence[float]:
-        asked = [*source.identity, "score", key(query)] if source.identity else []
-        found = self._kept.part(asked, [key(text) for text in documents], lambda: source.scores(query, documents))
-        self._told(len(documents))
-        return found
+    def scores(self, source: EvalSource, query: str, documents: Sequence[str]) -> Sequence[float]:
+        identity = [*source.identity, "score", key(query)] if source.identity else []
+        values = self._cache.part(identity, [key(text) for text in documents], lambda: source.scores(query, documents))
+        self._advance(len(documents))
+        return values
 
 
 def batched(texts: Sequence[str], size: int) -> Iterator[Sequence[str]]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from sie_cli.refusal import Refused
+from sie_cli.refusal import CommandRefused
 from sie_contracts.models.catalogue import packaged_folder
 
 FILE = "targets.yaml"
@@ -24,7 +24,7 @@ DEFAULT_TOLERANCE = 0.005
 SPEED_TOLERANCE = 0.1  # of the value
 
 
-class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ScoreTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A metric is missed where it is worse than `value` by more than `tolerance`. Milliseconds are better where they
     are less, all else where it is more.
     """
@@ -39,7 +39,7 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return not value >= self.value - self.tolerance
 
 
-Targets = dict[str, Target]  # by metric
+Targets = dict[str, ScoreTarget]  # by metric
 File = dict[str, dict[str, Targets]]  # by model and task
 
 
@@ -49,30 +49,34 @@ def packaged() -> Path:
 
 
 def read(file: Path) -> File:
-    """Raises Refused, which names the field."""
+    """Raises CommandRefused, which names the field."""
     try:
         return msgspec.yaml.decode(file.read_bytes(), type=File) or {}
     except OSError as error:
-        raise Refused(f"{file}: {error.strerror}: expected a file of targets, which --save-targets writes") from error
+        raise CommandRefused(
+            f"{file}: {error.strerror}: expected a file of targets, which --save-targets writes"
+        ) from error
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise Refused(f"{file}: {error}: expected MODEL: TASK: METRIC: {{value: NUMBER, tolerance: NUMBER}}") from error
+        raise CommandRefused(
+            f"{file}: {error}: expected MODEL: TASK: METRIC: {{value: NUMBER, tolerance: NUMBER}}"
+        ) from error
 
 
-def of(file: Path, model: str, task: str) -> Targets:
-    """The targets of a model for a task; empty where there are none. Raises Refused."""
+def load(file: Path, model: str, task: str) -> Targets:
+    """The targets of a model for a task; empty where there are none. Raises CommandRefused."""
     return read(file).get(model, {}).get(task, {})
 
 
-def missed(targets: Mapping[str, Target], scores: Mapping[str, float], what: str) -> list[str]:
+def missed(targets: Mapping[str, ScoreTarget], scores: Mapping[str, float], subject: str) -> list[str]:
     """What was not reached, a line each. A metric that was not measured is missed."""
     lines = []
     for metric, target in targets.items():
         value = scores.get(metric)
         if value is None:
-            lines.append(f"target missed: {what}, {metric}: what was measured is {', '.join(scores)}")
+            lines.append(f"target missed: {subject}, {metric}: what was measured is {', '.join(scores)}")
         elif target.is_missed(metric, value):
             lines.append(
-                f"target missed: {what}, {metric}: {value:.4g} is worse than {target.value:.4g}, with a tolerance of"
+                f"target missed: {subject}, {metric}: {value:.4g} is worse than {target.value:.4g}, with a tolerance of"
                 f" {target.tolerance:.2g}"
             )
     return lines
@@ -80,13 +84,13 @@ def missed(targets: Mapping[str, Target], scores: Mapping[str, float], what: str
 
 def of_speed(scores: Mapping[str, Mapping[str, float]], first: str) -> dict[str, float]:
     """What the first source reached, by metric, and how many times that of each other one, as METRIC/SOURCE."""
-    found = dict(scores[first])
+    speeds = dict(scores[first])
     for source, own in scores.items():
         if source != first:
-            found |= {
-                f"{name}/{source}": found[name] / value for name, value in own.items() if found.get(name) and value
+            speeds |= {
+                f"{name}/{source}": speeds[name] / value for name, value in own.items() if speeds.get(name) and value
             }
-    return found
+    return speeds
 
 
 def speed_task(task: str, machine: str, level: str) -> str:
@@ -97,18 +101,18 @@ def speed_task(task: str, machine: str, level: str) -> str:
 def expected(values: Mapping[str, float], *, is_speed: bool) -> Targets:
     """What was measured, as targets."""
     if is_speed:
-        return {name: Target(_short(value), _short(SPEED_TOLERANCE * value)) for name, value in values.items()}
-    return {name: Target(round(value, 4)) for name, value in values.items()}
+        return {name: ScoreTarget(_short(value), _short(SPEED_TOLERANCE * value)) for name, value in values.items()}
+    return {name: ScoreTarget(round(value, 4)) for name, value in values.items()}
 
 
 def save(file: Path, model: str, measured: Mapping[str, Targets]) -> None:
-    """Write targets of a model, by task; others in the file stay. Raises Refused."""
-    known = read(file) if file.exists() else {}
-    known.setdefault(model, {}).update(measured)
+    """Write targets of a model, by task; others in the file stay. Raises CommandRefused."""
+    saved = read(file) if file.exists() else {}
+    saved.setdefault(model, {}).update(measured)
     try:
-        file.write_bytes(msgspec.yaml.encode(known))
+        file.write_bytes(msgspec.yaml.encode(saved))
     except OSError as error:
-        raise Refused(f"--save-targets {file}: {error.strerror}") from error
+        raise CommandRefused(f"--save-targets {file}: {error.strerror}") from error
 
 
 def _short(value: float) -> float:

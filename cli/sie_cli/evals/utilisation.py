@@ -20,7 +20,7 @@ FRAME_S = 5.0  # for a frame to come
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceUsage:
     """Means over the window of a worker's devices; None where nothing tells them. `busy_percent`: on a GPU as NVML
     counts it, on a CPU the use of all its cores by any process. `joules`: energy of the GPUs of this machine.
     """
@@ -31,8 +31,8 @@ class Device:
     joules: float | None = None
 
 
-class Watch(Protocol):
-    async def run(self, start_s: float, end_s: float) -> Device:
+class UsageWatch(Protocol):
+    async def run(self, start_s: float, end_s: float) -> DeviceUsage:
         """Look from `start_s` to `end_s`, times of `time.perf_counter`."""
 
 
@@ -42,7 +42,7 @@ class WorkerWatch:
     def __init__(self, url: str, token: Secret | None, *, is_local: bool) -> None:
         self._url, self._token, self._is_local = url, token, is_local
 
-    async def run(self, start_s: float, end_s: float) -> Device:
+    async def run(self, start_s: float, end_s: float) -> DeviceUsage:
         from sie_client import SIEAsyncClient
         from sie_client.errors import SIEError
 
@@ -55,8 +55,8 @@ class WorkerWatch:
             while (now_s := time.perf_counter()) < end_s:
                 # a connection for each frame: five a second with all models of a catalogue would be load of their own
                 try:
-                    async with asyncio.timeout(FRAME_S), contextlib.aclosing(client.watch("/ws/status")) as told:
-                        frames.append(await anext(told))
+                    async with asyncio.timeout(FRAME_S), contextlib.aclosing(client.watch("/ws/status")) as messages:
+                        frames.append(await anext(messages))
                 except (SIEError, TimeoutError):
                     break  # a gateway that shows no worker: nothing is known
                 await asyncio.sleep(max(0.0, min(now_s + EVERY_S, end_s) - time.perf_counter()))
@@ -83,17 +83,17 @@ class Energy:
     def joules(self) -> float | None:
         """None where no GPU counts its energy, as before the generation Volta."""
         try:
-            counted = [self._nvml.nvmlDeviceGetTotalEnergyConsumption(each) for each in self._handles]
+            counted = [self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle) for handle in self._handles]
         except self._nvml.NVMLError:
             return None
         return sum(counted) / 1e3 if counted else None
 
 
-def _mean(devices: Sequence[dict[str, Any]], joules: float | None) -> Device:
-    busy = [each["utilization_pct"] for each in devices if each["utilization_pct"] is not None]
-    memory = [each["memory_used_bytes"] for each in devices if each["memory_used_bytes"]]
-    return Device(
-        " ".join(dict.fromkeys(each["gpu_type"] for each in devices)),
+def _mean(devices: Sequence[dict[str, Any]], joules: float | None) -> DeviceUsage:
+    busy = [device["utilization_pct"] for device in devices if device["utilization_pct"] is not None]
+    memory = [device["memory_used_bytes"] for device in devices if device["memory_used_bytes"]]
+    return DeviceUsage(
+        " ".join(dict.fromkeys(device["gpu_type"] for device in devices)),
         sum(busy) / len(busy) if busy else None,
         round(sum(memory) / len(memory)) if memory else None,
         joules,

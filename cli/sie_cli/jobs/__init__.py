@@ -1,9 +1,7 @@
 """`sie jobs`: work on whole files.
 
-command    the commands
-submitting what `submit` sends, from its options
-following  a job's progress, in a terminal and in a pipe
-told       a job in words
+command  the commands
+job      a job: the request that starts it, its progress, its state in words
 """
 
 from sie_cli.jobs.command import jobs

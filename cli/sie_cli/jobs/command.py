@@ -14,9 +14,19 @@ import click
 from sie_cli import display
 from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
 from sie_cli.gateway_client import gateway_client
-from sie_cli.jobs import told
-from sie_cli.jobs.following import fetch, follow, sending
-from sie_cli.jobs.submitting import Place, options
+from sie_cli.jobs.job import (
+    OutputPlace,
+    exit_status,
+    failures_table,
+    fetch_output,
+    follow,
+    hint_at_failures,
+    job_facts,
+    jobs_table,
+    rows_text,
+    submit_options,
+    transfer_bar,
+)
 from sie_cli.options import AnyPosition
 
 if TYPE_CHECKING:
@@ -97,7 +107,7 @@ def jobs() -> None:
 @_json
 @_options
 def submit(
-    cluster: Cluster, model: str, source: str, output: str | None, wait: bool, as_json: bool, **given: Any
+    cluster: Cluster, model: str, source: str, output: str | None, wait: bool, as_json: bool, **values: Any
 ) -> None:
     """Begin a job: ask MODEL about every row of INPUT. Prints its id.
 
@@ -117,13 +127,13 @@ def submit(
     refused, or it failed, expired, was cancelled, or is paused by an error. 2: no gateway answered, or an option is
     wrong. 130: Ctrl-C; the job goes on.
     """
-    place = Place.of(output)
-    asked = options(given, place)
+    place = OutputPlace.from_option(output)
+    job_options = submit_options(values, place)
     with gateway_client(cluster, SCOPE, is_patient=True) as client:
         try:
             with display.transfers() as bars:
-                asked["on_upload"] = sending(bars, Path(source).name)
-                job = client.jobs.submit(model, source, **asked)
+                job_options["on_upload"] = transfer_bar(bars, Path(source).name)
+                job = client.jobs.submit(model, source, **job_options)
         except BaseException:
             place.unmade()
             raise
@@ -131,15 +141,15 @@ def submit(
             click.echo(job.id)
         if wait or place.folder is not None:
             follow(job, err=True)
-            told.hint(job.info)
+            hint_at_failures(job.info)
         if place.folder is not None and job.state == "completed":
-            fetch(job, place.folder)
+            fetch_output(job, place.folder)
         elif job.has_ended:
             place.unmade()
     if as_json:
         click.echo(display.document(job.info))
     if wait or place.folder is not None:
-        sys.exit(told.status(job.info))
+        sys.exit(exit_status(job.info))
 
 
 @jobs.command("list")
@@ -150,14 +160,14 @@ def submit(
 def list_command(cluster: Cluster, state: str | None, limit: int, as_json: bool) -> None:
     """Jobs, the newest first."""
     with gateway_client(cluster, SCOPE) as client:
-        found = [job.info for job in itertools.islice(client.jobs.list(state, min(limit + 1, 100)), limit + 1)]
-    has_more, found = len(found) > limit, found[:limit]
+        infos = [job.info for job in itertools.islice(client.jobs.list(state, min(limit + 1, 100)), limit + 1)]
+    has_more, infos = len(infos) > limit, infos[:limit]
     if as_json:
-        click.echo(display.document(found))
-    elif not found:
+        click.echo(display.document(infos))
+    elif not infos:
         click.echo("no jobs" if state is None else f"no jobs are {state}")
     else:
-        display.table(told.table(found))
+        display.table(jobs_table(infos))
     if has_more and not as_json:
         click.echo(f"these are the newest {limit}; --limit shows more", err=True)
 
@@ -175,14 +185,14 @@ def show(cluster: Cluster, name: str, failed: bool, as_json: bool) -> None:
     if as_json:
         click.echo(display.document({"job": job.info, "failed": rows} if failed else job.info))
         return
-    facts = told.facts(job.info, time.time())
+    facts = job_facts(job.info, time.time())
     width = max(map(len, facts)) + 2
     for field, value in facts.items():
         click.echo(f"{field + ':':<{width}}{value}")
     if failed:
         click.echo()
         if rows:
-            display.table(told.failures(rows))
+            display.table(failures_table(rows))
         else:
             click.echo("no row has an error")
 
@@ -204,8 +214,8 @@ def watch(cluster: Cluster, name: str, as_json: bool) -> None:
     with gateway_client(cluster, SCOPE, is_patient=True) as client:
         job = client.jobs.get(name)
         follow(job, err=False, as_json=as_json)
-        told.hint(job.info)
-    sys.exit(told.status(job.info))
+        hint_at_failures(job.info)
+    sys.exit(exit_status(job.info))
 
 
 @jobs.command()
@@ -222,10 +232,10 @@ def result(cluster: Cluster, name: str, folder: Path) -> None:
     """
     with gateway_client(cluster, SCOPE, is_patient=True) as client:
         job = client.jobs.get(name)
-        fetch(job, folder)
+        fetch_output(job, folder)
     if job.state != "completed":
         click.echo(f"{job.id} is {job.state}: these are its files so far", err=True)
-    sys.exit(told.status(job.info))
+    sys.exit(exit_status(job.info))
 
 
 def _changed(cluster: Cluster, name: str, change: Callable[[Job], Job], as_json: bool) -> None:
@@ -283,6 +293,6 @@ def delete(cluster: Cluster, name: str, yes: bool) -> None:
     with gateway_client(cluster, SCOPE) as client:
         job = client.jobs.get(name)
         if not yes:
-            click.confirm(f"Delete {job.id} ({job.state}, {told.rows(job.info)}) and its files?", abort=True)
+            click.confirm(f"Delete {job.id} ({job.state}, {rows_text(job.info)}) and its files?", abort=True)
         job.delete()
     click.echo(f"{job.id} is deleted")

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from sie_cli.models.service import Answer, Service, Write, path_of
-from sie_cli.refusal import Refused
+from sie_cli.models.service import ConfigServiceClient, ServiceReply, WriteOptions, path_of
+from sie_cli.refusal import CommandRefused
 
 _TARGETS, _SHADOW = re.compile(r"\$\.alias\b"), re.compile(r"\$\.shadow\b")
 
@@ -34,21 +34,21 @@ class Present:
 class Aliases:
     """`write`: how writes are done, at which cluster."""
 
-    def __init__(self, service: Service, write: Write) -> None:
+    def __init__(self, service: ConfigServiceClient, write: WriteOptions) -> None:
         self._service = service
         self._write = write
 
     def read(self, name: str) -> Present:
-        """Raises Refused for what is no alias, or one of several models."""
+        """Raises CommandRefused for what is no alias, or one of several models."""
         answer = self._service.read(path_of(name))
         body = answer.body
         if "alias" not in body:
-            raise Refused(
+            raise CommandRefused(
                 f"{name} is a model: clients have to ask for an alias, which `sie models alias NAME {name}` makes"
             )
-        targets = [each["model"] if isinstance(each, dict) else each for each in body["alias"]]
+        targets = [target["model"] if isinstance(target, dict) else target for target in body["alias"]]
         if len(targets) != 1:
-            raise Refused(
+            raise CommandRefused(
                 f"{name} stands for {len(targets)} models: a migration is from one model, which `sie models alias "
                 f"{name} MODEL` chooses"
             )
@@ -57,63 +57,63 @@ class Aliases:
         return Present(name, targets[0], shadow.get("model", ""), history[0]["revision"], history)
 
     def shadow(self, alias: Present, model: str, share: float, *, dry_run: bool = False) -> int:
-        """Let a model get copies of a share of the requests. Returns the revision. Raises Refused."""
+        """Let a model get copies of a share of the requests. Returns the revision. Raises CommandRefused."""
         return self._patch(alias, {"shadow": {"model": model, "share": share}}, dry_run=dry_run)
 
     def flip(self, alias: Present, model: str, *, dry_run: bool = False) -> int:
-        """Let a model answer, without a shadow. Returns the revision. Raises Refused."""
+        """Let a model answer, without a shadow. Returns the revision. Raises CommandRefused."""
         return self._patch(alias, {"alias": [{"model": model}], "shadow": None}, dry_run=dry_run)
 
     def back(self, alias: Present, revision: int) -> int:
-        """Make an earlier revision the newest again. Returns its new number. Raises Refused."""
+        """Make an earlier revision the newest again. Returns its new number. Raises CommandRefused."""
         body = msgspec.json.encode({"revision": revision})
-        answer = self._service.write("POST", path_of(alias.name, "/rollback"), body, asked=self._asked(alias))
+        answer = self._service.write("POST", path_of(alias.name, "/rollback"), body, how=self._write_options(alias))
         return _revision(answer)
 
     def _patch(self, alias: Present, change: dict[str, Any], *, dry_run: bool) -> int:
-        asked = dataclasses.replace(self._asked(alias), dry_run=dry_run)
-        return _revision(self._service.write("PATCH", path_of(alias.name), msgspec.json.encode(change), asked=asked))
+        write = dataclasses.replace(self._write_options(alias), dry_run=dry_run)
+        return _revision(self._service.write("PATCH", path_of(alias.name), msgspec.json.encode(change), how=write))
 
-    def _asked(self, alias: Present) -> Write:
+    def _write_options(self, alias: Present) -> WriteOptions:
         return dataclasses.replace(self._write, if_match=alias.revision)
 
     def waiting(self, name: str) -> list[str]:
-        """The gateways that do not have the newest revision yet. Raises Refused."""
+        """The gateways that do not have the newest revision yet. Raises CommandRefused."""
         gateways = self._service.read(path_of(name, "/status")).body.get("gateways", [])
-        return [str(each["id"]) for each in gateways if not each["acked"]]
+        return [str(gateway["id"]) for gateway in gateways if not gateway["acked"]]
 
 
-def _revision(answer: Answer) -> int:
+def _revision(answer: ServiceReply) -> int:
     return int(answer.body["revision"])
 
 
-def _touches(revision: dict[str, Any], what: re.Pattern[str]) -> bool:
-    return any(what.match(change["path"]) for change in revision.get("changes", ()))
+def _touches(revision: dict[str, Any], pattern: re.Pattern[str]) -> bool:
+    return any(pattern.match(change["path"]) for change in revision.get("changes", ()))
 
 
 def shadow_since_s(history: Sequence[dict[str, Any]]) -> float:
     """When the present shadow was set, seconds since 1970: by the newest revision that changed it, else the first."""
-    found = next((each for each in history if _touches(each, _SHADOW)), history[-1])
-    return datetime.fromisoformat(found["created_at"]).timestamp()
+    start = next((revision for revision in history if _touches(revision, _SHADOW)), history[-1])
+    return datetime.fromisoformat(start["created_at"]).timestamp()
 
 
 def before_flip(history: Sequence[dict[str, Any]]) -> int:
     """The revision that an alias had before its target was changed last, and before a shadow was set for that. Raises
     Refused where there is none, and where that change was a rollback itself.
     """
-    flips = [place for place, each in enumerate(history) if _touches(each, _TARGETS)]
+    flips = [place for place, revision in enumerate(history) if _touches(revision, _TARGETS)]
     if not flips:
-        raise Refused("its target was never changed: there is nothing to go back to")
+        raise CommandRefused("its target was never changed: there is nothing to go back to")
     flip = history[flips[0]]
     if flip["operation"] == "rollback":
-        raise Refused(
+        raise CommandRefused(
             f"revision {flip['revision']} went back already; `sie models history` has all revisions, and "
             "`sie models rollback` makes any of them the newest"
         )
     before = history[flips[0] + 1 :]
     if not before:
-        raise Refused("the revisions before its present target are not kept any more")
-    return int(next((each for each in before if not _only_shadow(each)), before[-1])["revision"])
+        raise CommandRefused("the revisions before its present target are not kept any more")
+    return int(next((revision for revision in before if not _only_shadow(revision)), before[-1])["revision"])
 
 
 def _only_shadow(revision: dict[str, Any]) -> bool:

@@ -12,15 +12,14 @@ import click
 from sie_cli import display
 from sie_cli.cluster import CONFIG_URL, GATEWAY_URL, Cluster, cluster_options
 from sie_cli.gateway_client import gateway_client
-from sie_cli.jobs.following import INTERRUPTED
-from sie_cli.jobs.submitting import Place
+from sie_cli.jobs.job import INTERRUPTED, OutputPlace
 from sie_cli.migrating import migration, steps
 from sie_cli.migrating.aliasing import Aliases
 from sie_cli.migrating.corpus import Corpus
-from sie_cli.migrating.migration import Asked, Gateways, Migration, Report, Shadowing
-from sie_cli.migrating.quality import Queries
+from sie_cli.migrating.migration import GatewayGroup, Migration, MigrationPlan, MigrationReport, Shadowing
+from sie_cli.migrating.quality import QuerySet
 from sie_cli.models.compare import MAX_TEXTS
-from sie_cli.models.service import Write, service_of
+from sie_cli.models.service import WriteOptions, service_of
 
 BACK = "back"
 SCOPE = "the scope infer"
@@ -127,7 +126,7 @@ def migrate(
     Status 0: done. 1: refused, models agree too little, or the job failed. 2: no gateway answered, or an option is
     wrong. 130: Ctrl-C.
     """
-    write = Write(cluster)
+    write = WriteOptions(cluster)
 
     def say(line: str) -> None:
         click.echo(line, err=as_json)
@@ -142,25 +141,25 @@ def migrate(
         raise click.UsageError("NEW_MODEL, --corpus and --text are needed: what to migrate to, and what to encode")
     if bool(sink) != bool(collection):
         raise click.UsageError("--sink and --collection belong together")
-    asked = Asked(
+    plan = MigrationPlan(
         alias,
         model,
-        Corpus.of(corpus, text.replace("\\n", "\n"), id_column or "", input_format),
-        Place.of(output, is_new=False),  # an earlier run may have filled it
+        Corpus.from_source(corpus, text.replace("\\n", "\n"), id_column or "", input_format),
+        OutputPlace.from_option(output, is_new=False),  # an earlier run may have filled it
         {"sink": sink, "collection": collection} if sink and collection else {},
         sample,
         min_agreement,
-        Queries.of(queries),
+        QuerySet.read(queries),
         Shadowing(shadow_share, shadow_s, shadow_requests),
         accepts=yes,
         until=steps.UNTIL[until],
     )
-    report = Report(say)
+    report = MigrationReport(say)
     try:
-        _run(cluster, write, asked, report, as_json=as_json)
+        _run(cluster, write, plan, report, as_json=as_json)
     except KeyboardInterrupt:
-        told = _STOPPED.get(report.step, "the alias is as it was; the same command goes on")
-        click.echo(f"\nstopped in the step {report.step}: {told.format(alias=alias)}", err=True)
+        note = _STOPPED.get(report.step, "the alias is as it was; the same command goes on")
+        click.echo(f"\nstopped in the step {report.step}: {note.format(alias=alias)}", err=True)
         sys.exit(INTERRUPTED)
     if as_json:
         click.echo(display.document(report.facts))
@@ -170,12 +169,12 @@ def migrate(
         say("the same command without --step goes on")
 
 
-def _run(cluster: Cluster, write: Write, asked: Asked, report: Report, *, as_json: bool) -> None:
+def _run(cluster: Cluster, write: WriteOptions, plan: MigrationPlan, report: MigrationReport, *, as_json: bool) -> None:
     with contextlib.ExitStack() as held:
         service = held.enter_context(service_of(cluster, writes=True))
         urls = cluster.gateway_urls
         clients = [held.enter_context(gateway_client(_at(cluster, url), SCOPE, is_patient=True)) for url in urls]
-        Migration(Gateways(clients[0], clients, urls[0]), Aliases(service, write), asked, report, err=as_json).run()
+        Migration(GatewayGroup(clients[0], clients, urls[0]), Aliases(service, write), plan, report, err=as_json).run()
 
 
 def _at(cluster: Cluster, url: str) -> Cluster:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sie_cli.refusal import Refused, refusing
+from sie_cli.refusal import CommandRefused, refusing
 from sie_contracts.api.jobs import JobInput
 from sie_contracts.errors import InvalidInput
 
@@ -28,7 +28,7 @@ SPAN_ROWS = 500
 
 
 @dataclass(frozen=True)
-class Sample:
+class CorpusSample:
     """`texts`: different ones. `faults`: why rows have no text, of `rows` that were read."""
 
     texts: list[str]
@@ -53,15 +53,15 @@ class Corpus:
     place: Place
 
     @classmethod
-    def of(cls, source: str, text: str, id_column: str, file_format: str | None) -> Corpus:
-        """Raises Refused for a file that is not there, and for a template that is none."""
+    def from_source(cls, source: str, text: str, id_column: str, file_format: str | None) -> Corpus:
+        """Raises CommandRefused for a file that is not there, and for a template that is none."""
         from sie_store.datasets import templates
         from sie_store.datasets.places import Place
 
         is_url = "://" in source
         where = source if is_url else str(Path(source).expanduser().absolute())
         if not is_url and not Path(where).is_file():
-            raise Refused(f"--corpus {source}: there is no such file")
+            raise CommandRefused(f"--corpus {source}: there is no such file")
         with refusing():
             how = JobInput(url=where, text=text, id=id_column, format=file_format)  # type: ignore[arg-type]
             templates.check(how, "encode")
@@ -74,25 +74,25 @@ class Corpus:
         return "://" in self.source
 
     async def digest(self) -> str:
-        """Of its bytes where it is a file of this machine, else of names, sizes and tags. Raises Refused."""
+        """Of its bytes where it is a file of this machine, else of names, sizes and tags. Raises CommandRefused."""
         if not self.is_url:
             with refusing():
                 return await asyncio.to_thread(_digest_of, Path(self.input.url))
-        found = hashlib.sha256(self.source.encode())
-        for each in await self._objects():
-            found.update(f"\0{each.source}\0{each.size}\0{each.tag}".encode())
-        return found.hexdigest()
+        content = hashlib.sha256(self.source.encode())
+        for part in await self._objects():
+            content.update(f"\0{part.source}\0{part.size}\0{part.tag}".encode())
+        return content.hexdigest()
 
-    async def sample(self, count: int, seed: str) -> Sample:
-        """At most `count` texts: the same ones for the same seed. Raises Refused."""
+    async def sample(self, count: int, seed: str) -> CorpusSample:
+        """At most `count` texts: the same ones for the same seed. Raises CommandRefused."""
         from sie_store.datasets.rows import read
         from sie_store.object_stores import StoreError
 
         draw = random.Random(seed)  # noqa: S311  a sample, not a secret
-        found = await self._objects()
+        objects = await self._objects()
         spans: list[tuple[Place, Span]] = []
-        for each in draw.sample(found, min(OBJECTS, len(found))):
-            place = self._of(each)
+        for part in draw.sample(objects, min(OBJECTS, len(objects))):
+            place = self._of(part)
             spans += [(place, span) for span in await self._spans(place)]
         texts: dict[str, None] = {}
         faults = Counter[str]()
@@ -105,8 +105,8 @@ class Corpus:
                 faults.update(row.fault.message for row in rows if row.fault is not None)
                 texts |= dict.fromkeys(row.text for row in rows if row.fault is None and row.text)
         except StoreError as error:
-            raise Refused(f"--corpus {self.source}: {error}") from error
-        return Sample(draw.sample(list(texts), min(count, len(texts))), total, faults)
+            raise CommandRefused(f"--corpus {self.source}: {error}") from error
+        return CorpusSample(draw.sample(list(texts), min(count, len(texts))), total, faults)
 
     async def _objects(self) -> list[Found]:
         from sie_store.datasets.plans import inputs
@@ -114,22 +114,22 @@ class Corpus:
 
         try:
             with refusing():
-                found = await inputs(self.place, self.input)
+                objects = await inputs(self.place, self.input)
         except StoreError as error:
-            raise Refused(
+            raise CommandRefused(
                 f"--corpus {self.source}: cannot be read from here ({error}); with --sample 0 only the server reads it"
             ) from error
-        if not found:
-            raise Refused(f"--corpus {self.source}: there is nothing to read")
-        return found
+        if not objects:
+            raise CommandRefused(f"--corpus {self.source}: there is nothing to read")
+        return objects
 
-    def _of(self, found: Found) -> Place:
+    def _of(self, object: Found) -> Place:
         """The place of one object."""
         from sie_store.datasets.places import Place
 
         if not self.place.is_folder:
             return self.place
-        return Place(self.place.store, self.place.folder, found.source, root=self.place.root)
+        return Place(self.place.store, self.place.folder, object.source, root=self.place.root)
 
     async def _spans(self, place: Place) -> list[Span]:
         from sie_store.datasets.plans import Broken, plan
@@ -143,9 +143,9 @@ class Corpus:
                 spans += planned
             return spans
         except InvalidInput as error:
-            raise Refused(f"--corpus {self.source}: {error.message}") from error
+            raise CommandRefused(f"--corpus {self.source}: {error.message}") from error
         except StoreError as error:
-            raise Refused(f"--corpus {self.source}: {error}") from error
+            raise CommandRefused(f"--corpus {self.source}: {error}") from error
 
 
 def _digest_of(file: Path) -> str:

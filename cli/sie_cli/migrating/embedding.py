@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sie_cli.display import printable
-from sie_cli.refusal import Refused
+from sie_cli.refusal import CommandRefused
 from sie_contracts.api.jobs import JobManifest
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Earlier:
     others: Sequence[JobInfo]
 
     @classmethod
-    def of(cls, client: SIEClient, key: str) -> Earlier:
+    def load(cls, client: SIEClient, key: str) -> Earlier:
         """Raises what the client raises."""
         jobs = list(client.jobs.list())
         own = [job for job in jobs if (job.info.request.get("metadata") or {}).get(KEY) == key]
@@ -58,21 +58,23 @@ def is_answered(info: JobInfo) -> bool:
 
 
 def has_files(folder: Path, job: str) -> bool:
-    """Whether a folder has the output of a job: its manifest is written last. Raises Refused for that of another."""
+    """Whether a folder has the output of a job: its manifest is written last. Raises CommandRefused for that of
+    another.
+    """
     try:
-        found = msgspec.json.decode((folder / "manifest.json").read_bytes(), type=JobManifest).job
+        job_id = msgspec.json.decode((folder / "manifest.json").read_bytes(), type=JobManifest).job
     except FileNotFoundError:
         return False
     except (OSError, msgspec.DecodeError) as error:
-        raise Refused(f"--output {folder}: its manifest.json cannot be read: name another folder") from error
-    if found != job:
-        raise Refused(f"--output {folder} has the files of {printable(found)}: name another folder")
+        raise CommandRefused(f"--output {folder}: its manifest.json cannot be read: name another folder") from error
+    if job_id != job:
+        raise CommandRefused(f"--output {folder} has the files of {printable(job_id)}: name another folder")
     return True
 
 
 def check_output(jobs: Iterable[JobInfo], output: dict[str, str], model: str, fingerprint: str) -> None:
-    """Raises Refused where a job of another model writes, or has written, to the same place: vectors of two models do
-    not belong into one index.
+    """Raises CommandRefused where a job of another model writes, or has written, to the same place: vectors of two
+    models do not belong into one index.
     """
     for info in jobs:
         theirs = info.request.get("output") or {}
@@ -85,7 +87,7 @@ def check_output(jobs: Iterable[JobInfo], output: dict[str, str], model: str, fi
         elif output.get("url") and str(theirs.get("url", "")).rstrip("/") == output["url"].rstrip("/"):
             where = f"{output['url']}"
         if where:
-            raise Refused(
+            raise CommandRefused(
                 f"{where} has vectors of {printable(info.model)}, from {info.id}: name another one, which the search "
                 "uses from the flip on"
             )

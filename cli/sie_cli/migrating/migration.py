@@ -17,17 +17,24 @@ from typing import TYPE_CHECKING, Any
 
 from sie_cli import display
 from sie_cli.display import printable
-from sie_cli.jobs import told
-from sie_cli.jobs.following import fetch, follow, sending
-from sie_cli.jobs.submitting import Place
+from sie_cli.jobs.job import (
+    OutputPlace,
+    errors_text,
+    failures_table,
+    fetch_output,
+    follow,
+    problem_text,
+    rows_text,
+    transfer_bar,
+)
 from sie_cli.migrating import embedding, quality, steps
 from sie_cli.migrating.aliasing import Aliases, Present, before_flip, shadow_since_s
 from sie_cli.migrating.corpus import Corpus
 from sie_cli.migrating.embedding import Earlier
-from sie_cli.migrating.quality import Queries
-from sie_cli.migrating.steps import Seen, Step
+from sie_cli.migrating.quality import QuerySet
+from sie_cli.migrating.steps import MigrationState, Step
 from sie_cli.models.compare import MIN_TEXTS
-from sie_cli.refusal import Refused
+from sie_cli.refusal import CommandRefused
 
 if TYPE_CHECKING:
     from sie_client import Job, SIEClient
@@ -48,17 +55,17 @@ class Shadowing:
 
 
 @dataclass(frozen=True)
-class Asked:
+class MigrationPlan:
     """What a user asks for. `accepts`: also a low agreement, and rows without an answer."""
 
     alias: str
     model: str
     corpus: Corpus
-    place: Place
+    place: OutputPlace
     sink: dict[str, str]
     sample: int
     min_agreement: float
-    queries: Queries
+    queries: QuerySet
     shadow: Shadowing
     accepts: bool
     until: Step
@@ -72,12 +79,12 @@ class Asked:
     def options(self) -> dict[str, Any]:
         """Of the job."""
         how = self.corpus.input
-        given = {"text": how.text, "id": how.id, "input_format": how.format, "output": self.output}
-        return {name: value for name, value in given.items() if value}
+        columns = {"text": how.text, "id": how.id, "input_format": how.format, "output": self.output}
+        return {name: value for name, value in columns.items() if value}
 
 
 @dataclass
-class Gateways:
+class GatewayGroup:
     """`client` is that of the first, `every` those of all; `url`: of the first."""
 
     client: SIEClient
@@ -86,7 +93,7 @@ class Gateways:
 
 
 @dataclass(frozen=True)
-class Checked:
+class ModelCheck:
     """What the check found. `fingerprint`: of the new model."""
 
     alias: Present
@@ -97,7 +104,7 @@ class Checked:
 
 
 @dataclass
-class Report:
+class MigrationReport:
     """What was done, for a program; `say` tells it to a person."""
 
     say: Callable[[str], None]
@@ -107,7 +114,7 @@ class Report:
     def begin(self, step: Step) -> None:
         self.step = step
 
-    def tell(self, text: str, **facts: Any) -> None:
+    def report_step(self, text: str, **facts: Any) -> None:
         """A line of the present step."""
         self.facts.setdefault(self.step, {}).update(facts)
         self.say(f"{steps.STEPS.index(self.step) + 1}/{len(steps.STEPS)} {self.step}: {printable(text)}")
@@ -116,45 +123,47 @@ class Report:
 class Migration:
     """`err`: progress goes to standard error."""
 
-    def __init__(self, gateways: Gateways, aliases: Aliases, asked: Asked, report: Report, *, err: bool) -> None:
+    def __init__(
+        self, gateways: GatewayGroup, aliases: Aliases, plan: MigrationPlan, report: MigrationReport, *, err: bool
+    ) -> None:
         self._gateways = gateways
         self._client = gateways.client
         self._aliases = aliases
-        self._asked = asked
+        self._plan = plan
         self._report = report
         self._err = err
 
     def run(self) -> None:
-        """All steps that are left. Raises Refused, and what the client raises."""
-        asked, report = self._asked, self._report
-        alias = self._aliases.read(asked.alias)
-        if alias.target == asked.model:
+        """All steps that are left. Raises CommandRefused, and what the client raises."""
+        plan, report = self._plan, self._report
+        alias = self._aliases.read(plan.alias)
+        if alias.target == plan.model:
             report.begin("flip")
-            report.tell(f"{asked.alias} names {asked.model} already", revision=alias.revision)
+            report.report_step(f"{plan.alias} names {plan.model} already", revision=alias.revision)
             return
         checked = self._check(alias)
         job = checked.earlier.job
-        seen = Seen(
+        state = MigrationState(
             alias.target,
             alias.shadow,
             max(0.0, time.time() - shadow_since_s(alias.history)) if alias.shadow else 0.0,
             job is not None,
             job is not None and embedding.is_answered(job.info) and self._has_files(job),
         )
-        left = steps.left(seen, asked.model, asked.until, asked.shadow.seconds)
+        left = steps.remaining_steps(state, plan.model, plan.until, plan.shadow.seconds)
         if "quality" in left:
             self._quality(checked)
         elif job is not None:
             report.begin("quality")
-            report.tell(f"was accepted when {job.id} was submitted", job=job.id)
+            report.report_step(f"was accepted when {job.id} was submitted", job=job.id)
         if "embed" in left:
             job = self._embed(checked)
         elif job is not None:
             report.begin("embed")
-            report.tell(f"{job.id} is completed, {told.rows(job.info)}", job=job.id, rows=job.counts.rows)
+            report.report_step(f"{job.id} is completed, {rows_text(job.info)}", job=job.id, rows=job.counts.rows)
         if "shadow" in left:
             self._shadow(checked)
-        elif seen.shadow == asked.model:
+        elif state.shadow == plan.model:
             report.begin("shadow")
             self._tell_figures()
         if "flip" in left and job is not None:
@@ -162,17 +171,17 @@ class Migration:
 
     # check
 
-    def _check(self, alias: Present) -> Checked:
+    def _check(self, alias: Present) -> ModelCheck:
         """Everything that can be wrong, before anything is changed."""
-        asked, report = self._asked, self._report
+        plan, report = self._plan, self._report
         report.begin("check")
         widths, prints = [], []
-        for name in (alias.target, asked.model):
+        for name in (alias.target, plan.model):
             info = self._client.get_model(name)
             if "alias" in info:
-                raise Refused(f"{name} is an alias: name the model that it stands for")
+                raise CommandRefused(f"{name} is an alias: name the model that it stands for")
             if "dense" not in info["dims"] or "text" not in info["inputs"]:
-                raise Refused(
+                raise CommandRefused(
                     f"{name} does not encode texts as dense vectors (it has {', '.join(info['outputs'])}): without an "
                     "index there is nothing to migrate, and `sie models alias` flips at once"
                 )
@@ -180,200 +189,206 @@ class Migration:
             widths.append(len(result["dense"]))
             prints.append(str(result["fingerprint"]))
         old, new = widths
-        report.tell(
-            f"{asked.alias} names {alias.target} ({old} wide); {asked.model} is {new} wide and answers",
-            alias=asked.alias,
+        report.report_step(
+            f"{plan.alias} names {alias.target} ({old} wide); {plan.model} is {new} wide and answers",
+            alias=plan.alias,
             old=alias.target,
-            new=asked.model,
+            new=plan.model,
             dims=widths,
             fingerprints=prints,
         )
         if prints[0] == prints[1]:
-            raise Refused(
-                f"both have the fingerprint {prints[0]}, so the index fits: `sie models alias {asked.alias} "
-                f"{asked.model}` flips at once"
+            raise CommandRefused(
+                f"both have the fingerprint {prints[0]}, so the index fits: `sie models alias {plan.alias} "
+                f"{plan.model}` flips at once"
             )
         if old != new:
-            report.tell("the widths differ: the new vectors need another collection than the present one")
-        self._aliases.flip(alias, asked.model, dry_run=True)
-        digest = asyncio.run(asked.corpus.digest()) if asked.sample or not asked.corpus.is_url else ""
-        key = steps.key_of(asked.alias, asked.model, digest, {**asked.options, "source": self._named_source()})
-        earlier = Earlier.of(self._client, key)
-        embedding.check_output(earlier.others, asked.output, asked.model, prints[1])
-        if earlier.job is None and asked.place.folder is not None:
-            embedding.has_files(asked.place.folder, "")
-        return Checked(alias, prints[1], key, digest or key, earlier)
+            report.report_step("the widths differ: the new vectors need another collection than the present one")
+        self._aliases.flip(alias, plan.model, dry_run=True)
+        digest = asyncio.run(plan.corpus.digest()) if plan.sample or not plan.corpus.is_url else ""
+        key = steps.key_of(plan.alias, plan.model, digest, {**plan.options, "source": self._named_source()})
+        earlier = Earlier.load(self._client, key)
+        embedding.check_output(earlier.others, plan.output, plan.model, prints[1])
+        if earlier.job is None and plan.place.folder is not None:
+            embedding.has_files(plan.place.folder, "")
+        return ModelCheck(alias, prints[1], key, digest or key, earlier)
 
     def _named_source(self) -> str:
         """A file of this machine is its bytes, wherever it lies."""
-        return self._asked.corpus.source if self._asked.corpus.is_url else ""
+        return self._plan.corpus.source if self._plan.corpus.is_url else ""
 
     def _has_files(self, job: Job) -> bool:
-        folder = self._asked.place.folder
+        folder = self._plan.place.folder
         return folder is None or embedding.has_files(folder, job.id)
 
     # quality
 
-    def _quality(self, checked: Checked) -> None:
-        asked, report = self._asked, self._report
+    def _quality(self, checked: ModelCheck) -> None:
+        plan, report = self._plan, self._report
         report.begin("quality")
-        if not asked.sample:
-            report.tell("not measured (--sample 0)")
+        if not plan.sample:
+            report.report_step("not measured (--sample 0)")
             return
-        sample = asyncio.run(asked.corpus.sample(asked.sample, checked.seed))
+        sample = asyncio.run(plan.corpus.sample(plan.sample, checked.seed))
         texts = sample.texts
         if len(texts) < MIN_TEXTS:
-            raise Refused(
+            raise CommandRefused(
                 f"a sample of the corpus has {len(texts)} different texts, at least {MIN_TEXTS} are needed"
                 + (f"; {sample.trouble}" if sample.trouble else "")
             )
         if sample.trouble:
-            report.tell(sample.trouble)
-        names = (checked.alias.target, asked.model)
-        found = quality.measure(self._client, self._gateways.url, names, texts, asked.queries)
-        report.tell(f"{len(texts)} texts: {found.line()}", texts=len(texts), **found.told())
-        if found.overlap >= asked.min_agreement:
+            report.report_step(sample.trouble)
+        names = (checked.alias.target, plan.model)
+        agreement = quality.measure(self._client, self._gateways.url, names, texts, plan.queries)
+        report.report_step(f"{len(texts)} texts: {agreement.line()}", texts=len(texts), **agreement.figures())
+        if agreement.overlap >= plan.min_agreement:
             return
-        below = f"an agreement of {found.overlap:.3f} is below --min-agreement {asked.min_agreement:g}"
-        if not asked.accepts:
-            raise Refused(
+        below = f"an agreement of {agreement.overlap:.3f} is below --min-agreement {plan.min_agreement:g}"
+        if not plan.accepts:
+            raise CommandRefused(
                 f"{below}; nothing was changed. A search over the new index gives other results: --yes goes on, and so "
-                f"does a lower bound, such as --min-agreement {int(found.overlap * 100) / 100:g}"
+                f"does a lower bound, such as --min-agreement {int(agreement.overlap * 100) / 100:g}"
             )
-        report.tell(f"{below}, accepted by --yes")
+        report.report_step(f"{below}, accepted by --yes")
 
     # embed
 
-    def _embed(self, checked: Checked) -> Job:
-        asked, report = self._asked, self._report
+    def _embed(self, checked: ModelCheck) -> Job:
+        plan, report = self._plan, self._report
         report.begin("embed")
         job = checked.earlier.job
         if job is None:
             with display.transfers() as bars:
-                on_upload = sending(bars, Path(asked.corpus.source).name)
-                options = {**asked.options, "on_upload": on_upload, "name": f"{asked.alias} to {asked.model}"[:128]}
-                job = checked.earlier.submitted(self._client, checked.key, asked.model, asked.corpus.source, options)
-            report.tell(f"submitted {job.id}", job=job.id)
+                on_upload = transfer_bar(bars, Path(plan.corpus.source).name)
+                options = {**plan.options, "on_upload": on_upload, "name": f"{plan.alias} to {plan.model}"[:128]}
+                job = checked.earlier.submitted(self._client, checked.key, plan.model, plan.corpus.source, options)
+            report.report_step(f"submitted {job.id}", job=job.id)
         else:
-            report.tell(f"goes on with {job.id}", job=job.id)
+            report.report_step(f"goes on with {job.id}", job=job.id)
         follow(job, err=self._err, also="the same `sie migrate` goes on with it")
         info = job.info
-        report.tell(f"{job.id} is {info.state}, {told.rows(info)}", state=info.state, rows=info.counts.rows)
+        report.report_step(f"{job.id} is {info.state}, {rows_text(info)}", state=info.state, rows=info.counts.rows)
         if info.state == "paused" and info.error is not None:
-            raise Refused(
-                f"{job.id} is paused by {told.problem(info.error)}\nmend it, then `sie jobs resume {job.id}` and the "
+            raise CommandRefused(
+                f"{job.id} is paused by {problem_text(info.error)}\nmend it, then `sie jobs resume {job.id}` and the "
                 f"same command go on; after `sie jobs cancel {job.id}` the same command submits another one"
             )
         if info.state != "completed":
-            why = f": {told.problem(info.error)}" if info.error is not None else ""
-            raise Refused(f"{job.id} ended as {info.state}{why}; the same command submits another job")
-        if asked.place.folder is not None:
-            fetch(job, asked.place.folder)
+            why = f": {problem_text(info.error)}" if info.error is not None else ""
+            raise CommandRefused(f"{job.id} ended as {info.state}{why}; the same command submits another job")
+        if plan.place.folder is not None:
+            fetch_output(job, plan.place.folder)
         if not embedding.is_answered(info):
             self._unanswered(job)
         return job
 
     def _unanswered(self, job: Job) -> None:
         info = job.info
-        errors = told.errors(info) or "parts that could not be read"
-        self._report.tell(f"rows without a vector: {errors}", failed=info.counts.failed, broken=list(info.broken))
-        for line in told.failures(job.rows(FAILED_ROWS, failed=True))[1:]:
-            self._report.tell("  ".join(line))
-        if not self._asked.accepts:
-            raise Refused(
+        errors = errors_text(info) or "parts that could not be read"
+        self._report.report_step(
+            f"rows without a vector: {errors}", failed=info.counts.failed, broken=list(info.broken)
+        )
+        for line in failures_table(job.rows(FAILED_ROWS, failed=True))[1:]:
+            self._report.report_step("  ".join(line))
+        if not self._plan.accepts:
+            raise CommandRefused(
                 f"the new index would lack {info.counts.failed:,} rows; `sie jobs show {job.id} --failed` has more of "
                 f"them, `sie jobs retry {job.id}` and then the same command tries them again, --yes goes on without"
             )
 
     # shadow
 
-    def _shadow(self, checked: Checked) -> None:
-        asked, report = self._asked, self._report
+    def _shadow(self, checked: ModelCheck) -> None:
+        plan, report = self._plan, self._report
         report.begin("shadow")
         alias = self._unchanged(checked)
         since_s = time.time()
-        if alias.shadow == asked.model:
+        if alias.shadow == plan.model:
             since_s = shadow_since_s(alias.history)
-            report.tell(f"{asked.model} gets copies of requests already", revision=alias.revision)
+            report.report_step(f"{plan.model} gets copies of requests already", revision=alias.revision)
         else:
-            revision = self._aliases.shadow(alias, asked.model, asked.shadow.share)
-            report.tell(
-                f"{asked.model} gets copies of {asked.shadow.share:.0%} of the requests for {asked.alias}, for "
-                f"{asked.shadow.seconds:g} s (revision {revision})",
+            revision = self._aliases.shadow(alias, plan.model, plan.shadow.share)
+            report.report_step(
+                f"{plan.model} gets copies of {plan.shadow.share:.0%} of the requests for {plan.alias}, for "
+                f"{plan.shadow.seconds:g} s (revision {revision})",
                 revision=revision,
             )
         self._watch(since_s)
         copies = self._tell_figures()["copies"]
         if copies.get("failed") and not copies.get("done"):
-            raise Refused(
-                f"no copy succeeded: the gateway's log says why. {asked.alias} is as it was, but for the shadow, which "
-                f"`sie models alias {asked.alias} {alias.target}` removes"
+            raise CommandRefused(
+                f"no copy succeeded: the gateway's log says why. {plan.alias} is as it was, but for the shadow, which "
+                f"`sie models alias {plan.alias} {alias.target}` removes"
             )
 
     def _watch(self, since_s: float) -> None:
         """Until the time is over, or there were enough copies."""
-        wanted = self._asked.shadow
-        while (left_s := since_s + wanted.seconds - time.time()) > 0:
-            if wanted.copies is not None and self._measured()["copies"].get("done", 0) >= wanted.copies:
+        expected = self._plan.shadow
+        while (left_s := since_s + expected.seconds - time.time()) > 0:
+            if expected.copies is not None and self._measured()["copies"].get("done", 0) >= expected.copies:
                 return
             time.sleep(min(LOOK_S, left_s))
 
     def _tell_figures(self) -> dict[str, Any]:
         figures = self._measured()
-        self._report.tell(shadow_line(figures), **figures)
+        self._report.report_step(shadow_line(figures), **figures)
         return figures
 
     def _measured(self) -> dict[str, Any]:
-        return merged([self._figures(each) for each in self._gateways.every])
+        return merged([self._figures(gateway) for gateway in self._gateways.every])
 
     def _figures(self, client: SIEClient) -> dict[str, Any]:
         """Empty of a gateway that has not heard of the shadow yet."""
-        shadow = client.get_model(self._asked.alias).get("alias", {}).get("shadow", {})
-        found: dict[str, Any] = shadow.get("figures", {}) if shadow.get("model") == self._asked.model else {}
-        return found
+        shadow = client.get_model(self._plan.alias).get("alias", {}).get("shadow", {})
+        figures: dict[str, Any] = shadow.get("figures", {}) if shadow.get("model") == self._plan.model else {}
+        return figures
 
     # flip
 
-    def _flip(self, checked: Checked, job: Job) -> None:
-        asked, report = self._asked, self._report
+    def _flip(self, checked: ModelCheck, job: Job) -> None:
+        plan, report = self._plan, self._report
         report.begin("flip")
         alias = self._unchanged(checked)
-        (result,) = self._client.encode(asked.model, [PROBE], output_types=["dense"], on_item_error="fail")
+        (result,) = self._client.encode(plan.model, [PROBE], output_types=["dense"], on_item_error="fail")
         if job.info.fingerprint and result["fingerprint"] != job.info.fingerprint:
-            raise Refused(
-                f"{asked.model} has changed since {job.id} ran: its vectors do not fit the new index. Pin its revision "
-                f"({asked.model}@REVISION) and migrate again"
+            raise CommandRefused(
+                f"{plan.model} has changed since {job.id} ran: its vectors do not fit the new index. Pin its revision "
+                f"({plan.model}@REVISION) and migrate again"
             )
-        revision = self._aliases.flip(alias, asked.model)
+        revision = self._aliases.flip(alias, plan.model)
         end_s = time.monotonic() + FOLLOW_S
-        while (waiting := self._aliases.waiting(asked.alias)) and time.monotonic() < end_s:
+        while (waiting := self._aliases.waiting(plan.alias)) and time.monotonic() < end_s:
             time.sleep(LOOK_S)
         where = f"; not yet at {', '.join(waiting)}" if waiting else ""
-        report.tell(
-            f"{asked.alias} names {asked.model} since revision {revision}, before {alias.target}{where}",
+        report.report_step(
+            f"{plan.alias} names {plan.model} since revision {revision}, before {alias.target}{where}",
             revision=revision,
             before=alias.target,
         )
 
-    def _unchanged(self, checked: Checked) -> Present:
-        """The alias as it is now. Raises Refused if somebody gave it another target meanwhile."""
-        alias = self._aliases.read(self._asked.alias)
+    def _unchanged(self, checked: ModelCheck) -> Present:
+        """The alias as it is now. Raises CommandRefused if somebody gave it another target meanwhile."""
+        alias = self._aliases.read(self._plan.alias)
         if alias.target != checked.alias.target:
-            raise Refused(f"{alias.name} names {alias.target} now: somebody changed it meanwhile, so it is left alone")
+            raise CommandRefused(
+                f"{alias.name} names {alias.target} now: somebody changed it meanwhile, so it is left alone"
+            )
         return alias
 
 
 def merged(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What several gateways measured of a shadow, as one: counts are added, means are weighted by the copies."""
     copies = Counter[str]()
-    for each in figures:
-        copies.update(each.get("copies", {}))
-    found: dict[str, Any] = {"copies": dict(copies)}
+    for measured in figures:
+        copies.update(measured.get("copies", {}))
+    means: dict[str, Any] = {"copies": dict(copies)}
     for name in ("cosine", "rank", "served_ms", "shadow_ms"):
-        known = [(each[name], each["copies"].get("done", 0)) for each in figures if each.get(name) is not None]
-        weight = sum(count for _, count in known)
-        found[name] = sum(value * count for value, count in known) / weight if weight else None
-    return found
+        weighted = [
+            (figure[name], figure["copies"].get("done", 0)) for figure in figures if figure.get(name) is not None
+        ]
+        weight = sum(count for _, count in weighted)
+        means[name] = sum(value * count for value, count in weighted) / weight if weight else None
+    return means
 
 
 def shadow_line(figures: dict[str, Any]) -> str:
@@ -390,12 +405,12 @@ def shadow_line(figures: dict[str, Any]) -> str:
 
 
 def back(aliases: Aliases, name: str, echo: Callable[[str], None]) -> dict[str, Any]:
-    """Undo the last change of an alias' target. Raises Refused."""
+    """Undo the last change of an alias' target. Raises CommandRefused."""
     alias = aliases.read(name)
-    wanted = before_flip(alias.history)
-    revision = aliases.back(alias, wanted)
+    previous = before_flip(alias.history)
+    revision = aliases.back(alias, previous)
     restored = aliases.read(name)
-    echo(f"{name} names {restored.target} again: revision {revision} is as revision {wanted} was")
+    echo(f"{name} names {restored.target} again: revision {revision} is as revision {previous} was")
     if restored.target != alias.target:
         echo(f"searches have to use the index of {restored.target} again")
-    return {"alias": name, "names": restored.target, "revision": revision, "restored": wanted}
+    return {"alias": name, "names": restored.target, "revision": revision, "restored": previous}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sie_cli.models import compare
 from sie_cli.models.compare import Agreement
-from sie_cli.refusal import Refused
+from sie_cli.refusal import CommandRefused
 
 if TYPE_CHECKING:
     from sie_cli.evals.tasks import Retrieval
@@ -25,7 +25,7 @@ NDCG = "ndcg@10"
 
 
 @dataclass(frozen=True)
-class Measured:
+class QualityMeasurement:
     """`agreement`: as `sie models compare` has it. `ndcg`: of the old model and of the new one, None without
     judgements.
     """
@@ -49,7 +49,7 @@ class Measured:
         ranks = self.agreement.ranks
         return sum(ranks) / len(ranks) if ranks else None
 
-    def told(self) -> dict[str, Any]:
+    def figures(self) -> dict[str, Any]:
         """For a program."""
         return {
             "neighbours": self.neighbours,
@@ -71,46 +71,48 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Queries:
+class QuerySet:
     """What is asked of the sample. `judged`: the task whose documents people judged, None of plain queries."""
 
     texts: Sequence[str] = ()
     judged: Retrieval | None = None
 
     @classmethod
-    def of(cls, path: Path | None) -> Queries:
-        """Of a file of texts, or a folder of BEIR with judgements. Raises Refused."""
+    def read(cls, path: Path | None) -> QuerySet:
+        """Of a file of texts, or a folder of BEIR with judgements. Raises CommandRefused."""
         if path is None:
             return cls()
         if path.is_dir():
             if importlib.util.find_spec("pytrec_eval") is None:
-                raise Refused("--queries with judgements needs a package: pip install 'sie-cluster[evals]'")
+                raise CommandRefused("--queries with judgements needs a package: pip install 'sie-cluster[evals]'")
             from sie_cli.evals.tasks import of_folder
 
             task = of_folder(path)
             return cls(tuple(task.queries.values()), task)
         texts = compare.read(path, compare.MAX_TEXTS).texts
         if not texts:
-            raise Refused(f"--queries {path}: expected a query in each line")
+            raise CommandRefused(f"--queries {path}: expected a query in each line")
         return cls(texts)
 
 
-def measure(client: SIEClient, url: str, names: tuple[str, str], sample: Sequence[str], queries: Queries) -> Measured:
-    """Encode the sample by both models, the old one first. Raises Refused, and what the client raises."""
-    found = compare.of_vectors(client, names, sample, queries.texts)
+def measure(
+    client: SIEClient, url: str, names: tuple[str, str], sample: Sequence[str], queries: QuerySet
+) -> QualityMeasurement:
+    """Encode the sample by both models, the old one first. Raises CommandRefused, and what the client raises."""
+    agreement = compare.of_vectors(client, names, sample, queries.texts)
     if queries.judged is None:
-        return Measured(found)
+        return QualityMeasurement(agreement)
     old, new = (_ndcg(client, url, name, queries.judged) for name in names)
-    return Measured(found, (old, new))
+    return QualityMeasurement(agreement, (old, new))
 
 
 def _ndcg(client: SIEClient, url: str, model: str, task: Retrieval) -> float:
-    from sie_cli.evals.kept import Kept
+    from sie_cli.evals.kept import ResultCache
     from sie_cli.evals.quality import measure as measured
     from sie_cli.evals.sources import Sie
-    from sie_cli.evals.steps import Step, Work
+    from sie_cli.evals.steps import EvalStep, EvalWork
 
     source = Sie(model, client, model, url, None, client.get_model(model))
     with tempfile.TemporaryDirectory(prefix="sie-migrate-") as folder:
-        found = measured(task, Step(source, source.main), Work(Kept(Path(folder)), lambda done: None))
-    return found.scores[NDCG]
+        scores = measured(task, EvalStep(source, source.main), EvalWork(ResultCache(Path(folder)), lambda done: None))
+    return scores.scores[NDCG]

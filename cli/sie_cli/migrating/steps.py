@@ -22,7 +22,7 @@ UNTIL: dict[str, Step] = {"check": "quality", "embed": "embed", "shadow": "shado
 
 
 @dataclass(frozen=True)
-class Seen:
+class MigrationState:
     """What the cluster says of a migration. `target`, `shadow`: what the alias names now; `shadow_s`: since when the
     shadow is set, seconds. `is_submitted`, `is_embedded`: whether the job over the corpus exists, and has ended with an
     answer for each row.
@@ -35,18 +35,18 @@ class Seen:
     is_embedded: bool = False
 
 
-def left(seen: Seen, model: str, until: Step, shadow_s: float) -> tuple[Step, ...]:
+def remaining_steps(state: MigrationState, model: str, until: Step, shadow_s: float) -> tuple[Step, ...]:
     """The steps to take, in their order. None where the alias names the model already. `check` is always taken: what
     it found before may have changed.
     """
-    if seen.target == model:
+    if state.target == model:
         return ()
     done: set[Step] = set()
-    if seen.is_submitted:
+    if state.is_submitted:
         done.add("quality")
-    if seen.is_embedded:
+    if state.is_embedded:
         done.add("embed")
-    if shadow_s <= 0 or (seen.is_embedded and seen.shadow == model and seen.shadow_s >= shadow_s):
+    if shadow_s <= 0 or (state.is_embedded and state.shadow == model and state.shadow_s >= shadow_s):
         done.add("shadow")
     return tuple(step for step in STEPS[: STEPS.index(until) + 1] if step not in done)
 

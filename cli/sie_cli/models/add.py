@@ -9,8 +9,8 @@ import click
 from sie_cli.cluster import CONFIG_URL, Cluster
 from sie_cli.models.catalogue import document, tell
 from sie_cli.models.inspect import described, source_arguments
-from sie_cli.models.service import YAML, Write, write_options
-from sie_cli.refusal import Refused
+from sie_cli.models.service import YAML, WriteOptions, write_options
+from sie_cli.refusal import CommandRefused
 from sie_contracts.errors import ModelLoadFailed, SIEError
 from sie_contracts.models.aliases import Alias
 from sie_contracts.models.catalogue import packaged_folder
@@ -36,7 +36,7 @@ from sie_runtime.feed import read_folder
 )
 @write_options("Replace a model that is there.", looks_around=False)
 def add(
-    write: Write,
+    write: WriteOptions,
     source: str,
     revision: str | None,
     name: str,
@@ -67,7 +67,9 @@ def add(
         )
     folder = models_dir or settings.models_dir or USUAL
     if folder.startswith(("s3://", "gs://")):
-        raise Refused(f"{folder} is not a local folder: name one with --models-dir, or a config service with --url")
+        raise CommandRefused(
+            f"{folder} is not a local folder: name one with --models-dir, or a config service with --url"
+        )
     _write(write, *_entry_of(settings, source, name, revision), Path(folder).expanduser())
     if not write.dry_run:
         click.echo(who_reads(Path(folder).expanduser().absolute(), cluster))
@@ -99,8 +101,8 @@ def who_reads(folder: Path, cluster: Cluster) -> str:
 
 
 def _entry_of(settings: Settings, source: str, name: str, revision: str | None) -> tuple[str, ModelEntry | Alias]:
-    """The text of an entry and what it says: of a document as it is, of a model as its files say. Raises Refused,
-    UsageError.
+    """The text of an entry and what it says: of a document as it is, of a model as its files say. Raises
+    CommandRefused, UsageError.
     """
     if source != "-" and not (Path(source).suffix in (".yaml", ".yml", ".json") and Path(source).is_file()):
         return described(settings, source, name, revision)
@@ -110,13 +112,13 @@ def _entry_of(settings: Settings, source: str, name: str, revision: str | None) 
 
     body, kind = document(Path(source))
     try:
-        given = read(body, kind)
-        entry = checked(given.value, given)
+        parsed = read(body, kind)
+        entry = checked(parsed.value, parsed)
         if isinstance(entry, ModelEntry):
             _check_weights(entry, settings)
         return body.decode(), entry
     except SIEError as error:
-        raise Refused(f"{source}: {error.message}") from error
+        raise CommandRefused(f"{source}: {error.message}") from error
 
 
 def _check_weights(entry: ModelEntry, settings: Settings) -> None:
@@ -143,23 +145,25 @@ def _check_weights(entry: ModelEntry, settings: Settings) -> None:
     click.echo(f"checked the files in {located.folder}", err=True)
 
 
-def _post(write: Write, text: str, entry: ModelEntry | Alias) -> None:
+def _post(write: WriteOptions, text: str, entry: ModelEntry | Alias) -> None:
     """Add the entry at the config service, or with `force` replace the one that is there."""
     with write.service() as service:
-        tell(write, service.add(entry.id, text.encode(), YAML, asked=write))
+        tell(write, service.add(entry.id, text.encode(), YAML, write=write))
     if isinstance(entry, ModelEntry) and entry.weights.path:
         click.echo(f"note: each worker needs the weights at {entry.weights.path}", err=True)
 
 
-def _write(write: Write, text: str, entry: ModelEntry | Alias, folder: Path) -> None:
+def _write(write: WriteOptions, text: str, entry: ModelEntry | Alias, folder: Path) -> None:
     """Write the entry where `sie serve` reads it."""
     if entry.id.startswith("bundles/"):
-        raise Refused(f"{entry.id}: the folder bundles/ is for bundles; name the model otherwise with --id")
+        raise CommandRefused(f"{entry.id}: the folder bundles/ is for bundles; name the model otherwise with --id")
     file = folder / f"{entry.id}.yaml"
     if file.exists() and not write.force:
-        raise Refused(f"{file} exists: --force replaces it")
+        raise CommandRefused(f"{file} exists: --force replaces it")
     if _is_other_packaged(entry) and not write.force:
-        raise Refused(f"{entry.id} is a model of the packaged catalogue: --force replaces it, --id gives another name")
+        raise CommandRefused(
+            f"{entry.id} is a model of the packaged catalogue: --force replaces it, --id gives another name"
+        )
     if write.dry_run:
         click.echo(f"dry run, nothing is written: {file} would be\n{text}", nl=False)
         return
@@ -172,8 +176,8 @@ def _write(write: Write, text: str, entry: ModelEntry | Alias, folder: Path) -> 
 
 def _is_other_packaged(entry: ModelEntry | Alias) -> bool:
     """Whether the packaged catalogue has this name for other weights."""
-    known = read_folder(packaged_folder() / "models").get(entry.id)
-    return known is not None and (not isinstance(entry, ModelEntry) or _weights_of(known) != _weights_of(entry))
+    packaged = read_folder(packaged_folder() / "models").get(entry.id)
+    return packaged is not None and (not isinstance(entry, ModelEntry) or _weights_of(packaged) != _weights_of(entry))
 
 
 def _weights_of(entry: ModelEntry) -> tuple[str, str, str]:

@@ -9,8 +9,8 @@ import click
 import msgspec
 
 from sie_cli.models.catalogue import tell
-from sie_cli.models.service import MODELS, Write, path_of, write_options
-from sie_cli.refusal import Refused
+from sie_cli.models.service import MODELS, WriteOptions, path_of, write_options
+from sie_cli.refusal import CommandRefused
 
 DEFAULT_SHARE = 0.1
 
@@ -25,7 +25,7 @@ DEFAULT_SHARE = 0.1
 )
 @write_options("Although the models do not give alike results: an index would mix vectors.")
 def alias(
-    write: Write,
+    write: WriteOptions,
     name: str,
     targets: tuple[str, ...],
     shadow: str | None,
@@ -43,21 +43,21 @@ def alias(
     sie models alias search my/model                               flip; `sie models rollback search N` goes back
     sie models compare BAAI/bge-m3 my/model --sample texts.txt     what would change
     """
-    wanted: dict[str, Any] = {"alias": [_target(text) for text in targets], "force": write.force or None}
-    wanted["shadow"] = None if shadow is None else _shadow(shadow)
+    patch: dict[str, Any] = {"alias": [_target(text) for text in targets], "force": write.force or None}
+    patch["shadow"] = None if shadow is None else _shadow(shadow)
     with write.service() as service:
-        present = next((each for each in service.read(MODELS).body["models"] if each["model_id"] == name), None)
+        present = next((model for model in service.read(MODELS).body["models"] if model["model_id"] == name), None)
         if present is not None and "alias" not in present:
-            raise Refused(f"{name} is a model: give the alias another name, or remove the model first")
+            raise CommandRefused(f"{name} is a model: give the alias another name, or remove the model first")
         if present is not None:
-            method, path, body = "PATCH", path_of(name), wanted  # a description stays
+            method, path, body = "PATCH", path_of(name), patch  # a description stays
         else:
             method, path, body = (
                 "POST",
                 MODELS,
-                {"id": name, **{key: value for key, value in wanted.items() if value is not None}},
+                {"id": name, **{key: value for key, value in patch.items() if value is not None}},
             )
-        answer = service.write(method, path, msgspec.json.encode(body), asked=replace(write, force=False))
+        answer = service.write(method, path, msgspec.json.encode(body), how=replace(write, force=False))
     tell(write, answer)
 
 

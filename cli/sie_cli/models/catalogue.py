@@ -18,8 +18,8 @@ from sie_cli.models.service import (
     JSON,
     MODELS,
     YAML,
-    Answer,
-    Write,
+    ServiceReply,
+    WriteOptions,
     path_of,
     service_of,
     service_options,
@@ -40,7 +40,7 @@ def list_command(cluster: Cluster, output: str | None) -> None:
     with service_of(cluster, writes=False) as service:
         body = service.read(MODELS).body
     click.echo(f"models of {public_url(service.url)}", err=True)
-    rows = [(each["model_id"], _variants(each), each["source"]) for each in body["models"]]
+    rows = [(model["model_id"], _variants(model), model["source"]) for model in body["models"]]
     print_body(
         body,
         output,
@@ -51,7 +51,8 @@ def list_command(cluster: Cluster, output: str | None) -> None:
 def _variants(listed: dict[str, Any]) -> str:
     """The profiles of a model, or what an alias stands for."""
     targets = [
-        f"{each['model']}={each['weight']}" if "weight" in each else each["model"] for each in listed.get("alias", ())
+        f"{variant['model']}={variant['weight']}" if "weight" in variant else variant["model"]
+        for variant in listed.get("alias", ())
     ]
     return f"alias of {', '.join(targets)}" if targets else ", ".join(listed["profiles"])
 
@@ -82,23 +83,23 @@ def history(cluster: Cluster, model: str, output: str | None) -> None:
         body = service.read(path_of(model, "/history")).body
     rows = [
         (
-            str(each["revision"]),
-            each["operation"],
-            each["created_at"],
-            each.get("author", ""),
-            each.get("note") or _changes(each.get("changes", [])),
+            str(revision["revision"]),
+            revision["operation"],
+            revision["created_at"],
+            revision.get("author", ""),
+            revision.get("note") or _changes(revision.get("changes", [])),
         )
-        for each in body["revisions"]
+        for revision in body["revisions"]
     ]
     print_body(body, output, lambda: display.table([("REVISION", "OPERATION", "AT", "AUTHOR", "CHANGES"), *rows]))
 
 
-def _changes(found: list[dict[str, Any]]) -> str:
+def _changes(changes: list[dict[str, Any]]) -> str:
     """`run.pooling: mean -> cls, ...`, the first few of them."""
     parts = [
-        f"{each['path'].removeprefix('$').removeprefix('.') or 'model'}: {shown(each, 'before')} -> "
-        f"{shown(each, 'after')}"
-        for each in found
+        f"{change['path'].removeprefix('$').removeprefix('.') or 'model'}: {shown(change, 'before')} -> "
+        f"{shown(change, 'after')}"
+        for change in changes
     ]
     more = f", and {len(parts) - MAX_CHANGES} more" if len(parts) > MAX_CHANGES else ""
     return ", ".join(parts[:MAX_CHANGES]) + more
@@ -125,27 +126,27 @@ def _show_status(body: dict[str, Any]) -> None:
     count = sum(bundle["total_eligible_workers"] for bundle in body["bundles"])
     served = f"all of {count} workers have it" if count else "no worker is up; one that starts has it"
     if not body["bundles"]:  # an alias, which gateways resolve
-        lag = [each["id"] for each in body["gateways"] if not each["acked"]]
+        lag = [process["id"] for process in body["gateways"] if not process["acked"]]
         served = f"all of {len(body['gateways'])} gateways have it"
     state = f"waiting for {', '.join(lag)}" if lag else served
     click.echo(
         f"{body['model_id']}: revision {body.get('revision', '-')} from {body['source']}, epoch {body['config_epoch']}:"
         f" {state}"
     )
-    readers = [("gateway", each) for each in body.get("gateways", [])] + [
-        ("worker", each) for each in body.get("workers", [])
+    readers = [("gateway", process) for process in body.get("gateways", [])] + [
+        ("worker", process) for process in body.get("workers", [])
     ]
     rows = [
         (
             kind,
-            each["id"],
-            each.get("bundle", "-"),
-            str(each.get("revision") or "-"),
-            "yes" if each.get("acked") else "no",
-            each.get("state", "-"),
-            each.get("fingerprint") or "-",
+            process["id"],
+            process.get("bundle", "-"),
+            str(process.get("revision") or "-"),
+            "yes" if process.get("acked") else "no",
+            process.get("state", "-"),
+            process.get("fingerprint") or "-",
         )
-        for kind, each in readers
+        for kind, process in readers
     ]
     if rows:
         display.table([("KIND", "NAME", "BUNDLE", "REVISION", "PRESENT", "STATE", "FINGERPRINT"), *rows])
@@ -163,7 +164,7 @@ def _show_status(body: dict[str, Any]) -> None:
     help="Replace all by FILE; - is standard input.",
 )
 @write_options("Although an alias needs the model as it is.")
-def set_command(write: Write, model: str, changes: tuple[str, ...], file: Path | None) -> None:
+def set_command(write: WriteOptions, model: str, changes: tuple[str, ...], file: Path | None) -> None:
     """Change model ID: some fields, or with -f all of it. Gateways and workers have it within a second.
 
     \b
@@ -189,7 +190,7 @@ def set_command(write: Write, model: str, changes: tuple[str, ...], file: Path |
 @click.command()
 @click.argument("model", metavar="ID")
 @write_options("Although an alias needs the model.")
-def rm(write: Write, model: str) -> None:
+def rm(write: WriteOptions, model: str) -> None:
     """Remove model ID. Its history stays: `sie models rollback` brings it back."""
     tell(write, write.send("DELETE", path_of(model)), removed=True)
 
@@ -198,7 +199,7 @@ def rm(write: Write, model: str) -> None:
 @click.argument("model", metavar="ID")
 @click.argument("revision", type=click.IntRange(1))
 @write_options("Although an alias needs the model as it is.")
-def rollback(write: Write, model: str, revision: int) -> None:
+def rollback(write: WriteOptions, model: str, revision: int) -> None:
     """Make REVISION of model ID the newest again; `sie models history ID` lists them. A removed model comes back this
     way too.
     """
@@ -245,15 +246,15 @@ def patch_of(changes: Sequence[str]) -> dict[str, Any]:
 def _names(path: str) -> list[str]:
     """The parts of a path; none if it is not one."""
     names, at = [], 0
-    while (found := _SEGMENT.match(path, at)) is not None:
-        names.append(found[1] or found[2])
-        at = found.end()
-        if not found[3]:
+    while (match := _SEGMENT.match(path, at)) is not None:
+        names.append(match[1] or match[2])
+        at = match.end()
+        if not match[3]:
             return names
     return []
 
 
-def tell(write: Write, answer: Answer, *, removed: bool = False) -> None:
+def tell(write: WriteOptions, answer: ServiceReply, *, removed: bool = False) -> None:
     """Print what a write did, or would do."""
     body = answer.body
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
-from sie_cli.refusal import Refused
+from sie_cli.refusal import CommandRefused
 from sie_cli.replay.curve import BOTTOM, COLOURS, HEIGHT, LEFT, RIGHT, TOP, WIDTH
 from sie_contracts.settings import public_url
 from sie_runtime.ranks import spearman
@@ -39,7 +39,7 @@ Matrix = NDArray[np.float32]  # [texts, width], rows of length 1
 
 
 @dataclass(frozen=True)
-class Sample:
+class ComparisonSample:
     """What is compared. `rankings`: queries with their documents; empty of a sample of plain texts."""
 
     texts: tuple[str, ...] = ()
@@ -118,28 +118,33 @@ def compare(
     sie models compare BAAI/bge-m3 my/model --sample texts.txt --plot agreement.svg
     """
     url, token = cluster.gateway_urls[0], cluster.gateway_token
-    sample, asked = read(sample_file, limit), read(queries, limit) if queries else Sample()
+    sample, query_sample = read(sample_file, limit), read(queries, limit) if queries else ComparisonSample()
     from sie_client import SIEClient
     from sie_client.errors import SIEConnectionError, SIEError
 
     try:
         with SIEClient(url, api_key=token.reveal() if token else None, connection_budget_s=PATIENCE_S) as client:
-            found = _compared(client, (first, second), sample, asked.texts)
+            agreement = _compared(client, (first, second), sample, query_sample.texts)
     except SIEConnectionError as error:
-        raise Refused(f"{error}\nno gateway answers at {public_url(url)}: {cluster.without_gateway()}") from error
+        raise CommandRefused(
+            f"{error}\nno gateway answers at {public_url(url)}: {cluster.without_gateway()}"
+        ) from error
     except SIEError as error:
         where = f"asked the gateway at {public_url(url)}: `sie models list` shows what there is, --url names another"
-        raise Refused(f"{error}\n{where}") from error
+        raise CommandRefused(f"{error}\n{where}") from error
     if plot is not None:
         try:
-            plot.write_text(svg(found), "utf-8")
+            plot.write_text(svg(agreement), "utf-8")
         except OSError as error:
-            raise Refused(f"--plot {plot}: {error.strerror}") from error
-    click.echo(msgspec.json.format(msgspec.json.encode(figures(found))) if as_json else "\n".join(lines(found)))
+            raise CommandRefused(f"--plot {plot}: {error.strerror}") from error
+    click.echo(msgspec.json.format(msgspec.json.encode(figures(agreement))) if as_json else "\n".join(lines(agreement)))
 
 
-def read(file: Path, limit: int) -> Sample:
-    """A sample without repetitions: a text that stands twice would be its own nearest neighbour. Raises Refused."""
+def read(file: Path, limit: int) -> ComparisonSample:
+    """Read a sample without repetitions: a text that stands twice would be its own nearest neighbour.
+
+    Raises CommandRefused.
+    """
     texts: dict[str, None] = {}
     rankings: list[tuple[str, tuple[str, ...]]] = []
     try:
@@ -148,13 +153,13 @@ def read(file: Path, limit: int) -> Sample:
                 if len(texts) >= limit or len(rankings) >= limit:
                     break
                 if text := line.strip():
-                    _take(text, f"{file}, line {number}", texts, rankings)
+                    _add_line(text, f"{file}, line {number}", texts, rankings)
     except (OSError, UnicodeDecodeError) as error:
-        raise Refused(f"{file}: {error}: expected a text file in UTF-8") from error
-    return Sample(tuple(texts), tuple(rankings))
+        raise CommandRefused(f"{file}: {error}: expected a text file in UTF-8") from error
+    return ComparisonSample(tuple(texts), tuple(rankings))
 
 
-def _take(line: str, where: str, texts: dict[str, None], rankings: list[tuple[str, tuple[str, ...]]]) -> None:
+def _add_line(line: str, where: str, texts: dict[str, None], rankings: list[tuple[str, tuple[str, ...]]]) -> None:
     if not line.startswith("{"):
         texts[line] = None
         return
@@ -166,43 +171,45 @@ def _take(line: str, where: str, texts: dict[str, None], rankings: list[tuple[st
     query, documents = value.get("query"), value.get("documents")
     if isinstance(value.get("text"), str):
         texts[value["text"]] = None
-    elif isinstance(query, str) and isinstance(documents, list) and all(isinstance(each, str) for each in documents):
+    elif isinstance(query, str) and isinstance(documents, list) and all(isinstance(text, str) for text in documents):
         rankings.append((query, tuple(dict.fromkeys(documents))))
         texts.update(dict.fromkeys(documents))
     else:
-        raise Refused(f'{where}: expected {{"text": "..."}} or {{"query": "...", "documents": ["...", "..."]}}')
+        raise CommandRefused(f'{where}: expected {{"text": "..."}} or {{"query": "...", "documents": ["...", "..."]}}')
 
 
-def _compared(client: SIEClient, names: tuple[str, str], sample: Sample, queries: Sequence[str]) -> Agreement:
-    """Raises Refused, and what the client raises."""
+def _compared(client: SIEClient, names: tuple[str, str], sample: ComparisonSample, queries: Sequence[str]) -> Agreement:
+    """Raises CommandRefused, and what the client raises."""
     infos = [client.get_model(name) for name in names]
     if all("dense" in info["dims"] for info in infos):
         return of_vectors(client, names, sample.texts, queries)
     if all("score" in info["tasks"] for info in infos):
         return _ranks(client, names, sample)
-    told = "; ".join(f"{name} has {', '.join(info['outputs'])}" for name, info in zip(names, infos, strict=True))
-    raise Refused(f"there is nothing to compare: {told}. Two models with dense vectors can be, or two that score")
+    outputs = "; ".join(f"{name} has {', '.join(info['outputs'])}" for name, info in zip(names, infos, strict=True))
+    raise CommandRefused(
+        f"there is nothing to compare: {outputs}. Two models with dense vectors can be, or two that score"
+    )
 
 
 def of_vectors(
     client: SIEClient, names: tuple[str, str], texts: Sequence[str], queries: Sequence[str] = ()
 ) -> Agreement:
     """Of two models that encode: the neighbours of each query among the texts, without queries those of each text.
-    Raises Refused, and what the client raises.
+    Raises CommandRefused, and what the client raises.
     """
     if len(texts) < MIN_TEXTS:
-        raise Refused(
+        raise CommandRefused(
             f"--sample has {len(texts)} different texts; at least {MIN_TEXTS} are needed, some hundreds say something"
         )
-    found: list[tuple[Matrix, Matrix]] = []
+    matrices: list[tuple[Matrix, Matrix]] = []
     fingerprints = []
     for name in names:
         rows, fingerprint = _encoded(client, name, texts, is_query=False)
         asking = _encoded(client, name, queries, is_query=True)[0] if queries else rows
-        found.append((rows, asking))
+        matrices.append((rows, asking))
         fingerprints.append(fingerprint)
-    (one, one_asks), (two, two_asks) = found
-    dims = one.shape[1], two.shape[1]
+    (first, first_asks), (second, second_asks) = matrices
+    dims = first.shape[1], second.shape[1]
     notes = []
     if dims[0] != dims[1]:
         notes.append(
@@ -212,12 +219,12 @@ def of_vectors(
         notes.append("the fingerprints differ: vectors of the two do not belong into one index, whatever their cosine")
     most = min(MAX_NEIGHBOURS, len(texts) - (0 if queries else 1))
     own = not queries
-    similar = similarities(one_asks, one, own=own), similarities(two_asks, two, own=own)
+    similar = similarities(first_asks, first, own=own), similarities(second_asks, second, own=own)
     recall = agreement_at(nearest(similar[0], most), nearest(similar[1], most))
-    others = [_without_own(each) for each in similar] if own else similar
-    ranks = [value for pair in zip(*others, strict=True) if (value := spearman(*pair)) is not None]
+    neighbours = [_without_own(matrix) for matrix in similar] if own else similar
+    ranks = [value for pair in zip(*neighbours, strict=True) if (value := spearman(*pair)) is not None]
     chance = [k / (len(texts) - own) for k in range(1, most + 1)]
-    cosines = np.einsum("ij,ij->i", one, two).tolist() if dims[0] == dims[1] else []
+    cosines = np.einsum("ij,ij->i", first, second).tolist() if dims[0] == dims[1] else []
     return Agreement(names, dims, (fingerprints[0], fingerprints[1]), cosines, recall, chance, ranks, notes)
 
 
@@ -254,28 +261,28 @@ def nearest(similar: Matrix, most: int) -> NDArray[np.intp]:
     return np.argsort(-similar, axis=1, kind="stable")[:, :most]
 
 
-def agreement_at(one: NDArray[np.intp], two: NDArray[np.intp]) -> list[float]:
+def agreement_at(first: NDArray[np.intp], second: NDArray[np.intp]) -> list[float]:
     """The mean share of neighbours in common among the first 1, 2, 3, ... of each."""
-    most = one.shape[1]
+    most = first.shape[1]
     # by how many neighbours one has to look at until both models have one more of them in common
-    found = np.zeros(most)
-    for mine, other in zip(one.tolist(), two.tolist(), strict=True):
-        places = {row: place for place, row in enumerate(other)}
+    shares = np.zeros(most)
+    for mine, theirs in zip(first.tolist(), second.tolist(), strict=True):
+        places = {row: place for place, row in enumerate(theirs)}
         for place, row in enumerate(mine):
             if row in places:
-                found[max(place, places[row])] += 1
-    common: list[float] = (np.cumsum(found) / len(one) / np.arange(1, most + 1)).tolist()
+                shares[max(place, places[row])] += 1
+    common: list[float] = (np.cumsum(shares) / len(first) / np.arange(1, most + 1)).tolist()
     return common
 
 
-def _ranks(client: SIEClient, names: tuple[str, str], sample: Sample) -> Agreement:
+def _ranks(client: SIEClient, names: tuple[str, str], sample: ComparisonSample) -> Agreement:
     rankings = sample.rankings or tuple(
         (query, tuple(text for text in sample.texts if text != query)[:DOCUMENTS]) for query in sample.texts[:QUERIES]
     )
-    rankings = tuple(each for each in rankings if len(each[1]) >= MIN_TEXTS)
+    rankings = tuple(ranking for ranking in rankings if len(ranking[1]) >= MIN_TEXTS)
     if not rankings:
-        raise Refused(f"--sample has no query with at least {MIN_TEXTS} documents")
-    found = []
+        raise CommandRefused(f"--sample has no query with at least {MIN_TEXTS} documents")
+    correlations = []
     fingerprints = {}
     with click.progressbar(rankings, label="scoring", file=sys.stderr, hidden=not sys.stderr.isatty()) as queries:
         for query, documents in queries:
@@ -286,21 +293,25 @@ def _ranks(client: SIEClient, names: tuple[str, str], sample: Sample) -> Agreeme
                 scores.append(np.array([by_id[f"item-{number}"] for number in range(len(documents))], np.float64))
                 fingerprints[name] = str(result["fingerprint"])
             if (value := spearman(*scores)) is not None:
-                found.append(value)
-    if not found:
-        raise Refused("one of the models gives every document the same score: there is no order to compare")
-    return Agreement(names, fingerprints=(fingerprints[names[0]], fingerprints[names[1]]), ranks=found)
+                correlations.append(value)
+    if not correlations:
+        raise CommandRefused("one of the models gives every document the same score: there is no order to compare")
+    return Agreement(names, fingerprints=(fingerprints[names[0]], fingerprints[names[1]]), ranks=correlations)
 
 
-def figures(found: Agreement) -> dict[str, Any]:
+def figures(agreement: Agreement) -> dict[str, Any]:
     """What was found, for a program."""
-    told: dict[str, Any] = {"models": list(found.names), "fingerprints": list(found.fingerprints), "notes": found.notes}
-    if found.recall:
-        told |= {"dims": list(found.dims), "cosine": _spread(found.cosines) if found.cosines else None}
-        told["recall"] = {str(k): value for k, value in enumerate(found.recall, 1)}
-    if found.ranks:
-        told["rank_correlation"] = _spread(found.ranks)
-    return told
+    document: dict[str, Any] = {
+        "models": list(agreement.names),
+        "fingerprints": list(agreement.fingerprints),
+        "notes": agreement.notes,
+    }
+    if agreement.recall:
+        document |= {"dims": list(agreement.dims), "cosine": _spread(agreement.cosines) if agreement.cosines else None}
+        document["recall"] = {str(k): value for k, value in enumerate(agreement.recall, 1)}
+    if agreement.ranks:
+        document["rank_correlation"] = _spread(agreement.ranks)
+    return document
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
@@ -314,32 +325,36 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def lines(found: Agreement) -> list[str]:
+def lines(agreement: Agreement) -> list[str]:
     """What was found, for a person."""
-    told = [
+    printed = [
         f"{name}: {f'{dims} wide, ' if dims else ''}fingerprint {fingerprint}"
-        for name, dims, fingerprint in zip(found.names, found.dims, found.fingerprints, strict=True)
+        for name, dims, fingerprint in zip(agreement.names, agreement.dims, agreement.fingerprints, strict=True)
     ]
-    for name, values in (("cosine", found.cosines), ("rank correlation", found.ranks)):
+    for name, values in (("cosine", agreement.cosines), ("rank correlation", agreement.ranks)):
         if values:
             spread = _spread(values)
-            told.append(
+            printed.append(
                 f"{name} of {len(values)}: "
                 + ", ".join(f"{key} {spread[key]:.4f}" for key in ("mean", "median", "p5", "min"))
             )
-    told += [
-        f"recall@{k}: {found.recall[k - 1]:.4f} (by chance {found.chance[k - 1]:.4f})"
+    printed += [
+        f"recall@{k}: {agreement.recall[k - 1]:.4f} (by chance {agreement.chance[k - 1]:.4f})"
         for k in SHOWN
-        if k <= len(found.recall)
+        if k <= len(agreement.recall)
     ]
-    return told + [f"note: {note}" for note in found.notes]
+    return printed + [f"note: {note}" for note in agreement.notes]
 
 
-def svg(found: Agreement) -> str:
+def svg(agreement: Agreement) -> str:
     """Two panels: how many texts, or queries, have which cosine, or correlation; recall by the number of neighbours."""
-    title = " and ".join(found.names)
-    values, what = (found.cosines, "texts by cosine") if found.cosines else (found.ranks, "queries by rank correlation")
-    panels = ([_histogram(values, what)] if values else []) + ([_recall(found)] if found.recall else [])
+    title = " and ".join(agreement.names)
+    values, caption = (
+        (agreement.cosines, "texts by cosine")
+        if agreement.cosines
+        else (agreement.ranks, "queries by rank correlation")
+    )
+    panels = ([_histogram(values, caption)] if values else []) + ([_recall(agreement)] if agreement.recall else [])
     parts = [
         (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT * len(panels) + TOP}" '
@@ -393,11 +408,11 @@ def _histogram(values: Sequence[float], title: str) -> list[str]:
     return parts
 
 
-def _recall(found: Agreement) -> list[str]:
-    most = len(found.recall)
+def _recall(agreement: Agreement) -> list[str]:
+    most = len(agreement.recall)
     ticks = {str(k): k / most for k in sorted({1, *(most * part // 5 for part in range(1, 6))}) if k}
     parts = _axes("neighbours in common", "neighbours", ticks, {f"{part / 5:.1f}": part / 5 for part in range(6)})
-    for number, (name, values) in enumerate({"recall": found.recall, "by chance": found.chance}.items()):
+    for number, (name, values) in enumerate({"recall": agreement.recall, "by chance": agreement.chance}.items()):
         line = " ".join(f"{_x(k / most):.1f},{_y(value):.1f}" for k, value in enumerate(values, 1))
         colour, y = COLOURS[number], TOP + 16 + 18 * number
         parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{line}"/>')

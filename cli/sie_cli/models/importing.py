@@ -13,8 +13,8 @@ import click
 
 from sie_cli.cluster import Cluster
 from sie_cli.models.catalogue import document, print_body
-from sie_cli.models.service import Rejected, Service, Write, service_options
-from sie_cli.refusal import Refused
+from sie_cli.models.service import ConfigServiceClient, Rejected, WriteOptions, service_options
+from sie_cli.refusal import CommandRefused
 from sie_contracts.errors import ValidationFailed
 
 _SUFFIXES = (".yaml", ".yml")
@@ -34,16 +34,16 @@ def import_command(cluster: Cluster, source: Path, *, dry_run: bool, force: bool
     files = sorted(file for file in source.rglob("*") if file.suffix in _SUFFIXES) if source.is_dir() else [source]
     if not files:
         raise click.UsageError(f"{source} has no file that ends in {' or '.join(_SUFFIXES)}")
-    write = Write(cluster, dry_run=dry_run, output=output, force=force)
+    write = WriteOptions(cluster, dry_run=dry_run, output=output, force=force)
     with write.service() as service:
         rows = [_imported(write, service, file) for file in files]
     print_body(rows, output, lambda: _show(rows, dry_run=dry_run))
     if rejected := sum("rejected" in row for row in rows):
-        raise Refused(f"{rejected} of {len(rows)} files are rejected")
+        raise CommandRefused(f"{rejected} of {len(rows)} files are rejected")
 
 
-def _imported(write: Write, service: Service, file: Path) -> dict[str, Any]:
-    """What became of a file. Raises Refused where the service takes no file."""
+def _imported(write: WriteOptions, service: ConfigServiceClient, file: Path) -> dict[str, Any]:
+    """What became of a file. Raises CommandRefused where the service takes no file."""
     from sie_config_service.documents import read
 
     row: dict[str, Any] = {"file": str(file)}
@@ -51,12 +51,12 @@ def _imported(write: Write, service: Service, file: Path) -> dict[str, Any]:
     try:
         value = read(body, content_type).value
         model = str(value.get("sie_id") or value.get("id")) if isinstance(value, dict) else ""
-        answer = service.add(model, body, content_type, asked=write)
+        answer = service.add(model, body, content_type, write=write)
     except (Rejected, ValidationFailed) as error:
         return {**row, "rejected": error.message}
-    told = answer.body
-    state = "unchanged" if told["unchanged"] else "added" if told["created_profiles"] else "replaced"
-    return {**row, "model_id": told["model_id"], "state": state, "warnings": told["warnings"]}
+    reply = answer.body
+    state = "unchanged" if reply["unchanged"] else "added" if reply["created_profiles"] else "replaced"
+    return {**row, "model_id": reply["model_id"], "state": state, "warnings": reply["warnings"]}
 
 
 def _show(rows: list[dict[str, Any]], *, dry_run: bool) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import click
 
 from sie_cli.options import loaded
-from sie_cli.refusal import Refused
+from sie_cli.refusal import CommandRefused
 from sie_contracts.errors import SIEError
 from sie_contracts.models.catalogue import Catalogue, packaged_folder
 from sie_contracts.models.entries import ModelEntry, is_id, parse_entry
@@ -61,45 +61,47 @@ def inspect(source: str, revision: str | None, check: bool) -> None:
             for line in answers(entry, settings):
                 click.echo(line)
         except SIEError as error:
-            raise Refused(error.message) from error
+            raise CommandRefused(error.message) from error
 
 
 def described(settings: Settings, source: str, name: str, revision: str | None) -> tuple[str, ModelEntry]:
-    """The text of an entry's file, and the entry. Raises Refused."""
+    """The text of an entry's file, and the entry. Raises CommandRefused."""
     from sie_adapter.loading.inspection import inspect as inspect_folder
 
     try:
         folder, weights, model = _located(settings, source, revision)
         model = name or model
         if not is_id(model):
-            raise Refused(f"{model!r} cannot be the id of a model: name one with --id")
-        known = read_folder(packaged_folder() / "models").get(weights.get("hub", ""))
-        report = inspect_folder(folder, model, weights, known)
-        return _yaml(report.entry, report.found, report.assumed), parse_entry(report.entry)
+            raise CommandRefused(f"{model!r} cannot be the id of a model: name one with --id")
+        packaged = read_folder(packaged_folder() / "models").get(weights.get("hub", ""))
+        report = inspect_folder(folder, model, weights, packaged)
+        return _yaml(report.entry, report.findings, report.assumed), parse_entry(report.entry)
     except SIEError as error:
-        raise Refused(" ".join(error.message.split())) from error  # of libraries that write paragraphs
+        raise CommandRefused(" ".join(error.message.split())) from error  # of libraries that write paragraphs
 
 
-def _yaml(entry: dict[str, Any], found: list[str], assumed: list[str]) -> str:
+def _yaml(entry: dict[str, Any], detected: list[str], assumed: list[str]) -> str:
     import yaml
 
-    notes = [*(f"# found: {line}" for line in found), *(f"# assumed: {line}" for line in assumed)]
+    notes = [*(f"# found: {line}" for line in detected), *(f"# assumed: {line}" for line in assumed)]
     return "\n".join((*notes, yaml.safe_dump(entry, sort_keys=False, allow_unicode=True, width=130)))
 
 
 def _located(settings: Settings, source: str, revision: str | None) -> tuple[Path, dict[str, Any], str]:
-    """The local folder, the `weights` of an entry, and a name. Raises Refused, ModelLoadFailed."""
+    """The local folder, the `weights` of an entry, and a name. Raises CommandRefused, ModelLoadFailed."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         if revision:
-            raise Refused(f"{source} is a folder: --revision is for repositories of the hub")
+            raise CommandRefused(f"{source} is a folder: --revision is for repositories of the hub")
         return (
             folder,
             {"path": str(folder.resolve())},
             re.sub(r"[^a-zA-Z0-9._-]+", "-", folder.resolve().name).strip("-._"),
         )
     if not _HUB_ID.fullmatch(source):
-        raise Refused(f"there is no folder {source}, and it is no id of the hub, which has the form organisation/name")
+        raise CommandRefused(
+            f"there is no folder {source}, and it is no id of the hub, which has the form organisation/name"
+        )
     commit = _commit(settings, source, revision)
     return _repository(settings, source, commit), {"hub": source, "revision": commit}, source
 
@@ -110,14 +112,14 @@ def _commit(settings: Settings, hub: str, revision: str | None) -> str:
     """
     if revision and _COMMIT.fullmatch(revision):
         return revision
-    known = read_folder(packaged_folder() / "models").get(hub)
-    if not revision and known is not None and known.weights.hub == hub and known.weights.revision:
-        return known.weights.revision
+    packaged = read_folder(packaged_folder() / "models").get(hub)
+    if not revision and packaged is not None and packaged.weights.hub == hub and packaged.weights.revision:
+        return packaged.weights.revision
     cached = sorted((settings.cache_folder / "hub" / f"models--{hub.replace('/', '--')}" / "snapshots").glob("*"))
     if not revision and len(cached) == 1:
         return cached[0].name
     if not settings.hf_fallback:
-        raise Refused(f"which commit of {hub}? give --revision COMMIT: downloads are off (SIE_HF_FALLBACK)")
+        raise CommandRefused(f"which commit of {hub}? give --revision COMMIT: downloads are off (SIE_HF_FALLBACK)")
     from sie_store.hub import commit_of
     from sie_store.manifest import FetchFailed
 
@@ -125,25 +127,27 @@ def _commit(settings: Settings, hub: str, revision: str | None) -> str:
         return commit_of(hub, revision)
     except FetchFailed as error:
         instead = "give --revision the whole commit, 40 hex digits" if revision else "give --revision COMMIT"
-        raise Refused(f"the commit of {hub}: {error.message}; or {instead}") from error
+        raise CommandRefused(f"the commit of {hub}: {error.message}; or {instead}") from error
 
 
 @contextlib.contextmanager
-def _hub(what: str, instead: str) -> Iterator[None]:
-    """What the hub's client raises becomes Refused, with what to do."""
+def _hub(action: str, instead: str) -> Iterator[None]:
+    """What the hub's client raises becomes CommandRefused, with what to do."""
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
     any_error: type[Exception] = HfHubHTTPError.__bases__[0]  # of the library that the client is built on
     try:
         yield
     except GatedRepoError as error:
-        raise Refused(f"{what}: the repository is gated; accept its licence on the hub and set HF_TOKEN") from error
+        raise CommandRefused(
+            f"{action}: the repository is gated; accept its licence on the hub and set HF_TOKEN"
+        ) from error
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         fix = "is the name right, and HF_TOKEN set if it is private?"
-        raise Refused(f"{what}: the hub has no such repository or revision; {fix}") from error
+        raise CommandRefused(f"{action}: the hub has no such repository or revision; {fix}") from error
     except (any_error, ConnectionError, TimeoutError) as error:
-        raise Refused(
-            f"{what}: the hub did not tell ({type(error).__name__}); make it reachable (HF_ENDPOINT), or {instead}"
+        raise CommandRefused(
+            f"{action}: the hub did not tell ({type(error).__name__}); make it reachable (HF_ENDPOINT), or {instead}"
         ) from error
 
 
@@ -181,10 +185,10 @@ def answers(entry: ModelEntry, settings: Settings) -> list[str]:
     """
     import dataclasses
 
-    from sie_adapter.engine.engine import Engine
+    from sie_adapter.engine.engine import AdapterEngine
     from sie_sidecar.prepare.tokens import ModelTokenizer
 
-    engine = Engine(dataclasses.replace(settings, device="cpu"))
+    engine = AdapterEngine(dataclasses.replace(settings, device="cpu"))
     try:
         resident = engine.residency.ensure(entry.id, entry)
         weights = resident.weights
@@ -203,7 +207,7 @@ def answers(entry: ModelEntry, settings: Settings) -> list[str]:
 
 
 def _sample(engine: Any, entry: ModelEntry, task: Any, tokenizer: Any) -> list[str]:
-    from sie_adapter.engine.device_threads import Job
+    from sie_adapter.engine.device_threads import DeviceJob
     from sie_contracts.models.options import run_options
     from sie_contracts.wire.ipc import BatchDone
     from sie_contracts.wire.messages import Input, Ok
@@ -217,20 +221,20 @@ def _sample(engine: Any, entry: ModelEntry, task: Any, tokenizer: Any) -> list[s
     work = rowing.RowInput([Input(text) for text in texts], Input(SAMPLE) if task == "score" else None, options)
     with engine.residency.use(entry.id) as resident:
         layout = resident.weights.rows[task]
-    (made,) = layouts.make(tokenizer, layout, [work])
+    (prepared,) = layouts.make(tokenizer, layout, [work])
     message = rowing.to_batch(
-        "check", entry.id, task, layout.layout, [rowing.BatchPart(made.rows, work)], pooling=options.pooling
+        "check", entry.id, task, layout.layout, [rowing.BatchPart(prepared.rows, work)], pooling=options.pooling
     )
     replies: list[Any] = []
-    job = Job(message, replies.append)
+    job = DeviceJob(message, replies.append)
     engine.lanes.submit(job)
     job.finished.wait()
     reply = replies[-1]
     if not isinstance(reply, BatchDone):
-        raise Refused(f"{task} failed: {reply.error.code}: {reply.error.message}")
+        raise CommandRefused(f"{task} failed: {reply.error.code}: {reply.error.message}")
     outcome = reply.outcomes[0]
     if not isinstance(outcome, Ok):
-        raise Refused(f"{task} failed: {outcome.error.code}: {outcome.error.message}")
+        raise CommandRefused(f"{task} failed: {outcome.error.code}: {outcome.error.message}")
     return _shown(task, texts[0], outcome, reply.block)
 
 

@@ -17,7 +17,7 @@ import httpx
 import msgspec
 
 from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
-from sie_cli.refusal import Refused
+from sie_cli.refusal import CommandRefused
 from sie_contracts.loopback import direct
 from sie_contracts.settings import public_url
 
@@ -32,7 +32,7 @@ _NEXT = {
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _ResidencyCall:
     """Where a request goes, and for how long its outcome is waited for (None: not at all)."""
 
     cluster: Cluster
@@ -40,7 +40,7 @@ class _Asked:
     wait_s: float | None
 
 
-class _Gateway:
+class _GatewayClient:
     """The gateway of a cluster, as an administrator asks it."""
 
     def __init__(self, cluster: Cluster) -> None:
@@ -51,43 +51,47 @@ class _Gateway:
         transport = direct(self.url, httpx.HTTPTransport)
         self._client = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT_S, transport=transport)
 
-    def __enter__(self) -> _Gateway:
+    def __enter__(self) -> _GatewayClient:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._client.close()
 
-    def ask(self, method: str, name: str, action: str = "", headers: dict[str, str] | None = None) -> dict[str, Any]:
-        """The body of a success. Raises Refused, httpx.TransportError."""
+    def request(
+        self, method: str, name: str, action: str = "", headers: dict[str, str] | None = None
+    ) -> dict[str, Any]:
+        """The body of a success. Raises CommandRefused, httpx.TransportError."""
         path = f"/v1/models/{quote(name, safe='/:@')}{action}"
         answer = self._client.request(method, path, headers=headers)
         try:
             body: dict[str, Any] = msgspec.json.decode(answer.content, type=dict[str, Any])
         except msgspec.DecodeError as error:
-            raise Refused(f"{public_url(self.url)} answered {answer.status_code}, not as a gateway does") from error
+            raise CommandRefused(
+                f"{public_url(self.url)} answered {answer.status_code}, not as a gateway does"
+            ) from error
         if answer.is_success:
             return body
         refusal = body.get("error") or {}
-        told = str(refusal.get("message") or f"status {answer.status_code}")
+        message = str(refusal.get("message") or f"status {answer.status_code}")
         following = _NEXT.get(str(refusal.get("code")))
-        raise Refused(f"{told}\n{following}" if following else told)
+        raise CommandRefused(f"{message}\n{following}" if following else message)
 
     def first(self, name: str, action: str, headers: dict[str, str]) -> dict[str, Any]:
-        """POST. Raises Refused, also where no gateway answers."""
+        """POST. Raises CommandRefused, also where no gateway answers."""
         try:
-            return self.ask("POST", name, action, headers)
+            return self.request("POST", name, action, headers)
         except (httpx.TransportError, httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
             why = f"no gateway answers at {public_url(self.url)} ({str(error)[:200] or type(error).__name__})"
-            raise Refused(f"{why}\n{self._cluster.without_gateway()}") from error
+            raise CommandRefused(f"{why}\n{self._cluster.without_gateway()}") from error
 
     def states(self, name: str, wait_s: float) -> Iterator[tuple[float, dict[str, Any]]]:
         """What the gateway says of a model, each POLL_S for `wait_s`, with the seconds since the start. A gateway that
-        is started again meanwhile is waited for. Raises Refused.
+        is started again meanwhile is waited for. Raises CommandRefused.
         """
         began_s = time.monotonic()
         while (since_s := time.monotonic() - began_s) < wait_s:
             try:
-                yield since_s, self.ask("GET", name)
+                yield since_s, self.request("GET", name)
             except httpx.TransportError:
                 click.echo(f"{public_url(self.url)} does not answer, it is asked again", err=True)
             time.sleep(POLL_S)  # the interval at which the gateway is asked
@@ -111,9 +115,11 @@ def _options(command: F) -> F:
     return command
 
 
-def _asked(cluster: Cluster, pool: str, machine_profile: str, waits: bool, timeout_s: float) -> _Asked:
+def _residency_call(cluster: Cluster, pool: str, machine_profile: str, waits: bool, timeout_s: float) -> _ResidencyCall:
     headers = {"x-sie-pool": pool, "x-sie-machine-profile": machine_profile}
-    return _Asked(cluster, {name: value for name, value in headers.items() if value}, timeout_s if waits else None)
+    return _ResidencyCall(
+        cluster, {name: value for name, value in headers.items() if value}, timeout_s if waits else None
+    )
 
 
 @click.command()
@@ -129,18 +135,18 @@ def load(cluster: Cluster, name: str, **how: Any) -> None:
     \b
     sie models load BAAI/bge-m3 --wait
     """
-    asked = _asked(cluster, **how)
-    with _Gateway(cluster) as gateway:
-        told = gateway.first(name, "/load", asked.headers)
-        for lane in told["lanes"]:
+    request = _residency_call(cluster, **how)
+    with _GatewayClient(cluster) as gateway:
+        reply = gateway.first(name, "/load", request.headers)
+        for lane in reply["lanes"]:
             _show_lane(lane)
-        if told["state"] == "loaded" or asked.wait_s is None:
+        if reply["state"] == "loaded" or request.wait_s is None:
             return
-        for model in dict.fromkeys(lane["model"] for lane in told["lanes"] if lane["state"] != "loaded"):
-            _await_load(gateway, model, asked.headers, asked.wait_s)
+        for model in dict.fromkeys(lane["model"] for lane in reply["lanes"] if lane["state"] != "loaded"):
+            _await_load(gateway, model, request.headers, request.wait_s)
 
 
-def _await_load(gateway: _Gateway, model: str, headers: dict[str, str], wait_s: float) -> None:
+def _await_load(gateway: _GatewayClient, model: str, headers: dict[str, str], wait_s: float) -> None:
     has_begun, last = False, ""
     for since_s, info in gateway.states(model, wait_s):
         has_begun = has_begun or info["state"] == "loading"
@@ -149,17 +155,19 @@ def _await_load(gateway: _Gateway, model: str, headers: dict[str, str], wait_s: 
             click.echo(f"{model}: loaded by {', '.join(info['workers'])} after {since_s:.1f} s")
             return
         if info["state"] == "failed" and (has_begun or since_s > STALE_S):
-            raise Refused(f"{model} could not be loaded: {(info.get('last_error') or {}).get('message', 'no reason')}")
+            raise CommandRefused(
+                f"{model} could not be loaded: {(info.get('last_error') or {}).get('message', 'no reason')}"
+            )
         last = _progress(model, info, last)
-    raise Refused(f"{model} is not loaded after {wait_s:g} s; `sie models load {model}` asks again")
+    raise CommandRefused(f"{model} is not loaded after {wait_s:g} s; `sie models load {model}` asks again")
 
 
 def _progress(model: str, info: dict[str, Any], last: str) -> str:
     """Print how far a load is, if that is not `last`."""
     line = f"{model}: {info['state']}"
-    for each in info.get("downloads") or ():
-        total = each["total_bytes"]
-        line += f", {each['worker']} has {100 * each['done_bytes'] // total if total else 0} % of the weights"
+    for download in info.get("downloads") or ():
+        total = download["total_bytes"]
+        line += f", {download['worker']} has {100 * download['done_bytes'] // total if total else 0} % of the weights"
     if line != last:
         click.echo(line, err=True)
     return line
@@ -175,42 +183,42 @@ def unload(cluster: Cluster, name: str, **how: Any) -> None:
     A worker finishes what it has in flight for the model first. The next request loads it again. It needs the scope
     admin.
     """
-    asked = _asked(cluster, **how)
-    with _Gateway(cluster) as gateway:
-        told = gateway.first(name, "/unload", asked.headers)
-        if not told["lanes"]:
+    request = _residency_call(cluster, **how)
+    with _GatewayClient(cluster) as gateway:
+        reply = gateway.first(name, "/unload", request.headers)
+        if not reply["lanes"]:
             click.echo(f"{name}: no worker has it loaded")
             return
-        for lane in told["lanes"]:
+        for lane in reply["lanes"]:
             _show_lane(lane)
-        if asked.wait_s is None:
+        if request.wait_s is None:
             return
-        for lane in told["lanes"]:
-            _await_unload(gateway, lane, asked.wait_s)
+        for lane in reply["lanes"]:
+            _await_unload(gateway, lane, request.wait_s)
 
 
-def _await_unload(gateway: _Gateway, lane: dict[str, Any], wait_s: float) -> None:
-    model, having = lane["model"], {worker["worker"] for worker in lane["workers"] if worker["asked"]}
-    if not having:
-        raise Refused(f"{model} stays loaded in {lane['lane']}: its workers run an older version")
+def _await_unload(gateway: _GatewayClient, lane: dict[str, Any], wait_s: float) -> None:
+    model, having = lane["model"], {worker["worker"] for worker in lane["workers"]}
     for since_s, info in gateway.states(model, wait_s):
         if info["state"] not in ("loading", "unloading") and having.isdisjoint(info["workers"]):
             click.echo(f"{model}: unloaded by {', '.join(sorted(having))} after {since_s:.1f} s")
             return
-    raise Refused(f"{model} is still loaded after {wait_s:g} s: requests keep it in use, or have loaded it again")
+    raise CommandRefused(
+        f"{model} is still loaded after {wait_s:g} s: requests keep it in use, or have loaded it again"
+    )
 
 
 def _show_lane(lane: dict[str, Any]) -> None:
     """One line: the model, its lane, and what each worker there says."""
-    workers = ", ".join(_worker(each) for each in lane["workers"])
+    workers = ", ".join(_worker(worker) for worker in lane["workers"])
     click.echo(f"{lane['model']}: {lane['state']} in {lane['lane']}{f' ({workers})' if workers else ''}", err=True)
 
 
-def _worker(told: dict[str, Any]) -> str:
-    line = f"{told['worker']}: {told['state']}"
-    if told["in_flight"]:
-        line += f", {told['in_flight']} in flight"
-    return line if told["asked"] else f"{line}, an older version that cannot be asked"
+def _worker(worker: dict[str, Any]) -> str:
+    line = f"{worker['worker']}: {worker['state']}"
+    if worker["in_flight"]:
+        line += f", {worker['in_flight']} in flight"
+    return line
 
 
 COMMANDS = (load, unload)

@@ -22,7 +22,7 @@ import httpx
 import msgspec
 
 from sie_cli.cluster import CONFIG_URL, GATEWAY_URL, SOURCE, Cluster, cluster_options
-from sie_cli.refusal import Refused
+from sie_cli.refusal import CommandRefused
 from sie_contracts.loopback import direct
 from sie_contracts.settings import public_url
 
@@ -37,12 +37,12 @@ _ABOUT_TRUST = frozenset({"remote_code", "model_path"})  # reasons
 _ENVELOPE = "not the answer of a config service"
 
 
-class Rejected(Refused):
+class Rejected(CommandRefused):
     """The service does not take this document. Others it may take."""
 
 
 @dataclass(frozen=True)
-class Answer:
+class ServiceReply:
     """A success. `body` is decoded; `revision` is that of the model, as the ETag gives it."""
 
     status: int
@@ -51,7 +51,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Write:
+class WriteOptions:
     """How somebody wants a write done: at which cluster, only checked (`dry_run`), only of the revision `if_match`,
     with `force`, and how its answer is printed (`output`: table, json, yaml).
     """
@@ -62,17 +62,17 @@ class Write:
     output: str | None = None
     force: bool = False
 
-    def service(self) -> Service:
+    def service(self) -> ConfigServiceClient:
         """Raises UsageError where no address is known."""
         return service_of(self.cluster, writes=True)
 
-    def send(self, method: str, path: str, body: bytes = b"", content_type: str = JSON) -> Answer:
-        """Raises UsageError, Refused."""
+    def send(self, method: str, path: str, body: bytes = b"", content_type: str = JSON) -> ServiceReply:
+        """Raises UsageError, CommandRefused."""
         with self.service() as service:
-            return service.write(method, path, body, content_type, asked=self)
+            return service.write(method, path, body, content_type, how=self)
 
 
-class Service:
+class ConfigServiceClient:
     """The service at `url`."""
 
     def __init__(self, url: str, token: str, transport: httpx.BaseTransport | None = None) -> None:
@@ -81,15 +81,15 @@ class Service:
         transport = transport or direct(self.url, httpx.HTTPTransport)
         self._client = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT_S, transport=transport)
 
-    def __enter__(self) -> Service:
+    def __enter__(self) -> ConfigServiceClient:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._client.close()
 
-    def read(self, path: str) -> Answer:
-        """GET. Raises Refused."""
-        return self._asked("GET", path, b"", {"accept": JSON})
+    def read(self, path: str) -> ServiceReply:
+        """GET. Raises CommandRefused."""
+        return self._send("GET", path, b"", {"accept": JSON})
 
     def write(
         self,
@@ -98,25 +98,25 @@ class Service:
         body: bytes,
         content_type: str = JSON,
         *,
-        asked: Write,
-    ) -> Answer:
-        """A write, done once at most. Raises Refused."""
+        how: WriteOptions,
+    ) -> ServiceReply:
+        """A write, done once at most. Raises CommandRefused."""
         headers = {"content-type": content_type, "idempotency-key": uuid.uuid4().hex}
-        if asked.if_match is not None:
-            headers["if-match"] = f'"{asked.if_match}"'
-        flags = [name for name in ("dry_run", "force") if getattr(asked, name)]
-        return self._asked(
+        if how.if_match is not None:
+            headers["if-match"] = f'"{how.if_match}"'
+        flags = [name for name in ("dry_run", "force") if getattr(how, name)]
+        return self._send(
             method, path + ("?" + "&".join(f"{name}=true" for name in flags) if flags else ""), body, headers
         )
 
-    def add(self, model: str, body: bytes, content_type: str, *, asked: Write) -> Answer:
-        """Add a model, or with `force` replace the one that is there. Raises Refused."""
-        is_there = asked.force and any(each["model_id"] == model for each in self.read(MODELS).body["models"])
+    def add(self, model: str, body: bytes, content_type: str, *, write: WriteOptions) -> ServiceReply:
+        """Add a model, or with `force` replace the one that is there. Raises CommandRefused."""
+        is_there = write.force and any(listed["model_id"] == model for listed in self.read(MODELS).body["models"])
         method, path = ("PUT", path_of(model)) if is_there else ("POST", MODELS)
-        return self.write(method, path, body, content_type, asked=asked)
+        return self.write(method, path, body, content_type, how=write)
 
-    def _asked(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> Answer:
-        end_s, pause_s, told = time.monotonic() + RETRY_S, FIRST_PAUSE_S, False
+    def _send(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> ServiceReply:
+        end_s, pause_s, is_announced = time.monotonic() + RETRY_S, FIRST_PAUSE_S, False
         while True:
             try:
                 answer = self._client.request(method, path, content=body, headers=headers)
@@ -129,7 +129,7 @@ class Service:
                     _message(answer),
                 )
             except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-                raise Refused(
+                raise CommandRefused(
                     f"{public_url(self.url)} is no URL of a service ({error}): expected http://host:port"
                 ) from error
             except httpx.TransportError as error:
@@ -139,23 +139,23 @@ class Service:
                 )
                 pause_s = min(MAX_PAUSE_S, 2 * pause_s)
             if time.monotonic() + wait_s > end_s:
-                raise Refused(f"{trouble}\n{_NOBODY}")
-            if not told and sys.stderr.isatty():
+                raise CommandRefused(f"{trouble}\n{_NOBODY}")
+            if not is_announced and sys.stderr.isatty():
                 click.echo(f"{trouble}; trying again for {RETRY_S:g} s", err=True)
-                told = True
+                is_announced = True
             time.sleep(wait_s)  # the pause before another attempt, which the service or a back-off sets
 
-    def _taken(self, method: str, answer: httpx.Response) -> Answer:
+    def _taken(self, method: str, answer: httpx.Response) -> ServiceReply:
         if answer.is_success:
             tag = answer.headers.get("etag", "").strip('"')
             try:
-                return Answer(
+                return ServiceReply(
                     answer.status_code, msgspec.json.decode(answer.content), int(tag) if tag.isdigit() else None
                 )
             except msgspec.DecodeError as error:
-                raise Refused(f"{public_url(self.url)} gave {_ENVELOPE}: {_WRONG_URL}") from error
+                raise CommandRefused(f"{public_url(self.url)} gave {_ENVELOPE}: {_WRONG_URL}") from error
         of_document = answer.status_code in _OF_DOCUMENT or _error(answer).get("reason") in _ABOUT_TRUST
-        raise (Rejected if of_document else Refused)("\n".join(self._refusal(method, answer)))
+        raise (Rejected if of_document else CommandRefused)("\n".join(self._refusal(method, answer)))
 
     def _refusal(self, method: str, answer: httpx.Response) -> list[str]:
         error = _error(answer)
@@ -164,11 +164,11 @@ class Service:
         lines = [_field(str(error.get("message", "")))]
         faults = error.get("errors") or msgspec.json.decode(answer.content).get("errors") or []
         if len(faults) > 1:
-            placed = [(each, f" (line {each['line']})" if each.get("line") else "") for each in faults]
-            lines += [f"  {_field(each['loc'])}{line}: {each['message']}" for each, line in placed]
+            placed = [(fault, f" (line {fault['line']})" if fault.get("line") else "") for fault in faults]
+            lines += [f"  {_field(fault['loc'])}{line}: {fault['message']}" for fault, line in placed]
         lines += [
-            f"  {_field(each['path'])}: {shown(each, 'before')} -> {shown(each, 'after')}"
-            for each in error.get("diff") or []
+            f"  {_field(fault['path'])}: {shown(fault, 'before')} -> {shown(fault, 'after')}"
+            for fault in error.get("diff") or []
         ]
         code = error.get("code")
         if code == "METHOD_NOT_ALLOWED" and (service := self._config_url()):
@@ -192,10 +192,10 @@ class Service:
     def _config_url(self) -> str | None:
         """What a gateway says where its config service is; of anything else nothing."""
         try:
-            found = msgspec.json.decode(self._client.get("/health").content)
+            health = msgspec.json.decode(self._client.get("/health").content)
         except (httpx.HTTPError, msgspec.DecodeError):
             return None
-        return found.get("config_url") if isinstance(found, dict) else None
+        return health.get("config_url") if isinstance(health, dict) else None
 
 
 _NOBODY = "is it running, and is this its address? /health of a gateway says it as config_url; give it with --url"
@@ -214,10 +214,10 @@ _NEXT = {
 
 def _error(answer: httpx.Response) -> dict[str, Any]:
     try:
-        found = msgspec.json.decode(answer.content)
+        body = msgspec.json.decode(answer.content)
     except msgspec.DecodeError:
         return {}
-    error = found.get("error") if isinstance(found, dict) else None
+    error = body.get("error") if isinstance(body, dict) else None
     return error if isinstance(error, dict) else {}
 
 
@@ -264,9 +264,9 @@ def write_options(force: str, *, looks_around: bool = True) -> Callable[[F], F]:
     def decorate(command: F) -> F:
         @functools.wraps(command)
         def run(
-            cluster: Cluster, *, dry_run: bool, if_match: int | None, output: str | None, force: bool, **given: Any
+            cluster: Cluster, *, dry_run: bool, if_match: int | None, output: str | None, force: bool, **options: Any
         ) -> Any:
-            return command(Write(cluster, dry_run, if_match, output, force), **given)
+            return command(WriteOptions(cluster, dry_run, if_match, output, force), **options)
 
         decorated = cast(F, run)
         for option in reversed(options):
@@ -276,7 +276,7 @@ def write_options(force: str, *, looks_around: bool = True) -> Callable[[F], F]:
     return decorate
 
 
-def service_of(cluster: Cluster, *, writes: bool) -> Service:
+def service_of(cluster: Cluster, *, writes: bool) -> ConfigServiceClient:
     """The config service of a cluster. Where a `sie serve` runs without one, its gateway answers what only reads.
     Without a known token a terminal is asked for it. Raises UsageError where no address is known.
     """
@@ -288,4 +288,4 @@ def service_of(cluster: Cluster, *, writes: bool) -> Service:
     token = secret.reveal() if secret else ""
     if not token and sys.stdin.isatty():
         token = str(click.prompt("SIE_ADMIN_TOKEN", hide_input=True, default="", show_default=False)).strip()
-    return Service(url, token)
+    return ConfigServiceClient(url, token)

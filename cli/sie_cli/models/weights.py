@@ -15,7 +15,7 @@ import msgspec
 
 from sie_cli import display
 from sie_cli.options import loaded, named_options, refuse
-from sie_cli.refusal import Refused, refusing
+from sie_cli.refusal import CommandRefused, refusing
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.settings import SettingError, Settings
 from sie_store.manifest import FetchFailed, Manifest, ManifestError, check_names, describe, encode, verify
@@ -60,9 +60,9 @@ def list_command(as_json: bool, **values: Any) -> None:
     """Every snapshot of weights: its commit, its size, and whether this node's disk and the bucket have it."""
     settings = loaded(values).settings
     with _refusing(settings):
-        local = {(found.repository, found.revision): found for found in _stored_here(settings)}
+        local = {(stored.repository, stored.revision): stored for stored in _stored_here(settings)}
         shared = (
-            {(found.repository, found.revision): found for found in _cluster(settings).listed()}
+            {(stored.repository, stored.revision): stored for stored in _cluster(settings).listed()}
             if settings.cluster_cache
             else {}
         )
@@ -143,20 +143,20 @@ def push(names: tuple[str, ...], name: str | None, revision: str | None, force: 
         raise click.UsageError("--as and --revision are of one: push them one by one")
     with _refusing(settings):
         cluster = _cluster(settings)
-        for each in names:
-            found = _found(settings, each, name, revision)
-            with found.lease, _bar(f"push {found.what}") as told:
+        for model in names:
+            source = _weights_source(settings, model, name, revision)
+            with source.lease, _bar(f"push {source.label}") as progress:
                 try:
-                    pushed = cluster.push(found.folder, found.manifest, told, force=force)
+                    pushed = cluster.push(source.folder, source.manifest, progress, force=force)
                 except PushRefused as error:
-                    raise Refused(str(error)) from error
+                    raise CommandRefused(str(error)) from error
             done = (
                 f"{display.counted(pushed.written, 'file')} written ({display.size(pushed.bytes)}), {pushed.present} "
                 "there already"
             )
-            click.echo(f"{found.what} is in {cluster.url}: {done}")
-            if Path(each).is_dir():
-                click.echo(f"weights: {{hub: {found.manifest.repository}, revision: {found.manifest.revision}}}")
+            click.echo(f"{source.label} is in {cluster.url}: {done}")
+            if Path(model).is_dir():
+                click.echo(f"weights: {{hub: {source.manifest.repository}, revision: {source.manifest.revision}}}")
 
 
 @weights.command("verify")
@@ -172,22 +172,28 @@ def verify_command(names: tuple[str, ...], local: bool, quick: bool, **values: A
     settings = loaded(values).settings
     checked = broken = 0
     with _refusing(settings):
-        for found in _named(_stored(settings, local), names):
-            what = f"{found.repository}@{found.revision}"
-            if local and found.manifest is None:
+        for stored in _named(_stored(settings, local), names):
+            label = f"{stored.repository}@{stored.revision}"
+            if local and stored.manifest is None:
                 click.echo(
-                    f"{what}: another program fetched it, and there are no checksums to compare it with", err=True
+                    f"{label}: another program fetched it, and there are no checksums to compare it with", err=True
                 )
                 continue
             if quick:
-                wrong = list(found.wrong.values())
+                wrong = list(stored.wrong.values())
             else:
-                with _bar(f"verify {what}") as told:
-                    wrong = _checked_here(settings, found, told) if local else _cluster(settings).verify(found, told)
+                with _bar(f"verify {label}") as progress:
+                    wrong = (
+                        _checked_here(settings, stored, progress)
+                        if local
+                        else _cluster(settings).verify(stored, progress)
+                    )
             for line in wrong:
-                click.echo(f"{what}: {line}")
+                click.echo(f"{label}: {line}")
             if not wrong:
-                click.echo(f"{what}: {display.counted(len(found.sizes), 'file')}, {display.size(found.bytes)}, right")
+                click.echo(
+                    f"{label}: {display.counted(len(stored.sizes), 'file')}, {display.size(stored.bytes)}, right"
+                )
             checked += 1
             broken += bool(wrong)
     if broken:
@@ -196,7 +202,7 @@ def verify_command(names: tuple[str, ...], local: bool, quick: bool, **values: A
             if local
             else "`sie weights push --force` writes it again"
         )
-        raise Refused(
+        raise CommandRefused(
             f"{broken} of {display.counted(checked, 'snapshot')} {'is' if broken == 1 else 'are'} not right: {fix}"
         )
     if not checked:
@@ -215,22 +221,23 @@ def rm(names: tuple[str, ...], local: bool, yes: bool, **values: Any) -> None:
     """
     settings = loaded(values).settings
     with _refusing(settings):
-        found = list(_named(_stored(settings, local), names))
-        for each in found:
-            click.echo(f"{each.repository}@{each.revision}  {display.size(each.bytes)}")
+        stored = list(_named(_stored(settings, local), names))
+        for snapshot in stored:
+            click.echo(f"{snapshot.repository}@{snapshot.revision}  {display.size(snapshot.bytes)}")
         where = str(settings.cache_folder) if local else _cluster(settings).url
         if not yes:
-            click.confirm(f"Remove {'this' if len(found) == 1 else 'these'} from {where}?", abort=True)
-        for each in found:
+            click.confirm(f"Remove {'this' if len(stored) == 1 else 'these'} from {where}?", abort=True)
+        for snapshot in stored:
             if not local:
-                _cluster(settings).remove(each.repository, each.revision)
-            elif not _cache(settings).remove(each.repository, each.revision):
-                raise Refused(
-                    f"{each.repository}@{each.revision} stays: a process of this node uses it; unload the model first"
+                _cluster(settings).remove(snapshot.repository, snapshot.revision)
+            elif not _cache(settings).remove(snapshot.repository, snapshot.revision):
+                raise CommandRefused(
+                    f"{snapshot.repository}@{snapshot.revision} stays: a process of this node uses it; "
+                    "unload the model first"
                 )
         click.echo(
-            f"removed from {where}: {display.counted(len(found), 'snapshot')}, "
-            f"{display.size(sum(each.bytes for each in found))}"
+            f"removed from {where}: {display.counted(len(stored), 'snapshot')}, "
+            f"{display.size(sum(copy.bytes for copy in stored))}"
         )
 
 
@@ -238,7 +245,7 @@ def rm(names: tuple[str, ...], local: bool, yes: bool, **values: Any) -> None:
 
 
 @dataclass(frozen=True)
-class _Source:
+class _WeightsSource:
     """A folder with what it holds; nobody removes it from the local cache while the lease is held."""
 
     folder: Path
@@ -246,24 +253,26 @@ class _Source:
     lease: Lock
 
     @property
-    def what(self) -> str:
+    def label(self) -> str:
         return f"{self.manifest.repository}@{self.manifest.revision}"
 
 
-def _found(settings: Settings, given: str, name: str | None, revision: str | None) -> _Source:
-    """What MODEL_OR_FOLDER names. Raises Refused, click.UsageError, ModelLoadFailed, FetchFailed, ManifestError,
+def _weights_source(settings: Settings, reference: str, name: str | None, revision: str | None) -> _WeightsSource:
+    """What MODEL_OR_FOLDER names. Raises CommandRefused, click.UsageError, ModelLoadFailed, FetchFailed, ManifestError,
     OSError.
     """
     from sie_store.locks import Lock
 
-    folder = Path(given).expanduser()
+    folder = Path(reference).expanduser()
     if folder.is_dir():
         if not name:
-            raise click.UsageError(f"{given} is a folder: --as ORGANISATION/NAME says what it is called in the bucket")
-        return _Source(folder, _of_folder(folder, name, revision), Lock(None))
+            raise click.UsageError(
+                f"{reference} is a folder: --as ORGANISATION/NAME says what it is called in the bucket"
+            )
+        return _WeightsSource(folder, _of_folder(folder, name, revision), Lock(None))
     if name:
-        raise click.UsageError(f"--as names a folder, and there is no folder {given}")
-    model, _, commit = given.partition("@")
+        raise click.UsageError(f"--as names a folder, and there is no folder {reference}")
+    model, _, commit = reference.partition("@")
     entry = _entry(settings, model, revision or commit)
     located = _sources(settings).locate(entry)
     hub, commit = entry.weights.hub, entry.weights.revision
@@ -271,21 +280,21 @@ def _found(settings: Settings, given: str, name: str | None, revision: str | Non
     if manifest is None:
         from sie_store.selection import wanted_by
 
-        with _bar(f"read {hub}@{commit}") as told:
-            told.expect(sum(path.stat().st_size for path in located.folder.rglob("*") if path.is_file()))
-            manifest = describe(located.folder, hub, commit, wanted=wanted_by(entry), read=told.add)
-    return _Source(located.folder, manifest, located.lease)
+        with _bar(f"read {hub}@{commit}") as progress:
+            progress.expect(sum(path.stat().st_size for path in located.folder.rglob("*") if path.is_file()))
+            manifest = describe(located.folder, hub, commit, wanted=wanted_by(entry), read=progress.add)
+    return _WeightsSource(located.folder, manifest, located.lease)
 
 
 def _of_folder(folder: Path, name: str, revision: str | None) -> Manifest:
     """The manifest of a folder of somebody's own. Without a revision it gets one that its content makes."""
-    with _bar(f"read {folder}") as told:
-        told.expect(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
-        made = describe(folder, name, revision or "content", read=told.add)
+    with _bar(f"read {folder}") as progress:
+        progress.expect(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
+        manifest = describe(folder, name, revision or "content", read=progress.add)
     if revision:
-        return made
-    content = hashlib.sha256(encode(made)).hexdigest()[:40]
-    return msgspec.structs.replace(made, revision=content)
+        return manifest
+    content = hashlib.sha256(encode(manifest)).hexdigest()[:40]
+    return msgspec.structs.replace(manifest, revision=content)
 
 
 def _entry(settings: Settings, model: str, commit: str) -> ModelEntry:
@@ -295,10 +304,10 @@ def _entry(settings: Settings, model: str, commit: str) -> ModelEntry:
     from sie_config_service.overlay import Overlay
     from sie_contracts.models.entries import parse_entry
 
-    known = Overlay(settings).folders().models.get(model, (None, ""))[0]
-    if known is None or not isinstance(known, ModelEntry):
+    entry = Overlay(settings).folders().models.get(model, (None, ""))[0]
+    if entry is None or not isinstance(entry, ModelEntry):
         if not _NAME.fullmatch(model):
-            raise Refused(
+            raise CommandRefused(
                 f"there is no folder {model[:200]}, and it is no id of the hub, which has the form organisation/name"
             )
         revision = commit or _only_commit(settings, model)
@@ -311,25 +320,25 @@ def _entry(settings: Settings, model: str, commit: str) -> ModelEntry:
                 "max_tokens": 1,
             }
         )
-    own = known.weights
+    own = entry.weights
     if not own.hub:
         where = f"the folder {own.path}" if own.path else f"the package {own.package}"
-        raise Refused(
+        raise CommandRefused(
             f"the weights of {model} are in {where}, where workers take them from. To have them in the bucket: "
             f"sie weights push FOLDER --as {model}, then give the entry the `weights` that this prints"
         )
     pinned = commit or own.revision or _only_commit(settings, own.hub)
     replaced = msgspec.structs.replace(own, path="", unpinned=False, revision=pinned)
-    return msgspec.structs.replace(known, weights=replaced)
+    return msgspec.structs.replace(entry, weights=replaced)
 
 
 def _only_commit(settings: Settings, hub: str) -> str:
-    """The commit that this node's cache has. Raises Refused unless it is exactly one."""
+    """The commit that this node's cache has. Raises CommandRefused unless it is exactly one."""
     check_names(hub, "any")
     commits = sorted(path.name for path in _cache(settings).place(hub, "any").parent.glob("*") if path.is_dir())
     if len(commits) != 1:
         there = f"the cache has {', '.join(commits)}" if commits else "neither the catalogue nor the cache knows one"
-        raise Refused(f"which commit of {hub}? Say {hub}@COMMIT: {there}")
+        raise CommandRefused(f"which commit of {hub}? Say {hub}@COMMIT: {there}")
     return commits[0]
 
 
@@ -371,7 +380,7 @@ def _stored_here(settings: Settings) -> list[Stored]:
     """
     from sie_store.bucket import Stored
 
-    cache, found = _cache(settings), []
+    cache, copies = _cache(settings), []
     for folder in sorted(cache.hub.glob("models--*/snapshots/*")):
         repository, revision = folder.parents[1].name.removeprefix("models--").replace("--", "/"), folder.name
         with contextlib.suppress(ManifestError):  # somebody else's folder
@@ -384,20 +393,20 @@ def _stored_here(settings: Settings) -> list[Stored]:
                     if manifest is None or name in manifest.files
                 }
                 wrong = verify(folder, manifest, digests=False) if manifest is not None else []
-                found.append(Stored(repository, revision, manifest, sizes, {line: line for line in wrong}))
-    return found
+                copies.append(Stored(repository, revision, manifest, sizes, {line: line for line in wrong}))
+    return copies
 
 
-def _checked_here(settings: Settings, stored: Stored, told: Progress) -> list[str]:
+def _checked_here(settings: Settings, stored: Stored, progress: Progress) -> list[str]:
     assert stored.manifest is not None
-    told.expect(stored.manifest.bytes)
-    return verify(_cache(settings).place(stored.repository, stored.revision), stored.manifest, read=told.add)
+    progress.expect(stored.manifest.bytes)
+    return verify(_cache(settings).place(stored.repository, stored.revision), stored.manifest, read=progress.add)
 
 
 def _named(stored: list[Stored], names: tuple[str, ...]) -> Iterator[Stored]:
     """Those that are named by repository or repository@commit, the commit whole or its beginning; without a name all.
 
-    Raises Refused, click.UsageError.
+    Raises CommandRefused, click.UsageError.
     """
     if not names:
         yield from stored
@@ -408,14 +417,16 @@ def _named(stored: list[Stored], names: tuple[str, ...]) -> Iterator[Stored]:
             raise click.UsageError(
                 f"{name[:200]!r} has no commit after the @: write {repository[:200]}@COMMIT, or without @ for all of it"
             )
-        found = [each for each in stored if each.repository == repository and each.revision.startswith(commit)]
-        if not found:
-            there = sorted({each.repository for each in stored})
+        matches = [copy for copy in stored if copy.repository == repository and copy.revision.startswith(commit)]
+        if not matches:
+            there = sorted({copy.repository for copy in stored})
             have = f"; there is {', '.join(there[:20])}" if there else "; there is nothing"
-            raise Refused(f"there is no {name[:200]}{have}")
-        if commit and len(found) > 1:
-            raise Refused(f"{name} is the beginning of {', '.join(each.revision for each in found)}: write more of it")
-        yield from found
+            raise CommandRefused(f"there is no {name[:200]}{have}")
+        if commit and len(matches) > 1:
+            raise CommandRefused(
+                f"{name} is the beginning of {', '.join(copy.revision for copy in matches)}: write more of it"
+            )
+        yield from matches
 
 
 @contextlib.contextmanager
@@ -427,23 +438,23 @@ def _refusing(settings: Settings) -> Iterator[None]:
     except SettingError as error:
         refuse(error)
     except FetchFailed as error:
-        raise Refused(f"{settings.cluster_cache or 'weights'}: {error.message}") from error
+        raise CommandRefused(f"{settings.cluster_cache or 'weights'}: {error.message}") from error
     except ManifestError as error:
-        raise Refused(str(error)) from error
+        raise CommandRefused(str(error)) from error
 
 
 # how it is shown
 
 
 @contextlib.contextmanager
-def _bar(what: str) -> Iterator[Progress]:
+def _bar(label: str) -> Iterator[Progress]:
     """How far a transfer is: a bar on a terminal, nothing anywhere else."""
     from sie_store.progress import Progress
 
-    told = Progress(what)
+    progress = Progress(label)
     with display.transfers() as bars:
-        task = bars.add_task(what, total=None)
-        told.on_step = lambda state: bars.update(task, completed=state.done_bytes, total=state.total_bytes or None)
-        yield told
-        state = told.state()
+        task = bars.add_task(label, total=None)
+        progress.on_step = lambda state: bars.update(task, completed=state.done_bytes, total=state.total_bytes or None)
+        yield progress
+        state = progress.state()
         bars.update(task, completed=state.done_bytes, total=state.total_bytes or state.done_bytes)

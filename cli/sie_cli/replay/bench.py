@@ -11,10 +11,10 @@ import click
 from sie_cli.options import loaded
 from sie_cli.replay import trace as traces
 from sie_cli.replay.curve import percentile, svg
-from sie_cli.replay.replay import Machine, Plan, Report, plan_of, replay
+from sie_cli.replay.replay import Machine, ReplayPlan, ReplayReport, plan_of, replay
 from sie_cli.replay.trace import Trace, TraceError
 
-PLAN = tuple(field.name for field in dataclasses.fields(Plan))
+PLAN = tuple(field.name for field in dataclasses.fields(ReplayPlan))
 DEVICE = {"base_ms": 1e3, "token_us": 1e6, "square_ns": 1e9}  # name: of them in a second
 HOST = {"call_us": 1e6, "read_us": 1e6, "delivery_us": 1e6}
 HOST_DEFAULT = "call_us=55,read_us=1.8,delivery_us=25"  # docs/replay.md says how they were measured
@@ -136,8 +136,10 @@ def _recorded(trace: Trace) -> dict[str, float]:
 
 
 def _machine(trace: Trace, device: str, host: str) -> Machine:
-    given = traces.numbers(device, tuple(DEVICE))
-    batch = tuple(given.get(name, 0.0) / unit for name, unit in DEVICE.items()) if given else traces.fit(trace.ran)
+    measured = traces.numbers(device, tuple(DEVICE))
+    batch = (
+        tuple(measured.get(name, 0.0) / unit for name, unit in DEVICE.items()) if measured else traces.fit(trace.ran)
+    )
     hosted = {**traces.numbers(HOST_DEFAULT, tuple(HOST)), **traces.numbers(host, tuple(HOST))}
     times_s = (*batch, *(hosted[name] / unit for name, unit in HOST.items()))
     if min(times_s) < 0 or not any(batch):
@@ -145,7 +147,7 @@ def _machine(trace: Trace, device: str, host: str) -> Machine:
     return Machine(*times_s)
 
 
-def table(reports: dict[str, Report], plans: dict[str, Plan]) -> str:
+def table(reports: dict[str, ReplayReport], plans: dict[str, ReplayPlan]) -> str:
     """A column for each report."""
     columns = [["", *_CELLS]]
     for name, report in reports.items():
@@ -154,7 +156,7 @@ def table(reports: dict[str, Report], plans: dict[str, Plan]) -> str:
     rows = zip(*columns, strict=True)
     return "\n".join(
         "  ".join(
-            [first.ljust(widths[0]), *(each.rjust(width) for each, width in zip(rest, widths[1:], strict=True))]
+            [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))]
         ).rstrip()
         for first, *rest in rows
     )
@@ -164,11 +166,11 @@ def _ms(values_s: Sequence[float], percent: float) -> str:
     return f"{percentile(sorted(values_s), percent) * 1e3:.2f}"
 
 
-def _busy(report: Report, plan: Plan) -> float:
+def _busy(report: ReplayReport, plan: ReplayPlan) -> float:
     return report.device_s / (report.end_s * int(plan.workers) * int(plan.lanes))
 
 
-_CELLS: dict[str, Callable[[Report, Plan], str]] = {
+_CELLS: dict[str, Callable[[ReplayReport, ReplayPlan], str]] = {
     "latency p50, ms": lambda report, plan: _ms(report.latency_s, 50),
     "latency p90, ms": lambda report, plan: _ms(report.latency_s, 90),
     "latency p99, ms": lambda report, plan: _ms(report.latency_s, 99),

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 
-from sie_cli.replay.trace import Request, TraceError
+from sie_cli.replay.trace import TraceError, TraceRequest
 from sie_contracts.settings import Settings
 from sie_gateway.inference import chunk
 from sie_sidecar.batching.batch import (
@@ -40,7 +40,7 @@ MAX_DEVICES = 1024
 
 
 @dataclass(frozen=True)
-class Plan:
+class ReplayPlan:
     """What an operator may change: the number of workers and of lanes of each, and the batching settings."""
 
     workers: float = 1
@@ -72,7 +72,7 @@ class Plan:
     def check(self) -> None:
         """Raises TraceError for a plan that no worker could be set to."""
         whole = ("workers", "lanes", "max_batch_cost", "max_batch_requests", "pipeline_depth", "chunk_cost")
-        for name in (each.name for each in fields(self)):
+        for name in (limit.name for limit in fields(self)):
             value = getattr(self, name)
             if value < (1 if name in whole else 0):
                 raise TraceError(f"{name}={value:g} is too small")
@@ -84,9 +84,9 @@ class Plan:
             raise TraceError("target_p50_ms is above 0")
 
 
-def plan_of(settings: Settings) -> Plan:
+def plan_of(settings: Settings) -> ReplayPlan:
     """One worker with one lane, in queue mode."""
-    return Plan(
+    return ReplayPlan(
         max_wait_ms=settings.batcher_coalesce_ms,
         max_batch_cost=settings.max_batch_cost,
         max_batch_requests=settings.batcher_max_batch_requests,
@@ -118,7 +118,7 @@ class Machine:
 
 
 @dataclass
-class Report:
+class ReplayReport:
     """What came of a replay. `latency_s` and `wait_s` by request, in the order of the trace: to its answer, and to the
     start of its last batch. `device_s` of all lanes together, `host_s` spent on tokenising, `end_s` the last answer.
     """
@@ -135,7 +135,7 @@ class Report:
 
 
 @dataclass
-class _Item:
+class _ReplayItem:
     """A chunk on its way."""
 
     request: int
@@ -148,11 +148,11 @@ class _Item:
 
 
 @dataclass
-class _Consumer:
+class _ReplayConsumer:
     """The queue of one model and priority, and the workers' turns at it."""
 
-    items: deque[_Item] = field(default_factory=deque)
-    turns: deque[_Worker] = field(default_factory=deque)
+    items: deque[_ReplayItem] = field(default_factory=deque)
+    turns: deque[_ReplayWorker] = field(default_factory=deque)
 
 
 @dataclass
@@ -176,13 +176,13 @@ class Replay:
     decided.
     """
 
-    def __init__(self, requests: Sequence[Request], plan: Plan, machine: Machine) -> None:
+    def __init__(self, requests: Sequence[TraceRequest], plan: ReplayPlan, machine: Machine) -> None:
         plan.check()
         self.plan, self.machine = plan, machine
         self.now_s = 0.0
-        self.consumers: dict[tuple[str, bool], _Consumer] = {}
-        self.workers = [_Worker(self) for _ in range(int(plan.workers))]
-        self.report = Report([0.0] * len(requests), [0.0] * len(requests))
+        self.consumers: dict[tuple[str, bool], _ReplayConsumer] = {}
+        self.workers = [_ReplayWorker(self) for _ in range(int(plan.workers))]
+        self.report = ReplayReport([0.0] * len(requests), [0.0] * len(requests))
         self._requests = requests
         self._left = [0] * len(requests)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -191,7 +191,7 @@ class Replay:
     def at(self, when_s: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (max(when_s, self.now_s), next(self._numbers), event))
 
-    def run(self) -> Report:
+    def run(self) -> ReplayReport:
         """Until the last answer."""
         for index, request in enumerate(self._requests):
             self.at(request.at, lambda index=index: self._arrive(index))  # type: ignore[misc]
@@ -205,7 +205,7 @@ class Replay:
         request = self._requests[index]
         name = (request.model, request.priority == "bulk")
         if name not in self.consumers:
-            self.consumers[name] = _Consumer(turns=deque(self.workers))
+            self.consumers[name] = _ReplayConsumer(turns=deque(self.workers))
             for worker in self.workers:
                 worker.follow(name)
         sizes = [max(0, tokens - chunk.SPECIAL_TOKENS) * chunk.BYTES_PER_TOKEN for tokens in request.tokens]
@@ -214,7 +214,7 @@ class Replay:
             lengths = request.tokens[part.start : part.stop]
             key = BatchKey(request.model, "", "encode", "", request.lora)
             self.consumers[name].items.append(
-                _Item(index, key, name[1], sum(lengths), sum(length**2 for length in lengths))
+                _ReplayItem(index, key, name[1], sum(lengths), sum(length**2 for length in lengths))
             )
             self._left[index] += 1
         self.deliver(name)
@@ -232,7 +232,7 @@ class Replay:
             item.pending = len(consumer.items)
             worker.send(name, item)
 
-    def answered(self, batch: Batch[_Item], started_s: float, ended_s: float) -> None:
+    def answered(self, batch: Batch[_ReplayItem], started_s: float, ended_s: float) -> None:
         report = self.report
         report.device_s += ended_s - started_s
         report.batches += 1
@@ -247,7 +247,7 @@ class Replay:
             )
 
 
-class _Worker:
+class _ReplayWorker:
     """A sidecar and its device."""
 
     def __init__(self, replay: Replay) -> None:
@@ -257,8 +257,8 @@ class _Worker:
         self._quantum = Quantum(plan.min_quantum_ms / 1000, plan.max_quantum_ms / 1000, plan.target_p50_ms / 1000)
         self.feeds: dict[tuple[str, bool], _Feed] = {}
         self._active: dict[tuple[str, bool], _Feed] = {}  # those that delivered lately
-        self._arrived: list[_Item] = []
-        self._waiting: Waiting[_Item] = Waiting()
+        self._arrived: list[_ReplayItem] = []
+        self._waiting: Waiting[_ReplayItem] = Waiting()
         self._lanes = [0.0] * int(plan.lanes)  # when each is free
         self._began_s = self._last_s = 0.0  # of the gathering
         self._wire_s = 0.0  # when the wire is free
@@ -289,14 +289,14 @@ class _Worker:
                 feed.asked = max(0, target - feed.on_way)
                 self._replay.deliver(name)
 
-    def send(self, name: tuple[str, bool], item: _Item) -> None:
+    def send(self, name: tuple[str, bool], item: _ReplayItem) -> None:
         feed = self.feeds[name]
         feed.asked -= 1
         feed.on_way += 1
         self._wire_s = max(self._wire_s, self._replay.now_s) + self._replay.machine.delivery_s
         self._replay.at(self._wire_s, lambda: self._on_delivery(name, item))
 
-    def _on_delivery(self, name: tuple[str, bool], item: _Item) -> None:
+    def _on_delivery(self, name: tuple[str, bool], item: _ReplayItem) -> None:
         feed, now_s = self.feeds[name], self._replay.now_s
         feed.on_way -= 1
         self._active[name] = feed
@@ -309,7 +309,7 @@ class _Worker:
         self._last_s = now_s
         self._gather()
 
-    def _hold(self, item: _Item, sign: int) -> None:
+    def _hold(self, item: _ReplayItem, sign: int) -> None:
         load = self._held[item.bulk]
         load[0] += sign * item.cost
         load[1] += sign
@@ -319,10 +319,10 @@ class _Worker:
     def _is_more_coming(self) -> bool:
         if len(self._arrived) >= self._limits.requests or sum(item.cost for item in self._arrived) >= self._limits.cost:
             return False
-        told = {(item.key.residency, item.bulk): item.pending for item in self._arrived}
-        return any(told.values()) and self._is_more_told()
+        pending = {(item.key.residency, item.bulk): item.pending for item in self._arrived}
+        return any(pending.values()) and self._has_pending()
 
-    def _is_more_told(self) -> bool:
+    def _has_pending(self) -> bool:
         return any(feed.pending and feed.outstanding for feed in self._active.values())
 
     def _gather(self) -> None:
@@ -342,7 +342,7 @@ class _Worker:
         self._replay.at(self._replay.now_s + spent_s, lambda: self._tokenised(group))
         self._refill()
 
-    def _tokenised(self, group: list[_Item]) -> None:
+    def _tokenised(self, group: list[_ReplayItem]) -> None:
         self._tokenising = False
         for item in group:
             self._waiting.add(Job(item.key, item.cost, self._replay.now_s, item, item.bulk))
@@ -354,7 +354,7 @@ class _Worker:
     def _dispatch(self) -> None:
         replay = self._replay
         while True:
-            more = bool(self._arrived) or self._tokenising or self._is_more_told()
+            more = bool(self._arrived) or self._tokenising or self._has_pending()
             device = DeviceLoad(self._sent, len(self._lanes), replay.plan.depth, more)
             action = next_batch(self._waiting, replay.now_s, self._limits, device)
             if not isinstance(action, Batch):
@@ -364,7 +364,7 @@ class _Worker:
             self._wake_s = action.until_s
             replay.at(action.until_s, self._dispatch)
 
-    def _start(self, batch: Batch[_Item]) -> None:
+    def _start(self, batch: Batch[_ReplayItem]) -> None:
         self._sent += 1
         for job in batch.jobs:
             self._hold(job.work, -1)
@@ -375,7 +375,7 @@ class _Worker:
         self._replay.at(ended_s, lambda: self._ended(batch, started_s, ended_s))
         self._refill()
 
-    def _ended(self, batch: Batch[_Item], started_s: float, ended_s: float) -> None:
+    def _ended(self, batch: Batch[_ReplayItem], started_s: float, ended_s: float) -> None:
         self._sent -= 1
         self._replay.answered(batch, started_s, ended_s)
         for job in batch.jobs:
@@ -383,6 +383,6 @@ class _Worker:
         self._dispatch()
 
 
-def replay(requests: Sequence[Request], plan: Plan, machine: Machine) -> Report:
+def replay(requests: Sequence[TraceRequest], plan: ReplayPlan, machine: Machine) -> ReplayReport:
     """Run a trace. Raises TraceError for a plan that cannot be."""
     return Replay(requests, plan, machine).run()

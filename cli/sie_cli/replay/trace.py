@@ -33,7 +33,7 @@ class TraceError(ValueError):
     """What cannot be read as a trace, or as the description of one."""
 
 
-class Request(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class TraceRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """One request, or one message of one where a sidecar recorded it."""
 
     at: float
@@ -63,14 +63,14 @@ class _SettingsLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Trace:
     """Requests by time, the first at 0."""
 
-    requests: tuple[Request, ...]
+    requests: tuple[TraceRequest, ...]
     ran: tuple[Ran, ...] = ()
     settings: dict[str, float] = field(default_factory=dict)
 
 
 def read(lines: Iterable[bytes]) -> Trace:
     """Raises TraceError, with the number of the line."""
-    requests: list[Request] = []
+    requests: list[TraceRequest] = []
     ran: list[Ran] = []
     settings: dict[str, float] = {}
     for number, line in enumerate(lines, 1):
@@ -83,7 +83,7 @@ def read(lines: Iterable[bytes]) -> Trace:
             elif "settings" in keys:
                 settings.update(msgspec.json.decode(line, type=_SettingsLine).settings)
             else:
-                request = msgspec.json.decode(line, type=Request)
+                request = msgspec.json.decode(line, type=TraceRequest)
                 if not request.tokens or min(request.tokens) < 1:
                     raise TraceError(f"line {number}: a request has at least one input, and each at least one token")
                 requests.append(request)
@@ -96,27 +96,27 @@ def read(lines: Iterable[bytes]) -> Trace:
     return Trace(tuple(sorted(moved, key=lambda request: request.at)), tuple(ran), settings)
 
 
-def write(requests: Iterable[Request]) -> Iterator[bytes]:
+def write(requests: Iterable[TraceRequest]) -> Iterator[bytes]:
     return (msgspec.json.encode(request) + b"\n" for request in requests)
 
 
-def numbers(text: str, known: Sequence[str]) -> dict[str, float]:
+def numbers(text: str, names: Sequence[str]) -> dict[str, float]:
     """`a=1,b=2.5` by name. Raises TraceError for a name that is not known and for what is no number."""
-    found = {}
+    values = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
-        if name not in known:
-            raise TraceError(f"{name!r} is none of {', '.join(known)}")
+        if name not in names:
+            raise TraceError(f"{name!r} is none of {', '.join(names)}")
         try:
-            found[name] = float(value)
+            values[name] = float(value)
         except ValueError as error:
             raise TraceError(f"{part!r}: expected a number behind the =") from error
-        if not math.isfinite(found[name]):
+        if not math.isfinite(values[name]):
             raise TraceError(f"{part!r}: expected a finite number behind the =")
-    return found
+    return values
 
 
-def generate(spec: str) -> list[Request]:
+def generate(spec: str) -> list[TraceRequest]:
     """`poisson:rate=200,length=64,...`: the first at once, the others at random. Raises TraceError.
 
     `rate` of requests a second, for so many `seconds`, `burst` of them at a time; `inputs` of each; `length` the mean
@@ -126,7 +126,7 @@ def generate(spec: str) -> list[Request]:
     kind, _, rest = spec.partition(":")
     if kind != "poisson":
         raise TraceError(f"{kind!r}: expected poisson:name=number,...")
-    given = {
+    parameters = {
         "rate": 100.0,
         "length": 64.0,
         "seconds": 10.0,
@@ -137,29 +137,29 @@ def generate(spec: str) -> list[Request]:
         "models": 1.0,
         "seed": 1.0,
     }
-    given.update(numbers(rest, tuple(given)))
+    parameters.update(numbers(rest, tuple(parameters)))
     if (
-        min(given["rate"], given["length"], given["seconds"]) <= 0
-        or min(given["burst"], given["inputs"], given["models"]) < 1
+        min(parameters["rate"], parameters["length"], parameters["seconds"]) <= 0
+        or min(parameters["burst"], parameters["inputs"], parameters["models"]) < 1
     ):
         raise TraceError("rate, length and seconds are above 0; burst, inputs and models at least 1")
-    if max(given["rate"] * given["seconds"], given["burst"]) * given["inputs"] > MAX_INPUTS:
+    if max(parameters["rate"] * parameters["seconds"], parameters["burst"]) * parameters["inputs"] > MAX_INPUTS:
         raise TraceError(f"that is more than {MAX_INPUTS:,} inputs: a lower rate, or fewer seconds")
-    chance, sigma = random.Random(int(given["seed"])), given["spread"]  # noqa: S311  arrivals, no secrets
-    middle = np.log(given["length"]) - sigma * sigma / 2
-    requests: list[Request] = []
+    chance, sigma = random.Random(int(parameters["seed"])), parameters["spread"]  # noqa: S311  arrivals, no secrets
+    middle = np.log(parameters["length"]) - sigma * sigma / 2
+    requests: list[TraceRequest] = []
     at_s = 0.0
-    while at_s < given["seconds"]:
-        for _ in range(int(given["burst"])):
+    while at_s < parameters["seconds"]:
+        for _ in range(int(parameters["burst"])):
             tokens = tuple(
                 min(MAX_TOKENS, max(1, round(chance.lognormvariate(middle, sigma))))
-                for _ in range(int(given["inputs"]))
+                for _ in range(int(parameters["inputs"]))
             )
-            priority: Priority = "bulk" if chance.random() < given["bulk"] else "interactive"
+            priority: Priority = "bulk" if chance.random() < parameters["bulk"] else "interactive"
             requests.append(
-                Request(round(at_s, 6), tokens, f"model-{chance.randrange(int(given['models']))}", priority)
+                TraceRequest(round(at_s, 6), tokens, f"model-{chance.randrange(int(parameters['models']))}", priority)
             )
-        at_s += chance.expovariate(given["rate"] / given["burst"])
+        at_s += chance.expovariate(parameters["rate"] / parameters["burst"])
     return requests
 
 
@@ -171,8 +171,8 @@ def fit(ran: Sequence[Ran]) -> tuple[float, float, float]:
     """
     if len(ran) < 3:
         raise TraceError("fewer than three measured batches: give the device with --device")
-    rows = np.array([(1.0, each.tokens, each.attention) for each in ran])
-    seconds = np.array([each.seconds for each in ran])
+    rows = np.array([(1.0, batch.tokens, batch.attention) for batch in ran])
+    seconds = np.array([batch.seconds for batch in ran])
     if (seconds <= 0).any():
         raise TraceError("a measured batch took no time")
     scaled = rows / seconds[:, None]
@@ -180,9 +180,9 @@ def fit(ran: Sequence[Ran]) -> tuple[float, float, float]:
     for size in (1, 2, 3):
         for chosen in itertools.combinations(range(3), size):
             solution = np.linalg.lstsq(scaled[:, chosen], np.ones(len(ran)), rcond=None)[0]
-            found = np.zeros(3)
-            found[list(chosen)] = solution
-            error = float(np.sum((scaled @ found - 1.0) ** 2))
-            if (found >= 0).all() and error < best_error - 1e-9 * len(ran):  # else one term less says the same
-                best, best_error = (float(found[0]), float(found[1]), float(found[2])), error
+            coefficients = np.zeros(3)
+            coefficients[list(chosen)] = solution
+            error = float(np.sum((scaled @ coefficients - 1.0) ** 2))
+            if (coefficients >= 0).all() and error < best_error - 1e-9 * len(ran):  # else one term less says the same
+                best, best_error = (float(coefficients[0]), float(coefficients[1]), float(coefficients[2])), error
     return best

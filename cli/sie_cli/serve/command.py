@@ -16,8 +16,8 @@ import click
 from sie_cli import access
 from sie_cli.data_dir import DataDir, InUse, default_data_dir
 from sie_cli.options import SPARE, ManyOptions, flags_of, loaded, refuse, settings_options
-from sie_cli.serve.preflight import Listener, Needs, faults
-from sie_cli.serve.processes import LocalCluster, Plan
+from sie_cli.serve.preflight import MachineNeeds, PortListener, faults
+from sie_cli.serve.processes import LocalCluster, ServePlan
 from sie_contracts.settings import BY_NAME, Loaded, SettingError, Settings
 from sie_runtime.process import EXIT_BAD_SETTING
 
@@ -95,8 +95,8 @@ def serve(
     if exit_with_parent and sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     failpoints = values.pop("failpoints", None)  # they are its children's
-    found = loaded(values, "standalone" if standalone else "queue")
-    plan = Plan(
+    loaded_settings = loaded(values, "standalone" if standalone else "queue")
+    plan = ServePlan(
         host,
         port,
         (data_dir or default_data_dir()).absolute(),
@@ -104,7 +104,7 @@ def serve(
         workers,
         gateways,
         spare,
-        _with_free_ports(found),
+        _with_free_ports(loaded_settings),
         flags_of(values),
         os.environ,
         ("--failpoints", failpoints) if failpoints else (),
@@ -121,30 +121,32 @@ def serve(
                 sys.exit(EXIT_BAD_SETTING)
             sys.exit(asyncio.run(LocalCluster(plan).run()))
     except InUse as error:
-        other = access.read(error.data_dir)
-        refuse(InUse(error.data_dir, other.gateway_url if other is not None else ""))
+        owner = access.read(error.data_dir)
+        refuse(InUse(error.data_dir, owner.gateway_url if owner is not None else ""))
     except SettingError as error:
         refuse(error)
 
 
-def _with_free_ports(found: Loaded) -> Settings:
+def _with_free_ports(loaded_settings: Loaded) -> Settings:
     """The settings, with 0 (a free port) for metrics where nobody named one: on a laptop the documented ports are often
     taken.
     """
-    given = [
-        name for name in ("SIE_GATEWAY_METRICS_PORT", "SIE_WORKER_METRICS_PORT") if found.sources[name] == "default"
+    assigned = [
+        name
+        for name in ("SIE_GATEWAY_METRICS_PORT", "SIE_WORKER_METRICS_PORT")
+        if loaded_settings.sources[name] == "default"
     ]
-    return dataclasses.replace(found.settings, **{BY_NAME[name].field: 0 for name in given})  # type: ignore[arg-type]
+    return dataclasses.replace(loaded_settings.settings, **{BY_NAME[name].field: 0 for name in assigned})  # type: ignore[arg-type]
 
 
-def _needs(plan: Plan) -> Needs:
+def _needs(plan: ServePlan) -> MachineNeeds:
     """What this run takes of the machine. Ports that nobody named are free: they are looked for later."""
     settings = plan.settings
     listeners = [
-        Listener("--port", plan.host, plan.port, plan.gateways),
-        Listener("--gateway-metrics-port", plan.host, settings.gateway_metrics_port, plan.gateways),
-        Listener("--worker-metrics-port", plan.host, settings.worker_metrics_port, plan.workers),
+        PortListener("--port", plan.host, plan.port, plan.gateways),
+        PortListener("--gateway-metrics-port", plan.host, settings.gateway_metrics_port, plan.gateways),
+        PortListener("--worker-metrics-port", plan.host, settings.worker_metrics_port, plan.workers),
     ]
     has_broker = not plan.standalone and settings.nats_url is None
     named = tuple(listener for listener in listeners if listener.port)
-    return Needs(named, plan.data_dir, has_broker, plan.gateways, plan.workers, settings)
+    return MachineNeeds(named, plan.data_dir, has_broker, plan.gateways, plan.workers, settings)

@@ -74,10 +74,13 @@ class EmbeddedBroker:
         if role not in _USER_OF:
             return {}
         user = _USER_OF[role]
-        found = {"SIE_NATS_URL": self.url.replace("://", f"://{user}@"), "SIE_NATS_PASSWORD": self.passwords[user]}
+        environment = {
+            "SIE_NATS_URL": self.url.replace("://", f"://{user}@"),
+            "SIE_NATS_PASSWORD": self.passwords[user],
+        }
         if role == "config":
-            found["SIE_NATS_STREAMS_PASSWORD"] = self.passwords[_STREAMS]
-        return found
+            environment["SIE_NATS_STREAMS_PASSWORD"] = self.passwords[_STREAMS]
+        return environment
 
 
 def users() -> str:

@@ -16,7 +16,7 @@ def _matters(line: str) -> bool:
     return "Slow Consumer" in line or not ("[INF]" in line or "Plaintext passwords" in line)
 
 
-class Output:
+class LineOutput:
     """Lines of all processes on one stream: prefixed, or with --log-json each a JSON object."""
 
     def __init__(self, *, json: bool) -> None:

@@ -11,7 +11,7 @@ from sie_contracts.settings import SettingError
 
 _BELOW_EPHEMERAL = range(10_000, 32_000)
 _TRIED = 200
-_given: dict[int, int] = {}  # by port, the file descriptor that keeps it
+_descriptors: dict[int, int] = {}  # by port, the file descriptor that keeps it
 
 
 def free_port(count: int = 1) -> int:
@@ -24,10 +24,10 @@ def free_port(count: int = 1) -> int:
     """
     for port in random.sample(_BELOW_EPHEMERAL, _TRIED):
         with contextlib.ExitStack() as held, contextlib.suppress(OSError):
-            sockets = {each: held.enter_context(socket.socket()) for each in range(port, port + count)}
-            for each, bound in sockets.items():
-                _bind(bound, each)
-            _given.update((each, bound.detach()) for each, bound in sockets.items())
+            sockets = {number: held.enter_context(socket.socket()) for number in range(port, port + count)}
+            for candidate, bound in sockets.items():
+                _bind(bound, candidate)
+            _descriptors.update((number, bound.detach()) for number, bound in sockets.items())
             return port
     raise SettingError("--port", f"no {count} free ports were found on this machine")
 
@@ -38,7 +38,7 @@ def _bind(bound: socket.socket, port: int) -> None:
     On Linux a socket that is bound and does not listen keeps every other one away but those that set SO_REUSEADDR, as
     servers do. Elsewhere it would keep a server away too.
     """
-    if port in _given:
+    if port in _descriptors:
         raise OSError(f"port {port} was given before")
     if sys.platform == "linux":
         bound.bind(("127.0.0.1", port))

@@ -32,7 +32,7 @@ MIN_MEMORY_BYTES, WORKER_BYTES, GATEWAY_BYTES = 640 << 20, 320 << 20, 64 << 20
 
 
 @dataclass(frozen=True)
-class Listener:
+class PortListener:
     """Addresses that one flag names: `count` ports from `port` on."""
 
     flag: str
@@ -42,10 +42,10 @@ class Listener:
 
 
 @dataclass(frozen=True)
-class Needs:
+class MachineNeeds:
     """What one `sie serve` takes of the machine. `has_broker`: it brings a broker, whose streams are in `data_dir`."""
 
-    listeners: tuple[Listener, ...]
+    listeners: tuple[PortListener, ...]
     data_dir: Path
     has_broker: bool
     gateways: int
@@ -53,20 +53,20 @@ class Needs:
     settings: Settings
 
 
-def faults(needs: Needs) -> list[str]:
+def faults(needs: MachineNeeds) -> list[str]:
     """Everything that this machine lacks, each in one line with the remedy. Raises the limit of open files as far as is
     allowed.
     """
     return [*_folders(needs), *_ports(needs), *_disk(needs), *_open_files(needs), *_memory(needs)]
 
 
-def _folders(needs: Needs) -> Iterator[str]:
+def _folders(needs: MachineNeeds) -> Iterator[str]:
     named = needs.settings.models_dir
     if named and not is_bucket(named) and not Path(named).is_dir():
         yield f"--models-dir (SIE_MODELS_DIR): {named} is not a folder: make it, or name another one"
 
 
-def _ports(needs: Needs) -> Iterator[str]:
+def _ports(needs: MachineNeeds) -> Iterator[str]:
     for listener in needs.listeners:
         for port in range(listener.port, listener.port + listener.count):
             if reason := _cannot_listen(listener.host, port):
@@ -87,10 +87,10 @@ def _cannot_listen(host: str, port: int) -> OSError | None:
     return None
 
 
-def _remedy(listener: Listener, port: int, reason: OSError) -> str:
+def _remedy(listener: PortListener, port: int, reason: OSError) -> str:
     if reason.errno == errno.EADDRINUSE:
-        other = f"choose another one, such as {listener.flag} {_next_free(listener)}"
-        return f"another program holds it; end that program (`ss -ltnp 'sport = :{port}'` names it), or {other}"
+        alternative = f"choose another one, such as {listener.flag} {_next_free(listener)}"
+        return f"another program holds it; end that program (`ss -ltnp 'sport = :{port}'` names it), or {alternative}"
     if reason.errno == errno.EACCES:
         return f"ports below 1024 need privileges; choose another one, such as {listener.flag} 8080"
     if reason.errno in (errno.EADDRNOTAVAIL, None) or isinstance(reason, socket.gaierror):
@@ -98,7 +98,7 @@ def _remedy(listener: Listener, port: int, reason: OSError) -> str:
     return f"{reason.strerror}; choose another {listener.flag} or --host"
 
 
-def _next_free(listener: Listener) -> int:
+def _next_free(listener: PortListener) -> int:
     """The first of `count` consecutive ports above that are free."""
     for first in range(listener.port + 1, min(listener.port + 1000, 65536 - listener.count)):
         if not any(_cannot_listen(listener.host, first + number) for number in range(listener.count)):
@@ -123,7 +123,7 @@ def held_bytes(folder: Path) -> int:
     return total
 
 
-def _disk(needs: Needs) -> Iterator[str]:
+def _disk(needs: MachineNeeds) -> Iterator[str]:
     queue = needs.settings.queue_max_bytes
     room = shutil.disk_usage(needs.data_dir).free
     if not needs.has_broker or needs.settings.stream_storage == "memory":
@@ -133,15 +133,15 @@ def _disk(needs: Needs) -> Iterator[str]:
                 "are needed: free space there, or name a folder on another disk with --data-dir"
             )
         return
-    wanted = _stream_bytes(queue)
+    needed = _stream_bytes(queue)
     room = store_bytes(needs.data_dir)
-    if room >= wanted:
+    if room >= needed:
         return
     least = 1 << 20  # SIE_QUEUE_MAX_BYTES takes no less
     fitting = room * 4 // 5
     smaller = f", or let the queue hold less: --queue-max-bytes {fitting}" if fitting >= least else ""
     yield (
-        f"--data-dir: the streams of the queue need {size(wanted)} ({wanted} bytes) in {needs.data_dir / 'nats'}, and "
+        f"--data-dir: the streams of the queue need {size(needed)} ({needed} bytes) in {needs.data_dir / 'nats'}, and "
         f"that disk has room for {size(room)} ({room} bytes): free space there, name a folder on another disk with "
         f"--data-dir{smaller}"
     )
@@ -153,22 +153,22 @@ def _stream_bytes(queue_bytes: int) -> int:
     return queue_bytes + dead.max_bytes
 
 
-def _open_files(needs: Needs) -> Iterator[str]:
+def _open_files(needs: MachineNeeds) -> Iterator[str]:
     soft = raise_limit()  # the processes inherit it
     requests = needs.settings.max_concurrent_requests
-    wanted = requests + SPARE_FILES
-    if soft >= wanted:
+    needed = requests + SPARE_FILES
+    if soft >= needed:
         return
     fitting = int(soft) - SPARE_FILES
     fewer = f", or accept fewer requests at once: --max-concurrent-requests {fitting}" if fitting >= 1 else ""
     yield (
         f"ulimit -n: a process may open {int(soft)} files, and a gateway of {requests} concurrent requests needs "
-        f"{wanted}: raise the hard limit (`ulimit -Hn`; LimitNOFILE= of a systemd unit, --ulimit nofile={wanted} of "
+        f"{needed}: raise the hard limit (`ulimit -Hn`; LimitNOFILE= of a systemd unit, --ulimit nofile={needed} of "
         f"docker, /etc/security/limits.conf){fewer}"
     )
 
 
-def _memory(needs: Needs) -> Iterator[str]:
+def _memory(needs: MachineNeeds) -> Iterator[str]:
     address = resource.getrlimit(resource.RLIMIT_AS)[0]
     if address != resource.RLIM_INFINITY and address < MIN_ADDRESS_BYTES:
         yield (
@@ -177,11 +177,11 @@ def _memory(needs: Needs) -> Iterator[str]:
             f"least `ulimit -v {MIN_ADDRESS_BYTES // 1024}`"
         )
     limit = control_group.memory_limit()
-    wanted = MIN_MEMORY_BYTES + (needs.workers - 1) * WORKER_BYTES + (needs.gateways - 1) * GATEWAY_BYTES
-    if limit is not None and limit < wanted:
+    needed = MIN_MEMORY_BYTES + (needs.workers - 1) * WORKER_BYTES + (needs.gateways - 1) * GATEWAY_BYTES
+    if limit is not None and limit < needed:
         fewer = ", or start fewer with --workers and --gateways" if needs.workers + needs.gateways > 2 else ""
         yield (
             f"memory: this control group (container, systemd unit) may hold {size(limit)}, and the processes hold "
-            f"{size(wanted)} before a model is loaded: raise its limit (--memory of docker, MemoryMax= of systemd, "
+            f"{size(needed)} before a model is loaded: raise its limit (--memory of docker, MemoryMax= of systemd, "
             f"limits.memory of a pod){fewer}"
         )

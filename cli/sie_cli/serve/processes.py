@@ -29,7 +29,7 @@ from sie_cli.access import OPERATOR, Access
 from sie_cli.data_dir import default_data_dir, private_folder, socket_path
 from sie_cli.serve import environment
 from sie_cli.serve.embedded import EmbeddedBroker
-from sie_cli.serve.output import Output
+from sie_cli.serve.output import LineOutput
 from sie_cli.serve.ports import free_port
 from sie_cli.serve.preflight import store_bytes
 from sie_cli.serve.readiness import Probe, lacks_workers, not_ready, unread_stream
@@ -51,7 +51,7 @@ _WORKER_DRAIN_S = 1.5  # gateways have ended before, so nobody waits for what is
 
 
 @dataclass(frozen=True)
-class Plan:
+class ServePlan:
     """What was asked for on the command line."""
 
     host: str
@@ -70,9 +70,9 @@ class Plan:
 class LocalCluster:
     """One run of the command."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ServePlan) -> None:
         self._plan = plan
-        self._say = Output(json=plan.settings.log_json)
+        self._say = LineOutput(json=plan.settings.log_json)
         self._flags = dict(plan.flags)
         self._environ = dict(plan.environ)
         self._stop = asyncio.Event()
@@ -280,7 +280,7 @@ class LocalCluster:
 
     async def _until_ready(self, supervisor: Supervisor) -> None:
         """Say what is ready."""
-        started_s = last_told_s = time.monotonic()
+        started_s = last_reported_s = time.monotonic()
         waiting = dict(self._readiness)
         async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
             while waiting:
@@ -288,10 +288,10 @@ class LocalCluster:
                     reason = await probe(client)
                     if reason is None:
                         del waiting[name]
-                    elif time.monotonic() - last_told_s > TELL_EVERY_S:
+                    elif time.monotonic() - last_reported_s > TELL_EVERY_S:
                         self._say("serve", f"waiting for {name}: {reason}")
-                if time.monotonic() - last_told_s > TELL_EVERY_S:
-                    last_told_s = time.monotonic()
+                if time.monotonic() - last_reported_s > TELL_EVERY_S:
+                    last_reported_s = time.monotonic()
                     self._tell_unread()
                 if waiting:
                     await asyncio.sleep(READY_POLL_S)  # the pause between readiness probes
@@ -318,20 +318,20 @@ class LocalCluster:
         """
         embedded = self._embedded
         assert embedded is not None
-        told = False
+        is_reported = False
         async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
             while True:
                 await asyncio.sleep(BROKER_POLL_S)
                 reason = await not_ready(client, f"{embedded.monitor_url}/healthz")
                 if reason is None or "write error" not in reason:
-                    told = False
+                    is_reported = False
                     continue
                 if shutil.disk_usage(self._plan.data_dir).free > ROOM_BYTES:
                     self._say("serve", "the queue can be written again, its broker is restarted")
                     supervisor.restart(broker)
-                elif not told:
+                elif not is_reported:
                     self._say("serve", f"the queue cannot be written: free space on the disk of {self._plan.data_dir}")
-                    told = True
+                    is_reported = True
 
     def _access(self) -> Access:
         """What commands of this user need to know of this start."""

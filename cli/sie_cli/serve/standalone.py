@@ -35,7 +35,7 @@ class LocalSource:
         return await self._store.export()
 
     async def epoch(self) -> ConfigEpoch:
-        return await self._store.told()
+        return await self._store.catalogue_epoch()
 
     async def close(self) -> None:
         """Nothing to close."""
@@ -106,7 +106,7 @@ async def _run(
 
 def _workers(settings: Settings, data_dir: Path, count: int) -> list[Settings]:
     """One set of settings per worker: its own socket, port and id."""
-    found = []
+    workers = []
     for number in range(count):
         port = settings.worker_metrics_port
         own: dict[str, Any] = {
@@ -115,5 +115,5 @@ def _workers(settings: Settings, data_dir: Path, count: int) -> list[Settings]:
         }
         if count > 1:
             own["worker_id"] = f"{settings.worker_id or 'worker'}-{number}"
-        found.append(dataclasses.replace(settings, **own))
-    return found
+        workers.append(dataclasses.replace(settings, **own))
+    return workers

@@ -27,7 +27,7 @@ STEADY_S = 30.0  # a child that lived this long starts again without a pause
 _PR_SET_PDEATHSIG = 1
 
 
-class Process(Protocol):
+class ChildProcess(Protocol):
     """What the supervisor uses of `asyncio.subprocess.Process`."""
 
     @property
@@ -41,7 +41,7 @@ class Process(Protocol):
     def send_signal(self, number: int) -> None: ...
 
 
-async def started(argv: Sequence[str], environ: Mapping[str, str]) -> Process:
+async def started(argv: Sequence[str], environ: Mapping[str, str]) -> ChildProcess:
     """A process in a session of its own that ends with this one. Raises OSError."""
     return await asyncio.create_subprocess_exec(
         *argv,
@@ -79,7 +79,7 @@ class Child:
     grace_s: float = 5.0
     once: Sequence[str] = ()
     restarts: int = 0
-    process: Process | None = None
+    process: ChildProcess | None = None
     keeper: asyncio.Task[None] | None = None
     output: set[asyncio.Task[None]] = field(default_factory=set)
     ending: bool = False
@@ -124,10 +124,10 @@ class Supervisor:
                 continue  # a line over the limit: its rest is read as the next ones
             if not line:
                 return
-            said = line.decode("utf-8", "replace").rstrip("\n")
-            if said.startswith("error: "):
-                child.refusal = said
-            self._say(child.name, said)
+            text = line.decode("utf-8", "replace").rstrip("\n")
+            if text.startswith("error: "):
+                child.refusal = text
+            self._say(child.name, text)
 
     async def _keep(self, child: Child) -> None:
         pause_s, failures = FIRST_PAUSE_S, 0
@@ -201,6 +201,6 @@ class Supervisor:
                 _signal(child.process, signal.SIGKILL)
 
 
-def _signal(process: Process, number: int) -> None:
+def _signal(process: ChildProcess, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(number)

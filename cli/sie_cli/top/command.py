@@ -22,8 +22,8 @@ import msgspec
 from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
 from sie_cli.options import refuse
 from sie_cli.top.keyboard import single_keys, suspend, takes_keys
-from sie_cli.top.picture import Frame, View, picture
-from sie_cli.top.trends import Past
+from sie_cli.top.picture import StatusFrame, View, picture
+from sie_cli.top.trends import HistoryTrend
 from sie_contracts.loopback import direct
 from sie_contracts.settings import public_url
 
@@ -97,7 +97,7 @@ async def _shown(view: View, url: str, token: str | None, console: Console, once
     frames = _frames(view, url, token)
     async with contextlib.aclosing(frames):
         if once:
-            view.take(await anext(frames), time.monotonic())
+            view.add_frame(await anext(frames), time.monotonic())
             await _ask_past(view, url, token)
             console.print(picture(view, console.width, PIPE_HEIGHT, view.came_s))
             return
@@ -105,8 +105,8 @@ async def _shown(view: View, url: str, token: str | None, console: Console, once
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         ends = [
-            asyncio.create_task(each, name=name)
-            for name, each in (
+            asyncio.create_task(section, name=name)
+            for name, section in (
                 ("frames", _take(frames, view)),
                 ("past", _follow_past(view, url, token)),
                 ("picture", _draw(view, console, stop)),
@@ -123,7 +123,7 @@ async def _shown(view: View, url: str, token: str | None, console: Console, once
             task.result()
 
 
-async def _frames(view: View, url: str, token: str | None) -> AsyncGenerator[Frame, None]:
+async def _frames(view: View, url: str, token: str | None) -> AsyncGenerator[StatusFrame, None]:
     """Frames for ever. Raises SIEError at a first connection that fails, and at any refusal."""
     from sie_client import SIEAsyncClient
     from sie_client.errors import RequestError, SIEConnectionError, SIEError
@@ -132,7 +132,7 @@ async def _frames(view: View, url: str, token: str | None) -> AsyncGenerator[Fra
         while True:
             try:
                 async for frame in client.watch():
-                    yield msgspec.convert(frame, Frame)
+                    yield msgspec.convert(frame, StatusFrame)
             except (RequestError, msgspec.ValidationError):
                 raise
             except SIEError as error:
@@ -157,15 +157,15 @@ async def _ask_past(view: View, url: str, token: str | None) -> None:
         async with httpx.AsyncClient(timeout=PAST_S, transport=direct(url, httpx.AsyncHTTPTransport)) as client:
             answer = await client.get(f"{url}/v1/history?step_s=60", headers=headers)
         if answer.status_code == 200:
-            view.past = msgspec.json.decode(answer.content, type=Past)
+            view.past = msgspec.json.decode(answer.content, type=HistoryTrend)
             view.changed.set()
     except (httpx.HTTPError, msgspec.DecodeError):
         return  # the frames tell what is wrong with the connection
 
 
-async def _take(frames: AsyncIterator[Frame], view: View) -> None:
+async def _take(frames: AsyncIterator[StatusFrame], view: View) -> None:
     async for frame in frames:
-        view.take(frame, time.monotonic())
+        view.add_frame(frame, time.monotonic())
 
 
 async def _draw(view: View, console: Console, stop: asyncio.Event) -> None:
@@ -184,10 +184,10 @@ async def _draw_in_place(view: View, console: Console, stop: asyncio.Event) -> N
     """Until it is cancelled. The key q sets `stop`. Ctrl-Z gives the terminal back until the shell lets it go on."""
     from rich.live import Live
 
-    asked = asyncio.Event()  # for the terminal, by Ctrl-Z
+    suspension = asyncio.Event()  # for the terminal, by Ctrl-Z
 
     def ask() -> None:
-        asked.set()
+        suspension.set()
         view.changed.set()
 
     def on_key(key: str) -> None:
@@ -199,12 +199,12 @@ async def _draw_in_place(view: View, console: Console, stop: asyncio.Event) -> N
         keys = single_keys(on_key) if view.takes_keys else contextlib.nullcontext()
         live = Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
         with keys, live:
-            while not asked.is_set():
+            while not suspension.is_set():
                 live.update(picture(view, console.width, console.height, time.monotonic()), refresh=True)
                 view.changed.clear()
                 # also without a frame: the age of the last one, a new size of the terminal
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(REDRAW_S):
                         await view.changed.wait()
-        asked.clear()
+        suspension.clear()
         suspend()

@@ -35,14 +35,14 @@ def single_keys(on_key: Callable[[str], None]) -> Iterator[None]:
 
     def read() -> None:
         try:
-            found = os.read(descriptor, 1024)
+            data = os.read(descriptor, 1024)
         except BlockingIOError:
             return
         except OSError:  # the terminal has gone
-            found = b""
-        if not found:
+            data = b""
+        if not data:
             loop.remove_reader(descriptor)
-        for key in found.decode(errors="replace"):
+        for key in data.decode(errors="replace"):
             on_key(key)
 
     before = termios.tcgetattr(descriptor)

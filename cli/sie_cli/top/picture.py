@@ -13,7 +13,7 @@ import msgspec
 
 from sie_cli.display import counted, printable, size
 from sie_cli.top import trends
-from sie_cli.top.trends import Past
+from sie_cli.top.trends import HistoryTrend
 from sie_contracts.status import QueueInfo
 
 if TYPE_CHECKING:
@@ -57,18 +57,18 @@ class ModelRow(msgspec.Struct, frozen=True):
     gpu_types: list[str] = []
 
 
-class Sums(msgspec.Struct, frozen=True):
+class ClusterSums(msgspec.Struct, frozen=True):
     worker_count: int
     models_loaded: int
     total_qps: float
 
 
-class Frame(msgspec.Struct, frozen=True):
+class StatusFrame(msgspec.Struct, frozen=True):
     """What a gateway tells each second. The queues are None while it does not know them."""
 
     timestamp: float
     version: str
-    cluster: Sums
+    cluster: ClusterSums
     workers: list[WorkerRow]
     models: list[ModelRow]
     queues: list[QueueInfo] | None = None
@@ -115,14 +115,14 @@ class View:
 
     url: str
     takes_keys: bool = False
-    frame: Frame | None = None
-    past: Past | None = None
+    frame: StatusFrame | None = None
+    past: HistoryTrend | None = None
     came_s: float = 0.0
     trouble: str = ""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     trend: deque[tuple[float, int | None]] = field(default_factory=lambda: deque(maxlen=trends.TREND))
 
-    def take(self, frame: Frame, now_s: float) -> None:
+    def add_frame(self, frame: StatusFrame, now_s: float) -> None:
         self.frame, self.came_s, self.trouble = frame, now_s, ""
         self.trend.append((frame.cluster.total_qps, queued_in(frame)))
         self.changed.set()
@@ -150,9 +150,9 @@ def picture(view: View, width: int, height: int, now_s: float) -> RenderableType
     if frame is None:
         return Group(head)
     version = f"  version {frame.version}"
-    for told in (version, *(["  q ends it"] if view.takes_keys else [])):
-        if head.cell_len + len(told) <= width:
-            head.append(told, "bright_black")
+    for text in (version, *(["  q ends it"] if view.takes_keys else [])):
+        if head.cell_len + len(text) <= width:
+            head.append(text, "bright_black")
     lanes, of_models = lanes_of(frame), _queues_of_models(frame)
     figures = [*_lines(_figures(frame, lanes), width), *trends.of_frames(view.trend, width), *_past(view.past, width)]
     active = sorted(
@@ -173,8 +173,8 @@ def picture(view: View, width: int, height: int, now_s: float) -> RenderableType
         + [model.name for model in active[:some_models]]
         + [lane.name for lane in lanes]
     )
-    others = _WIDE_REST if width >= _WIDE else _MIDDLE_REST if width >= _MIDDLE else _NARROW_REST
-    first = min(max(map(cell_len, names), default=0), width - others)
+    columns = _WIDE_REST if width >= _WIDE else _MIDDLE_REST if width >= _MIDDLE else _NARROW_REST
+    first = min(max(map(cell_len, names), default=0), width - columns)
     other_models = len(frame.models) - some_models
     return Group(
         head,
@@ -212,32 +212,32 @@ def _fitting(count: int, room: int) -> int:
     return count if count <= room + 1 else room
 
 
-def _figures(frame: Frame, lanes: list[LaneRow]) -> list[tuple[str, str]]:
+def _figures(frame: StatusFrame, lanes: list[LaneRow]) -> list[tuple[str, str]]:
     """Sums of the head, each with its colour. A CPU is no GPU, whatever a worker that runs on one counts."""
     sums, most = frame.cluster, len(frame.workers)
     workers = (
         counted(most, "worker") if sums.worker_count == most else f"{sums.worker_count} of {counted(most, 'worker')}"
     )
     gpus = sum(worker.gpu_count for worker in frame.workers if worker.healthy and worker.device != "cpu")
-    found = [(workers, "" if sums.worker_count == most and most else "red")]
-    found += [(counted(gpus, "GPU"), "")] if gpus else []
-    found.append((f"{sums.models_loaded} of {counted(len(frame.models), 'model')} loaded", ""))
+    figures = [(workers, "" if sums.worker_count == most and most else "red")]
+    figures += [(counted(gpus, "GPU"), "")] if gpus else []
+    figures.append((f"{sums.models_loaded} of {counted(len(frame.models), 'model')} loaded", ""))
     queued = queued_in(frame)
     if queued is None:
-        found.append(("queue not known", "yellow"))
+        figures.append(("queue not known", "yellow"))
     else:
         oldest_s = max((lane.queued.oldest_s for lane in lanes if lane.queued), default=0.0)
-        found.append((f"{queued:,} queued", ""))
-        found += [(f"oldest {_age(oldest_s)}", _age_colour(oldest_s))] if oldest_s else []
-    return [*found, (f"{sums.total_qps:.1f} req/s", "")]
+        figures.append((f"{queued:,} queued", ""))
+        figures += [(f"oldest {_age(oldest_s)}", _age_colour(oldest_s))] if oldest_s else []
+    return [*figures, (f"{sums.total_qps:.1f} req/s", "")]
 
 
-def queued_in(frame: Frame) -> int | None:
+def queued_in(frame: StatusFrame) -> int | None:
     """Messages in all queues, None while a gateway does not know them."""
     return None if frame.queues is None else sum(queue.messages for queue in frame.queues)
 
 
-def _past(past: Past | None, width: int) -> list[Text]:
+def _past(past: HistoryTrend | None, width: int) -> list[Text]:
     if past is None:
         return []
     parts, trend = trends.of_past(past, width)
@@ -256,42 +256,42 @@ def _lines(parts: list[tuple[str, str]], width: int) -> list[Text]:
     return lines
 
 
-def _with_rest(table: Table, count: int, rest: int, what: str) -> Iterable[RenderableType]:
+def _with_rest(table: Table, count: int, rest: int, noun: str) -> Iterable[RenderableType]:
     """A table of `count` rows of which the last `rest` are not in it."""
     from rich.text import Text
 
-    below = f"  {rest:,} {what}" if rest > 0 else "" if count else "  none"
+    below = f"  {rest:,} {noun}" if rest > 0 else "" if count else "  none"
     return (table, Text(below, "bright_black")) if below else (table,)
 
 
-def lanes_of(frame: Frame) -> list[LaneRow]:
+def lanes_of(frame: StatusFrame) -> list[LaneRow]:
     """Lanes with a worker or with work: those that are not well first, then by name."""
-    found: dict[str, LaneRow] = {}
+    lanes: dict[str, LaneRow] = {}
     for worker in frame.workers:
         name = f"{worker.pool}.{worker.gpu}.{worker.bundle}" if worker.pool else "(not known)"
-        lane = found.setdefault(name, LaneRow(name))
+        lane = lanes.setdefault(name, LaneRow(name))
         lane.workers += 1
         lane.healthy += worker.healthy
     if frame.queues is not None:
-        for lane in found.values():
+        for lane in lanes.values():
             lane.queued = Queued()
         for row in frame.queues:
             name = f"{row.pool}.{row.machine_profile}.{row.bundle}"
-            if row.messages or name in found:
-                lane = found.setdefault(name, LaneRow(name, queued=Queued()))
+            if row.messages or name in lanes:
+                lane = lanes.setdefault(name, LaneRow(name, queued=Queued()))
                 assert lane.queued is not None
                 lane.queued.add(row)
-    return sorted(found.values(), key=lambda lane: (lane.is_well, lane.name))
+    return sorted(lanes.values(), key=lambda lane: (lane.is_well, lane.name))
 
 
-def _queues_of_models(frame: Frame) -> dict[str, Queued]:
+def _queues_of_models(frame: StatusFrame) -> dict[str, Queued]:
     """Of each model what the broker holds; of those that it is not told of, and without it, what workers
     hold of them.
     """
-    told: dict[str, Queued] = {}
+    queues: dict[str, Queued] = {}
     for row in frame.model_queues or ():
-        told.setdefault(row.model, Queued()).add(row)
-    return {model.name: told.get(model.name) or Queued(model.total_queue_depth) for model in frame.models}
+        queues.setdefault(row.model, Queued()).add(row)
+    return {model.name: queues.get(model.name) or Queued(model.total_queue_depth) for model in frame.models}
 
 
 def _age(age_s: float) -> str:

@@ -19,7 +19,7 @@ _LEAST_TREND = 10  # cells of a trend line: fewer say nothing
 _STEPS = "▁▂▃▄▅▆▇█"
 
 
-class Step(msgspec.Struct, frozen=True):
+class HistoryStep(msgspec.Struct, frozen=True):
     """Some seconds of what a gateway answered. `p50_ms`, `p99_ms`: by stage."""
 
     at: int
@@ -29,13 +29,13 @@ class Step(msgspec.Struct, frozen=True):
     p99_ms: list[float] = []
 
 
-class Past(msgspec.Struct, frozen=True):
+class HistoryTrend(msgspec.Struct, frozen=True):
     """What a gateway answered over the last hour, as `/v1/history` tells it. Steps without requests are left out."""
 
     now: float
     step_s: int
     stages: list[str]
-    steps: list[Step]
+    steps: list[HistoryStep]
 
 
 def of_frames(trend: Iterable[tuple[float, int | None]], width: int) -> list[Text]:
@@ -44,12 +44,12 @@ def of_frames(trend: Iterable[tuple[float, int | None]], width: int) -> list[Tex
     """
     from rich.text import Text
 
-    told = list(trend)
-    if len(told) < 2:
+    steps = list(trend)
+    if len(steps) < 2:
         return []
-    parts: list[tuple[str, list[float | None]]] = [("req/s ", [rate for rate, _ in told])]
-    if any(count is not None for _, count in told):
-        parts.append(("queued ", [count for _, count in told]))
+    parts: list[tuple[str, list[float | None]]] = [("req/s ", [rate for rate, _ in steps])]
+    if any(count is not None for _, count in steps):
+        parts.append(("queued ", [count for _, count in steps]))
     words = sum(len(name) + len(_most(values)) for name, values in parts) + 2 * (len(parts) - 1)
     cells = min(TREND, (width - words) // len(parts))
     if cells < _LEAST_TREND:
@@ -61,7 +61,7 @@ def of_frames(trend: Iterable[tuple[float, int | None]], width: int) -> list[Tex
     return [line]
 
 
-def of_past(past: Past, width: int) -> tuple[list[tuple[str, str]], list[Text]]:
+def of_past(past: HistoryTrend, width: int) -> tuple[list[tuple[str, str]], list[Text]]:
     """Latency and errors of the last hour as words with their styles, and a trend line of latency, the newest minute at
     the right end. Nothing where nothing was answered.
     """
@@ -83,12 +83,12 @@ def of_past(past: Past, width: int) -> tuple[list[tuple[str, str]], list[Text]]:
         (f"{counted(errors.total(), 'error')} in an hour" + (f": {named}" if named else ""), "red" if errors else "")
     )
     lines: list[Text] = []
-    known = {step.at: step.p99_ms[total] for step in ran}
+    p99_ms = {step.at: step.p99_ms[total] for step in ran}
     newest = int(past.now // past.step_s) * past.step_s
     room = width - len("p99  max 999.9 s")
     cells = min(TREND, 1 + (newest - past.steps[0].at) // past.step_s, room)
     if ran and cells >= 2:
-        values = [known.get(newest - past.step_s * back) for back in reversed(range(cells))]
+        values = [p99_ms.get(newest - past.step_s * back) for back in reversed(range(cells))]
         most = max((value for value in values if value is not None), default=0.0)
         line = Text("p99 ", "bright_black", no_wrap=True, overflow="ellipsis")
         lines.append(line.append(spark(values), "cyan").append(f" max {_ms(most)}", "bright_black"))
@@ -107,7 +107,7 @@ def _most(values: Iterable[float | None]) -> str:
 
 def spark(values: Iterable[float | None]) -> str:
     """A character for each value, from 0 to the largest; a blank where a value is not known."""
-    told = list(values)
-    most = max((value for value in told if value is not None), default=0.0) or 1.0
+    samples = list(values)
+    most = max((value for value in samples if value is not None), default=0.0) or 1.0
     top = len(_STEPS) - 1
-    return "".join(" " if value is None else _STEPS[min(top, math.ceil(value / most * top))] for value in told)
+    return "".join(" " if value is None else _STEPS[min(top, math.ceil(value / most * top))] for value in samples)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import numpy as np
 
-from sie_cli.refusal import Refused
-from sie_cli.trying.inputs import Input
+from sie_cli.refusal import CommandRefused
+from sie_cli.trying.inputs import QuestionInput
 from sie_contracts.loopback import direct
 
 if TYPE_CHECKING:
@@ -31,15 +31,15 @@ class Question:
     """What to ask a model. `threshold` and `labels` are for extract alone."""
 
     model: str
-    inputs: tuple[Input, ...]
-    query: Input | None = None
+    inputs: tuple[QuestionInput, ...]
+    query: QuestionInput | None = None
     labels: tuple[str, ...] = ()
     threshold: float | None = None
     explain: bool = False
 
 
 @dataclass(frozen=True)
-class Answer:
+class ModelAnswer:
     """`results`: one for each input, in their order; of score one for each input, best first. `shared`: what the reply
     tells of the request. `info`: the model before it was asked. `words`: texts of token ids, empty where they are not
     known.
@@ -55,7 +55,7 @@ class Answer:
     @property
     def failed(self) -> int:
         """How many of the inputs have an error in place of a result."""
-        return sum("error" in each for each in self.results)
+        return sum("error" in result for result in self.results)
 
     def place(self, entry: Mapping[str, Any]) -> int:
         """The position of the input that a score is of."""
@@ -63,52 +63,56 @@ class Answer:
 
 
 def verb_of(info: Mapping[str, Any], question: Question) -> str:
-    """The verb that the options call for, else the first that the model does. Raises Refused."""
+    """The verb that the options call for, else the first that the model does. Raises CommandRefused."""
     tasks, name = list(info["tasks"]), info["name"]
     does = f"{name} does {' and '.join(tasks)}"
     if question.query is not None and question.labels:
-        raise Refused("--query ranks texts and --labels finds parts of them: give one of the two")
+        raise CommandRefused("--query ranks texts and --labels finds parts of them: give one of the two")
     if question.query is not None:
         if "score" not in tasks:
             more = "; without --query the vectors of the texts are compared" if "encode" in tasks else ""
-            raise Refused(f"--query wants a model that scores; {does}{more}")
+            raise CommandRefused(f"--query wants a model that scores; {does}{more}")
         return "score"
     if question.labels or question.threshold is not None:
         if "extract" not in tasks:
             option = "--labels" if question.labels else "--threshold"
-            raise Refused(f"{option} wants a model that extracts; {does}")
+            raise CommandRefused(f"{option} wants a model that extracts; {does}")
         return "extract"
     if tasks[0] == "score":
         if "encode" in tasks:
             return "encode"
-        raise Refused(f'{name} scores texts against a query: name it with --query "a question"')
+        raise CommandRefused(f'{name} scores texts against a query: name it with --query "a question"')
     return str(tasks[0])
 
 
-def ask(client: SIEClient, info: Mapping[str, Any], question: Question, url: str, token: str | None) -> Answer:
-    """`info`: what the gateway tells of the model. Raises Refused, and what the client raises."""
+def ask_model(
+    client: SIEClient, info: Mapping[str, Any], question: Question, url: str, token: str | None
+) -> ModelAnswer:
+    """`info`: what the gateway tells of the model. Raises CommandRefused, and what the client raises."""
     verb = verb_of(info, question)
-    items = [each.item for each in question.inputs]
+    items = [result.item for result in question.inputs]
     if verb == "score":
         assert question.query is not None
         scored = dict(client.score(question.model, question.query.item, items, explain=question.explain))
         scored.pop("headers", None)
         entries: list[Mapping[str, Any]] = scored.pop("scores")  # type: ignore[assignment]
-        return Answer(verb, info, question, entries, scored)
+        return ModelAnswer(verb, info, question, entries, scored)
     if verb == "extract":
         params: ExtractParams = {"explain": question.explain}
         if question.labels:
             params["labels"] = question.labels
         if question.threshold is not None:
             params["threshold"] = question.threshold
-        found: Any = client.extract(question.model, items, **params)
+        replies: Any = client.extract(question.model, items, **params)
     else:
-        found = client.encode(question.model, items, output_types=list(info["dims"]), explain=question.explain)
-    results = [{name: value for name, value in each.items() if name not in (*_OF_REQUEST, "headers")} for each in found]
-    slowest = max(found, key=lambda each: each["timing"]["total_ms"])  # long lists are several requests
-    shared = {name: slowest[name] for name in _OF_REQUEST if name in slowest} | {"usage": found.usage}
-    ids = {int(number) for each in results if "sparse" in each for number in strongest(each["sparse"])[0]}
-    return Answer(verb, info, question, results, shared, words_of(ids, question.model, url, token))
+        replies = client.encode(question.model, items, output_types=list(info["dims"]), explain=question.explain)
+    results = [
+        {name: value for name, value in result.items() if name not in (*_OF_REQUEST, "headers")} for result in replies
+    ]
+    slowest = max(replies, key=lambda reply: reply["timing"]["total_ms"])  # long lists are several requests
+    shared = {name: slowest[name] for name in _OF_REQUEST if name in slowest} | {"usage": replies.usage}
+    ids = {int(number) for result in results if "sparse" in result for number in strongest(result["sparse"])[0]}
+    return ModelAnswer(verb, info, question, results, shared, words_of(ids, question.model, url, token))
 
 
 def strongest(sparse: Mapping[str, Any]) -> tuple[list[int], list[float]]:
@@ -122,27 +126,31 @@ def words_of(ids: Iterable[int], model: str, url: str, token: str | None) -> dic
     """The text of each token id, by the model's tokenizer; nothing where the gateway does not tell."""
     from sie_client.core import quoted
 
-    asked = sorted(ids)
-    if not asked:
+    requested_ids = sorted(ids)
+    if not requested_ids:
         return {}
     headers = {"authorization": f"Bearer {token}"} if token else {}
-    body = {"ids": [[each] for each in asked], "skip_special_tokens": False}
+    body = {"ids": [[token] for token in requested_ids], "skip_special_tokens": False}
     try:
         with httpx.Client(transport=direct(url, httpx.HTTPTransport), timeout=DECODE_S) as client:
             answer = client.post(f"{url}/tei/{quoted(model)}/decode", json=body, headers=headers)
-        told = answer.json() if answer.status_code == 200 else None
+        words = answer.json() if answer.status_code == 200 else None
     except (httpx.HTTPError, ValueError):
         return {}
-    if not isinstance(told, list) or len(told) != len(asked) or not all(isinstance(each, str) for each in told):
+    if (
+        not isinstance(words, list)
+        or len(words) != len(requested_ids)
+        or not all(isinstance(token, str) for token in words)
+    ):
         return {}
-    return dict(zip(asked, told, strict=True))
+    return dict(zip(requested_ids, words, strict=True))
 
 
-def reply(answer: Answer) -> dict[str, Any]:
+def reply(answer: ModelAnswer) -> dict[str, Any]:
     """The answer as the API gives it in JSON, with the request's id beside."""
     if answer.verb == "score":
         return {**answer.shared, "scores": list(answer.results)}
-    return {**answer.shared, "items": [_slot(each) for each in answer.results]}
+    return {**answer.shared, "items": [_slot(result) for result in answer.results]}
 
 
 def _slot(result: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,7 +164,7 @@ def _slot(result: Mapping[str, Any]) -> dict[str, Any]:
             else {"values": np.asarray(held).tolist()}
         )
         slot[name] = {
-            **{key: each.tolist() if isinstance(each, np.ndarray) else each for key, each in described.items()},
+            **{key: item.tolist() if isinstance(item, np.ndarray) else item for key, item in described.items()},
             **values,
         }
     return slot

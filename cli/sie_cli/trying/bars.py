@@ -44,7 +44,7 @@ def heat(value: float) -> str:
 
 
 @dataclass(frozen=True)
-class Span:
+class LabelledSpan:
     """A part of a text, in code points."""
 
     start: int
@@ -57,16 +57,16 @@ def colours(labels: Sequence[str]) -> dict[str, str]:
     return {label: _COLOURS[number % len(_COLOURS)] for number, label in enumerate(dict.fromkeys(labels))}
 
 
-def marked(text: str, spans: Sequence[Span], colour_of: dict[str, str], *, has_colours: bool) -> Text:
+def marked(text: str, spans: Sequence[LabelledSpan], colour_of: dict[str, str], *, has_colours: bool) -> Text:
     """A text with its spans in the colours of their labels; where there are no colours, in brackets."""
     from rich.text import Text
 
     shown = printable(text, lines=True)
     if has_colours:
-        found = Text(shown)
+        styled = Text(shown)
         for span in spans:
-            found.stylize(f"black on {colour_of[span.label]}", span.start, span.end)
-        return found
+            styled.stylize(f"black on {colour_of[span.label]}", span.start, span.end)
+        return styled
     opened = [span.start for span in spans]
     closed = [span.end for span in spans]
     pieces = []

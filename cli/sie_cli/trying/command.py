@@ -9,9 +9,9 @@ import click
 from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
 from sie_cli.display import document, printable
 from sie_cli.gateway_client import gateway_client
-from sie_cli.refusal import Refused
+from sie_cli.refusal import CommandRefused
 from sie_cli.top.command import quiet_client
-from sie_cli.trying.asking import Answer, Question, ask, reply
+from sie_cli.trying.asking import ModelAnswer, Question, ask_model, reply
 from sie_cli.trying.inputs import read
 from sie_cli.trying.shown import shown
 
@@ -57,11 +57,11 @@ def try_model(
 
     Status 0: answered. 1: refused, or a text has no result. 2: no gateway answered, or an option is wrong.
     """
-    named = tuple(label for each in labels for label in (part.strip() for part in each.split(",")) if label)
+    named = tuple(label for group in labels for label in (part.strip() for part in group.split(",")) if label)
     if labels and not named:
-        raise Refused("--labels is empty: name what to find, as in --labels person,place")
-    inputs, asked = read(texts, query)
-    answer = _answered(cluster, Question(model, inputs, asked, named, threshold, explain))
+        raise CommandRefused("--labels is empty: name what to find, as in --labels person,place")
+    inputs, question_input = read(texts, query)
+    answer = _answered(cluster, Question(model, inputs, question_input, named, threshold, explain))
     if as_json:
         click.echo(json_of(answer))
     else:
@@ -70,7 +70,7 @@ def try_model(
         sys.exit(1)
 
 
-def _answered(cluster: Cluster, question: Question) -> Answer:
+def _answered(cluster: Cluster, question: Question) -> ModelAnswer:
     """What the gateway answers. Where it does not the process ends."""
     from sie_client.errors import InvalidInputError
 
@@ -79,14 +79,14 @@ def _answered(cluster: Cluster, question: Question) -> Answer:
         with quiet_client():
             info = client.get_model(question.model)
         try:
-            return ask(client, info, question, url, secret.reveal() if secret else None)
+            return ask_model(client, info, question, url, secret.reveal() if secret else None)
         except InvalidInputError as error:
             if error.reason != "labels_required":
                 raise
-            raise Refused(printable(f"{error}; name them with --labels a,b")) from error
+            raise CommandRefused(printable(f"{error}; name them with --labels a,b")) from error
 
 
-def _print(answer: Answer) -> None:
+def _print(answer: ModelAnswer) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -95,6 +95,6 @@ def _print(answer: Answer) -> None:
         console.print(part, soft_wrap=False)
 
 
-def json_of(answer: Answer) -> str:
+def json_of(answer: ModelAnswer) -> str:
     """The reply."""
     return document(reply(answer))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sie_cli.display import printable
-from sie_cli.refusal import Refused
+from sie_cli.refusal import CommandRefused
 
 if TYPE_CHECKING:
     from sie_client.types import Item
@@ -19,7 +19,7 @@ STDIN, FILE = "-", "@"
 
 
 @dataclass(frozen=True)
-class Input:
+class QuestionInput:
     """`text` as it was given; empty of a file."""
 
     item: Item
@@ -32,20 +32,20 @@ class Input:
         return printable(" ".join(self.text.split()) if self.text else f"{FILE}{self.file}")
 
 
-def read(arguments: Sequence[str], query: str | None) -> tuple[tuple[Input, ...], Input | None]:
-    """The inputs, and the query if there is one. Raises Refused."""
+def read(arguments: Sequence[str], query: str | None) -> tuple[tuple[QuestionInput, ...], QuestionInput | None]:
+    """The inputs, and the query if there is one. Raises CommandRefused."""
     if not arguments:
-        raise Refused(
+        raise CommandRefused(
             'nothing to try: give a text, as in `sie try MODEL "a text"`; - reads one from standard input, @FILE names '
             "a file"
         )
     if [*arguments, query].count(STDIN) > 1:
-        raise Refused(f"{STDIN} stands for standard input, which can be read only once")
-    inputs = tuple(_input(each, f"text {number}") for number, each in enumerate(arguments, 1))
+        raise CommandRefused(f"{STDIN} stands for standard input, which can be read only once")
+    inputs = tuple(_input(argument, f"text {number}") for number, argument in enumerate(arguments, 1))
     return inputs, None if query is None else _input(query, "--query")
 
 
-def _input(argument: str, name: str) -> Input:
+def _input(argument: str, name: str) -> QuestionInput:
     if argument == STDIN:
         return _text(_standard_input(), "standard input")
     if argument.startswith(FILE * 2):
@@ -55,14 +55,14 @@ def _input(argument: str, name: str) -> Input:
     return _text(argument, name)
 
 
-def _text(text: str, name: str) -> Input:
+def _text(text: str, name: str) -> QuestionInput:
     if not text.strip():
-        raise Refused(f"{name} is empty: there is nothing to ask the model")
+        raise CommandRefused(f"{name} is empty: there is nothing to ask the model")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise Refused(f"{name} is not valid UTF-8") from error
-    return Input({"text": text}, text)
+        raise CommandRefused(f"{name} is not valid UTF-8") from error
+    return QuestionInput({"text": text}, text)
 
 
 def _standard_input() -> str:
@@ -70,16 +70,16 @@ def _standard_input() -> str:
     try:
         return sys.stdin.buffer.read().decode().removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
-        raise Refused(f"standard input is no text in UTF-8 ({error}): give a file as @FILE") from error
+        raise CommandRefused(f"standard input is no text in UTF-8 ({error}): give a file as @FILE") from error
 
 
-def _file(name: str) -> Input:
+def _file(name: str) -> QuestionInput:
     """An image, a sound or a document, by the name's ending. The client reads it."""
     path = Path(name)
     if not path.is_file():
-        raise Refused(
+        raise CommandRefused(
             f"there is no file {printable(name) or '(no name)'}; a text that begins with {FILE} is written {FILE * 2}"
         )
     kind = (mimetypes.guess_type(path.name)[0] or "").partition("/")[0]
     item: Item = {"images": [path]} if kind == "image" else {"audio": path} if kind == "audio" else {"document": path}
-    return Input(item, file=name)
+    return QuestionInput(item, file=name)

@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 
 from sie_cli.display import counted, printable
-from sie_cli.trying.asking import Answer, strongest
-from sie_cli.trying.bars import BAR, Span, bar, colours, heat, marked, shares
+from sie_cli.trying.asking import ModelAnswer, strongest
+from sie_cli.trying.bars import BAR, LabelledSpan, bar, colours, heat, marked, shares
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -34,13 +34,13 @@ _STAGES = {
     "batch_wait_time": "waiting for its batch",
     "inference_time": "inference",
     "postprocess_time": "writing the result",
-    "unattributed_time": "the gateway itself",
+    "unattributed_time": "arrival and gateway",
 }
 # of a chunk at its worker, in the order in which they come
 _FINER = ("load_ms", "fetch_ms", "preprocess_ms", "batch_wait_ms", "device_wait_ms", "inference_ms", "postprocess_ms")
 
 
-def shown(answer: Answer, width: int, *, has_colours: bool) -> Iterator[RenderableType]:
+def shown(answer: ModelAnswer, width: int, *, has_colours: bool) -> Iterator[RenderableType]:
     """The parts of the picture, from above."""
     from rich.text import Text
 
@@ -61,12 +61,12 @@ def shown(answer: Answer, width: int, *, has_colours: bool) -> Iterator[Renderab
 # ---- encode
 
 
-def _encoded(answer: Answer, width: int) -> Iterator[RenderableType]:
+def _encoded(answer: ModelAnswer, width: int) -> Iterator[RenderableType]:
     from rich.text import Text
 
-    labels = [each.label for each in answer.question.inputs]
+    labels = [source.label for source in answer.question.inputs]
     for name in answer.info["dims"]:
-        rows = [(number, each) for number, each in enumerate(answer.results) if name in each.get("outputs", {})]
+        rows = [(number, result) for number, result in enumerate(answer.results) if name in result.get("outputs", {})]
         if not rows:
             continue
         yield Text("")
@@ -74,33 +74,33 @@ def _encoded(answer: Answer, width: int) -> Iterator[RenderableType]:
         if name == "dense":
             yield Text(f"dense: {described['dims']:,} numbers, {described['dtype']}", "cyan")
             yield _dense(rows, labels)
-            vectors = [np.asarray(each["dense"]) for _, each in rows]
+            vectors = [np.asarray(result["dense"]) for _, result in rows]
             if len(rows) > 1 and np.issubdtype(vectors[0].dtype, np.floating):
                 yield Text("")
                 yield from _cosines(vectors, [number for number, _ in rows], width)
         elif name == "multivector":
             yield Text(f"multivector: {described['token_dims']:,} numbers a token, {described['dtype']}", "cyan")
             table = _table("#", "TOKENS x NUMBERS", "TEXT")
-            for number, each in rows:
-                tokens, numbers = np.asarray(each["multivector"]).shape
+            for number, result in rows:
+                tokens, numbers = np.asarray(result["multivector"]).shape
                 table.add_row(str(number + 1), f"{tokens:,} x {numbers:,}", labels[number])
             yield table
         else:
             yield Text(f"sparse: weights of {described['dims']:,} words, {described['dtype']}", "cyan")
-            for number, each in rows:
-                yield from _sparse(answer, number, labels[number], each["sparse"])
+            for number, result in rows:
+                yield from _sparse(answer, number, labels[number], result["sparse"])
     yield from _errors(answer, labels)
 
 
 def _dense(rows: Sequence[tuple[int, Mapping[str, Any]]], labels: Sequence[str]) -> Table:
     table = _table("#", "NORM", "TOKENS", "FIRST NUMBERS", "TEXT")
-    for number, each in rows:
-        vector = np.asarray(each["dense"])
+    for number, values in rows:
+        vector = np.asarray(values["dense"])
         norm = float(np.linalg.norm(vector.astype(np.float64)))
         first = "  ".join(
             f"{value:+.3f}" if isinstance(value, float) else f"{value:+d}" for value in vector[:NUMBERS].tolist()
         )
-        table.add_row(str(number + 1), f"{norm:.3f}", f"{each['usage']['total_tokens']:,}", first, labels[number])
+        table.add_row(str(number + 1), f"{norm:.3f}", f"{values['usage']['total_tokens']:,}", first, labels[number])
     return table
 
 
@@ -109,31 +109,31 @@ def _cosines(vectors: Sequence[Any], numbers: Sequence[int], width: int) -> Iter
     from rich.text import Text
 
     some = max(2, min(len(vectors), (width - 4) // _CELL))
-    matrix = np.stack([each.astype(np.float64) for each in vectors])
+    matrix = np.stack([vector.astype(np.float64) for vector in vectors])
     lengths = np.linalg.norm(matrix, axis=1, keepdims=True)
     matrix = matrix / np.where(lengths > 0, lengths, 1.0)
-    found = matrix @ matrix.T
+    similarities = matrix @ matrix.T
     yield Text("cosine of each pair", "cyan")
     yield Text("   " + "".join(f"{number + 1:>{_CELL - 1}} " for number in numbers[:some]), "bold")
     for row in range(some):
         line = Text(f"{numbers[row] + 1:>3}", "bold")
         for column in range(some):
-            line.append(f"{found[row, column]:>{_CELL - 1}.3f} ", heat(float(found[row, column])))
+            line.append(f"{similarities[row, column]:>{_CELL - 1}.3f} ", heat(float(similarities[row, column])))
         yield line
     if some < len(vectors):
         yield Text(f"  {counted(len(vectors) - some, 'more text')}; --json has all vectors", "bright_black")
 
 
-def _sparse(answer: Answer, number: int, label: str, sparse: Mapping[str, Any]) -> Iterator[RenderableType]:
+def _sparse(answer: ModelAnswer, number: int, label: str, sparse: Mapping[str, Any]) -> Iterator[RenderableType]:
     from rich.text import Text
 
     ids, weights = strongest(sparse)
     count = len(sparse["values"])
     yield Text(f"{number + 1}  {label}", no_wrap=True, overflow="ellipsis")
     table = _table("WORD" if answer.words else "ID", "WEIGHT", "")
-    for each, weight, share in zip(ids, weights, shares(weights), strict=True):
-        word = printable(answer.words[each]) if each in answer.words else str(each)
-        table.add_row(word if word.strip() else f"{word!r} (id {each})", f"{weight:.3f}", bar(share))
+    for token, weight, share in zip(ids, weights, shares(weights), strict=True):
+        word = printable(answer.words[token]) if token in answer.words else str(token)
+        table.add_row(word if word.strip() else f"{word!r} (id {token})", f"{weight:.3f}", bar(share))
     yield table
     if count > len(ids):
         yield Text(f"  {counted(count - len(ids), 'weaker word')}", "bright_black")
@@ -142,92 +142,97 @@ def _sparse(answer: Answer, number: int, label: str, sparse: Mapping[str, Any]) 
 # ---- score
 
 
-def _scored(answer: Answer) -> Iterator[RenderableType]:
+def _scored(answer: ModelAnswer) -> Iterator[RenderableType]:
     from rich.text import Text
 
     inputs = answer.question.inputs
     assert answer.question.query is not None
     yield Text.assemble(("query: ", "cyan"), answer.question.query.label)
-    ranked = [each for each in answer.results if each.get("score") is not None]
-    scores = [float(each["score"]) for each in ranked]
+    ranked = [result for result in answer.results if result.get("score") is not None]
+    scores = [float(result["score"]) for result in ranked]
     scale = answer.info.get("score_scale")
     most = 1.0 if scale in ("probability", "cosine") else None
     table = _table("RANK", "SCORE", "", "#", "TEXT")
-    for each, share in zip(ranked, shares(scores, most=most), strict=True):
-        place = answer.place(each)
-        table.add_row(str(each["rank"] + 1), f"{each['score']:.4f}", bar(share), str(place + 1), inputs[place].label)
+    for entry, share in zip(ranked, shares(scores, most=most), strict=True):
+        place = answer.place(entry)
+        table.add_row(str(entry["rank"] + 1), f"{entry['score']:.4f}", bar(share), str(place + 1), inputs[place].label)
     yield Text("")
     yield table
     if scale in _SCALES:
         yield Text(f"  a score is {_SCALES[scale]}", "bright_black")
-    yield from _errors(answer, [inputs[answer.place(each)].label for each in answer.results])
+    yield from _errors(answer, [inputs[answer.place(result)].label for result in answer.results])
 
 
 # ---- extract
 
 
-def _extracted(answer: Answer, *, has_colours: bool) -> Iterator[RenderableType]:
+def _extracted(answer: ModelAnswer, *, has_colours: bool) -> Iterator[RenderableType]:
     from rich.text import Text
 
-    labels = [each["label"] for result in answer.results for each in result.get("entities", ())]
+    labels = [entity["label"] for result in answer.results for entity in result.get("entities", ())]
     colour_of = colours([*answer.question.labels, *labels])
-    for number, (given, result) in enumerate(zip(answer.question.inputs, answer.results, strict=True)):
+    for number, (source, result) in enumerate(zip(answer.question.inputs, answer.results, strict=True)):
         yield Text("")
         if "error" in result:
             continue
         entities = result["entities"]
-        spans = [Span(each["start"], each["end"], each["label"]) for each in entities if each.get("start") is not None]
+        spans = [
+            LabelledSpan(entity["start"], entity["end"], entity["label"])
+            for entity in entities
+            if entity.get("start") is not None
+        ]
         prefix = (f"{number + 1}  " if len(answer.results) > 1 else "", "bold")
-        text = marked(given.text, spans, colour_of, has_colours=has_colours) if given.text else given.label
+        text = marked(source.text, spans, colour_of, has_colours=has_colours) if source.text else source.label
         yield Text.assemble(prefix, text)
-        found = list(_found(result, colour_of))
-        if not found:
+        parts = list(_tables(result, colour_of))
+        if not parts:
             hint = "; --threshold 0.1 shows what the model is less sure of" if answer.question.labels else ""
             yield Text(f"  nothing was found{hint}", "yellow")
-        for each in found:
+        for part in parts:
             yield Text("")
-            yield each
-    yield from _errors(answer, [each.label for each in answer.question.inputs])
+            yield part
+    yield from _errors(answer, [source.label for source in answer.question.inputs])
 
 
-def _found(result: Mapping[str, Any], colour_of: Mapping[str, str]) -> Iterator[RenderableType]:
+def _tables(result: Mapping[str, Any], colour_of: Mapping[str, str]) -> Iterator[RenderableType]:
     """A table of each kind of what was found."""
     from rich.text import Text
 
     if result["entities"]:
         table = _table("LABEL", "TEXT", "SCORE", "PLACE")
-        for each in result["entities"]:
-            label = Text(printable(each["label"]), colour_of.get(each["label"], ""))
-            table.add_row(label, printable(each["text"]), f"{each['score']:.3f}", _place(each))
+        for row in result["entities"]:
+            label = Text(printable(row["label"]), colour_of.get(row["label"], ""))
+            table.add_row(label, printable(row["text"]), f"{row['score']:.3f}", _place(row))
         yield table
     if result["classifications"]:
         table = _table("CLASS", "SCORE", "")
-        scores = [float(each["score"]) for each in result["classifications"]]
-        for each, share in zip(result["classifications"], shares(scores, most=1.0), strict=True):
-            table.add_row(printable(each["label"]), f"{each['score']:.3f}", bar(share))
+        scores = [float(row["score"]) for row in result["classifications"]]
+        for row, share in zip(result["classifications"], shares(scores, most=1.0), strict=True):
+            table.add_row(printable(row["label"]), f"{row['score']:.3f}", bar(share))
         yield table
     if result["relations"]:
         table = _table("HEAD", "RELATION", "TAIL", "SCORE")
-        for each in result["relations"]:
+        for row in result["relations"]:
             table.add_row(
-                *(printable(str(each[name])) for name in ("head", "relation", "tail")), f"{each['score']:.3f}"
+                *(printable(str(row[name])) for name in ("head", "relation", "tail")),
+                f"{row['score']:.3f}",
             )
         yield table
     if result["objects"]:
         table = _table("OBJECT", "SCORE", "PLACE")
-        for each in result["objects"]:
-            table.add_row(printable(each["label"]), f"{each['score']:.3f}", _place(each))
+        for row in result["objects"]:
+            table.add_row(printable(row["label"]), f"{row['score']:.3f}", _place(row))
         yield table
     for name, value in result["data"].items():
         yield _datum(printable(name), value)
 
 
-def _place(found: Mapping[str, Any]) -> str:
+def _place(entity: Mapping[str, Any]) -> str:
     """Where a part of a text or of an image is."""
-    if found.get("bbox"):
-        x, y, width, height = (round(each) for each in found["bbox"])
+    if entity.get("bbox"):
+        x, y, width, height = (round(edge) for edge in entity["bbox"])
         return f"x {x}, y {y}, {width} x {height}"
-    return f"{found['start']} to {found['end']}" if found.get("start") is not None else ""
+    return f"{entity['start']} to {entity['end']}" if entity.get("start") is not None else ""
 
 
 def _datum(name: str, value: object) -> Text:
@@ -239,8 +244,8 @@ def _datum(name: str, value: object) -> Text:
         return Text.assemble(head, text if len(text) <= LONGEST else f"{text[:LONGEST]}… (--json has all)")
     lines = printable(value, lines=True).splitlines()
     rest = len(lines) - LINES
-    told = [*lines[:LINES], *([f"… {counted(rest, 'more line')} (--json has all)"] if rest > 0 else [])]
-    return Text.assemble(head, ("\n" if len(told) > 1 else "") + "\n".join(told))
+    printed = [*lines[:LINES], *([f"… {counted(rest, 'more line')} (--json has all)"] if rest > 0 else [])]
+    return Text.assemble(head, ("\n" if len(printed) > 1 else "") + "\n".join(printed))
 
 
 # ---- all verbs
@@ -265,17 +270,17 @@ def _table(*titles: str) -> Table:
     return table
 
 
-def _errors(answer: Answer, labels: Sequence[str]) -> Iterator[RenderableType]:
+def _errors(answer: ModelAnswer, labels: Sequence[str]) -> Iterator[RenderableType]:
     """Why inputs have no result."""
     from rich.text import Text
 
-    for each, label in zip(answer.results, labels, strict=True):
-        if "error" in each:
-            why = printable(f"{each['error'].get('code', '')}: {each['error'].get('message', '')}")
+    for result, label in zip(answer.results, labels, strict=True):
+        if "error" in result:
+            why = printable(f"{result['error'].get('code', '')}: {result['error'].get('message', '')}")
             yield Text(f"failed: {label}: {why}", "red")
 
 
-def _time(answer: Answer) -> Iterator[Text]:
+def _time(answer: ModelAnswer) -> Iterator[Text]:
     """Where the time went, in one line, and below what is to be known about it."""
     from rich.text import Text
 
@@ -296,7 +301,7 @@ def _ms(value: float) -> str:
     return f"{value:.1f} ms" if value < 1000 else f"{value / 1000:.1f} s"
 
 
-def _explained(answer: Answer) -> Iterator[RenderableType]:
+def _explained(answer: ModelAnswer) -> Iterator[RenderableType]:
     """The stages of the request, and those of each chunk at its worker, each as a bar of the whole."""
     from rich.text import Text
 
@@ -305,12 +310,12 @@ def _explained(answer: Answer) -> Iterator[RenderableType]:
     yield _stages([(name, timing[key]) for key, name in _STAGES.items()], timing["total_ms"])
     for chunk in answer.shared.get("explain", ()):
         batch = chunk.get("batch") or {}
-        told = [f"worker {chunk.get('worker')}", f"lane {chunk.get('lane')}", str(chunk.get("priority"))]
+        parts = [f"worker {chunk.get('worker')}", f"lane {chunk.get('lane')}", str(chunk.get("priority"))]
         if batch:
-            told.append(f"a batch of {counted(batch['items'], 'input')} with {counted(batch['tokens'], 'token')}")
-            told.append(f"engine {batch['engine']}")
+            parts.append(f"a batch of {counted(batch['items'], 'input')} with {counted(batch['tokens'], 'token')}")
+            parts.append(f"engine {batch['engine']}")
         yield Text("")
-        yield Text(printable(", ".join(told)), "cyan")
+        yield Text(printable(", ".join(parts)), "cyan")
         stages = chunk.get("stages", {})
         finer = [(key.removesuffix("_ms").replace("_", " "), stages[key]) for key in _FINER if key in stages]
         yield _stages(finer, stages.get("worker_ms", 0.0))

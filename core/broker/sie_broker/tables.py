@@ -5,16 +5,13 @@
 
 One write stores all changed parts and the lane's key, by compare-and-set on the lane's key. A reader joins the parts
 once it has those whose stamps the lane's key names; until then it keeps the former table.
-
-A worker of a version that cannot read parts says so in its heartbeat. The rows that it hosts are also in the lane's own
-message, which that worker takes for the whole table.
 """
 
 from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sie_broker import Entry, KeyValue, PayloadTooBig, Write
@@ -137,19 +134,12 @@ class StoredTable:
         self.table = Placement(head.at_s, hosts, raised_s)
         return True
 
-    def older(self) -> set[str]:
-        """The hosts of rows that the lane's own message has for workers that cannot read parts."""
-        head = self._head
-        return {name for names in head.hosts.values() for name in names} if head is not None and head.parts else set()
-
-    def change(self, table: Placement, older: Collection[str], max_payload: int) -> Change:
+    def change(self, table: Placement, max_payload: int) -> Change:
         """The writes that make the bucket hold this table. They expect the revision that is known here.
 
-        `older`: workers that cannot read parts. `max_payload`: the broker's limit of a message, bytes.
-
-        Raises PayloadTooBig if the hosts of one model, or the rows of `older`, exceed that.
+        `max_payload`: the broker's limit of a message, bytes. Raises PayloadTooBig if the hosts of one model exceed it.
         """
-        change = self._change(table, older, max_payload)
+        change = self._change(table, max_payload)
         size, key = max((len(write.value or b""), write.key) for write in change.writes)
         if size > max_payload - SPARE_BYTES:
             raise PayloadTooBig(
@@ -158,7 +148,7 @@ class StoredTable:
             )
         return change
 
-    def _change(self, table: Placement, older: Collection[str], max_payload: int) -> Change:
+    def _change(self, table: Placement, max_payload: int) -> Change:
         limit = max_payload - SPARE_BYTES
         if not self._sizes or sum(self._sizes.values()) <= WHOLE_BYTES // 2:
             whole = messages.encode(table)
@@ -166,13 +156,7 @@ class StoredTable:
                 gone = [Write(topology.part_key(self.key, number), None) for number in sorted(self._parts)]
                 return Change([*gone, Write(self.key, whole, self.revision)], table, table, {}, {})
         parts, encoded = self._split(table, min(PART_BYTES, limit))
-        rows = (
-            {model: hosts for model, hosts in table.hosts.items() if not older.isdisjoint(hosts)}
-            if (older := set(older))
-            else {}
-        )
-        raised_s = {model: at_s for model, at_s in table.raised_s.items() if model in rows}
-        head = Placement(table.at_s, rows, raised_s, tuple(parts[number].stamp for number in range(len(parts))))
+        head = Placement(table.at_s, parts=tuple(parts[number].stamp for number in range(len(parts))))
         writes = [Write(topology.part_key(self.key, number), data) for number, data in encoded.items()]
         writes += [
             Write(topology.part_key(self.key, number), None) for number in sorted(self._parts.keys() - parts.keys())

@@ -13,6 +13,7 @@ SIEError
 ├── PoolConflict             409  POOL_CONFLICT
 ├── ContentConflict          409  CONTENT_CONFLICT
 ├── PayloadTooLarge          413  PAYLOAD_TOO_LARGE
+├── UnsupportedMediaType     415  UNSUPPORTED_MEDIA_TYPE
 ├── ValidationFailed         422  VALIDATION_ERROR
 ├── IdempotencyMismatch      422  IDEMPOTENCY_MISMATCH
 ├── RateLimited              429  RATE_LIMITED             a quota, never the capacity of workers; retryable
@@ -178,6 +179,14 @@ class PayloadTooLarge(SIEError):
     """
 
     code, status = "PAYLOAD_TOO_LARGE", 413
+
+
+class UnsupportedMediaType(SIEError):
+    """The `Content-Type` names a format that the path does not take, or the `Content-Encoding` another coding than
+    gzip.
+    """
+
+    code, status = "UNSUPPORTED_MEDIA_TYPE", 415
 
 
 class ValidationFailed(SIEError):

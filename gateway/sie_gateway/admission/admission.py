@@ -1,4 +1,4 @@
-"""Who is let into the queue, and when: refusal by measured wait (`drain`, `turns`), and the windows of keys around
+"""Entry into the queue: refusal by measured wait (`throughput`, `retry_slots`), and the windows of keys around
 `window`.
 
     chunks ──► would it wait past its budget? ──► room now: permits at once
@@ -57,7 +57,7 @@ def host_of(beat: Heartbeat) -> Host:
 
 
 class Permits:
-    """What one request may publish. `is_cold`: no worker of its lane had the model loaded when it came."""
+    """Permits of one request for its chunks. `is_cold`: no worker of its lane had the model loaded when it came."""
 
     def __init__(
         self,
@@ -81,27 +81,27 @@ class Permits:
 
     @property
     def complete(self) -> bool:
-        """Whether every chunk has had its permit, and `take` has handed it out."""
+        """Whether every chunk has had its permit, and `pop` has handed it out."""
         return not self._ticket.waiting and not self._granted
 
-    def take(self) -> list[int]:
+    def pop(self) -> list[int]:
         """The chunks that may be published from now on, each once."""
         granted, self._granted = self._granted, []
         return granted
 
     async def more(self) -> list[int]:
-        """`take`, as soon as there is one."""
+        """`pop`, as soon as there is one."""
         while not self._granted:
             self._wake = asyncio.Event()
             await self._wake.wait()
-        return self.take()
+        return self.pop()
 
     def grant(self, chunk: int) -> None:
         self._granted.append(chunk)
         if self._wake is not None:
             self._wake.set()
 
-    def taken(self, result: WorkResult) -> None:
+    def result_arrived(self, result: WorkResult) -> None:
         """The chunk has left the queue: its result was taken."""
         self.place.answered(self._ticket, result, self._estimates[result.chunk], self._clock())
         if self.place.window.give_back(self._ticket, result.chunk):
@@ -109,7 +109,7 @@ class Permits:
         self._admission.look_again(self.place)
 
     def tokens(self, chunks: Sequence[int]) -> int:
-        """What these chunks count as."""
+        """Tokens that these chunks count as."""
         return sum(self._ticket.tokens[chunk] for chunk in chunks)
 
     def close(self) -> None:
@@ -138,7 +138,7 @@ class Admission:
         self._metrics = metrics
         self._clock = clock
         self.peers = Peers(broker, self.waiting, clock, epoch=epoch, queued=self.queued)
-        self.peers.listeners.append(self.heard)
+        self.peers.listeners.append(self.peer_announced)
         # lanes are those of the pools, the catalogue and the machine profiles
         self._shares: dict[tuple[Lane, Priority], Shares] = {}
         self._places: dict[tuple[Lane, Priority, str], Place] = {}
@@ -188,7 +188,7 @@ class Admission:
         place = self._place(lane, priority, residency)
         if not place.window.items and not place.window.is_waiting:
             return
-        self._look(place, now_s)
+        self._refresh(place, now_s)
         self.look_again(place)
         time_cost = place.costs([cost], [squares])[0]
         refusal = place.judge(now_s, key, time_cost, budget_s, self._settings.max_concurrent_requests, client)
@@ -251,25 +251,27 @@ class Admission:
 
     def waiting(self) -> Mapping[tuple[Lane, Priority], int]:
         """Tokens that wait in this gateway, by lane and priority."""
-        found: dict[tuple[Lane, Priority], int] = {}
+        tokens: dict[tuple[Lane, Priority], int] = {}
         for place in self._places.values():
             if place.window.is_waiting:
                 name = place.lane, place.priority
-                found[name] = found.get(name, 0) + sum(place.window.waiting_tokens().values())
-        return found
+                tokens[name] = tokens.get(name, 0) + sum(place.window.waiting_tokens().values())
+        return tokens
 
     def queued(self) -> tuple[QueuedWork, ...]:
-        """What the other gateways need to know of this one's work in the queue and of those whom it refused."""
+        """Announcement to the other gateways: this one's work in the queue, and the turns of the clients that it
+        refused.
+        """
         now_s, left = self._clock(), MAX_TOLD_TURNS
-        found: list[QueuedWork] = []
+        announced: list[QueuedWork] = []
         for place in heapq.nlargest(MAX_TOLD, self._places.values(), key=lambda place: place.window.cost):
             news = place.news(now_s, left)
             if news is not None:
-                found.append(news)
+                announced.append(news)
                 left -= len(news.turns) + len(news.claimed)
-        return tuple(found)
+        return tuple(announced)
 
-    def heard(self, beat: GatewayBeat) -> None:
+    def peer_announced(self, beat: GatewayBeat) -> None:
         """Another gateway told what it has in the queue."""
         now_s = self._clock()
         for queued in beat.queued:
@@ -277,7 +279,7 @@ class Admission:
             if queued.turns or (lane, queued.priority, queued.residency) in self._places:
                 place = self._place(lane, queued.priority, queued.residency)
                 place.used_s = now_s
-                place.heard(beat.gateway, queued, now_s)
+                place.peer_announced(beat.gateway, queued, now_s)
 
     def chunk_cost(self, lane: Lane, priority: Priority, residency: str) -> int:
         """SIE_CHUNK_COST in estimated tokens: fewer where a model's tokens turn out to be more than estimated."""
@@ -285,7 +287,7 @@ class Admission:
         return max(1, int(self._settings.chunk_cost / max(1.0, place.scale if place is not None else 1.0)))
 
     def image_cost(self, residency: str) -> ImageCost:
-        """What an image is estimated to cost a model."""
+        """Estimated cost of an image for a model."""
         return self._fleet.image_cost(residency)
 
     # ---- permits
@@ -313,7 +315,7 @@ class Admission:
         place.used_s = now_s
         window = place.window
         window.shares.saw(key, now_s)
-        self._look(place, now_s)
+        self._refresh(place, now_s)
         ticket = Ticket(key, place.costs(costs, squares or [0] * len(costs)), place.tokens(costs))
         entered = Entered(ticket, now_s, budget_s, client, request, place.scale)
         permits = Permits(self, place, entered, costs, size_bytes, self._clock)
@@ -343,9 +345,9 @@ class Admission:
 
     def answered_late(self, result: WorkResult) -> None:
         """A result came for a request that is over: what it says of the queue counts all the same."""
-        found = self._gone.get(result.request)
-        if found is not None:
-            place, entered = found
+        entry = self._gone.get(result.request)
+        if entry is not None:
+            place, entered = entry
             place.left(entered, result, self._clock())
             place.freed(self._clock(), is_result=True)
 
@@ -360,7 +362,7 @@ class Admission:
     def _key_limit(self) -> float:
         return self._settings.key_window_tokens / self.peers.count()
 
-    def _look(self, place: Place, now_s: float) -> None:
+    def _refresh(self, place: Place, now_s: float) -> None:
         """Bring what is known of the place's hosts, and its bound, up to date."""
         if place.version == self._fleet.version and now_s < place.until_s:
             return
@@ -384,7 +386,7 @@ class Admission:
 
     def _pump(self, place: Place) -> None:
         now_s = self._clock()
-        self._look(place, now_s)
+        self._refresh(place, now_s)
         granted = place.window.grant(place.bound, self._key_limit())
         for ticket, chunk in granted:
             place.queued(ticket, chunk, now_s)
@@ -422,7 +424,7 @@ class Admission:
         if not permits.place.window.is_waiting:
             self._crowded.pop(permits.place, None)
 
-    def forget(self, pool: str) -> None:
+    def drop_pool(self, pool: str) -> None:
         """The pool is there no more. What requests of it still hold they give back as they end."""
         used = {place.window.shares for place in self._places.values() if not place.window.idle}
         self._shares = {name: shares for name, shares in self._shares.items() if name[0].pool != pool or shares in used}

@@ -61,10 +61,10 @@ class Quotas:
         self._levels: dict[str, _Level] = {}
 
     def charge(self, key: str, limits: Limits) -> Charge:
-        """What one call of this key will use."""
+        """Open the charge of one call of this key."""
         return Charge(self, key, limits.tokens_per_minute)
 
-    def take(self, key: str, per_minute: int, cost: int) -> None:
+    def spend(self, key: str, per_minute: int, cost: int) -> None:
         """Use `cost` tokens, or raise.
 
         What is more than this gateway's part goes by when the part is whole, and is owed then: a quota of the whole
@@ -96,13 +96,13 @@ class Quotas:
         level = self._levels.get(key)
         if level is None:
             if len(self._levels) >= _MAX_IDLE:
-                self._forget(now_s)
+                self._drop_full(now_s)
             level = self._levels[key] = _Level(part, now_s)
         level.tokens = min(part, level.tokens + (now_s - level.at_s) * part / MINUTE_S)
         level.at_s = now_s
         return level, part
 
-    def _forget(self, now_s: float) -> None:
+    def _drop_full(self, now_s: float) -> None:
         """Drop what has not been used for so long that it is full, unless more than a minute was owed."""
         self._levels = {
             key: level for key, level in self._levels.items() if level.tokens < 0 or now_s - level.at_s < MINUTE_S
@@ -110,7 +110,7 @@ class Quotas:
 
 
 class Charge:
-    """The tokens of one call: `take` before it runs, `settle` when its usage is known, `refund` if it ended without
+    """The tokens of one call: `spend` before it runs, `settle` when its usage is known, `refund` if it ended without
     any.
     """
 
@@ -122,10 +122,10 @@ class Charge:
         self._per_minute = per_minute  # 0: without a limit
         self._taken = 0
 
-    def take(self, cost: int) -> None:
+    def spend(self, cost: int) -> None:
         """Raises RateLimited, PayloadTooLarge."""
         if self._quotas is not None and self._per_minute:
-            self._quotas.take(self._key, self._per_minute, cost)
+            self._quotas.spend(self._key, self._per_minute, cost)
             self._taken += cost
 
     def settle(self, tokens: int) -> None:

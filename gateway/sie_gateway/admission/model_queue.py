@@ -46,7 +46,7 @@ OTHER_S = 2.0  # after which what another gateway told of its work in the queue 
 
 
 class _Other(NamedTuple):
-    """What another gateway has in the queue, as it told. `own`: what this one had then."""
+    """Queue of another gateway, as it announced it. `own`: the cost that this one had in the queue then."""
 
     at_s: float
     tokens: int
@@ -86,7 +86,7 @@ class Entered:
 
 
 class Place:
-    """What it knows of its hosts is looked up again when a heartbeat came, or after a second."""
+    """Queue of one model at one priority. Its hosts are looked up again after a heartbeat, or after a second."""
 
     def __init__(self, lane: Lane, priority: Priority, residency: str, window: Window) -> None:
         self.lane = lane
@@ -131,8 +131,8 @@ class Place:
         scale = self.scale or 1.0
         both = zip(tokens, squares, strict=True)
         return [
-            max(1, round(text_cost(scale * each, scale * scale * square, self.crossover_tokens)))
-            for each, square in both
+            max(1, round(text_cost(scale * token_sum, scale * scale * square, self.crossover_tokens)))
+            for token_sum, square in both
         ]
 
     def queued(self, ticket: Ticket, chunk: int, now_s: float) -> None:
@@ -216,14 +216,14 @@ class Place:
                 last_s = queued_s
         return last_s
 
-    def heard(self, gateway: str, queued: QueuedWork, now_s: float) -> None:
+    def peer_announced(self, gateway: str, queued: QueuedWork, now_s: float) -> None:
         """Another gateway told what it has in the queue, and of turns."""
-        self._others = {name: other for name, other in self._others.items() if now_s - other.at_s < OTHER_S}
+        self._others = {name: peer for name, peer in self._others.items() if now_s - peer.at_s < OTHER_S}
         self._others[gateway] = _Other(now_s, queued.tokens, queued.rate, self.window.cost)
-        self.turns.heard(now_s, queued.turns, queued.claimed)
+        self.turns.peer_announced(now_s, queued.turns, queued.claimed)
 
     def news(self, now_s: float, count: int) -> QueuedWork | None:
-        """What other gateways need to know, with `count` turns at most; None if there is nothing in the queue and no
+        """Announcement to the other gateways, with `count` turns at most; None if there is nothing in the queue and no
         turn.
         """
         turns, claimed = self.turns.news(now_s, count)
@@ -245,16 +245,16 @@ class Place:
     # what follows
 
     def wait(self, now_s: float, ahead: float, cost: float, budget_s: float = math.inf, promised: float = 0.0) -> Wait:
-        """Of a request of `cost` tokens behind so many of this gateway, and behind what was promised by
+        """Wait of a request of `cost` tokens behind `ahead` tokens of this gateway, and behind what was promised by
         all gateways.
         """
         line = self.batches.line()
         fixed = math.inf if line is None or not line[1] else line[0] / line[1]
         everything, share = self.everywhere(now_s, ahead)
-        gone = 0.0
+        withdrawn = 0.0
         if self._gone and (batch := self.drain.batch(now_s)) is not None:
-            gone = min(self._gone, self._at_workers(batch, share))
-            everything += gone / share
+            withdrawn = min(self._gone, self._at_workers(batch, share))
+            everything += withdrawn / share
         return self.drain.wait(
             now_s,
             everything + promised,
@@ -264,11 +264,11 @@ class Place:
             fixed,
             share,
             budget_s,
-            max(self._running, gone) / share,
+            max(self._running, withdrawn) / share,
         )
 
     def everywhere(self, now_s: float, ahead: float) -> tuple[float, float]:
-        """What is ahead in the queue of all gateways where `ahead` is that of this gateway, and this gateway's share of
+        """Cost ahead in the queue of all gateways, where `ahead` is that of this gateway, and this gateway's share of
         what leaves it.
 
         The queue is first in, first out, so the work of all gateways is mixed in it. What waits in this gateway becomes
@@ -278,16 +278,16 @@ class Place:
         rate = self.drain.rate(now_s) if self._others else 0.0
         if not rate:
             return ahead, 1.0
-        own, others, sum_of_rates = self.window.cost, 0.0, rate
-        for other in self._others.values():
-            if now_s - other.at_s < OTHER_S:
+        own, of_peers, sum_of_rates = self.window.cost, 0.0, rate
+        for peer in self._others.values():
+            if now_s - peer.at_s < OTHER_S:
                 # one that has no result yet gets as much of what leaves as it has in the queue
-                other_rate = other.rate or rate * min(1.0, other.tokens / max(1.0, other.own))
-                others += max(0.0, other.tokens + min(1.0, other_rate / rate) * (own - other.own))
+                other_rate = peer.rate or rate * min(1.0, peer.tokens / max(1.0, peer.own))
+                of_peers += max(0.0, peer.tokens + min(1.0, other_rate / rate) * (own - peer.own))
                 sum_of_rates += other_rate
         share = rate / sum_of_rates
         queued = min(ahead, own)
-        in_queue = queued * (own + others) / own if own else others
+        in_queue = queued * (own + of_peers) / own if own else of_peers
         return in_queue + (ahead - queued) / share, share
 
     def _at_workers(self, batch: Known, share: float) -> float:
@@ -303,13 +303,13 @@ class Place:
         """The cost of a full batch: by tokens, or by messages such as those in the queue."""
         window = self.window
         message = window.tokens / window.items if window.items else cost
-        found = []
+        limits = []
         for host in self.hosts:
             by_items = (
                 host.credit_items * host.batch_cost / host.credit_cost * message if host.credit_cost else math.inf
             )
-            found.append(min(host.batch_cost or math.inf, by_items))
-        return max(1.0, window.stretch() * sum(found) / len(found)) if found else math.inf
+            limits.append(min(host.batch_cost or math.inf, by_items))
+        return max(1.0, window.stretch() * sum(limits) / len(limits)) if limits else math.inf
 
     def judge(
         self, now_s: float, key: str, cost: float, budget_s: float, floor_requests: int, client: Callable[[], bytes]
@@ -352,13 +352,13 @@ class Place:
         turn_s = ahead / wait.rate if wait.rate else 0.0
         if wait.stalled_s:
             turn_s += max(RESTART_S, STALL_TURN * wait.stalled_s)
-        if now_s - self._began_s < OTHER_S and not any(now_s - other.at_s < OTHER_S for other in self._others.values()):
+        if now_s - self._began_s < OTHER_S and not any(now_s - peer.at_s < OTHER_S for peer in self._others.values()):
             share = 1 / self.gateways  # they may have as much, and did not tell yet
         room = share * wait.rate * _bunch_s(budget_s, wait.batch_s) if wait.rate else math.inf
         return Refusal(longest_s, turn_s, room, bool(wait.stalled_s))
 
     def late(self, now_s: float) -> list[tuple[Entered, Wait]]:
-        """Those in the queue that cannot be answered in time by now: nothing of them has run, and what was expected of
+        """Requests in the queue that cannot be answered in time: nothing of them has run, and the expectation of
         the wait when they were let in was wrong.
         """
         window = self.window
@@ -370,7 +370,7 @@ class Place:
         usual = batch.tokens * self._lanes
         at_workers = self._at_workers(batch, self.everywhere(now_s, 0.0)[1])
         inside = 0.0
-        found: list[tuple[Entered, float]] = []
+        late_candidates: list[tuple[Entered, float]] = []
         growing: list[tuple[Entered, float]] = []  # in a batch that runs, if it is larger than the first ones
         waiting: dict[str, list[Entered]] = {}
         for entered in self.entered.values():
@@ -382,17 +382,17 @@ class Place:
                     continue
                 waiting.setdefault(entered.ticket.key, []).append(entered)
             elif inside >= at_workers and not entered.is_decided:
-                found.append((entered, inside))
+                late_candidates.append((entered, inside))
             elif inside >= usual and not entered.is_decided and evidence < MIN_SAMPLES * self._lanes:
                 growing.append((entered, inside + held))
             inside += held
-        found += self._behind(waiting)
+        late_candidates += self._behind(waiting)
         late = [
             (entered, self.wait(now_s, at_workers, entered.cost, entered.budget_s))
             for entered, tokens in growing
             if self._ends_s(tokens, entered) > entered.deadline_s
         ]
-        for entered, ahead in found:
+        for entered, ahead in late_candidates:
             wait = self.wait(now_s, ahead, entered.cost, entered.budget_s)
             if wait.belief(DOUBT) * wait.min_s > entered.deadline_s - now_s:
                 late.append((entered, wait))
@@ -413,15 +413,15 @@ class Place:
         late = self.late(now_s)
         for entered, _ in late:
             entered.is_decided = True
-        gone = sum(entered.cost for entered, _ in late)
-        stays, share = self.everywhere(now_s, self.window.cost + sum(self.window.waiting_costs().values()) - gone)
+        refused = sum(entered.cost for entered, _ in late)
+        stays, share = self.everywhere(now_s, self.window.cost + sum(self.window.waiting_costs().values()) - refused)
         for entered, wait in late:
             cost = entered.cost * (self.scale or 1.0) / entered.scale
             longest_s = wait.likely_s + wait.stalled_s
             yield entered, self._refusal(now_s, wait, longest_s, stays + cost, share, entered.budget_s), cost
 
     def _behind(self, waiting: dict[str, list[Entered]]) -> Iterator[tuple[Entered, float]]:
-        """Those that wait in this gateway, each with the tokens ahead of it: keys take turns by tokens."""
+        """Requests that wait in this gateway, each with the tokens ahead of it: keys take turns by tokens."""
         sizes = sorted(self.window.waiting_costs().values())
         sums = [0.0, *itertools.accumulate(sizes)]
         for key, those in waiting.items():
@@ -429,8 +429,8 @@ class Place:
             for entered in those:
                 most = mine + entered.cost
                 smaller = bisect.bisect_right(sizes, most)
-                others = sums[smaller] + most * (len(sizes) - smaller) - min(own, most)
-                yield entered, self.window.cost + mine + others
+                ahead_of_key = sums[smaller] + most * (len(sizes) - smaller) - min(own, most)
+                yield entered, self.window.cost + mine + ahead_of_key
                 mine = most
 
 

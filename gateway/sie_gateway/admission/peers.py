@@ -44,7 +44,7 @@ def mean_cost(traffic: list[LaneTraffic]) -> float:
 
 
 class _Flow:
-    """What this gateway put into one lane and priority. `fresh` since the last announcement."""
+    """Messages and tokens that this gateway put into one lane and priority. `fresh` since the last announcement."""
 
     __slots__ = ("fresh", "messages", "rate", "tokens")
 
@@ -179,6 +179,6 @@ class Peers:
         return {**{beat.gateway: beat.config_epoch for beat in self._live()}, self.id: self._epoch()}
 
     def traffic(self, lane: Lane, priority: Priority) -> list[LaneTraffic]:
-        """What each live gateway announced of a lane and priority."""
+        """Traffic of a lane and priority, as each live gateway announced it."""
         name = f"{lane}.{priority}"
         return [flow for beat in self._live() if (flow := beat.traffic.get(name)) is not None]

@@ -1,13 +1,12 @@
 """The turns of clients that were refused: when each is to come again, and a place for it when it does. Pure.
 
     refused ──book──► Retry-After: when all that is ahead of it, other turns included, is done ──► it comes again
-    ──claim──► let in first
-                                                                                              └─► it does not: the turn
-                                                                                              lapses
+    ├──claim──► let in first
+    └─► it does not come: the turn lapses
 
 A client is known again by a digest of its address, key and request. Where many clients ask the same, a turn belongs to
-whoever comes first after it is due. Gateways tell each other what they `book` and what is claimed (`news`, `heard`), so
-that a client may come again to any of them and all of them know how much is promised.
+whoever comes first after it is due. Gateways tell each other what they `book` and what is claimed (`news`,
+`peer_announced`), so that a client may come again to any of them and all of them know how much is promised.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ class Turns:
         return self._open.total * self._shown
 
     def due(self, now_s: float, within_s: float) -> float:
-        """Of `promised`, what is due by then; of the slot in which this ends, a part."""
+        """Part of `promised` that is due by then; the slot in which this ends counts in part."""
         self.promised(now_s)
         part, last = math.modf((now_s + min(within_s, MAX_RETRY_S + 1)) / SLOT_S)
         before = sum(cost for slot, cost in self._open.costs.items() if slot < last)
@@ -130,10 +129,10 @@ class Turns:
         if self._own.total * self._shown > MAX_RETRY_S * room > 0:
             return MAX_RETRY_S + 1
         slot, get, shown = math.floor(now_s / SLOT_S), self._own.costs.get, self._shown
-        behind = shown * sum(get(each, 0.0) for each in range(slot - OVERDUE_SLOTS, slot + retry_s * SLOTS))
+        behind = shown * sum(get(index, 0.0) for index in range(slot - OVERDUE_SLOTS, slot + retry_s * SLOTS))
         while retry_s <= MAX_RETRY_S and (behind > room or self._is_full(now_s + retry_s, max(0.0, room - cost))):
             first = slot + retry_s * SLOTS
-            behind = max(0.0, behind + shown * sum(get(each, 0.0) for each in range(first, first + SLOTS)) - room)
+            behind = max(0.0, behind + shown * sum(get(index, 0.0) for index in range(first, first + SLOTS)) - room)
             retry_s += 1
         return retry_s
 
@@ -143,7 +142,7 @@ class Turns:
         most = room / self._shown if self._shown else math.inf
         if get(slot, 0.0) > most:
             return True
-        costs = [get(each, 0.0) for each in range(slot - SLOTS + 1, slot + SLOTS)]
+        costs = [get(index, 0.0) for index in range(slot - SLOTS + 1, slot + SLOTS)]
         return any(sum(costs[first : first + SLOTS]) > most for first in range(SLOTS))
 
     def _add(self, now_s: float, client: bytes, retry_s: float, cost: float, *, is_own: bool) -> bool:
@@ -159,7 +158,7 @@ class Turns:
         return True
 
     def news(self, now_s: float, count: int) -> tuple[tuple[Turn, ...], tuple[bytes, ...]]:
-        """What the other gateways do not know yet, the oldest first, `count` at most: turns that were booked here,
+        """News for the other gateways, the oldest first, `count` at most: turns that were booked here,
         clients that came.
         """
         claimed = tuple(self._claimed.popleft() for _ in range(min(count, len(self._claimed))))
@@ -168,14 +167,14 @@ class Turns:
             Turn(client, round(due_s - now_s, 3), cost) for client, due_s, cost in booked if due_s > now_s
         ), claimed
 
-    def heard(self, now_s: float, turns: Sequence[Turn], claimed: Sequence[bytes]) -> None:
+    def peer_announced(self, now_s: float, turns: Sequence[Turn], claimed: Sequence[bytes]) -> None:
         """`news` of another gateway."""
-        for each in turns:
-            if each.client and 0 < each.due_s <= MAX_RETRY_S + 1 and each.cost > 0:
-                self._add(now_s, each.client, each.due_s, each.cost, is_own=False)
+        for turn in turns:
+            if turn.client and 0 < turn.due_s <= MAX_RETRY_S + 1 and turn.cost > 0:
+                self._add(now_s, turn.client, turn.due_s, turn.cost, is_own=False)
         for client in claimed:
-            if found := self._next(client):
-                self._close(found[0][2], came=True)
+            if slots := self._next(client):
+                self._close(slots[0][2], came=True)
                 self._next(client)
 
     def claim(self, now_s: float, client: bytes) -> bool:

@@ -64,7 +64,7 @@ class Wait(NamedTuple):
 
 
 class _Batch:
-    """What one batch brought to this gateway."""
+    """Results that one batch brought to this gateway."""
 
     __slots__ = (
         "at_s",
@@ -181,24 +181,29 @@ class Drain:
         """
         if not batch:  # nothing ran
             return
-        found = next(
-            (each for each in itertools.islice(reversed(self._batches), RECENT_BATCHES) if each.name == batch), None
+        entry = next(
+            (
+                candidate
+                for candidate in itertools.islice(reversed(self._batches), RECENT_BATCHES)
+                if candidate.name == batch
+            ),
+            None,
         )
-        if found is None:
-            found = _Batch(batch, now_s, self.last_s, queued_s, is_crowded, device_s, pipeline, chunks)
-            self._see_left(found, queued_s)
+        if entry is None:
+            entry = _Batch(batch, now_s, self.last_s, queued_s, is_crowded, device_s, pipeline, chunks)
+            self._see_left(entry, queued_s)
             self._lanes = lanes
-            self._batches.append(found)
+            self._batches.append(entry)
             self.last_s = now_s
-        if queued_s < found.queued_s:
-            found.queued_s = queued_s
-            self._see_left(found, queued_s)
-        found.is_crowded |= is_crowded
-        found.tokens += tokens
-        found.missing -= 1
-        found.is_sample |= found.queued_s <= found.before_s
-        if found.is_sample and not found.is_counted:
-            found.is_counted = True
+        if queued_s < entry.queued_s:
+            entry.queued_s = queued_s
+            self._see_left(entry, queued_s)
+        entry.is_crowded |= is_crowded
+        entry.tokens += tokens
+        entry.missing -= 1
+        entry.is_sample |= entry.queued_s <= entry.before_s
+        if entry.is_sample and not entry.is_counted:
+            entry.is_counted = True
             self._evidence = min(MAX_EVIDENCE, self._evidence + 1)
 
     def _see_left(self, later: _Batch, queued_s: float) -> None:
@@ -211,7 +216,7 @@ class Drain:
 
     def _samples(self, now_s: float) -> list[_Sample]:
         """The last batches that count, the newest first."""
-        found: list[_Sample] = []
+        samples: list[_Sample] = []
         newest: list[_Batch] = []
         span_s = 0.0
         for batch in reversed(self._batches):
@@ -220,16 +225,16 @@ class Drain:
                 continue
             if age_s > EXPIRY_S + EXPIRY_BATCHES * seconds:
                 break
-            if len(found) >= MIN_SAMPLES * self._lanes and span_s >= MIN_SPAN_S:
+            if len(samples) >= MIN_SAMPLES * self._lanes and span_s >= MIN_SPAN_S:
                 break
             if batch.is_sample:
                 if len(newest) < CHANGED_SAMPLES * self._lanes:
                     newest.append(batch)
                 elif _is_changed(batch, newest):
                     break
-                found.append(_Sample(batch.tokens, seconds, batch.is_crowded, batch.left_work))
+                samples.append(_Sample(batch.tokens, seconds, batch.is_crowded, batch.left_work))
                 span_s += seconds
-        return found
+        return samples
 
     def batch(self, now_s: float) -> Known | None:
         """None without a sample."""
@@ -243,18 +248,18 @@ class Drain:
             if not self._batches or now_s - self._batches[-1].at_s > EXPIRY_S:
                 self._evidence = 0
             return None
-        newest, before = samples[0].tokens, max((each.tokens for each in samples[1:]), default=0.0)
-        longest, *others = sorted(samples, key=lambda each: each.seconds, reverse=True)
-        if others and longest.seconds > max(OUTLIER * others[0].seconds, MIN_SPAN_S / 2):
+        newest, before = samples[0].tokens, max((sample.tokens for sample in samples[1:]), default=0.0)
+        longest, *shorter = sorted(samples, key=lambda sample: sample.seconds, reverse=True)
+        if shorter and longest.seconds > max(OUTLIER * shorter[0].seconds, MIN_SPAN_S / 2):
             samples.remove(longest)
-            longest = others[0]
-        full = [each for each in samples if each.is_crowded]
+            longest = shorter[0]
+        full = [sample for sample in samples if sample.is_crowded]
         # results of several lanes come in turns: the times between some of them say nothing of the others
         counted = full if self._lanes == 1 and full else samples
-        tokens = sum(each.tokens for each in counted) / len(counted)
-        seconds = sum(each.seconds for each in counted) / len(counted)
+        tokens = sum(sample.tokens for sample in counted) / len(counted)
+        seconds = sum(sample.seconds for sample in counted) / len(counted)
         is_steady = len(samples) >= MIN_SAMPLES - 1 and newest <= GROWING * before
-        left_work = is_steady and 2 * sum(each.left_work for each in samples) >= len(samples)
+        left_work = is_steady and 2 * sum(sample.left_work for sample in samples) >= len(samples)
         is_full = len(full) == len(counted)
         return Known(max(tokens, 1.0), max(seconds, 1e-6), is_full, left_work, longest.seconds)
 
@@ -262,13 +267,13 @@ class Drain:
         """Whether all results of the last batch are here, or a batch takes so little that one does not matter."""
         if self._batches and self._batches[-1].missing <= 0:
             return True
-        known = self.batch(now_s)
-        return known is None or known.seconds <= within_s or now_s - self.last_s >= SETTLED * known.seconds
+        measured = self.batch(now_s)
+        return measured is None or measured.seconds <= within_s or now_s - self.last_s >= SETTLED * measured.seconds
 
     def rate(self, now_s: float) -> float:
         """Tokens of this gateway that leave the queue per second, 0 while not known."""
-        known = self.batch(now_s)
-        return known.tokens / known.seconds if known is not None else 0.0
+        measured = self.batch(now_s)
+        return measured.tokens / measured.seconds if measured is not None else 0.0
 
     def wait(
         self,
@@ -292,11 +297,11 @@ class Drain:
         more than AHEAD_SHARE of it. Then the `running` tokens of what is ahead are in batches that run, and the others
         fill the next ones from the front, unless batches are smaller than they might be and leave work behind.
         """
-        known = self.batch(now_s)
+        measured = self.batch(now_s)
         silent_s = now_s - max(oldest_s, self.last_s)
-        if known is None:
+        if measured is None:
             return Wait(stalled_s=silent_s if silent_s > UNKNOWN_STALL_S else 0.0)
-        tokens, seconds, is_full, left_work, longest_s = known
+        tokens, seconds, is_full, left_work, longest_s = measured
         is_full |= left_work and seconds >= CAPPED * budget_s
         tokens /= share
         size = tokens if is_full else max(tokens, min(ahead + cost, full_tokens))

@@ -1,4 +1,5 @@
-"""Who may put work into the queue next: the fairness between keys. Pure: times and bounds come in, permits go out.
+"""Fairness between keys: the order in which they put work into the queue. Pure: times and bounds come in, permits go
+out.
 
     request ──► Ticket (its chunks) ──► Window of (lane, priority, model) ──grant──► into the queue ──give_back──► the
     next one
@@ -26,8 +27,8 @@ ALONE_S, CONTESTED_S = 0.03, 0.01  # work ahead for devices that are faster than
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What a worker that has the model says of itself: tokens and messages it takes in at most, tokens a second, tokens
-    of a full batch, batches at its adapter at most. 0: not known.
+    """Capacity of a worker that has the model, as it reports it: tokens and messages it takes in at most, tokens a
+    second, tokens of a full batch, batches at its adapter at most. 0: not known.
     """
 
     credit_cost: int = 0
@@ -140,7 +141,7 @@ class Ticket:
     def waiting(self) -> bool:
         return self.next < len(self.costs)
 
-    def take(self) -> int:
+    def advance(self) -> int:
         """The next chunk, which is in the queue from now on."""
         chunk = self.next
         self.held.add(chunk)
@@ -149,7 +150,7 @@ class Ticket:
 
 
 class _Flow:
-    """What a key has waiting: requests that have had nothing yet, and those that have begun, each in
+    """Waiting requests of a key: requests that have had nothing yet, and those that have begun, each in
     order of arrival.
     """
 
@@ -210,8 +211,8 @@ class Window:
         if not self._flows:
             return self.cost
         mine = self._flows[key].cost if key in self._flows else 0
-        others = sum(min(flow.cost, mine + cost) for name, flow in self._flows.items() if name != key)
-        return self.cost + mine + others
+        ahead_of_key = sum(min(flow.cost, mine + cost) for name, flow in self._flows.items() if name != key)
+        return self.cost + mine + ahead_of_key
 
     def join(self, ticket: Ticket) -> None:
         """Queue a request behind those of its key."""
@@ -247,7 +248,7 @@ class Window:
                 continue
             self._passed = 0
             granted.append((ticket, ticket.next))
-            self._take(flow, ticket, cost)
+            self._admit_next(flow, ticket, cost)
         return granted
 
     def _has_room(self, tokens: int, most: Bound) -> bool:
@@ -268,10 +269,10 @@ class Window:
                     break
                 self._passed += cost
                 granted.append((ticket, ticket.next))
-                self._take(flow, ticket, cost)
+                self._admit_next(flow, ticket, cost)
         return granted
 
-    def _take(self, flow: _Flow, ticket: Ticket, cost: int) -> None:
+    def _admit_next(self, flow: _Flow, ticket: Ticket, cost: int) -> None:
         self.admit(ticket)
         flow.deficit -= cost
         flow.cost -= cost
@@ -289,7 +290,7 @@ class Window:
 
     def admit(self, ticket: Ticket) -> None:
         """Count the ticket's next chunk as in the queue."""
-        chunk = ticket.take()
+        chunk = ticket.advance()
         self.cost += ticket.costs[chunk]
         self.tokens += ticket.tokens[chunk]
         self.items += 1

@@ -66,17 +66,17 @@ v2 = functools.partial(embed, 2)
 
 def _types(body: fields.Body) -> list[str]:
     """The types that are asked for, empty where none is named."""
-    given = body.get("embedding_types")
-    if given is None:
+    names = body.get("embedding_types")
+    if names is None:
         return []
-    if not isinstance(given, list):
-        raise fields.refused("embedding_types", given, "a list")
-    for index, each in enumerate(given):
-        if not isinstance(each, str) or each not in embedding_types.TYPES:
+    if not isinstance(names, list):
+        raise fields.refused("embedding_types", names, "a list")
+    for index, name in enumerate(names):
+        if not isinstance(name, str) or name not in embedding_types.TYPES:
             raise fields.refused(
-                f"embedding_types[{index}]", each, f"one of {', '.join(embedding_types.TYPES)}", "unsupported_dtype"
+                f"embedding_types[{index}]", name, f"one of {', '.join(embedding_types.TYPES)}", "unsupported_dtype"
             )
-    return list(dict.fromkeys(given))
+    return list(dict.fromkeys(names))
 
 
 def _items(body: fields.Body, limit: int) -> tuple[str, tuple[Item, ...]]:
@@ -87,12 +87,12 @@ def _items(body: fields.Body, limit: int) -> tuple[str, tuple[Item, ...]]:
         raise InvalidInput(message, reason="schema" if names else "empty_items", param="texts")
     name = names[0]
     if name == "inputs":
-        given = fields.inputs(body[name], name, limit)
-        return name, tuple(_parts(each, f"inputs[{index}]") for index, each in enumerate(given))
+        values = fields.inputs(body[name], name, limit)
+        return name, tuple(_parts(value, f"inputs[{index}]") for index, value in enumerate(values))
     if name == "texts":
         return name, fields.items(body[name], name, limit)
-    given = fields.inputs(body[name], name, limit)
-    return name, tuple(multimodal.image(each, f"images[{index}]") for index, each in enumerate(given))
+    values = fields.inputs(body[name], name, limit)
+    return name, tuple(multimodal.image(value, f"images[{index}]") for index, value in enumerate(values))
 
 
 def _parts(value: Any, path: str) -> Item:
@@ -129,15 +129,17 @@ def _answer(call: Call, finished: Finished, name: str, types: Sequence[str], ver
     parts.append((b"," if bare else b"},") + orjson.dumps(rest)[1:-1])
     late = finished.late(call.received_s, began_s)
     content = reply.chained(parts, lambda spent_s: b"," + orjson.dumps(late(spent_s))[1:])
-    return Answer(content, "application/json", finished.headers(finished.told))
+    return Answer(content, "application/json", finished.headers(finished.reported_times))
 
 
 def _shown(items: Sequence[Item]) -> dict[str, Any]:
-    """What the files say of all images, in order; nothing where one of them is of a format that is not known here."""
-    found = [header(file) for item in items for file in item.images]
-    if not found or None in found:
+    """Descriptions of all images by their files, in order; empty where one of them is of a format that is not known
+    here.
+    """
+    headers = [header(file) for item in items for file in item.images]
+    if not headers or None in headers:
         return {}
-    return {"images": [each._asdict() for each in found if each is not None]}
+    return {"images": [image._asdict() for image in headers if image is not None]}
 
 
 def _billed(finished: Finished) -> dict[str, int]:

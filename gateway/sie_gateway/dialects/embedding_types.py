@@ -30,9 +30,9 @@ def converted(vectors: Sequence[Array], kind: str) -> tuple[list[Any], dict[str,
     extras: dict[str, list[float]] = {}
     step = max(1, reply.PIECE_VALUES // vectors[0].size)
     for start in range(0, len(vectors), step):
-        codes, found = _CODES[kind](np.stack(vectors[start : start + step]))
+        codes, dtype = _CODES[kind](np.stack(vectors[start : start + step]))
         rows += list(codes)
-        for name, values in found.items():
+        for name, values in dtype.items():
             extras.setdefault(name, []).extend(values[:, 0].tolist())
     return rows, extras
 

@@ -78,15 +78,15 @@ def inputs(value: Any, name: str, limit: int) -> list[Any]:
 
 def items(value: Any, name: str, limit: int) -> tuple[Item, ...]:
     """The texts of a list."""
-    found = inputs(value, name, limit)
-    for index, each in enumerate(found):
-        if not isinstance(each, str):
-            raise refused(f"{name}[{index}]", each, "a string")
-    return tuple(Item(bodies.utf8(each, f"{name}[{index}]")) for index, each in enumerate(found))
+    values = inputs(value, name, limit)
+    for index, entry in enumerate(values):
+        if not isinstance(entry, str):
+            raise refused(f"{name}[{index}]", entry, "a string")
+    return tuple(Item(bodies.utf8(entry, f"{name}[{index}]")) for index, entry in enumerate(values))
 
 
 def priority(body: Body) -> Priority | None:
-    """What a number from 0 to 999 asks for."""
+    """Priority that a number from 0 to 999 stands for."""
     value = whole(body, "priority", 0, 999)
     return None if value is None else "interactive" if value < FIRST_BULK else "bulk"
 
@@ -105,7 +105,7 @@ def side(use: str, entry: ModelEntry) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def named(**names: str) -> Iterator[None]:
-    """What is wrong with a parameter of ours is told by the name that the family has for it."""
+    """Errors of our parameters carry the name that the family has for them."""
     try:
         yield
     except InvalidInput as error:

@@ -1,4 +1,4 @@
-"""What Infinity has of its own: `POST /classify`, the classes that a classifier gives each text, and who owns the
+"""Routes that only Infinity has: `POST /classify`, the classes that a classifier gives each text, and who owns the
 models of `GET /models`.
 
 Its other routes are those of OpenAI and Jina.
@@ -23,8 +23,8 @@ async def classify(inference: Inference, call: Call, raw: bytes) -> Answer:
     """`POST /classify`: all classes of each text, best first."""
     body = await decoding.decode(call, raw)
     resolved = able(inference, call, "predict", body.get("model"))
-    given = body.get("input")
-    items = fields.items([given] if isinstance(given, str) else given, "input", inference.max_items(call))
+    value = body.get("input")
+    items = fields.items([value] if isinstance(value, str) else value, "input", inference.max_items(call))
     params = {**fields.parameters(body, "truncate", "options"), "raw_scores": fields.flag(body, "raw_scores")}
     finished = await inference.run(call, Asked("extract", resolved, items, params))
     began_s = time.perf_counter()
@@ -37,4 +37,4 @@ async def classify(inference: Inference, call: Call, raw: bytes) -> Answer:
         **finished.shared(explain=call.explains),
     }
     data, content_type = reply.body_of(content, 0, msgpack=False, late=finished.late(call.received_s, began_s))
-    return Answer(data, content_type, finished.headers(finished.told))
+    return Answer(data, content_type, finished.headers(finished.reported_times))

@@ -14,9 +14,9 @@ from sie_gateway.inference import images
 from sie_gateway.inference.body import Item
 
 
-def pictured(text: str | None, given: Sequence[tuple[str, Any]], path: str) -> Item:
+def pictured(text: str | None, entries: Sequence[tuple[str, Any]], path: str) -> Item:
     """An input with the images at these places of it, each with its path. Raises InvalidInput."""
-    files, fault, links = images.gather(given, path)
+    files, fault, links = images.gather(entries, path)
     return Item(text, modalities=("image",), images=files, unfit=fault, links=links)
 
 
@@ -27,10 +27,10 @@ def image(value: Any, path: str) -> Item:
 
 def sound(value: Any, path: str) -> Item:
     """An input that is one sound."""
-    return _heard(Item(None), value, path)
+    return _with_audio(Item(None), value, path)
 
 
-def _heard(item: Item, value: Any, path: str) -> Item:
+def _with_audio(item: Item, value: Any, path: str) -> Item:
     """With the sound at this place of it. Raises InvalidInput."""
     file, fault = images.read_sound(value, path)
     return replace(item, modalities=(*item.modalities, "audio"), audio=file, unfit=item.unfit or fault)
@@ -41,7 +41,7 @@ def parts(value: Any, path: str) -> Item:
     if not isinstance(value, list) or not value:
         raise fields.refused(path, value, "a list of parts")
     texts: list[str] = []
-    found: list[tuple[str, Any]] = []
+    images: list[tuple[str, Any]] = []
     sounds: list[tuple[Any, str]] = []
     for index, part in enumerate(value):
         where = f"{path}[{index}]"
@@ -49,34 +49,34 @@ def parts(value: Any, path: str) -> Item:
         if kind == "text":
             texts.append(fields.text({f"{where}.text": part.get("text")}, f"{where}.text"))
         elif kind == "image_url":
-            found.append(address(part, where))
+            images.append(address(part, where))
         elif kind in ("input_audio", "audio_url") and not sounds:
             sounds.append(_sound(part, kind, where))
         else:
             raise fields.refused(f"{where}.type", kind, "text, image_url, or input_audio or audio_url once")
     text = "\n".join(texts) if texts else None
-    item = pictured(text, found, path) if found else Item(text)
-    return _heard(item, *sounds[0]) if sounds else item
+    item = pictured(text, images, path) if images else Item(text)
+    return _with_audio(item, *sounds[0]) if sounds else item
 
 
 def _sound(part: fields.Body, kind: str, path: str) -> tuple[Any, str]:
-    """What stands for the sound of a part, with its path."""
-    given, name = part.get(kind), "data" if kind == "input_audio" else "url"
-    return (given.get(name), f"{path}.{kind}.{name}") if isinstance(given, dict) else (given, f"{path}.{kind}")
+    """Value that stands for the sound of a part, with its path."""
+    source, name = part.get(kind), "data" if kind == "input_audio" else "url"
+    return (source.get(name), f"{path}.{kind}.{name}") if isinstance(source, dict) else (source, f"{path}.{kind}")
 
 
 def address(part: fields.Body, path: str) -> tuple[str, Any]:
-    """What stands for the address of an image, as the part of a list has it, with its path."""
-    given = part.get("image_url")
-    return (f"{path}.image_url.url", given.get("url")) if isinstance(given, dict) else (f"{path}.image_url", given)
+    """Value that stands for the address of an image, as the part of a list has it, with its path."""
+    value = part.get("image_url")
+    return (f"{path}.image_url.url", value.get("url")) if isinstance(value, dict) else (f"{path}.image_url", value)
 
 
 def item(value: fields.Body, path: str, *names: str) -> Item:
     """An input that is a map: a text, an image below one of these names, or both. Raises InvalidInput."""
     text = value.get("text")
-    found = [(f"{path}.{name}", value[name]) for name in names if value.get(name) is not None]
-    if not isinstance(text, str) and not (text is None and found):
+    images = [(f"{path}.{name}", value[name]) for name in names if value.get(name) is not None]
+    if not isinstance(text, str) and not (text is None and images):
         raise fields.refused(f"{path}.text", text, "a string")
     if text is not None:
         bodies.utf8(text, f"{path}.text")
-    return pictured(text, found, path) if found else Item(text)
+    return pictured(text, images, path) if images else Item(text)

@@ -27,7 +27,9 @@ async def infer(operation: Operation, inference: Inference, call: Call, raw: byt
     body = await decoding.decode(call, raw, msgpack=is_msgpack)
     items = await decoding.beside(raw, lambda: bodies.items(body, limit=inference.max_items(call)))
     query = bodies.query(body) if operation == "score" else None
-    format_ = reply.wanted(call.headers.get("accept", ""), body_is_msgpack=is_msgpack, raw=operation == "encode")
+    format_ = reply.requested_format(
+        call.headers.get("accept", ""), body_is_msgpack=is_msgpack, raw=operation == "encode"
+    )
     understood = inference.understand(call, Asked(operation, call.resolved, items, body, query))
     understood = understood.with_warnings(*bodies.ignored(items, query), *_other_model(body, call.resolved.requested))
     if format_ == "raw":
@@ -40,7 +42,7 @@ async def infer(operation: Operation, inference: Inference, call: Call, raw: byt
 
 
 def _other_model(body: Mapping[str, Any], requested: str) -> tuple[str, ...]:
-    """What is told of a body that names another model than the path."""
+    """Error message for a body that names another model than the path."""
     named = body.get("model")
     if named is None or (isinstance(named, str) and named.rpartition(":/")[2].casefold() == requested.casefold()):
         return ()
@@ -108,10 +110,10 @@ def _answer(call: Call, finished: Finished, *, msgpack: bool) -> Answer:
     if options.run.muvera is not None:
         content["muvera"] = msgspec.to_builtins(options.run.muvera)
 
-    def found(index: int) -> dict[str, Any]:
+    def slot_of(index: int) -> dict[str, Any]:
         return reply.extract_slot(index, items[index], finished.outcomes[index][1])
 
-    row = found if request.operation == "extract" else None
+    row = slot_of if request.operation == "extract" else None
     late = finished.late(call.received_s, began_s)
     data, content_type = reply.body_of(content, finished.values, msgpack=msgpack, row=row, late=late)
-    return Answer(data, content_type, finished.headers(finished.told))
+    return Answer(data, content_type, finished.headers(finished.reported_times))

@@ -47,7 +47,7 @@ async def embeddings(inference: Inference, call: Call, raw: bytes) -> Answer:
     kind, is_base64 = _type(body)
     encoding = _encoding(body, resolved.entry)
     items = await _items(body, encoding or DEFAULT_ENCODING, inference.max_items(call))
-    format_ = reply.wanted(call.headers.get("accept", ""), raw=True, msgpack=False)
+    format_ = reply.requested_format(call.headers.get("accept", ""), raw=True, msgpack=False)
     if format_ in ("raw", "arrow") and kind != "float":
         message = f"Accept: {format_} replies hold float32 here; /v1/encode gives them in other types"
         raise InvalidInput(message, reason="unsupported_dtype", param="Accept")
@@ -77,13 +77,13 @@ def _encoding(body: fields.Body, entry: ModelEntry) -> str:
 
 def _has_ids(body: fields.Body) -> bool:
     """Whether the inputs of a body that was read are token ids."""
-    given = body["input"]
-    return isinstance(given, list) and isinstance(given[0], int | list)
+    value = body["input"]
+    return isinstance(value, list) and isinstance(value[0], int | list)
 
 
 def _parameters(body: fields.Body, entry: ModelEntry) -> dict[str, Any]:
     """The parameters in our terms: those of OpenAI, ours, and what Jina and Voyage call otherwise."""
-    given = fields.parameters(
+    parameters = fields.parameters(
         body,
         "dimensions",
         "input_type",
@@ -101,16 +101,16 @@ def _parameters(body: fields.Body, entry: ModelEntry) -> dict[str, Any]:
                 reason="schema",
                 param=name,
             )
-    if given.get("dimensions") == 0:  # as Infinity's client says that it wants all of them
-        del given["dimensions"]
+    if parameters.get("dimensions") == 0:  # as Infinity's client says that it wants all of them
+        del parameters["dimensions"]
     width = fields.whole(body, "output_dimension", 1)
-    if width is not None and given.setdefault("dimensions", width) != width:
+    if width is not None and parameters.setdefault("dimensions", width) != width:
         raise fields.refused("output_dimension", width, "the value of dimensions, or none")
     if body.get("normalized") is not None:
-        given.setdefault("normalize", fields.flag(body, "normalized"))
+        parameters.setdefault("normalize", fields.flag(body, "normalized"))
     if body.get("task") is not None:
-        given = {**fields.side(fields.text(body, "task"), entry), **given}
-    return {**given, "output_types": ["dense"], "output_dtype": "float32"}
+        parameters = {**fields.side(fields.text(body, "task"), entry), **parameters}
+    return {**parameters, "output_types": ["dense"], "output_dtype": "float32"}
 
 
 def _type(body: fields.Body) -> tuple[str, bool]:
@@ -119,14 +119,14 @@ def _type(body: fields.Body) -> tuple[str, bool]:
     names = [name for name in ("embedding_type", "output_dtype") if body.get(name) is not None]
     if not names:
         return "float", is_base64
-    name, given = names[0], body[names[0]]
-    if isinstance(given, list) and len(given) == 1:
-        given = given[0]
-    if isinstance(given, list):
-        raise fields.refused(name, given, "one type; /v2/embed gives several at once", "unsupported_dtype")
-    kind = "float" if given == "float32" else given
+    name, text = names[0], body[names[0]]
+    if isinstance(text, list) and len(text) == 1:
+        text = text[0]
+    if isinstance(text, list):
+        raise fields.refused(name, text, "one type; /v2/embed gives several at once", "unsupported_dtype")
+    kind = "float" if text == "float32" else text
     if not isinstance(kind, str) or kind not in embedding_types.TYPES:
-        raise fields.refused(name, given, f"one of {', '.join(embedding_types.TYPES)}", "unsupported_dtype")
+        raise fields.refused(name, text, f"one of {', '.join(embedding_types.TYPES)}", "unsupported_dtype")
     return ("float", True) if kind == "base64" else (kind, is_base64)
 
 
@@ -138,43 +138,43 @@ async def _items(body: fields.Body, encoding: str, limit: int) -> tuple[Item, ..
 
     Jina has objects beside plain texts: `{"text": ...}` and `{"image": ...}`. Others have lists of parts.
     """
-    given = body.get("input")
-    if isinstance(given, dict):
-        given = [given]
+    value = body.get("input")
+    if isinstance(value, dict):
+        value = [value]
     modality = fields.choice(body, "modality", ("text", "image", "audio"), "text")
-    if isinstance(given, str):
+    if isinstance(value, str):
         if modality == "text":
-            _check_text(given, "input")
-        given = [given]
-    elif isinstance(given, list) and given and type(given[0]) is int:
-        given = [given]
-    inputs = fields.inputs(given, "input", limit)
+            _check_text(value, "input")
+        value = [value]
+    elif isinstance(value, list) and value and type(value[0]) is int:
+        value = [value]
+    inputs = fields.inputs(value, "input", limit)
     if modality != "text":
         read = _image if modality == "image" else _sound
-        return tuple(read(each, f"input[{index}]") for index, each in enumerate(inputs))
-    if any(type(each) is dict for each in inputs):
-        return tuple(_object(each, f"input[{index}]") for index, each in enumerate(inputs))
+        return tuple(read(entry, f"input[{index}]") for index, entry in enumerate(inputs))
+    if any(type(entry) is dict for entry in inputs):
+        return tuple(_object(entry, f"input[{index}]") for index, entry in enumerate(inputs))
     first = inputs[0]
     if not isinstance(first, str | list):
         raise fields.refused("input[0]", first, "a string, a list of token ids, or an object with text")
-    for index, each in enumerate(inputs):
+    for index, entry in enumerate(inputs):
         path = f"input[{index}]"
-        if isinstance(each, str) != isinstance(first, str) or not isinstance(each, str | list):
+        if isinstance(entry, str) != isinstance(first, str) or not isinstance(entry, str | list):
             raise fields.refused(
-                path, each, "a string as the first" if isinstance(first, str) else "a list of token ids as the first"
+                path, entry, "a string as the first" if isinstance(first, str) else "a list of token ids as the first"
             )
-        if isinstance(each, str):
-            _check_text(each, path)
+        if isinstance(entry, str):
+            _check_text(entry, path)
     if isinstance(first, str):
         return tuple(map(Item, inputs))
     total = sum(map(len, inputs))
     if total > MAX_TOKENS:
         raise _too_many(total)
-    ids = [bodies.token_ids(each, f"input[{index}]") for index, each in enumerate(inputs)]
+    ids = [bodies.token_ids(entry, f"input[{index}]") for index, entry in enumerate(inputs)]
     if encoding == "model":
-        return tuple(Item(None, tokens=each) for each in ids)
+        return tuple(Item(None, tokens=entry) for entry in ids)
     await asyncio.to_thread(vocabulary.load, encoding)  # kept from then on
-    return tuple(Item(vocabulary.decode(encoding, each, f"input[{index}]")) for index, each in enumerate(ids))
+    return tuple(Item(vocabulary.decode(encoding, entry, f"input[{index}]")) for index, entry in enumerate(ids))
 
 
 def _object(value: Any, path: str) -> Item:
@@ -278,4 +278,4 @@ def _answer(call: Call, finished: Finished, kind: str, *, is_base64: bool) -> An
         return b"]," + rest[1:-1] + b"," + orjson.dumps(late(spent_s))[1:]
 
     body = reply.listed(data, finished.values, b'{"object":"list","data":[', after)
-    return Answer(body, "application/json", finished.headers(finished.told))
+    return Answer(body, "application/json", finished.headers(finished.reported_times))

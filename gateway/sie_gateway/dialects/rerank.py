@@ -56,23 +56,23 @@ async def _rerank(inference: Inference, call: Call, body: fields.Body, *, versio
     document_tokens = fields.whole(body, "max_tokens_per_doc", 1, MAX_TOKENS_PER_DOC) or DEFAULT_TOKENS_PER_DOC
     is_raw = fields.flag(body, "raw_scores")
     parameters = cut | fields.parameters(body, "instruction", "truncate", "options")
-    asked = Asked("score", resolved, items, parameters, query, fields.priority(body))
+    infer_request = Asked("score", resolved, items, parameters, query, fields.priority(body))
     warnings = []
     if body.get("max_chunks_per_doc") is not None:
         warnings.append("max_chunks_per_doc: ignored, a document is read up to max_tokens_per_doc")
-    finished = await scored(inference, call, asked, raw=is_raw, document_tokens=document_tokens)
+    finished = await scored(inference, call, infer_request, raw=is_raw, document_tokens=document_tokens)
     return _answer(
         call, finished, version=version, root=root, count=count, with_documents=with_documents, warnings=warnings
     )
 
 
 def _documents(body: fields.Body, limit: int, *, reads_images: bool) -> tuple[Item, ...]:
-    given = fields.inputs(body.get("documents"), "documents", limit)
+    values = fields.inputs(body.get("documents"), "documents", limit)
     names = body.get("rank_fields")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise fields.refused("rank_fields", names, "a list of names of fields")
     return tuple(
-        _document(each, f"documents[{index}]", names, reads_images=reads_images) for index, each in enumerate(given)
+        _document(value, f"documents[{index}]", names, reads_images=reads_images) for index, value in enumerate(values)
     )
 
 
@@ -85,15 +85,15 @@ def _document(value: Any, path: str, names: list[str] | None, *, reads_images: b
     if not isinstance(value, dict):
         raise fields.refused(path, value, "a string or a map")
     if names:
-        found = [value[name] for name in names if value.get(name) is not None]
-        if not found:
+        fields_present = [value[name] for name in names if value.get(name) is not None]
+        if not fields_present:
             raise InvalidInput(
                 f"{path}: expected some of the rank_fields, got none of them", reason="empty_item", param=path
             )
-        for each in found:
-            if not isinstance(each, str | int | float) or isinstance(each, bool):
-                raise fields.refused(path, each, "strings or numbers in its rank_fields")
-        return Item(bodies.utf8("\n".join(map(str, found)), path))
+        for text in fields_present:
+            if not isinstance(text, str | int | float) or isinstance(text, bool):
+                raise fields.refused(path, text, "strings or numbers in its rank_fields")
+        return Item(bodies.utf8("\n".join(map(str, fields_present)), path))
     if isinstance(value.get("text"), str) and not reads_images:
         return multimodal.item(value, path)
     return multimodal.item(value, path, "image")
@@ -118,8 +118,8 @@ def _answer(
     if with_documents:  # an image is not repeated
         texts = (items[index].text for index in order)
         results = [
-            each if text is None else {**each, "document": text if root else {"text": text}}
-            for each, text in zip(ranked, texts, strict=True)
+            entry if text is None else {**entry, "document": text if root else {"text": text}}
+            for entry, text in zip(ranked, texts, strict=True)
         ]
     shared = finished.shared(explain=call.explains)
     if warnings:
@@ -140,4 +140,4 @@ def _answer(
         **({"data": ranked} if version == 1 else {}),  # what Voyage's client reads; it has the documents
     }
     data, content_type = reply.body_of(content, 0, msgpack=False, late=finished.late(call.received_s, began_s))
-    return Answer(data, content_type, finished.headers(finished.told))
+    return Answer(data, content_type, finished.headers(finished.reported_times))

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
 
 
-async def scored(inference: Inference, call: Call, asked: Asked, *, raw: bool, document_tokens: int = 0) -> Finished:
+async def scored(inference: Inference, call: Call, request: Asked, *, raw: bool, document_tokens: int = 0) -> Finished:
     """Run a score, from 0 to 1 unless `raw`. The worker maps it: only there it is known what a checkpoint's scores
     mean.
 
     Of a document at most `document_tokens` are read, 0: as many as there is room for.
     """
-    understood = inference.understand(call, asked)
+    understood = inference.understand(call, request)
     run = understood.options.run
     parameters = {**run.parameters, "raw_scores" if raw else "relevance": True}
     most = document_tokens if document_tokens < understood.resolved.entry.max_tokens else 0

@@ -1,5 +1,5 @@
-"""Which model answers a request that need not name one (contract 17.1): the named one, else the configured one, else
-the only one.
+"""Choice of the model for a request that need not name one (contract 17.1): the named one, else the configured one,
+else the only one.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def able(inference: Inference, call: Call, capability: Capability, named: Any = 
 
 
 def unable(resolved: Resolved, capability: Capability) -> InvalidInput:
-    """What to say of a model that a route is not for: where what it does is served."""
+    """Message for a model that the route does not serve: the routes that serve it."""
     verb = _VERBS[capability]
     routes = " and ".join(f"POST /v1/{task}/{resolved.requested}" for task in resolved.entry.tasks)
     message = f"{resolved.requested} {_MISSING[verb]}; what it does is at {routes}"

@@ -67,7 +67,7 @@ def _inputs(value: Any, most: int, name: str = "inputs") -> tuple[Item, ...]:
     """Texts or lists of token ids, or one of either."""
     if isinstance(value, str) or _is_ids(value):
         value = [value]
-    return tuple(_input(each, f"{name}[{index}]") for index, each in enumerate(_counted(value, most, name)))
+    return tuple(_input(entry, f"{name}[{index}]") for index, entry in enumerate(_counted(value, most, name)))
 
 
 def _counted(value: Any, most: int, name: str) -> list[Any]:
@@ -160,13 +160,13 @@ async def similarity(inference: Inference, call: Call, raw: bytes) -> Answer:
     """Cosine of one sentence with each of others."""
     body = await decoding.decode(call, raw)
     resolved = able(inference, call, "embed", body.get("model"))
-    given = body.get("inputs")
-    if not isinstance(given, dict):
-        raise fields.refused("inputs", given, "a map with source_sentence and sentences")
-    source = given.get("source_sentence")
+    value = body.get("inputs")
+    if not isinstance(value, dict):
+        raise fields.refused("inputs", value, "a map with source_sentence and sentences")
+    source = value.get("source_sentence")
     if not isinstance(source, str):
         raise fields.refused("inputs.source_sentence", source, "a string")
-    sentences = _texts(given.get("sentences"), inference.max_items(call), "inputs.sentences")
+    sentences = _texts(value.get("sentences"), inference.max_items(call), "inputs.sentences")
     parameters = body.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
         raise fields.refused("parameters", parameters, "a map or null")
@@ -185,8 +185,8 @@ async def rerank(inference: Inference, call: Call, raw: bytes) -> Answer:
         raise fields.refused("query", query, "a string")
     items = _texts(texts, inference.max_items(call), "texts")
     is_raw, with_text = fields.flag(body, "raw_scores", default=False), fields.flag(body, "return_text", default=False)
-    asked = Asked("score", resolved, items, _truncation(body), Item(bodies.utf8(query, "query")))
-    finished = await scored(inference, call, asked, raw=is_raw)
+    request = Asked("score", resolved, items, _truncation(body), Item(bodies.utf8(query, "query")))
+    finished = await scored(inference, call, request, raw=is_raw)
     scores = [outcome.score or 0.0 for _, outcome in finished.succeeded("texts")]
     order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
     return _answer(
@@ -203,17 +203,17 @@ async def predict(inference: Inference, call: Call, raw: bytes) -> Answer:
     """Classes of texts or pairs of texts: a list for one input, a list of lists for a batch."""
     body = await decoding.decode(call, raw)
     resolved = able(inference, call, "predict", body.get("model"))
-    given = body.get("inputs")
-    is_single = isinstance(given, str) or (
-        isinstance(given, list) and 0 < len(given) <= 2 and all(isinstance(each, str) for each in given)
+    value = body.get("inputs")
+    is_single = isinstance(value, str) or (
+        isinstance(value, list) and 0 < len(value) <= 2 and all(isinstance(entry, str) for entry in value)
     )
-    batch = [[given] if isinstance(given, str) else given] if is_single else given
+    batch = [[value] if isinstance(value, str) else value] if is_single else value
     items = []
-    for index, each in enumerate(_counted(batch, inference.max_items(call), "inputs")):
+    for index, entry in enumerate(_counted(batch, inference.max_items(call), "inputs")):
         path = f"inputs[{index}]"
-        pair = [each] if isinstance(each, str) else each
+        pair = [entry] if isinstance(entry, str) else entry
         if not isinstance(pair, list) or not 1 <= len(pair) <= 2 or not all(isinstance(text, str) for text in pair):
-            raise fields.refused(path, each, "a text, or a list of one text or of two")
+            raise fields.refused(path, entry, "a text, or a list of one text or of two")
         texts = [bodies.utf8(text, path) for text in pair]
         items.append(Item(texts[0], pair=texts[1] if len(texts) == 2 else None))
     params = {
@@ -221,42 +221,44 @@ async def predict(inference: Inference, call: Call, raw: bytes) -> Answer:
         "options": {"raw_scores": fields.flag(body, "raw_scores", default=False)},
     }
     finished = await inference.run(call, Asked("extract", resolved, tuple(items), params))
-    found = classes(finished, "inputs")
-    return _answer(call, finished, found[0] if is_single else found)
+    predictions = classes(finished, "inputs")
+    return _answer(call, finished, predictions[0] if is_single else predictions)
 
 
 def classes(finished: Finished, name: str) -> list[list[dict[str, Any]]]:
     """The classes of each input, best first. Raises FailedRequest."""
-    found: list[list[dict[str, Any]]] = []
+    predictions: list[list[dict[str, Any]]] = []
     for _, outcome in finished.succeeded(name):
-        given = (outcome.data or {})["classifications"]
-        found.append([{"score": each["score"], "label": each["label"]} for each in given])
-    return found
+        classifications = (outcome.data or {})["classifications"]
+        predictions.append([{"score": label["score"], "label": label["label"]} for label in classifications])
+    return predictions
 
 
 async def tokenize(inference: Inference, call: Call, raw: bytes) -> Answer:
     """The tokens of texts: ids, texts, and where they begin and end in the bytes of the text."""
     body = await decoding.decode(call, raw)
-    given = body.get("inputs")
-    items = _texts([given] if isinstance(given, str) else given, inference.max_items(call), "inputs")
+    value = body.get("inputs")
+    items = _texts([value] if isinstance(value, str) else value, inference.max_items(call), "inputs")
     resolved = model_for(inference, call, "embed", body.get("model"))
     template = _template(body, resolved.entry)
     run = options.tokenizing(*template, add_special_tokens=fields.flag(body, "add_special_tokens", default=True))
     finished = await inference.run(call, Asked("tokenize", resolved, items, {}, run=run))
-    told = [outcome.data or {} for _, outcome in finished.succeeded("inputs")]
-    return _answer(call, finished, reply.listed(told, MAP_VALUES * sum(len(each["ids"]) for each in told), row=_tokens))
+    replies = [outcome.data or {} for _, outcome in finished.succeeded("inputs")]
+    return _answer(
+        call, finished, reply.listed(replies, MAP_VALUES * sum(len(entry["ids"]) for entry in replies), row=_tokens)
+    )
 
 
 _TOKEN = {"id": "ids", "text": "texts", "special": "special", "start": "starts", "stop": "stops"}
 
 
-def _tokens(told: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    columns = zip(*(told[column] for column in _TOKEN.values()), strict=True)
+def _tokens(tokens: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    columns = zip(*(tokens[column] for column in _TOKEN.values()), strict=True)
     return [dict(zip(_TOKEN, values, strict=True)) for values in columns]
 
 
 def _template(body: Mapping[str, Any], entry: ModelEntry) -> tuple[str, str]:
-    """What the prompt puts before and behind a text."""
+    """Text that the prompt puts before and behind an input."""
     if body.get("prompt_name") is None:
         return "", ""
     before, _, after = options.prompt_template(entry, "prompt_name", body["prompt_name"]).partition("{text}")
@@ -266,10 +268,10 @@ def _template(body: Mapping[str, Any], entry: ModelEntry) -> tuple[str, str]:
 async def decode(inference: Inference, call: Call, raw: bytes) -> Answer:
     """The texts of token ids."""
     body = await decoding.decode(call, raw)
-    given = body.get("ids")
-    batch = [given] if _is_ids(given) else given
+    value = body.get("ids")
+    batch = [value] if _is_ids(value) else value
     lists = _counted(batch, inference.max_items(call), "ids")
-    items = tuple(Item(None, tokens=bodies.token_ids(each, f"ids[{index}]")) for index, each in enumerate(lists))
+    items = tuple(Item(None, tokens=bodies.token_ids(ids, f"ids[{index}]")) for index, ids in enumerate(lists))
     resolved = model_for(inference, call, "embed", body.get("model"))
     run = options.decoding(skip_special_tokens=fields.flag(body, "skip_special_tokens", default=True))
     finished = await inference.run(call, Asked("decode", resolved, items, {}, run=run))
@@ -279,8 +281,8 @@ async def decode(inference: Inference, call: Call, raw: bytes) -> Answer:
 async def main_task(inference: Inference, call: Call, raw: bytes) -> Answer:
     """`POST /`: what the model is for. A source sentence asks for similarities."""
     body = await decoding.decode(call, raw)
-    given = body.get("inputs")
-    if isinstance(given, dict) and "source_sentence" in given:
+    value = body.get("inputs")
+    if isinstance(value, dict) and "source_sentence" in value:
         return await similarity(inference, call, raw)
     resolved = model_for(inference, call, "embed", body.get("model"))
     entry = resolved.entry
@@ -296,7 +298,7 @@ async def main_task(inference: Inference, call: Call, raw: bytes) -> Answer:
 
 
 async def info(inference: Inference, call: Call, raw: bytes) -> Answer:
-    """What serves, in the words of TEI's /info."""
+    """Description of the server in the words of TEI's /info."""
     resolved = model_for(inference, call, "embed")
     entry, workers = resolved.entry, inference.workers_of(resolved.bundle)
     loaded = (status for beat in workers for status in beat.models if status.model == resolved.residency)

@@ -37,9 +37,9 @@ OWN_IDS = "for ids of the model's own tokenizer set token_encoding, or openai_to
 
 
 def path(name: str) -> Path | None:
-    """Where the vocabulary lies, gzipped; None if the package is not installed."""
-    found = importlib.util.find_spec(_PACKAGE)
-    file = Path(found.origin).parent / "data" / f"{name}.tiktoken.gz" if found and found.origin else None
+    """Path of the vocabulary, gzipped; None if the package is not installed."""
+    spec = importlib.util.find_spec(_PACKAGE)
+    file = Path(spec.origin).parent / "data" / f"{name}.tiktoken.gz" if spec and spec.origin else None
     return file if file and file.is_file() else None
 
 

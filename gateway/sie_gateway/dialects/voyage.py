@@ -1,5 +1,5 @@
-"""What Voyage has of its own on the routes that it shares with OpenAI and Jina: `truncation`, and errors whose `detail`
-is a text.
+"""Fields and errors that only Voyage has on the routes that it shares with OpenAI and Jina: `truncation`, and errors
+whose `detail` is a text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _SHAPE = family("voyage")
 
 
 def truncation(call: Call, body: fields.Body) -> dict[str, Any]:
-    """What `truncation` means in our terms, nothing where `truncate` says it. Its client always sends it: errors have
+    """Parameters that `truncation` stands for, empty where `truncate` says it. Its client always sends it: errors have
     its shape then.
     """
     if body.get("truncation") is None:

@@ -1,4 +1,4 @@
-"""Which reservation has which worker. Pure functions; the gateways that compute from equal inputs write the same.
+"""Assignment of workers to reservations. Pure functions; the gateways that compute from equal inputs write the same.
 
 reservations, oldest first ──► each keeps the workers it has ──► what lacks some gets them if there are enough of them
 at once
@@ -32,7 +32,7 @@ class Candidate:
     busy: int = 0
 
     @classmethod
-    def of(cls, beat: Heartbeat) -> Candidate:
+    def from_heartbeat(cls, beat: Heartbeat) -> Candidate:
         loaded = frozenset(status.model for status in beat.models if status.state == "loaded")
         return cls(beat.machine_profile, beat.bundle, max(1, beat.gpu_count), loaded, beat.held_cost)
 
@@ -41,14 +41,14 @@ class Candidate:
 
 
 def lacking(spec: PoolSpec, held: Iterable[Candidate]) -> tuple[dict[str, int], int]:
-    """What a reservation with these workers lacks: GPUs by machine profile, and workers up to its minimum. Both empty
+    """Shortage of a reservation with these workers: GPUs by machine profile, and workers up to its minimum. Both empty
     when it is met.
     """
     gpus, count = Counter[str](), 0
     for worker in held:
         gpus[worker.machine_profile] += worker.gpus
         count += 1
-    short = {profile: wanted - gpus[profile] for profile, wanted in spec.gpus.items() if gpus[profile] < wanted}
+    short = {profile: needed - gpus[profile] for profile, needed in spec.gpus.items() if gpus[profile] < needed}
     return short, max(0, spec.minimum_worker_count - count)
 
 
@@ -67,20 +67,20 @@ def assign(
     there, so that none holds workers idle that others could use, and two never wait for each other's half. The older
     comes first. Of each bundle one worker stays for everybody, unless a reservation may take the last one.
     """
-    order = sorted(reservations, key=lambda each: (each.created_s, each.spec.name))
-    found: dict[str, str] = {}
-    for each in order:
-        kept = (
+    order = sorted(reservations, key=lambda reservation: (reservation.created_s, reservation.spec.name))
+    assigned: dict[str, str] = {}
+    for reservation in order:
+        retained = (
             name
             for name, pool in before.items()
-            if pool == each.spec.name and name in workers and workers[name].fits(each.spec)
+            if pool == reservation.spec.name and name in workers and workers[name].fits(reservation.spec)
         )
-        found.update(dict.fromkeys(kept, each.spec.name))
-    for each in order:
-        held = [workers[name] for name, pool in found.items() if pool == each.spec.name]
-        addition = _addition(each.spec, held, workers, found, takes_last=each.takes_last)
-        found.update(dict.fromkeys(addition, each.spec.name))
-    return found
+        assigned.update(dict.fromkeys(retained, reservation.spec.name))
+    for reservation in order:
+        held = [workers[name] for name, pool in assigned.items() if pool == reservation.spec.name]
+        addition = _addition(reservation.spec, held, workers, assigned, takes_last=reservation.takes_last)
+        assigned.update(dict.fromkeys(addition, reservation.spec.name))
+    return assigned
 
 
 def is_held_back(reservation: Reservation, workers: Mapping[str, Candidate], assigned: Mapping[str, str]) -> bool:
@@ -98,7 +98,7 @@ def _addition(
     spec: PoolSpec,
     held: Sequence[Candidate],
     workers: Mapping[str, Candidate],
-    taken: Mapping[str, str],
+    assigned: Mapping[str, str],
     *,
     takes_last: bool,
 ) -> list[str]:
@@ -106,10 +106,10 @@ def _addition(
     then idle ones.
     """
     short, count = lacking(spec, held)
-    free = [name for name, worker in workers.items() if name not in taken and worker.fits(spec)]
+    free = [name for name, worker in workers.items() if name not in assigned and worker.fits(spec)]
     free.sort(key=lambda name: (-len(workers[name].models.intersection(spec.pinned_models)), workers[name].busy, name))
     if not takes_last:
-        free = _without_last(free, workers, taken)
+        free = _without_last(free, workers, assigned)
     chosen = []
     for name in free:
         profile = workers[name].machine_profile
@@ -121,32 +121,34 @@ def _addition(
     return [*chosen, *more] if complete else []
 
 
-def _without_last(free: Sequence[str], workers: Mapping[str, Candidate], taken: Mapping[str, str]) -> list[str]:
+def _without_last(free: Sequence[str], workers: Mapping[str, Candidate], assigned: Mapping[str, str]) -> list[str]:
     """`free` less the last one of each bundle of which nobody else is left for everybody."""
-    stays = {worker.bundle for name, worker in workers.items() if name not in taken and name not in free}
-    kept = []
+    stays = {worker.bundle for name, worker in workers.items() if name not in assigned and name not in free}
+    remaining = []
     for name in reversed(free):
         if workers[name].bundle in stays:
-            kept.append(name)
+            remaining.append(name)
         stays.add(workers[name].bundle)
-    return kept[::-1]
+    return remaining[::-1]
 
 
-def asked(spec: PoolSpec, held: Sequence[Candidate], gpus_each: Mapping[str, int]) -> Counter[tuple[str, str]]:
+def requested_workers(
+    spec: PoolSpec, held: Sequence[Candidate], gpus_each: Mapping[str, int]
+) -> Counter[tuple[str, str]]:
     """How many workers a reservation asks for, by machine profile and bundle: those that it has, and those that it
     lacks.
 
     `gpus_each`: what one worker of a machine profile brings, where that is known and not 1.
     """
-    found = Counter((worker.machine_profile, worker.bundle) for worker in held)
+    counts = Counter((worker.machine_profile, worker.bundle) for worker in held)
     short, count = lacking(spec, held)
     bundle = spec.bundle or DEFAULT_BUNDLE
     more = {profile: math.ceil(gpus / gpus_each.get(profile, 1)) for profile, gpus in short.items()}
     first = min(spec.gpus)
     more[first] = more.get(first, 0) + max(0, count - sum(more.values()))
     for profile, workers in more.items():
-        found[profile, bundle] += workers
-    return +found
+        counts[profile, bundle] += workers
+    return +counts
 
 
 def assigned(worker: str, workers: Iterable[Heartbeat], reserved: Mapping[str, str]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What a model must be able to do for a route, by the route's endpoint."""
+"""Capabilities that a route needs of a model, by the route's endpoint."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from sie_contracts.models.entries import ModelEntry, classifies
 Able = Callable[[ModelEntry], bool]
 
 
-def anything(_: ModelEntry) -> bool:
-    """Of routes that every model may answer."""
+def any_model(_: ModelEntry) -> bool:
+    """Accept any model: for routes that every model may answer."""
     return True
 
 

@@ -67,11 +67,11 @@ class DemandRecords:
             self._noted[lane] = now_s
             self._wake.set()
 
-    def forget(self, pool: str) -> None:
+    def drop_pool(self, pool: str) -> None:
         """The pool is there no more. What was written of it goes with its age."""
-        for known in (self._noted, self._written):
-            for lane in [lane for lane in known if lane.pool == pool]:
-                del known[lane]
+        for entries in (self._noted, self._written):
+            for lane in [lane for lane in entries if lane.pool == pool]:
+                del entries[lane]
 
     def pending(self) -> set[Lane]:
         """Lanes that this gateway noted within the life of a record."""
@@ -140,7 +140,7 @@ class ColdStarts:
         self._starts: dict[Lane, _Start] = {}  # lanes are those of the catalogue and the machine profiles
         self._took_s: dict[Lane, float] = {}
 
-    def asked(self, lane: Lane) -> None:
+    def requested(self, lane: Lane) -> None:
         """A request came for what no worker of the lane has loaded."""
         self._demand.note(lane)
         now_s = self._clock()
@@ -153,11 +153,11 @@ class ColdStarts:
         else:
             self._starts.setdefault(lane, _Start(now_s)).last_s = now_s
 
-    def forget(self, pool: str) -> None:
+    def drop_pool(self, pool: str) -> None:
         """The pool is there no more."""
-        for known in (self._starts, self._took_s):
-            for lane in [lane for lane in known if lane.pool == pool]:
-                del known[lane]
+        for entries in (self._starts, self._took_s):
+            for lane in [lane for lane in entries if lane.pool == pool]:
+                del entries[lane]
 
     def check(self, lane: Lane, residency: str) -> bool:
         """From the end of a hold: whether a worker has it loaded. False: one may soon begin to. Raises ModelLoading,
@@ -165,7 +165,7 @@ class ColdStarts:
         """
         if self._fleet.hosts(lane, residency):
             return True
-        self.asked(lane)
+        self.requested(lane)
         left_s = self._fleet.loading_left_s(lane, residency)
         if left_s is not None:
             raise ModelLoading(

@@ -64,13 +64,13 @@ class Lag:
         trouble = Trouble(_logger, "the age of the queue is not known")
         while not await stop.wait_for(EVERY_S):
             try:
-                await self.look()
+                await self.refresh()
                 trouble.passed()
             except BrokerError as error:
                 self._lanes, self._models, self.is_known = {}, {}, False
                 trouble.met(error)
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         """Raises BrokerError."""
         if not self._queue.connected:
             raise BrokerUnavailable("no connection to the broker")
@@ -78,12 +78,12 @@ class Lag:
         models: dict[Labels, Waiting] = {}
         pools = sorted(self._pools)
         self._known = {lane: None for lane in self._known if lane.pool in pools}
-        found = {pool: counts for pool in pools if (counts := self._backlog.by_subject(pool)) is not None}
-        for pool, counts in found.items():
-            await self._look(pool, counts, lanes, models)
-        self._lanes, self._models, self.is_known = lanes, models, bool(found)
+        counted = {pool: counts for pool in pools if (counts := self._backlog.by_subject(pool)) is not None}
+        for pool, counts in counted.items():
+            await self._refresh_pool(pool, counts, lanes, models)
+        self._lanes, self._models, self.is_known = lanes, models, bool(counted)
 
-    async def _look(
+    async def _refresh_pool(
         self, pool: str, counts: Mapping[str, int], lanes: dict[Labels, Waiting], models: dict[Labels, Waiting]
     ) -> None:
         busy: dict[Lane, int] = {}
@@ -91,28 +91,32 @@ class Lag:
             lane = lane_of(subject)
             busy[lane] = busy.get(lane, 0) + count
         self._known |= dict.fromkeys(sorted(busy, key=busy.__getitem__, reverse=True))
-        told = [lane for lane in (*sorted(busy, key=busy.__getitem__, reverse=True), *self._known) if lane.pool == pool]
-        asked: list[
+        reported = [
+            lane for lane in (*sorted(busy, key=busy.__getitem__, reverse=True), *self._known) if lane.pool == pool
+        ]
+        questions: list[
             tuple[str, Labels | None]
         ] = []  # a filter, with the labels of a lane and priority, None of a subject
-        for lane in list(dict.fromkeys(told))[:MAX_LANES]:
+        for lane in list(dict.fromkeys(reported))[:MAX_LANES]:
             for priority in PRIORITIES:
                 labels = lane.pool, lane.machine_profile, lane.bundle, priority
                 count = self._backlog.messages(lane, priority) or 0
                 lanes[labels] = Waiting(count)
                 if count:
-                    asked.append((topology.lane_filter(lane, priority), labels))
-        asked += [(subject, None) for subject in sorted(counts, key=counts.__getitem__, reverse=True)[:MAX_SUBJECTS]]
-        answers = await self._backlog.oldest(pool, [each for each, _ in asked])
-        seen: set[str] = set()
-        for (_, of_lane), first in zip(asked, answers, strict=True):
+                    questions.append((topology.lane_filter(lane, priority), labels))
+        questions += [
+            (subject, None) for subject in sorted(counts, key=counts.__getitem__, reverse=True)[:MAX_SUBJECTS]
+        ]
+        answers = await self._backlog.oldest(pool, [question for question, _ in questions])
+        answered: set[str] = set()
+        for (_, of_lane), first in zip(questions, answers, strict=True):
             if first is None:  # it was answered meanwhile
                 continue
             oldest_s = self._age_s(first)
             if of_lane is not None:
                 lanes[of_lane] = Waiting(lanes[of_lane].count, oldest_s)
-            if first.subject not in seen and (model := _model_of(first)) is not None:
-                seen.add(first.subject)
+            if first.subject not in answered and (model := _model_of(first)) is not None:
+                answered.add(first.subject)
                 lane = lane_of(first.subject)
                 of_model = model, lane.pool, lane.machine_profile, lane.bundle, first.subject.split(".")[5]
                 before = models.get(of_model, Waiting(0))  # by the other way that it may take
@@ -128,11 +132,11 @@ def lane_of(subject: str) -> Lane:
 
 
 def _untoken(token: str) -> str:
-    return _ESCAPED.sub(lambda found: bytes.fromhex(found[0].replace("_", "")).decode(errors="replace"), token)
+    return _ESCAPED.sub(lambda match: bytes.fromhex(match[0].replace("_", "")).decode(errors="replace"), token)
 
 
 def _model_of(stored: Stored) -> str | None:
-    """None of a message that nobody can read."""
+    """Model of a message, None if it cannot be read."""
     try:
         return messages.decode_work(stored.data).model
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""Which workers live, by their own heartbeats, and where a request goes: the choice of a lane."""
+"""Live workers, by their heartbeats, and the way of a request: the choice of a lane."""
 
 from __future__ import annotations
 
@@ -36,14 +36,16 @@ def worker_rate(beats: Iterable[Heartbeat]) -> float:
     in larger or smaller batches, would make full workers look half empty or the reverse. Where nobody works it is their
     mean.
     """
-    known = [(beat.rate, sum(status.cost_rate for status in beat.models)) for beat in beats]
-    return mean_rate(np.array([rate for rate, _ in known]), np.array([arriving for _, arriving in known]))
+    rates = [(beat.rate, sum(status.cost_rate for status in beat.models)) for beat in beats]
+    return mean_rate(np.array([rate for rate, _ in rates]), np.array([arriving for _, arriving in rates]))
 
 
 def mean_rate(rates: NDArray[np.float64], arriving: NDArray[np.float64]) -> float:
-    """As `worker_rate`, of each worker's rate and of what comes in there, tokens a second, shape (workers,) each."""
-    known = rates > 0
-    rates, arriving = rates[known], arriving[known]
+    """Compute `worker_rate` for arrays: each worker's rate and of what comes in there, tokens a second, shape
+    (workers,) each.
+    """
+    is_measured = rates > 0
+    rates, arriving = rates[is_measured], arriving[is_measured]
     busy = (arriving / rates).sum()
     if busy > 0:
         return float(arriving.sum() / busy)
@@ -140,12 +142,12 @@ class Fleet:
             name, (seen_s, _) = next(iter(self._seen.items()))
             if now_s - seen_s < 10 * self._timeout_s:
                 break
-            self._forget(name)
+            self._discard(name)
         before = self._loading_s.get(worker, {})
         loading = {
             status.model: before.get(status.model, now_s) for status in heartbeat.models if status.state == "loading"
         }
-        self._forget(worker)
+        self._discard(worker)
         self._seen[worker] = (now_s, heartbeat)
         if loading:
             self._loading_s[worker] = loading
@@ -157,7 +159,7 @@ class Fleet:
         for listener in self.listeners:
             listener()
 
-    def _forget(self, worker: str) -> None:
+    def _discard(self, worker: str) -> None:
         entry = self._seen.pop(worker, None)
         if entry is None:
             return
@@ -193,7 +195,7 @@ class Fleet:
                 del self._served[beat.pool, beat.bundle]
 
     def _expire(self) -> None:
-        """Those whose heartbeat is overdue are not healthy any more."""
+        """Mark workers with an overdue heartbeat as unhealthy."""
         now_s = self._clock()
         while self._healthy:
             worker = next(iter(self._healthy))
@@ -222,39 +224,39 @@ class Fleet:
     def lanes(self) -> dict[Lane, list[Heartbeat]]:
         """The healthy workers of each lane that has one."""
         self._expire()
-        return {lane: found.all() for lane, found in self._lanes.items()}
+        return {lane: entry.all() for lane, entry in self._lanes.items()}
 
     def silent(self) -> dict[Lane, list[Heartbeat]]:
         """The workers whose heartbeat is overdue and was the last of a healthy one, by lane."""
         self._expire()
-        found: dict[Lane, list[Heartbeat]] = {}
+        silent: dict[Lane, list[Heartbeat]] = {}
         for name, (_, beat) in self._seen.items():
             if name not in self._healthy and beat.ready and not beat.leaving:
-                found.setdefault(Lane(beat.pool, beat.machine_profile, beat.bundle), []).append(beat)
-        return found
+                silent.setdefault(Lane(beat.pool, beat.machine_profile, beat.bundle), []).append(beat)
+        return silent
 
-    def known(self) -> Collection[str]:
+    def worker_names(self) -> Collection[str]:
         """The ids of all known workers."""
         return self._seen.keys()
 
     def of_lane(self, lane: Lane) -> list[Heartbeat]:
         """The healthy workers of a lane, by name."""
         self._expire()
-        found = self._lanes.get(lane)
-        return found.all() if found is not None else []
+        entry = self._lanes.get(lane)
+        return entry.all() if entry is not None else []
 
     def hosts(self, lane: Lane, residency: str) -> list[Heartbeat]:
         """The healthy workers of a lane that have the model loaded, by name."""
         self._expire()
-        found = self._lanes.get(lane)
-        return [found.beats[name] for name in sorted(found.loaded.get(residency, ()))] if found is not None else []
+        entry = self._lanes.get(lane)
+        return [entry.beats[name] for name in sorted(entry.loaded.get(residency, ()))] if entry is not None else []
 
     def crossover_tokens(self, residency: str) -> int:
         """The crossover length of a model (`costs`), as a worker that has it loaded tells; 0 while none does."""
         return max((status.crossover_tokens for status in self._statuses.get(residency, {}).values()), default=0)
 
     def image_cost(self, residency: str) -> ImageCost:
-        """What an image costs a model, as a worker that has it loaded tells."""
+        """Cost of an image for a model, as a worker that has it loaded tells."""
         statuses = self._statuses.get(residency, {}).values()
         tokens = max((status.image_tokens for status in statuses), default=0)
         vectors = max((status.image_vectors for status in statuses), default=0)
@@ -268,18 +270,18 @@ class Fleet:
         loading.
         """
         self._expire()
-        found = self._lanes.get(lane)
-        if found is None:
+        entry = self._lanes.get(lane)
+        if entry is None:
             return None
         statuses = self._statuses.get(residency, {})
         since = [
             self._loading_s[name][residency]
-            for name, each in statuses.items()
-            if each.state == "loading" and name in found.beats
+            for name, status in statuses.items()
+            if status.state == "loading" and name in entry.beats
         ]
-        if not since and not found.unloading:
+        if not since and not entry.unloading:
             return None
-        took_s = max((each.load_s for each in statuses.values() if each.load_s), default=USUAL_LOAD_S)
+        took_s = max((status.load_s for status in statuses.values() if status.load_s), default=USUAL_LOAD_S)
         return max(1.0, took_s - (self._clock() - min(since)) if since else took_s)
 
     def lane(self, resolved: Resolved, *, pool: str, machine_profile: str, known_pools: Iterable[str]) -> Lane:
@@ -314,10 +316,10 @@ class Fleet:
         self._expire()
         serving = self._served.get((pool, bundle), {})
         if machine_profile:
-            wanted = _configured(machine_profile, configured) if configured else machine_profile
+            requested = _configured(machine_profile, configured) if configured else machine_profile
             types = {profile: of_lane.types for profile, of_lane in serving.items()}
-            found = _named(wanted, types, self._with(serving, resolved.residency))
-            machine_profile = found or (wanted if configured else self._awaited(wanted, pool, bundle))
+            match = _named(requested, types, self._with(serving, resolved.residency))
+            machine_profile = match or (requested if configured else self._awaited(requested, pool, bundle))
             if not _permits(resolved, machine_profile):
                 raise _excluded(resolved, "X-SIE-MACHINE-PROFILE", f"not on {machine_profile}")
             return Lane(pool, machine_profile, bundle)
@@ -327,7 +329,7 @@ class Fleet:
             if not order:
                 there = f"this {'pool' if spec else 'gateway'} has {', '.join(configured)}"
                 raise _excluded(resolved, "X-SIE-Pool" if spec else "model", there)
-            serving = {name: each for name, each in serving.items() if _permits(resolved, name)}
+            serving = {name: workers for name, workers in serving.items() if _permits(resolved, name)}
         elif default in order and bundle == bundling.DEFAULT:
             return Lane(pool, default, bundle)
         ranks = {name: rank for rank, name in enumerate(order)}
@@ -341,33 +343,35 @@ class Fleet:
         """The machine profiles of which a worker has the model loaded."""
         return [name for name, of_lane in serving.items() if residency in of_lane.loaded]
 
-    def _awaited(self, wanted: str, pool: str, bundle: str) -> str:
+    def _awaited(self, requested: str, pool: str, bundle: str) -> str:
         """The machine profile whose lane a request waits in, none of whose workers is ready: one that was heard of, or
         this installation's own. Raises NotFound, Provisioning.
         """
-        known: dict[str, Counter[str]] = {self._settings.profile: Counter([gpu_type(self._settings.gpu_type or "")])}
+        types: dict[str, Counter[str]] = {self._settings.profile: Counter([gpu_type(self._settings.gpu_type or "")])}
         serving = self._served.get((pool, bundle), {})
         for _, beat in self._seen.values():
             if (beat.pool, beat.bundle) == (pool, bundle):
-                known.setdefault(beat.machine_profile, Counter())[_type(beat)] += 1
-        if (found := _named(wanted, known, ())) is not None and found not in serving:
-            return found
+                types.setdefault(beat.machine_profile, Counter())[_type(beat)] += 1
+        if (profile := _named(requested, types, ())) is not None and profile not in serving:
+            return profile
         there = sorted({*serving, *(kind for of_lane in serving.values() for kind in of_lane.types if kind)})
-        extras: dict[str, Any] = {"status": "gpu_not_configured", "gpu": wanted[:60], "configured_gpu_types": there}
+        extras: dict[str, Any] = {"status": "gpu_not_configured", "gpu": requested[:60], "configured_gpu_types": there}
         if there:
-            why = f"no worker is {wanted[:60]!r}"
-            if mixed := [name for name, of_lane in serving.items() if gpu_type(wanted) in of_lane.types]:
+            why = f"no worker is {requested[:60]!r}"
+            if mixed := [name for name, of_lane in serving.items() if gpu_type(requested) in of_lane.types]:
                 why = f"the workers of {mixed[0]} are of several types: give each type a SIE_MACHINE_PROFILE of its own"
             message = f"X-SIE-MACHINE-PROFILE: {why}; there are {', '.join(there)}"
             raise NotFound(message, reason="gpu_not_found", param="X-SIE-MACHINE-PROFILE", extras=extras)
-        message = f"no worker is ready yet, so none is {wanted[:60]!r}"
+        message = f"no worker is ready yet, so none is {requested[:60]!r}"
         waited = {"status": "provisioning", "bundle": bundle, "estimated_wait_s": USUAL_LOAD_S, "message": message}
         raise Provisioning(message, param="X-SIE-MACHINE-PROFILE", extras={**extras, **waited})
 
     def model(self, model: str) -> tuple[str, list[tuple[Heartbeat, ModelStatus]]]:
         """The state of a model over all healthy workers, and what each reports of it, by worker."""
         self._expire()
-        reports = [(self._healthy[name], each) for name, each in sorted(self._reports(model)) if name in self._healthy]
+        reports = [
+            (self._healthy[name], report) for name, report in sorted(self._reports(model)) if name in self._healthy
+        ]
         present = {status.state for _, status in reports}
         return next((state for state in STATES if state in present), "available"), reports
 
@@ -377,26 +381,26 @@ class Fleet:
     def downloads(self, model: str) -> list[tuple[str, Fetched]]:
         """The workers to whose disk the weights of a model are on their way, ready or not, and how far they are."""
         return [
-            (name, each.fetched)
-            for name, each in sorted(self._reports(model))
-            if each.fetched is not None and self.is_heard(name)
+            (name, status.fetched)
+            for name, status in sorted(self._reports(model))
+            if status.fetched is not None and self.is_heard(name)
         ]
 
 
 def _type(beat: Heartbeat) -> str:
-    """Of the worker's GPU, `cpu` of one without."""
+    """Name of the worker's GPU, `cpu` without one."""
     return gpu_type(beat.gpu) or beat.device.partition(":")[0]
 
 
-def _named(wanted: str, known: Mapping[str, Mapping[str, int]], preferred: Iterable[str]) -> str | None:
-    """The machine profile of `known` (with its workers by type) that a request means: by name, its spot kind, or the
+def _named(requested: str, profiles: Mapping[str, Mapping[str, int]], preferred: Iterable[str]) -> str | None:
+    """The machine profile of `profiles` (with its workers by type) that a request means: by name, its spot kind, or the
     type that all of its workers have; of several the `preferred`. None where it means none of them.
     """
-    for name in (wanted, f"{wanted}-spot"):
-        if name in known:
+    for name in (requested, f"{requested}-spot"):
+        if name in profiles:
             return name
-    kind = gpu_type(wanted)
-    fitting = {name for name, types in known.items() if kind and set(types) == {kind}}
+    kind = gpu_type(requested)
+    fitting = {name for name, types in profiles.items() if kind and set(types) == {kind}}
     return min(fitting.intersection(preferred) or fitting, default=None)
 
 
@@ -413,7 +417,7 @@ def _in_order(resolved: Resolved, configured: Sequence[str]) -> list[str]:
     allowed = resolved.entry.machine_profiles
     if not configured:
         return list(allowed)
-    return [name for each in allowed for name in (each, f"{each}-spot") if name in configured]
+    return [name for profile in allowed for name in (profile, f"{profile}-spot") if name in configured]
 
 
 def _excluded(resolved: Resolved, param: str, why: str) -> InvalidInput:
@@ -426,15 +430,15 @@ def _excluded(resolved: Resolved, param: str, why: str) -> InvalidInput:
     )
 
 
-def _configured(wanted: str, configured: tuple[str, ...]) -> str:
+def _configured(requested: str, configured: tuple[str, ...]) -> str:
     names = {name.lower(): name.lower() for name in configured}
-    key = wanted.strip().lower()
-    found = names.get(key) or names.get(f"{key}-spot")
-    if found is None:
+    key = requested.strip().lower()
+    profile = names.get(key) or names.get(f"{key}-spot")
+    if profile is None:
         raise InvalidInput(
             f"X-SIE-MACHINE-PROFILE: {key[:60]!r} is not configured",
             reason="gpu_not_configured",
             param="X-SIE-MACHINE-PROFILE",
             extras={"status": "gpu_not_configured", "gpu": key[:60], "configured_gpu_types": list(configured)},
         )
-    return found
+    return profile

@@ -37,12 +37,12 @@ MAX_ASKED = 32  # subjects of which the oldest message is asked for, at each loo
 _logger = logging.getLogger("sie.gateway.placement")
 
 
-def _unheard(lane: Lane, table: Placement, heard: Collection[str]) -> list[Heartbeat]:
-    """Of hosts that this gateway has not heard of, what the table says of them."""
+def _unheard(lane: Lane, table: Placement, workers: Collection[str]) -> list[Heartbeat]:
+    """Heartbeats of hosts that this gateway has not heard of, as the table describes them."""
     models: dict[str, list[ModelStatus]] = {}
     for model, hosts in table.hosts.items():
         for worker in hosts:
-            if worker not in heard:
+            if worker not in workers:
                 models.setdefault(worker, []).append(ModelStatus(model, "loaded"))
     return [
         Heartbeat(worker, lane.pool, lane.machine_profile, lane.bundle, ready=True, version="", models=tuple(hosted))
@@ -121,11 +121,11 @@ class Placer:
         return stored.table if stored is not None else None
 
     def tables(self) -> dict[Lane, Placement]:
-        """Of all lanes that have one, and work or a worker."""
+        """Tables of all lanes that have one, and work or a worker."""
         lanes = {*self._planners, *self.fleet.lanes()}
         return {lane: table for lane in lanes if (table := self.table(lane)) is not None}
 
-    def forget(self, pool: str) -> None:
+    def drop_pool(self, pool: str) -> None:
         """The pool is there no more."""
         for lane in [lane for lane in self._planners if lane.pool == pool]:
             del self._planners[lane]
@@ -167,28 +167,28 @@ class Placer:
         """One look at every lane. Raises BrokerError."""
         self._held = []  # what a look goes by stays as it is until its end
         try:
-            await self._look()
+            await self._refresh()
         finally:
             held, self._held = self._held, None
             for take in held:
                 take()
 
-    async def _look(self) -> None:
+    async def _refresh(self) -> None:
         """One pool without a stream holds up no other."""
-        live, silent, heard = self.fleet.lanes(), self.fleet.silent(), set(self.fleet.known())
+        live, silent, workers = self.fleet.lanes(), self.fleet.silent(), set(self.fleet.worker_names())
         if self._first_s is None:
             self._first_s = self.now_s()
         self._hosts = frozenset(beat.worker for beats in (*live.values(), *silent.values()) for beat in beats)
         await independently(
-            functools.partial(self._look_at, lane, live.get(lane, []), silent.get(lane, []), heard)
+            functools.partial(self._look_at, lane, live.get(lane, []), silent.get(lane, []), workers)
             for lane in live.keys() | self._planners.keys()
         )
 
-    async def _look_at(self, lane: Lane, live: list[Heartbeat], silent: list[Heartbeat], heard: set[str]) -> None:
+    async def _look_at(self, lane: Lane, live: list[Heartbeat], silent: list[Heartbeat], workers: set[str]) -> None:
         """The look at one lane. `live`, `silent`: the last heartbeats of its workers."""
         planner, stored = self._planner(lane), self._stored(topology.lane_key(lane))
         if stored.table is not None and self.now_s() - (self._first_s or 0.0) < UNHEARD_S:
-            unheard = _unheard(lane, stored.table, heard)
+            unheard = _unheard(lane, stored.table, workers)
             silent = [*silent, *unheard]
             self._hosts |= {beat.worker for beat in unheard}
         try:
@@ -197,21 +197,17 @@ class Placer:
             if not live and not planner.models:  # the stream went with its pool
                 del self._planners[lane]
             raise
-        older = {beat.worker for beat in (*live, *silent) if not beat.reads_parts and beat.worker in heard}
-        older |= stored.older() - heard
         look = functools.partial(planner.step, stored.table, live, silent, backlog, self.now_s())
-        change = await asyncio.to_thread(self._changed, stored, look, older)
+        change = await asyncio.to_thread(self._changed, stored, look)
         if change is not None:
             await self._write(stored, change)
         elif not live and not planner.models:
             del self._planners[lane]
 
-    def _changed(
-        self, stored: StoredTable, look: Callable[[], Placement | None], older: Collection[str]
-    ) -> Change | None:
-        """What is to be written after a look, None where the table stands. In a thread."""
+    def _changed(self, stored: StoredTable, look: Callable[[], Placement | None]) -> Change | None:
+        """Table to write after a step, None where the present one stands. In a thread."""
         placement = look()
-        return stored.change(placement, older, self._broker.max_payload) if placement is not None else None
+        return stored.change(placement, self._broker.max_payload) if placement is not None else None
 
     async def _write(self, stored: StoredTable, change: Change) -> None:
         """Write a changed table unless another gateway was first; then its table is read, and the next look goes on
@@ -232,7 +228,7 @@ class Placer:
 
 
 class Ages:
-    """What waits of each model, and how long the oldest has: counts from the shared backlog, ages from the oldest
+    """Waiting messages of each model, and the age of the oldest: counts from the shared backlog, ages from the oldest
     message itself.
 
     Ages are asked for where work was there at two looks in a row, of MAX_ASKED subjects a look, those first that waited
@@ -246,7 +242,7 @@ class Ages:
         self._ages_s: dict[str, float] = {}
         self._names: dict[Lane, dict[str, str]] = {}
 
-    async def of(self, lane: Lane, models: Collection[str]) -> Mapping[str, Waiting]:
+    async def waiting_of(self, lane: Lane, models: Collection[str]) -> Mapping[str, Waiting]:
         """By model, without those of which nothing waits. Raises BrokerError."""
         await self._backlog.fresh(lane.pool, EVERY_S / 2)
         prefix = topology.lane_filter(lane).removesuffix(">")
@@ -263,9 +259,11 @@ class Ages:
             if model is not None:
                 subjects[subject] = model
                 counts[model] = counts.get(model, 0) + count
-        for gone in [subject for subject in self._looks if subject.startswith(prefix) and subject not in subjects]:
-            del self._looks[gone]
-            self._ages_s.pop(gone, None)
+        for subject_gone in [
+            subject for subject in self._looks if subject.startswith(prefix) and subject not in subjects
+        ]:
+            del self._looks[subject_gone]
+            self._ages_s.pop(subject_gone, None)
         due = sorted(
             (subject for subject in subjects if subject in self._looks), key=lambda subject: -self._looks[subject]
         )[:MAX_ASKED]
@@ -279,7 +277,7 @@ class Ages:
             oldest_s[model] = max(oldest_s.get(model, 0.0), self._ages_s.get(subject, 0.0))
         return {model: Waiting(count, oldest_s[model]) for model, count in counts.items()}
 
-    def forget(self, pool: str) -> None:
+    def drop_pool(self, pool: str) -> None:
         """The pool is there no more."""
         for lane in [lane for lane in self._names if lane.pool == pool]:
             del self._names[lane]

@@ -37,7 +37,7 @@ SLICE_PAUSE_S = 0.0001  # enough for the event loop to take its turn, which wait
 
 @dataclass(frozen=True)
 class Waiting:
-    """What the stream holds of one model: messages, leased ones included, and the age of the oldest in seconds."""
+    """Messages of one model in the stream: messages, leased ones included, and the age of the oldest in seconds."""
 
     count: int
     oldest_s: float = 0.0
@@ -48,14 +48,14 @@ _NOTHING = Waiting(0)
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """What a heartbeat says.
+    """State of a worker by its last heartbeat.
 
-    `told`: model, state and error of each of its statuses. `taking`: shape (2, models), float64, the index of each
+    `statuses`: model, state and error of each of its statuses. `taking`: shape (2, models), float64, the index of each
     model in the layout and the tokens a second that are taken in for it.
     """
 
     beat: Heartbeat
-    told: Sequence[tuple[str, str, ErrorInfo | None]]
+    statuses: Sequence[tuple[str, str, ErrorInfo | None]]
     taking: NDArray[np.float64]
     rate: float
     arriving: float
@@ -166,8 +166,8 @@ class Planner:
             self._hosting = table, frozenset(name for names in hosts.values() for name in names)
         late = {
             name
-            for model, each in backlog.items()
-            if each.oldest_s > self._adopt_after_s
+            for model, waiting in backlog.items()
+            if waiting.oldest_s > self._adopt_after_s
             for name in hosts.get(model, ())
         }
         return [beat for beat in silent if beat.worker in self._hosting[1] and beat.worker not in late]
@@ -182,8 +182,8 @@ class Planner:
         for model, (calls, count, tokens) in noted.items():
             if not count:  # it is wanted without any work, which tells nothing of its cost
                 continue
-            mean, known, kept = tokens / count, self._cost.get(model), 0.9**calls
-            self._cost[model] = mean if known is None else kept * known + (1 - kept) * mean
+            mean, previous, weight = tokens / count, self._cost.get(model), 0.9**calls
+            self._cost[model] = mean if previous is None else weight * previous + (1 - weight) * mean
         for model in [*backlog, *noted]:
             self._touch(model, now_s)
 
@@ -200,7 +200,7 @@ class Planner:
 
     def _sync_workers(self, beats: Sequence[Heartbeat], now_s: float) -> None:
         workers = self._workers
-        changed = [beat for beat in beats if (known := workers.get(beat.worker)) is None or known.beat is not beat]
+        changed = [beat for beat in beats if (worker := workers.get(beat.worker)) is None or worker.beat is not beat]
         for number, beat in enumerate(changed):
             if number % 8 == 0:
                 self._pause()
@@ -219,28 +219,28 @@ class Planner:
                 self._touch(model, now_s)
 
     def _read(self, beat: Heartbeat, now_s: float) -> None:
-        told = [(status.model, status.state, status.error) for status in beat.models]
+        statuses_read = [(status.model, status.state, status.error) for status in beat.models]
         rates = [status.cost_rate for status in beat.models]
-        known = self._workers.get(beat.worker)
+        worker = self._workers.get(beat.worker)
         if (
-            known is not None
-            and known.told == told
-            and known.taking.shape[1] == len(told)
-            and known.beat.slots == beat.slots
+            worker is not None
+            and worker.statuses == statuses_read
+            and worker.taking.shape[1] == len(statuses_read)
+            and worker.beat.slots == beat.slots
         ):
-            taking = np.array([known.taking[0], rates])  # the usual case: it has what it had
+            taking = np.array([worker.taking[0], rates])  # the usual case: it has what it had
         else:
             statuses = {model_of(status): status for status in in_order(beat.models)}
             self._changed(self._layout.set_worker(beat.worker, holdings(statuses), beat.slots), now_s)
             served = [
-                (model, each.cost_rate) for model, each in statuses.items() if each.state in ("loaded", "loading")
+                (model, entry.cost_rate) for model, entry in statuses.items() if entry.state in ("loaded", "loading")
             ]
             taking = np.array([[self._layout.indices[model] for model, _ in served], [rate for _, rate in served]])
         load_s = max((status.load_s for status in beat.models), default=0.0)
-        self._workers[beat.worker] = _Worker(beat, told, taking, beat.rate, sum(rates), load_s)
+        self._workers[beat.worker] = _Worker(beat, statuses_read, taking, beat.rate, sum(rates), load_s)
 
     def _forget_unused(self, now_s: float) -> None:
-        """What nobody wanted for FORGET_S, or is too much, and no worker has. The longest unused come first."""
+        """Rows to drop: models unused for FORGET_S, or too many, that no worker has. The longest unused come first."""
         for _ in range(len(self._wanted_s)):
             model, wanted_s = next(iter(self._wanted_s.items()))
             if now_s - wanted_s <= FORGET_S and len(self._wanted_s) <= MAX_MODELS:
@@ -248,9 +248,9 @@ class Planner:
             if model in self._layout.having:
                 self._touch(model, now_s)
             else:
-                self._forget(model)
+                self._discard(model)
 
-    def _forget(self, model: str) -> None:
+    def _discard(self, model: str) -> None:
         memories: tuple[dict[str, Any], ...] = (
             self._wanted_s,
             self._scales,
@@ -274,12 +274,12 @@ class Planner:
             if row.before != (before := hosts.get(model, ())):
                 self._layout.set_before(model, before)
                 self._moved.add(model)
-            known = self._known(model, table)
-            if known is not None and known is not self._scales.get(model):
-                self._set_scale(model, known)
+            replicas = self._replicas(model, table)
+            if replicas is not None and replicas is not self._scales.get(model):
+                self._set_scale(model, replicas)
         self._table = table
 
-    def _known(self, model: str, table: Placement | None) -> Replicas | None:
+    def _replicas(self, model: str, table: Placement | None) -> Replicas | None:
         """How many hosts the model had: as this gateway remembers, unless another one has raised or
         lowered them since.
         """
@@ -340,7 +340,7 @@ class Planner:
         self._alone = alone
 
     def _most_hosts(self) -> int:
-        """Of one model, the leaving one included."""
+        """Workers of one model, the leaving one included."""
         return 1 + int(self._counts.max(initial=1))
 
     def _resident(self, model: str) -> float | None:
@@ -361,12 +361,12 @@ class Planner:
         tokens_s = np.bincount(models.astype(np.intp), rates, layout.size)
         # served in order of arrival, what waits has come since the oldest came: also while nothing of it can run yet
         late: set[str] = set()
-        for model, each in backlog.items():
-            arriving = each.count * self._cost.get(model, UNKNOWN_COST) / max(each.oldest_s, MIN_SPAN_S)
+        for model, entry in backlog.items():
+            arriving = entry.count * self._cost.get(model, UNKNOWN_COST) / max(entry.oldest_s, MIN_SPAN_S)
             index = layout.indices.get(model, 0)
             if arriving > tokens_s[index]:
                 tokens_s[index] = arriving
-            if each.oldest_s > self._adopt_after_s:
+            if entry.oldest_s > self._adopt_after_s:
                 late.add(model)
         most, planned = len(workers), USED * rate
         needed = np.ones(layout.size)
@@ -380,12 +380,12 @@ class Planner:
                 self._pause()
             if model not in layout.rows:
                 continue
-            known, since_s = self._scales.get(model), self._resident(model)
+            previous, since_s = self._scales.get(model), self._resident(model)
             waiting = backlog.get(model, _NOTHING)
             # a wait for a load asks for no host
             age_s = 0.0 if since_s is None else min(waiting.oldest_s, now_s - since_s)
             scale = replicas(
-                known,
+                previous,
                 float(tokens_s[layout.indices[model]]),
                 rate,
                 age_s,
@@ -395,9 +395,9 @@ class Planner:
                 adopt_after_s=self._adopt_after_s,
                 load_s=load_s,
             )
-            if known is not None and scale.count < known.count:
+            if previous is not None and scale.count < previous.count:
                 self._cut(model, scale.count)
-            if scale != known:
+            if scale != previous:
                 self._set_scale(model, scale)
         tokens_s[0] = 0.0
         return tokens_s / rate if rate else np.zeros(layout.size)
@@ -422,7 +422,7 @@ def in_order(statuses: Sequence[ModelStatus]) -> Iterable[ModelStatus]:
 
 
 def holdings(of_model: Mapping[str, ModelStatus]) -> Holdings:
-    """What the statuses of a worker say that it has."""
+    """Models that a worker has, by its statuses."""
     loaded, loading, refused = set(), set(), set()
     for model, status in of_model.items():
         if status.state == "loaded":

@@ -1,4 +1,4 @@
-"""What goes on by itself with reservations: streams, ends of leases, and the assignment of workers.
+"""Reconciliation of reservations: streams, ends of leases, and the assignment of workers.
 
 each gateway: a stream for each reservation that is there; requests of one that has ended fail
 the leader:   leases that are over end ──► workers are assigned and released ──► what is left of ended ones goes
@@ -96,7 +96,7 @@ class PoolKeeper:
     async def step(self) -> None:
         """One look at everything. Raises BrokerError."""
         live = self._record.live()
-        self._metrics.active_lease_gpus.set(sum(sum(each.spec.gpus.values()) for each in live.values()))
+        self._metrics.active_lease_gpus.set(sum(sum(reservation.spec.gpus.values()) for reservation in live.values()))
         for name in sorted(self._known - live.keys()):
             self._on_gone(name)
             await self._queue.forget_pool(name)
@@ -105,7 +105,7 @@ class PoolKeeper:
         await independently((functools.partial(self._queue.ensure_pools, unfollowed), self._lead))
 
     async def _lead(self) -> None:
-        """What one gateway does for all. Raises BrokerError."""
+        """Reconcile as the one gateway that does so for all. Raises BrokerError."""
         if await self._leads():
             await self._expire()
             await self._assign()  # workers are told to leave before the stream goes
@@ -127,7 +127,9 @@ class PoolKeeper:
     async def _expire(self) -> None:
         """End the reservations whose lease is over for certain."""
         over_s = self._clock.now_s() - self._clock.margin_s  # minus infinity while the broker's time is not known
-        for name in [name for name, each in self._record.reservations.pools.items() if over_s >= each.expires_s]:
+        for name in [
+            name for name, reservation in self._record.reservations.pools.items() if over_s >= reservation.expires_s
+        ]:
             now_s = self._clock.now_s()
             expired = functools.partial(pool_rules.expired, name=name, over_s=over_s, now_s=now_s)
             if (await self._record.change(expired)).ended.get(name) == now_s:  # else another gateway ended it
@@ -153,16 +155,18 @@ class PoolKeeper:
     async def _assign(self) -> None:
         """Write who serves what, if that has changed."""
         live, before = self._record.live(), self._record.assigned.workers
-        found = assignments.assign(live.values(), self._candidates(), before)
-        if found != before:
-            if not await self._record.assign(found):
+        assigned = assignments.assign(live.values(), self._candidates(), before)
+        if assigned != before:
+            if not await self._record.assign(assigned):
                 return
-            for worker in sorted(name for name in found.keys() | before.keys() if found.get(name) != before.get(name)):
-                self._count("assigned" if worker in found else "released")
-                _logger.info("worker %s serves %s", worker, found.get(worker, "its own pool again"))
+            for worker in sorted(
+                name for name in assigned.keys() | before.keys() if assigned.get(name) != before.get(name)
+            ):
+                self._count("assigned" if worker in assigned else "released")
+                _logger.info("worker %s serves %s", worker, assigned.get(worker, "its own pool again"))
                 # a hint; it asks every few seconds anyway
                 await self._broker.send(topology.assigned_subject(worker), b"")
-        active = frozenset(name for name, each in live.items() if self._pools.is_active(each))
+        active = frozenset(name for name, reservation in live.items() if self._pools.is_active(reservation))
         self._count("active", len(active - self._active))
         self._count("pending", len((self._active - active) & live.keys()))
         self._active = active
@@ -180,23 +184,23 @@ class PoolKeeper:
         if self._first_s is None:
             self._first_s = now_s
         assigned = self._record.assigned.workers
-        found: dict[str, Candidate] = {}
+        candidates: dict[str, Candidate] = {}
         unready_s: dict[str, float] = {}
-        heard = self._fleet.workers()
-        for beat, is_healthy in heard:
+        beats = self._fleet.workers()
+        for beat, is_healthy in beats:
             if beat.own_pool != topology.pool_name("default"):
                 continue
             if not is_healthy and not beat.leaving and not beat.ready and beat.worker in assigned:
                 unready_s[beat.worker] = self._unready_s.get(beat.worker, now_s)
                 is_healthy = self._fleet.is_heard(beat.worker) and now_s - unready_s[beat.worker] < UNREADY_S
             if is_healthy:
-                found[beat.worker] = Candidate.of(beat)
+                candidates[beat.worker] = Candidate.from_heartbeat(beat)
         self._unready_s = unready_s
         if now_s - self._first_s < self._settings.heartbeat_timeout_ms / 1000:
-            names = {beat.worker for beat, _ in heard}
+            names = {beat.worker for beat, _ in beats}
             live = self._record.live()
             for worker, pool in assigned.items():
                 if worker not in names and pool in live:
                     spec = live[pool].spec
-                    found[worker] = Candidate(min(spec.gpus), spec.bundle or assignments.DEFAULT_BUNDLE)
-        return found
+                    candidates[worker] = Candidate(min(spec.gpus), spec.bundle or assignments.DEFAULT_BUNDLE)
+        return candidates

@@ -1,4 +1,4 @@
-"""What the record of reservations becomes by a change, and what a Pool object shows. Pure functions.
+"""Changes of the record of reservations, and its view as Pool objects. Pure functions.
 
 Each change takes the record of all reservations and returns the next one, so that compare-and-set can repeat it.
 Times are seconds of the broker's clock.
@@ -65,7 +65,7 @@ def created(record: Reservations, spec: PoolSpec, grant: Grant, now_s: float) ->
         raise QueueUnavailable(f"an earlier pool {name!r} is being removed")
     if present is None and len(record.pools) >= MAX_RESERVATIONS:
         raise PoolOperationForbidden(f"{MAX_RESERVATIONS} reservations exist, which is the limit")
-    own = sum(each.owner == grant.key for each in record.pools.values())
+    own = sum(reservation.owner == grant.key for reservation in record.pools.values())
     if present is None and grant.key and own >= MAX_RESERVATIONS_OF_A_KEY:
         raise PoolOperationForbidden(f"this key has {own} reservations, the limit is {MAX_RESERVATIONS_OF_A_KEY}")
     if present is None:
@@ -95,13 +95,13 @@ def expired(record: Reservations, name: str, over_s: float, now_s: float) -> Res
 
 def without(record: Reservations, name: str, ended_s: float | None) -> Reservations:
     """Without a reservation. `ended_s`: what is left of it is to be removed; None: nothing is left of it."""
-    pools = {other: each for other, each in record.pools.items() if other != name}
+    pools = {pool: reservation for pool, reservation in record.pools.items() if pool != name}
     return Reservations(pools, record.ended if ended_s is None else {**record.ended, name: ended_s})
 
 
 def removed(record: Reservations, name: str) -> Reservations:
     """With nothing left of a reservation that has ended: its name is free."""
-    return Reservations(record.pools, {other: at_s for other, at_s in record.ended.items() if other != name})
+    return Reservations(record.pools, {pool: at_s for pool, at_s in record.ended.items() if pool != name})
 
 
 def live(record: Reservations, name: str, grant: Grant, now_s: float) -> Reservation:
@@ -112,8 +112,8 @@ def live(record: Reservations, name: str, grant: Grant, now_s: float) -> Reserva
     return present
 
 
-def _with(record: Reservations, each: Reservation) -> Reservations:
-    return msgspec.structs.replace(record, pools={**record.pools, each.spec.name: each})
+def _with(record: Reservations, reservation: Reservation) -> Reservations:
+    return msgspec.structs.replace(record, pools={**record.pools, reservation.spec.name: reservation})
 
 
 # ---- Pool objects
@@ -125,26 +125,26 @@ def own_pool(name: str, workers: Sequence[Heartbeat]) -> api.Pool:
     return api.Pool(name=shown(name), spec=api.PoolSpec(name=shown(name), gpus={}), status=status)
 
 
-def reserved_pool(each: Reservation, workers: Sequence[Heartbeat], pending_reason: str) -> api.Pool:
+def reserved_pool(reservation: Reservation, workers: Sequence[Heartbeat], pending_reason: str) -> api.Pool:
     """The Pool object of a reservation. `pending_reason`: why it is not active; empty where it is."""
     spec = api.PoolSpec(
-        name=each.spec.name,
-        bundle=each.spec.bundle or None,
-        gpus=each.spec.gpus,
-        ttl_seconds=each.spec.ttl_seconds,
-        minimum_worker_count=each.spec.minimum_worker_count,
-        gpu_caps=each.spec.gpu_caps,
-        pinned_models=list(each.spec.pinned_models),
+        name=reservation.spec.name,
+        bundle=reservation.spec.bundle or None,
+        gpus=reservation.spec.gpus,
+        ttl_seconds=reservation.spec.ttl_seconds,
+        minimum_worker_count=reservation.spec.minimum_worker_count,
+        gpu_caps=reservation.spec.gpu_caps,
+        pinned_models=list(reservation.spec.pinned_models),
     )
     status = api.PoolStatus(
         state="pending" if pending_reason else "active",
         assigned_workers=list(map(_worker, workers)),
-        created_at=each.created_s,
-        last_renewed=each.renewed_s,
-        expires_at=each.expires_s,
+        created_at=reservation.created_s,
+        last_renewed=reservation.renewed_s,
+        expires_at=reservation.expires_s,
         reason=pending_reason or msgspec.UNSET,
     )
-    return api.Pool(name=each.spec.name, spec=spec, status=status)
+    return api.Pool(name=reservation.spec.name, spec=spec, status=status)
 
 
 def _worker(beat: Heartbeat) -> api.PoolWorker:

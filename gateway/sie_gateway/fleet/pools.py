@@ -116,20 +116,22 @@ class PoolRecord(Collection[str]):
     def live(self) -> dict[str, Reservation]:
         """The reservations whose lease has not ended, by name."""
         now_s = self._clock.now_s()
-        return {name: each for name, each in self.reservations.pools.items() if now_s < each.expires_s}
+        return {
+            name: reservation for name, reservation in self.reservations.pools.items() if now_s < reservation.expires_s
+        }
 
     def reservation(self, name: str) -> Reservation | None:
         """A reservation whose lease has not ended."""
-        each = self.reservations.pools.get(name)
-        return each if each is not None and self._clock.now_s() < each.expires_s else None
+        reservation = self.reservations.pools.get(name)
+        return reservation if reservation is not None and self._clock.now_s() < reservation.expires_s else None
 
     def is_reservation(self, name: str) -> bool:
         return self.reservation(name) is not None
 
     def spec(self, name: str) -> PoolSpec | None:
-        """What a reservation asks for; None for any other name."""
-        each = self.reservation(name)
-        return each.spec if each is not None else None
+        """Specification of a reservation; None for any other name."""
+        reservation = self.reservation(name)
+        return reservation.spec if reservation is not None else None
 
     def workers(self) -> Mapping[str, str]:
         """The reservation of each worker that has one."""
@@ -141,7 +143,7 @@ class PoolRecord(Collection[str]):
         QueueUnavailable after too many races, and what `make` raises.
         """
 
-        def made(before: Reservations | Assigned | None) -> Reservations | None:
+        def changed(before: Reservations | Assigned | None) -> Reservations | None:
             present = before if isinstance(before, Reservations) else Reservations()
             after = make(present)
             if after == present:
@@ -151,10 +153,10 @@ class PoolRecord(Collection[str]):
 
         self.require_read()
         try:
-            found = await self._record.change(_RESERVATIONS, made)
+            stored = await self._record.change(_RESERVATIONS, changed)
         except WrongRevision as error:
             raise QueueUnavailable("too many changes of pools at once") from error
-        return found if isinstance(found, Reservations) else Reservations()
+        return stored if isinstance(stored, Reservations) else Reservations()
 
     async def assign(self, workers: dict[str, str]) -> bool:
         """Write the assignments over those that are known here. False, and they are read again, where another gateway
@@ -184,7 +186,7 @@ class PoolRecord(Collection[str]):
 
 
 class Pools:
-    """What clients do with pools, and what they are told of them. May be called by any task."""
+    """Operations of clients on pools, and the pools that they see. May be called by any task."""
 
     def __init__(
         self, record: PoolRecord, fleet: Fleet, queue: WorkQueue, clock: BrokerClock, metrics: Metrics
@@ -208,20 +210,20 @@ class Pools:
             raise pool_rules.exists(name, self.pool(name, grant))
         await self.record.until_removed(name)
         now_s = self._clock.now_s()
-        made = False
+        is_new = False
 
         def make(record: Reservations) -> Reservations:
-            nonlocal made
-            made = name not in record.pools
+            nonlocal is_new
+            is_new = name not in record.pools
             return pool_rules.created(record, spec, grant, now_s)
 
         record = await self.record.change(make)
-        self._count("created" if made else "renewed")
+        self._count("created" if is_new else "renewed")
         failpoint("gateway.pool_recorded")
         try:
             await self._queue.ensure_pool(name)
         except BrokerError as error:
-            if made:
+            if is_new:
                 await self._undo(name, removes=not isinstance(error, TopologyMismatch))
             if isinstance(error, TopologyMismatch):
                 raise PoolConflict(f"name: the broker has a queue of another pool {name!r}", param="name") from error
@@ -274,14 +276,14 @@ class Pools:
 
     def is_active(self, reservation: Reservation) -> bool:
         """Whether every count is met by healthy workers that serve it."""
-        return assignments.is_met(reservation.spec, map(Candidate.of, self.serving(reservation.spec.name)))
+        return assignments.is_met(reservation.spec, map(Candidate.from_heartbeat, self.serving(reservation.spec.name)))
 
     def visible(self, grant: Grant) -> Callable[[str], bool]:
-        """Which names of pools a credential may read: those of the installation, and those that it reserved."""
+        """Names of the pools that a credential may read: those of the installation, and those that it reserved."""
         if not grant.key or "admin" in grant.scopes:
             return lambda name: True
         own = self.record.own | self._physical() | {""}  # a worker that has not said where it belongs
-        own |= {name for name, each in self.record.reservations.pools.items() if grant.owns(each.owner)}
+        own |= {name for name, reservation in self.record.reservations.pools.items() if grant.owns(reservation.owner)}
         return own.__contains__
 
     def pool(self, name: str, grant: Grant) -> api.Pool:
@@ -295,26 +297,28 @@ class Pools:
             raise not_found(name)
         return pool_rules.own_pool(name, [beat for beat in self._fleet.healthy() if beat.pool == name])
 
-    def _pool_of(self, each: Reservation) -> api.Pool:
-        name, reserved = each.spec.name, self.record.workers()
+    def _pool_of(self, reservation: Reservation) -> api.Pool:
+        name, reserved = reservation.spec.name, self.record.workers()
         workers = [beat for beat, _ in self._fleet.workers() if reserved.get(beat.worker) == name]
-        return pool_rules.reserved_pool(each, workers, self.pending_reason(name))
+        return pool_rules.reserved_pool(reservation, workers, self.pending_reason(name))
 
     def pending_reason(self, name: str) -> str:
         """Why a reservation is not active. Empty for one that is, and for any other pool."""
-        each = self.record.reservation(name)
-        if each is None or self.is_active(each):
+        reservation = self.record.reservation(name)
+        if reservation is None or self.is_active(reservation):
             return ""
-        if self._is_held_back(each):
+        if self._is_held_back(reservation):
             return HELD_BACK
         assigned = self.record.assigned.workers
-        held = [Candidate.of(beat) for beat in self._fleet.healthy() if assigned.get(beat.worker) == name]
-        return ON_THEIR_WAY if assignments.is_met(each.spec, held) else TOO_FEW
+        held = [Candidate.from_heartbeat(beat) for beat in self._fleet.healthy() if assigned.get(beat.worker) == name]
+        return ON_THEIR_WAY if assignments.is_met(reservation.spec, held) else TOO_FEW
 
-    def _is_held_back(self, each: Reservation) -> bool:
+    def _is_held_back(self, reservation: Reservation) -> bool:
         default = topology.pool_name("default")
-        workers = {beat.worker: Candidate.of(beat) for beat in self._fleet.healthy() if beat.own_pool == default}
-        return assignments.is_held_back(each, workers, self.record.assigned.workers)
+        workers = {
+            beat.worker: Candidate.from_heartbeat(beat) for beat in self._fleet.healthy() if beat.own_pool == default
+        }
+        return assignments.is_held_back(reservation, workers, self.record.assigned.workers)
 
     def _physical(self) -> set[str]:
         """The pools that workers belong to."""
@@ -326,7 +330,7 @@ class Pools:
         """
         live = self.record.live()
         own = (self.record.own | self._physical()) - live.keys()
-        reserved = sorted(name for name, each in live.items() if grant.owns(each.owner))
+        reserved = sorted(name for name, reservation in live.items() if grant.owns(reservation.owner))
         return [self.pool(name, grant) for name in (*sorted(own), *reserved)]
 
     def reserved(self) -> Counter[tuple[str, str, str]]:
@@ -338,19 +342,21 @@ class Pools:
         held: dict[str, list[Candidate]] = {}
         for worker, pool in self.record.workers().items():
             if worker in beats:
-                held.setdefault(pool, []).append(Candidate.of(beats[worker]))
-        found: Counter[tuple[str, str, str]] = Counter()
-        for name, each in self.record.live().items():
-            for (profile, bundle), count in assignments.asked(each.spec, held.get(name, []), gpus).items():
-                found[name, profile, bundle] += count
-            if self._is_held_back(each):  # it comes when there is one more
-                found[name, min(each.spec.gpus), each.spec.bundle or assignments.DEFAULT_BUNDLE] += 1
-        return found
+                held.setdefault(pool, []).append(Candidate.from_heartbeat(beats[worker]))
+        counts: Counter[tuple[str, str, str]] = Counter()
+        for name, reservation in self.record.live().items():
+            for (profile, bundle), count in assignments.requested_workers(
+                reservation.spec, held.get(name, []), gpus
+            ).items():
+                counts[name, profile, bundle] += count
+            if self._is_held_back(reservation):  # it comes when there is one more
+                counts[name, min(reservation.spec.gpus), reservation.spec.bundle or assignments.DEFAULT_BUNDLE] += 1
+        return counts
 
     def pending(self) -> set[tuple[str, str, str]]:
-        """Of `reserved`, what belongs to reservations that are not active."""
-        active = {name for name, each in self.record.live().items() if self.is_active(each)}
-        return {each for each in self.reserved() if each[0] not in active}
+        """Part of `reserved` that belongs to reservations that are not active."""
+        active = {name for name, reservation in self.record.live().items() if self.is_active(reservation)}
+        return {reservation for reservation in self.reserved() if reservation[0] not in active}
 
     def _count(self, event: str, count: int = 1) -> None:
         self._metrics.pool_events.labels(event).inc(count)

@@ -92,7 +92,7 @@ class Residencies:
         reports = self._of_lane(lane, resolved)
         if having := [beat for beat, status in reports if status.state == "loaded"]:
             for beat in having:  # it may be about to unload it
-                await self._tell(beat, "load", resolved.residency)
+                await self._publish(beat, "load", resolved.residency)
             return Placed(resolved.canonical, lane, "loaded", reports)
         self._wishes[lane, resolved.residency] = _Wish(resolved.entry.id, self._clock() + LIFE_S)
         self._wake.set()
@@ -102,12 +102,12 @@ class Residencies:
         """The workers of a lane that have a model or are its hosts, and what they report of it."""
         table = self._placer.table(lane)
         hosts = table.hosts.get(resolved.entry.id, ()) if table is not None else ()
-        found = []
+        workers_of_lane = []
         for beat in self._fleet.of_lane(lane):
             status = _status(beat, resolved.residency)
             if beat.worker in hosts or (status is not None and status.state in _HERE):
-                found.append((beat, status or ModelStatus(resolved.residency, "available")))
-        return found
+                workers_of_lane.append((beat, status or ModelStatus(resolved.residency, "available")))
+        return workers_of_lane
 
     async def unload(self, resolved: Resolved, where: Where) -> list[Placed]:
         """Have these workers unload this model when they have no work of it. Raises QueueUnavailable."""
@@ -119,22 +119,21 @@ class Residencies:
             if status.state in _HERE and where.means(beat.pool, beat.machine_profile):
                 lane = Lane(beat.pool, beat.machine_profile, beat.bundle)
                 placed.setdefault(lane, []).append((beat, status))
-                await self._tell(beat, "unload", resolved.residency)
+                await self._publish(beat, "unload", resolved.residency)
         return [Placed(resolved.canonical, lane, "unloading", reports) for lane, reports in sorted(placed.items())]
 
-    async def _tell(self, beat: Heartbeat, action: messages.ResidencyAction, residency: str) -> None:
-        """As `_send`. Raises QueueUnavailable."""
+    async def _publish(self, beat: Heartbeat, action: messages.ResidencyAction, residency: str) -> None:
+        """Send as `_send` does. Raises QueueUnavailable."""
         try:
             await self._send(beat, action, residency)
         except BrokerError as error:
             raise QueueUnavailable("the broker did not take the message to the worker") from error
 
     async def _send(self, beat: Heartbeat, action: messages.ResidencyAction, residency: str) -> None:
-        if beat.takes_residency:  # an older worker would not hear it
-            data = messages.encode(messages.Residency(action, residency))
-            await self._bus.send(topology.residency_subject(beat.worker), data)
+        data = messages.encode(messages.Residency(action, residency))
+        await self._bus.send(topology.residency_subject(beat.worker), data)
 
-    def forget(self, pool: str) -> None:
+    def drop_pool(self, pool: str) -> None:
         """The pool is there no more."""
         for key in [key for key in self._wishes if key[0].pool == pool]:
             del self._wishes[key]
@@ -163,13 +162,13 @@ class Residencies:
         if now_s >= wish.until_s:
             _logger.warning("%s was not loaded in lane %s within %g s", residency, lane, LIFE_S)
             return True
-        self._cold.asked(lane)
+        self._cold.requested(lane)
         self._placer.want(lane, wish.model)
         if since_s is None or since_s >= AGAIN_S:
             table = self._placer.table(lane)
             hosts = table.hosts.get(wish.model, ()) if table is not None else ()
-            able = {beat.worker: beat for beat in workers if beat.takes_residency}
-            if (host := next((able[name] for name in hosts if name in able), None)) is not None:
+            beats = {beat.worker: beat for beat in workers}
+            if (host := next((beats[name] for name in hosts if name in beats), None)) is not None:
                 await self._send(host, "load", residency)
                 wish.sent_s = now_s
         return False

@@ -81,7 +81,7 @@ class Scaling:
             *(gpu.strip().lower() for gpu in self._settings.gateway_configured_gpus or ()),
         }
         profiles |= {beat.machine_profile for beat in beats}
-        profiles |= {profile for each in self._pools.record.live().values() for profile in each.spec.gpus}
+        profiles |= {profile for reservation in self._pools.record.live().values() for profile in reservation.spec.gpus}
         bundles = {*self._feed.catalogue.bundles} | {beat.bundle for beat in beats}
         visible = self._pools.visible(grant) if grant is not None else bool
         for pool in filter(visible, self._pools.record):
@@ -102,25 +102,25 @@ class Scaling:
             demand = await self._demand.is_wanted(lane)
         except BrokerError as error:
             raise QueueUnavailable("the broker could not be asked for the backlog") from error
-        asked, pending = self._pools.reserved(), self._pools.pending()
+        requested, pending = self._pools.reserved(), self._pools.pending()
         # workers of reservations are those of the default pool, and it is its lane that a deployment of them is scaled
         # by
         is_default = lane.pool == topology.pool_name("default")
         mine = {
-            each
-            for each in asked
-            if each[1:] == (lane.machine_profile, lane.bundle) and (is_default or each[0] == lane.pool)
+            lane_key
+            for lane_key in requested
+            if lane_key[1:] == (lane.machine_profile, lane.bundle) and (is_default or lane_key[0] == lane.pool)
         }
-        reserved = sum(asked[each] for each in mine)
+        reserved = sum(requested[lane_key] for lane_key in mine)
         traffic = {priority: self._peers.traffic(lane, priority) for priority in PRIORITIES}
         # where no gateway has sent lately, what is there was sent before: in messages of the usual size
         cost = sum(
             count * (mean_cost(traffic[priority]) or self._settings.chunk_cost) for priority, count in counts.items()
         )
-        flows = [flow for each in traffic.values() for flow in each]
+        flows = [flow for lane_key in traffic.values() for flow in lane_key]
         workers = self._fleet.of_lane(lane)
         is_reservation = self._pools.record.is_reservation(lane.pool)
-        wanted = (
+        desired = (
             reserved
             if is_reservation
             else wanted_replicas(
@@ -133,14 +133,14 @@ class Scaling:
             )
         )
         if not is_reservation:
-            wanted = max([wanted, *(reserved + want(lane) for want in self.further)])
+            desired = max([desired, *(reserved + want(lane) for want in self.further)])
         return LaneFigures(
             lane=str(lane),
             backlog_items=items,
             backlog_cost=round(cost),
             oldest_age_s=round(oldest_s, 3),
             ready_workers=len(workers),
-            wanted_replicas=wanted,
+            wanted_replicas=desired,
             reserved=reserved,
             demand=int(demand or not mine.isdisjoint(pending)),
         )

@@ -52,7 +52,7 @@ class ServedModel(msgspec.Struct, frozen=True):
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
-    """What the view needs of a frame of `/ws/status`."""
+    """Fields of a frame of `/ws/status` that the view needs."""
 
     name: str
     ready: bool = False
@@ -99,7 +99,7 @@ class WorkerSocket:
 
     @property
     def status(self) -> WorkerStatus | None:
-        """What the last frame says; None where there is none, or it is no status."""
+        """Status by the last frame; None without one, or if it is no status."""
         frame = self.frame
         if frame is None:
             return None
@@ -109,7 +109,7 @@ class WorkerSocket:
             self._trouble.met(error)
             return None
 
-    async def told(self, timeout_s: float) -> bool:
+    async def wait_for_frame(self, timeout_s: float) -> bool:
         """Wait for a frame; false if none came in time."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -163,11 +163,11 @@ class Workers:
         self._changed = asyncio.Event()
 
     def urls(self) -> list[str]:
-        """Of the workers that may be looked at, in a steady order."""
+        """Names of the workers that may be looked at, in a steady order."""
         return list(dict.fromkeys((*self._static, *self._found)))
 
     def statuses(self) -> list[tuple[str, WorkerStatus | None]]:
-        """What each of them says; None for one that does not."""
+        """Status of each worker; None for one without."""
         return [(url, socket.status if (socket := self._sockets.get(url)) else None) for url in self.urls()]
 
     @contextlib.asynccontextmanager
@@ -212,8 +212,8 @@ class Workers:
         for url in set(urls) - self._kept.keys():
             self._kept[url] = contextlib.AsyncExitStack()
             await self._kept[url].enter_async_context(self.watched(url))
-        gone = self._kept.keys() - set(urls)
-        await asyncio.gather(*(self._kept.pop(url).aclose() for url in gone))
+        removed = self._kept.keys() - set(urls)
+        await asyncio.gather(*(self._kept.pop(url).aclose() for url in removed))
 
 
 class _Conditions(msgspec.Struct, frozen=True):
@@ -269,8 +269,8 @@ class Endpoints:
         async with httpx.AsyncClient(base_url=self._api, verify=verify, trust_env=False, timeout=5.0) as client:
             while True:
                 try:
-                    found, version = await self._list(client)
-                    on_found(found)
+                    addresses, version = await self._list(client)
+                    on_found(addresses)
                     trouble.passed()
                     await self._change(client, version)
                 except (httpx.HTTPError, msgspec.DecodeError, OSError) as error:
@@ -298,14 +298,16 @@ class Endpoints:
         """
         answer = await client.get(self._path, params=self._selected, headers=self._headers())
         answer.raise_for_status()
-        found = _slices.decode(answer.content)
+        slices = _slices.decode(answer.content)
         addresses = {
             f"[{endpoint.addresses[0]}]" if piece.address_type == "IPv6" else endpoint.addresses[0]
-            for piece in found.items
+            for piece in slices.items
             for endpoint in piece.endpoints or ()
             if endpoint.addresses and not endpoint.conditions.terminating
         }
-        return tuple(f"http://{address}:{self._port}" for address in sorted(addresses)), found.metadata.resource_version
+        return tuple(
+            f"http://{address}:{self._port}" for address in sorted(addresses)
+        ), slices.metadata.resource_version
 
     async def _change(self, client: httpx.AsyncClient, version: str) -> None:
         """Return when something changed since `version`, or when the API server ends the watch."""

@@ -44,6 +44,8 @@ from sie_gateway.operations import handlers
 from sie_gateway.state import Gateway, Readiness
 from sie_runtime.http import config_routes
 from sie_runtime.http.asgi import FIRST_BYTE, documented
+from sie_runtime.http.coding import INCOMPRESSIBLE, check_type, decoded
+from sie_runtime.http.routes import FORM, plain_path
 from sie_runtime.http.server import App, Receive, Scope, Send, common_headers, headers_of, probes, reply, uuid7
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ CLIENT_GONE = 499  # in metrics and logs only, as proxies have it: nobody was th
 CORS_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 CORS_AGE_S = 600  # a browser keeps the answer to a preflight
 MAX_VERSIONS = 1024
+_VECTORS = ("encode", "embed")  # with which the endpoints of routes begin whose replies are vectors
 _MINOR = re.compile(r"[0-9]{1,6}\.[0-9]{1,6}(?![0-9])")
 _STARTS = frozenset({"http.response.start", "websocket.http.response.start", "websocket.accept"})
 
@@ -127,13 +130,13 @@ def error_response(error: Exception, call: Call) -> Response:
         if error.status_code == 404:
             error = NotFound("no such path")
         elif error.status_code == 405:
-            taken = f"this path takes {headers.get('Allow') or 'nothing'} here"
+            allowed_text = f"this path takes {headers.get('Allow') or 'nothing'} here"
             elsewhere = (
                 "; the config service, config_url in /health, takes the rest"
                 if call.path.startswith(config_routes.PREFIX)
                 else ""
             )
-            error = MethodNotAllowed(taken + elsewhere)
+            error = MethodNotAllowed(allowed_text + elsewhere)
         else:
             error = InvalidInput(str(error.detail), reason="malformed")
     if not isinstance(error, SIEError):
@@ -144,6 +147,8 @@ def error_response(error: Exception, call: Call) -> Response:
     headers |= {"X-SIE-Error-Code": error.code, "x-should-retry": "true" if error.retryable else "false"}
     if error.retryable:
         headers["Retry-After"] = str(max(1, error.retry_after_s))
+    if error.reason == "content_encoding":
+        headers["Accept-Encoding"] = "gzip"  # RFC 7694
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     status, body = call.shape(error, call.id, errors)
@@ -160,10 +165,10 @@ class ClientVersions:
         """What a client says of itself: of it only `1.2` of `1.2.3` is looked at and told, so nothing else of it
         reaches the log.
         """
-        found = _MINOR.match(version)
-        if found is not None and found[0] not in self._met and len(self._met) < MAX_VERSIONS:
-            self._met.add(found[0])
-            _logger.info("a client of version %s is in use", found[0])
+        match = _MINOR.match(version)
+        if match is not None and match[0] not in self._met and len(self._met) < MAX_VERSIONS:
+            self._met.add(match[0])
+            _logger.info("a client of version %s is in use", match[0])
 
 
 class Edge:
@@ -191,14 +196,13 @@ class Edge:
             return
         received_s: float = scope.get(FIRST_BYTE) or time.perf_counter()  # an upgrade has no first byte
         headers = headers_of(scope)
-        path = scope["path"]
+        path = plain_path(scope["path"])
         if self._root and (path + "/").startswith(self._root + "/"):
             path = path[len(self._root) :] or "/"
-        if len(path) > 1 and path.endswith("/") and not path.endswith("//"):  # one final slash says nothing, two do
-            path = path[:-1]
         if path in PROBES and not is_socket:
             await self._probes({**scope, "path": path}, receive, send)
             return
+        connection = scope
         # as ASGI has it: the path begins with the root path
         scope = {
             **scope,
@@ -239,6 +243,7 @@ class Edge:
                 call.shape = route.shape
                 if isinstance(route, InferenceRoute):
                     call.labels["endpoint"] = route.endpoint
+                    connection[INCOMPRESSIBLE] = route.endpoint.startswith(_VECTORS)
             elif path.startswith(config_routes.PREFIX):
                 call.shape = config_shape
             self._admit(call, method, path)
@@ -276,12 +281,15 @@ class Edge:
     async def _dispatch(self, call: Call, route: GatewayRoute, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] != route.method and not route.head:
             raise HTTPException(405, headers={"Allow": route.method})
+        if route.body is not None and FORM not in route.body.media:  # a file may be of any type
+            check_type(call.headers, route.body.media)
         if isinstance(route, InferenceRoute):
             call.model = scope["path_params"].get("model")
-            await self._infer(call, route, receive, send)
+            await self._infer(call, route, decoded(scope["method"], call.headers, receive), send)
             return
         check_length(call.headers, route.body_bytes)
-        receive = bounded(receive, limit=route.body_bytes, within_s=route.body_s)
+        plain = decoded(scope["method"], call.headers, self._intake.paced(receive))
+        receive = bounded(plain, limit=route.body_bytes, within_s=route.body_s)
         if route.handler is None:
             # the page of documents has no route for HEAD; the server leaves the body of its answer out
             await self._app({**scope, "method": route.method}, receive, documented(send))
@@ -290,10 +298,6 @@ class Edge:
         await response(scope, receive, send)
 
     async def _infer(self, call: Call, route: InferenceRoute, receive: Receive, send: Send) -> None:
-        if call.headers.get("content-encoding", "identity").lower() != "identity":
-            raise InvalidInput(
-                "Content-Encoding: only identity is accepted", reason="malformed", param="Content-Encoding"
-            )
         most = self._gateway.settings.max_body_bytes
         body = call.reader = self._intake.reader(call.headers, receive, min(most, call.grant.limits.body_bytes or most))
 
@@ -324,7 +328,7 @@ class Edge:
 
 
 def _healthy_workers(gateway: Gateway) -> int:
-    return sum(seen.info.healthy for seen in gateway.status.workers())
+    return sum(worker.info.healthy for worker in gateway.status.workers())
 
 
 def metrics_app(gateway: Gateway, readiness: Readiness) -> App:

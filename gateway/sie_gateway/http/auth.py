@@ -94,7 +94,7 @@ class Gate:
                     if (near := TABLE.near(path))
                     else "no such path; /docs lists all"
                 )
-            allowed = [name for name, each in match.methods.items() if each.served]
+            allowed = [name for name, route in match.methods.items() if route.served]
             raise HTTPException(405, headers={"Allow": ", ".join(allowed)})
         return grant
 
@@ -111,8 +111,8 @@ class Gate:
             return None
         if not self._keys.loaded:
             raise NotReady("the keys have not been read from the broker yet")
-        found = self._keys.of_id(key)
-        return None if found is None or found.ended(self._clock()) else _of(found)
+        key_record = self._keys.of_id(key)
+        return None if key_record is None or key_record.ended(self._clock()) else _grant_of(key_record)
 
     def watched(self, path: str, authorization: str, send: Send) -> Send:
         """`send` of a websocket that was let in, for as long as it would be let in again: then the next frame is a
@@ -153,8 +153,8 @@ class Gate:
 
     def _static_grant(self, token: str) -> Grant | None:
         grant = None
-        for known, its_grant in self._static:
-            if known.matches(token):
+        for static_token, its_grant in self._static:
+            if static_token.matches(token):
                 grant = its_grant
         return grant
 
@@ -167,10 +167,10 @@ class Gate:
         ended = key.ended(self._clock())
         if ended:
             raise Unauthenticated(f"this key {ended}")
-        return _of(key)
+        return _grant_of(key)
 
 
-def _of(key: Key) -> Grant:
+def _grant_of(key: Key) -> Grant:
     return Grant(key.id, frozenset(key.scopes), key.limits, key.id)
 
 

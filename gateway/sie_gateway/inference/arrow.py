@@ -70,9 +70,9 @@ class Rows:
         width, dtype = self._widths[output], reply.WIRE_DTYPES[self._run.dtype]
         rows = _rows(outcomes, output)
         if output == "dense":
-            found = {"dense": _vectors(rows, dtype, width)}
+            columns = {"dense": _vectors(rows, dtype, width)}
             scales = {name: _rows(outcomes, f"dense.{name}") for name in reply.EXTRAS.get(self._run.dtype, ())}
-            return found | {f"dense_{name}": _column(na.float32(), values) for name, values in scales.items()}
+            return columns | {f"dense_{name}": _column(na.float32(), values) for name, values in scales.items()}
         scales = {name: _rows(outcomes, f"{output}.{name}") for name in reply.EXTRAS.get(self._run.dtype, ())}
         return {output: _matrices(rows, dtype, width)} | {
             f"{output}_{name}": _lists(values, "<f4") for name, values in scales.items()

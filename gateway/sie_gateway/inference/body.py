@@ -63,8 +63,8 @@ class Item:
         """Its images, its sound and its document."""
         if not self.audio and self.document is None:
             return self.images
-        others = (self.audio, self.document.data if self.document else b"")
-        return (*self.images, *filter(None, others))
+        other_files = (self.audio, self.document.data if self.document else b"")
+        return (*self.images, *filter(None, other_files))
 
     @property
     def file_bytes(self) -> int:
@@ -138,17 +138,17 @@ def query(body: Mapping[str, Any]) -> Item:
     return _item(raw, "query")
 
 
-def in_its_place(body: Mapping[str, Any], name: str, known: Collection[str]) -> str:
+def in_its_place(body: Mapping[str, Any], name: str, fields: Collection[str]) -> str:
     """What a message ends with that `name` is missing: the unknown field that is like it, or that others call it. Any
     other may be content, which no error repeats.
     """
-    unknown = (str(key)[:MAX_KEY] for key in itertools.islice((key for key in body if key not in known), MAX_KEYS))
+    unknown = (str(key)[:MAX_KEY] for key in itertools.islice((key for key in body if key not in fields), MAX_KEYS))
     elsewhere = _ELSEWHERE.get(name, {})
-    meant = (
+    hints = (
         (key, f"; did you mean `{elsewhere[key]}`?" if key in elsewhere else did_you_mean(key, (name,)))
         for key in unknown
     )
-    return next((f"; unknown field `{key}`{said}" for key, said in meant if said), "")
+    return next((f"; unknown field `{key}`{hint}" for key, hint in hints if hint), "")
 
 
 # what other servers and libraries say in place of a field, and what it is called here
@@ -191,7 +191,7 @@ def _item(value: Any, path: str) -> Item:
     used = tuple(
         modality
         for key, modality in _MODALITIES.items()
-        if (given := value.get(key)) is not None and not _is_unset(given)
+        if (entry := value.get(key)) is not None and not _is_unset(entry)
     )
     vectors = _vectors(value["multivector"], f"{path}.multivector") if "multivector" in used else None
     images, unfit, links = read_images(value["images"], f"{path}.images") if "image" in used else Images()
@@ -222,13 +222,13 @@ def ignored(items: Sequence[Item], query: Item | None) -> tuple[str, ...]:
     places = itertools.chain(
         (("query", query),) if query else (), ((f"items[{index}]", item) for index, item in enumerate(items))
     )
-    found: dict[str, str] = {}
+    hints: dict[str, str] = {}
     for path, item in places:
         for name in item.unknown:
-            if name not in found and len(found) < MAX_KEYS:
-                meant = did_you_mean(name, _ITEM)
-                found[name] = f"{path}.{name}: ignored, an item has no such field{meant}" if meant else ""
-    return tuple(filter(None, found.values()))
+            if name not in hints and len(hints) < MAX_KEYS:
+                hint = did_you_mean(name, _ITEM)
+                hints[name] = f"{path}.{name}: ignored, an item has no such field{hint}" if hint else ""
+    return tuple(filter(None, hints.values()))
 
 
 def unread_texts(items: Sequence[Item], model: str) -> tuple[str, ...]:
@@ -239,10 +239,10 @@ def unread_texts(items: Sequence[Item], model: str) -> tuple[str, ...]:
         "sound": sum(bool(item.audio) for item in texts),
         "document": sum(item.document is not None for item in texts),
     }
-    what = next((name for name, count in counts.items() if count), "")
-    if what:
-        told = f"{model} reads the {what} of an input that has both"
-        return (f"text: ignored in {counts[what]} of {len(items)} inputs; {told}",)
+    kind = next((name for name, count in counts.items() if count), "")
+    if kind:
+        message = f"{model} reads the {kind} of an input that has both"
+        return (f"text: ignored in {counts[kind]} of {len(items)} inputs; {message}",)
     return ()
 
 
@@ -271,14 +271,14 @@ def _is_portable(value: Any) -> bool:
 
 
 def _optional_text(value: Mapping[str, Any], name: str, path: str) -> str | None:
-    found = value.get(name)
-    if found is None:
+    text = value.get(name)
+    if text is None:
         return None
-    if not isinstance(found, str):
+    if not isinstance(text, str):
         raise InvalidInput(
-            f"{path}.{name}: expected a string or null, got {describe(found)}", reason="schema", param=f"{path}.{name}"
+            f"{path}.{name}: expected a string or null, got {describe(text)}", reason="schema", param=f"{path}.{name}"
         )
-    return utf8(found, f"{path}.{name}")
+    return utf8(text, f"{path}.{name}")
 
 
 def utf8(text: str, path: str) -> str:
@@ -302,12 +302,12 @@ def token_ids(value: Any, path: str) -> tuple[int, ...]:
     if not value:
         raise InvalidInput(f"{path}: expected at least one token id", reason="empty_item", param=path)
     if set(map(type, value)) != {int}:
-        index, found = next((index, token) for index, token in enumerate(value) if type(token) is not int)
-        raise InvalidInput(f"{path}[{index}]: expected a token id, got {describe(found)}", reason="schema", param=path)
+        index, wrong = next((index, token) for index, token in enumerate(value) if type(token) is not int)
+        raise InvalidInput(f"{path}[{index}]: expected a token id, got {describe(wrong)}", reason="schema", param=path)
     if min(value) < 0 or max(value) >= 1 << 31:
-        index, found = next((index, token) for index, token in enumerate(value) if not 0 <= token < 1 << 31)
+        index, wrong = next((index, token) for index, token in enumerate(value) if not 0 <= token < 1 << 31)
         raise InvalidInput(
-            f"{path}[{index}]: expected an id of a token, got {found}", reason="bad_token_id", param=path
+            f"{path}[{index}]: expected an id of a token, got {wrong}", reason="bad_token_id", param=path
         )
     return tuple(value)
 
@@ -316,12 +316,12 @@ def sizes(items: Sequence[Item], *, limit: int, name: str = "items") -> list[int
     """Bytes of each item in a message. Raises PayloadTooLarge, naming the limit, for one that no queue message can
     hold.
     """
-    found = [item.size for item in items]
-    for index, size in enumerate(found):
+    lengths = [item.size for item in items]
+    for index, size in enumerate(lengths):
         if size > limit:
             raise PayloadTooLarge(
                 f"{name}[{index}]: {size} bytes, one item may have {limit} while SIE_PAYLOAD_STORE_URL is unset",
                 param=f"{name}[{index}]",
                 extras={"limit": limit},
             )
-    return found
+    return lengths

@@ -66,7 +66,7 @@ class Call:
     client: str = ""  # its address
     body: bytes = b""  # of an inference request
     reader: Reader | None = None  # of its body, where a connection brought it
-    asked: Asked | None = None  # what was understood last
+    infer_request: Asked | None = None  # the last one that was understood
     attempt: int = 0  # how often it began anew because the model's entry changed
     finished: Finished | None = None  # what ran last
     code: str = ""  # of the error that it was answered with
@@ -74,14 +74,14 @@ class Call:
     context: Context = NONE  # of its trace, which its work carries on: our span's, or else its client's
     span: Span | None = None  # where this gateway traces
 
-    def follow(self, other: Call) -> None:
+    def follow(self, previous: Call) -> None:
         """Be answered with the run of another call, by the same request: all that is told of that one is
         told of this.
         """
-        self.labels.update(other.labels)
-        self.shape, self.asked, self.finished = other.shape, other.asked, other.finished
-        if self.span is not None and other.span is not None:
-            self.span.lead_to(other.span)
+        self.labels.update(previous.labels)
+        self.shape, self.infer_request, self.finished = previous.shape, previous.infer_request, previous.finished
+        if self.span is not None and previous.span is not None:
+            self.span.lead_to(previous.span)
 
     def again(self) -> None:
         """Begin anew, with other work: that of before is given back."""
@@ -95,14 +95,14 @@ class Call:
 
     def digest(self) -> bytes:
         """What its client is known by when it sends the same again."""
-        told = (
+        parts = (
             self.key,
             self.client,
             self.path,
             self.headers.get("x-sie-timeout-ms", ""),
             self.headers.get("x-sie-priority", ""),
         )
-        return hashlib.blake2b("\0".join(told).encode() + b"\0" + self.body, digest_size=16).digest()
+        return hashlib.blake2b("\0".join(parts).encode() + b"\0" + self.body, digest_size=16).digest()
 
     @property
     def work_id(self) -> str:

@@ -180,8 +180,8 @@ def _check_pixels(items: Sequence[Item]) -> None:
     """Decoding takes time by pixels, and a file of some kilobytes may have any number of them. An image of more than a
     worker decodes is left to it: it fails alone. Raises PayloadTooLarge.
     """
-    found = (pixels(file) for item in items for file in item.images)
-    total = sum(each for each in found if each <= MAX_DECODED_PIXELS)
+    counts = (pixels(file) for item in items for file in item.images)
+    total = sum(count for count in counts if count <= MAX_DECODED_PIXELS)
     if total > MAX_PIXELS:
         message = (
             f"items: their images have {total} pixels in all, at most {MAX_PIXELS} are allowed: send fewer in a request"

@@ -18,21 +18,21 @@ def mentions(item: Item) -> tuple[Mention, ...]:
     """Those of an item with a text, in the client's order; none if it names none. Raises InvalidInput naming the path
     within the item.
     """
-    given = item.metadata.get("entities") if isinstance(item.metadata, dict) else None
-    if given is None:
+    entities = item.metadata.get("entities") if isinstance(item.metadata, dict) else None
+    if entities is None:
         return ()
-    if not isinstance(given, list):
-        raise bad(_PATH, given, "a list of entities")
-    if len(given) > MAX_MENTIONS:
-        message = f"{_PATH}: got {len(given)} entities, at most {MAX_MENTIONS} are paired"
+    if not isinstance(entities, list):
+        raise bad(_PATH, entities, "a list of entities")
+    if len(entities) > MAX_MENTIONS:
+        message = f"{_PATH}: got {len(entities)} entities, at most {MAX_MENTIONS} are paired"
         raise InvalidInput(message, reason="schema", param=_PATH, extras={"limit": MAX_MENTIONS})
-    return tuple(_mention(each, f"{_PATH}[{index}]", len(item.text or "")) for index, each in enumerate(given))
+    return tuple(_mention(entity, f"{_PATH}[{index}]", len(item.text or "")) for index, entity in enumerate(entities))
 
 
-def _mention(given: Any, path: str, length: int) -> Mention:
-    if not isinstance(given, dict):
-        raise bad(path, given, "a map of label, start and end")
-    label, start, end = (given.get(name) for name in ("label", "start", "end"))
+def _mention(value: Any, path: str, length: int) -> Mention:
+    if not isinstance(value, dict):
+        raise bad(path, value, "a map of label, start and end")
+    label, start, end = (value.get(name) for name in ("label", "start", "end"))
     if not isinstance(label, str) or not 0 < len(label) <= MAX_LABEL:
         raise bad(f"{path}.label", label, f"a string of 1 to {MAX_LABEL} characters")
     if type(start) is not int or not 0 <= start < length:

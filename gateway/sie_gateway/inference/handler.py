@@ -32,7 +32,7 @@ from sie_contracts.wire.messages import Operation, Priority
 from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.admission import Admission
 from sie_gateway.admission.retry_slots import Pace
-from sie_gateway.fleet.capabilities import CAN, Able, anything
+from sie_gateway.fleet.capabilities import CAN, Able, any_model
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.http.route_kinds import GatewayRoute
 from sie_gateway.inference import body as bodies
@@ -112,7 +112,7 @@ class Inference:
         most = self._settings.max_items_per_request
         return min(most, call.grant.limits.items or most)
 
-    def resolve(self, spec: str, call: Call | None = None, able: Able = anything) -> Resolved:
+    def resolve(self, spec: str, call: Call | None = None, able: Able = any_model) -> Resolved:
         """The model of a request, an alias' by who calls. A name that is unknown is told with those like it of models
         that are `able`.
 
@@ -164,13 +164,13 @@ class Inference:
 
     def _resolve(self, call: Call, route: InferenceRoute) -> None:
         if call.model is not None:
-            call.resolved = self.resolve(call.model, call, CAN.get(route.endpoint, anything))
+            call.resolved = self.resolve(call.model, call, CAN.get(route.endpoint, any_model))
 
     async def _answer(self, call: Call, route: InferenceRoute, read: Callable[[], Awaitable[bytes]]) -> Answer:
         raw = call.body = await _within(read, call.budget_s)
-        kept = self.away.find(call, raw)
-        if kept is not None:
-            return await kept.join(call, call.received_s + call.budget_s - time.perf_counter())
+        detached = self.away.find(call, raw)
+        if detached is not None:
+            return await detached.join(call, call.received_s + call.budget_s - time.perf_counter())
         with self.away.attend(call, raw) as run:
             run.answer = await self._handled(call, route, raw)
         if run.left:
@@ -210,33 +210,39 @@ class Inference:
             retry_after_s=self._pace.retry_s(time.perf_counter()),
         )
 
-    def understand(self, call: Call, asked: Asked) -> Understood:
+    def understand(self, call: Call, request: Asked) -> Understood:
         """Merge the parameters and choose the lane. Raises SIEError: what is asked can never be done."""
-        headers, resolved, call.asked = call.headers, asked.resolved, asked
+        headers, resolved, call.infer_request = call.headers, request.resolved, request
         lane = self.lane(headers, resolved)  # a pool that is not there comes before parameters that are wrong
-        self._urls.check(asked.items, asked.query)
-        if asked.run is None:
+        self._urls.check(request.items, request.query)
+        if request.run is None:
             strict = headers.get("x-sie-strict", "").lower() == "true"
             mode = _error_mode(call)
-            resolved, options = self._options(resolved, asked, mode, strict=strict)
-            if resolved is not asked.resolved:  # another profile, which other workers may have loaded
+            resolved, options = self._options(resolved, request, mode, strict=strict)
+            if resolved is not request.resolved:  # another profile, which other workers may have loaded
                 lane = self.lane(headers, resolved)
         else:
-            options = RequestOptions(asked.run)
+            options = RequestOptions(request.run)
         if families.row(resolved.entry.family).ignores_text_beside_images and (
-            told := bodies.unread_texts(asked.items, resolved.entry.id)
+            message := bodies.unread_texts(request.items, resolved.entry.id)
         ):
-            options = replace(options, warnings=(*options.warnings, *told))
+            options = replace(options, warnings=(*options.warnings, *message))
         call.labels.update(machine_profile=lane.machine_profile, model=resolved.canonical)
         return Understood(
-            asked.operation, resolved, options, asked.items, asked.query, lane, self._priority(headers, asked.priority)
+            request.operation,
+            resolved,
+            options,
+            request.items,
+            request.query,
+            lane,
+            self._priority(headers, request.priority),
         )
 
-    async def run(self, call: Call, asked: Asked) -> Finished:
+    async def run(self, call: Call, request: Asked) -> Finished:
         """Have a model do what is asked, within the call's budget. Raises SIEError; what became of each input is in the
         result.
         """
-        return await self.execute(call, self.understand(call, asked))
+        return await self.execute(call, self.understand(call, request))
 
     async def execute(self, call: Call, request: Understood) -> Finished:
         """As `run`, for what was understood before. The images that are at URLs are fetched."""
@@ -244,12 +250,12 @@ class Inference:
         if not reads or not links(request.items, request.query):
             return await self._execute(call, request)
         left_s = call.received_s + call.budget_s - time.perf_counter()
-        given = [*request.items, *([request.query] if request.query else ())]
-        async with self._urls.fetched(given, asyncio.get_running_loop().time() + left_s) as found:
+        items = [*request.items, *([request.query] if request.query else ())]
+        async with self._urls.fetched(items, asyncio.get_running_loop().time() + left_s) as files:
             count = len(request.items)
-            request = replace(request, items=tuple(found[:count]), query=found[count] if request.query else None)
-            if call.asked is not None:  # its copies are run with the same files
-                call.asked = replace(call.asked, items=request.items, query=request.query)
+            request = replace(request, items=tuple(files[:count]), query=files[count] if request.query else None)
+            if call.infer_request is not None:  # its copies are run with the same files
+                call.infer_request = replace(call.infer_request, items=request.items, query=request.query)
             return await self._execute(call, request)
 
     async def _execute(self, call: Call, request: Understood) -> Finished:
@@ -263,22 +269,22 @@ class Inference:
         return finished
 
     def _options(
-        self, resolved: Resolved, asked: Asked, on_item_error: str, *, strict: bool
+        self, resolved: Resolved, request: Asked, on_item_error: str, *, strict: bool
     ) -> tuple[Resolved, RequestOptions]:
         """`run_options`; the outcome for a body without parameters is kept: it is that of every such body, and a tenth
         of a request.
         """
-        body = asked.parameters
+        body = request.parameters
         if any(
             value != {} if name in ("params", "options") else name not in _NO_PARAMETERS for name, value in body.items()
         ):
-            return run_options(resolved, body, asked.operation, on_item_error, strict=strict, side=asked.side)
-        key = resolved.canonical, asked.operation, on_item_error, asked.side
-        kept = self._plain.get(key)
-        if kept is None or kept[0] is not resolved.entry:
-            kept = resolved.entry, run_options(resolved, {}, asked.operation, on_item_error, side=asked.side)[1]
-            self._plain[key] = kept
-        return resolved, kept[1]
+            return run_options(resolved, body, request.operation, on_item_error, strict=strict, side=request.side)
+        key = resolved.canonical, request.operation, on_item_error, request.side
+        cached = self._plain.get(key)
+        if cached is None or cached[0] is not resolved.entry:
+            cached = resolved.entry, run_options(resolved, {}, request.operation, on_item_error, side=request.side)[1]
+            self._plain[key] = cached
+        return resolved, cached[1]
 
     def _enter(self, change: int) -> None:
         self.in_progress += change
@@ -299,8 +305,8 @@ class Inference:
         return min(int(raw) / 1000, self._settings.gateway_request_timeout)
 
     @staticmethod
-    def _priority(headers: Mapping[str, str], asked: Priority | None) -> Priority:
-        raw = headers.get("x-sie-priority", asked or "interactive").lower()
+    def _priority(headers: Mapping[str, str], requested: Priority | None) -> Priority:
+        raw = headers.get("x-sie-priority", requested or "interactive").lower()
         if raw == "bulk":
             return "bulk"
         if raw == "interactive":
@@ -312,12 +318,12 @@ class Inference:
         Provisioning.
         """
         machine_profile = headers.get("x-sie-machine-profile", "").strip().lower()
-        given = headers.get("x-sie-pool", "").strip()
-        pool = _pool_name(given)
+        pool_header = headers.get("x-sie-pool", "").strip()
+        pool = _pool_name(pool_header)
         if "/" in machine_profile:
             before, _, machine_profile = machine_profile.partition("/")
             named = _pool_name(before)
-            if given and pool != named:
+            if pool_header and pool != named:
                 raise InvalidInput(
                     "X-SIE-Pool: differs from the pool in X-SIE-MACHINE-PROFILE",
                     reason="pool_conflict",
@@ -327,10 +333,10 @@ class Inference:
         return self._fleet.lane(resolved, pool=pool, machine_profile=machine_profile, known_pools=self._pools)
 
 
-def _pool_name(given: str) -> str:
+def _pool_name(value: str) -> str:
     """The pool that a header names, the default one where it names none. Raises InvalidInput with reason pool_name."""
     try:
-        return topology.pool_name(given or "_default")
+        return topology.pool_name(value or "_default")
     except ValueError as error:
         raise InvalidInput(f"X-SIE-Pool: {error}", reason="pool_name", param="X-SIE-Pool") from error
 

@@ -162,8 +162,8 @@ class ImageUrls:
 
     def check(self, items: Sequence[Item], query: Item | None) -> None:
         """Raises InvalidInput for URLs that are not even tried, and for too many."""
-        found = links(items, query)
-        for link in found:
+        urls = links(items, query)
+        for link in urls:
             if not self._hosts:
                 message = f"{link.path}: got a URL, which is not fetched: send {EXPECTED}"
                 raise InvalidInput(message, reason="invalid_media", param=link.path)
@@ -173,9 +173,9 @@ class ImageUrls:
                 self._count(error.result)
                 message = f"{link.path}: {error}"
                 raise InvalidInput(message, reason="invalid_media", param=link.path, extras=error.extras) from None
-        if len(found) > MAX_URLS:
-            path = found[MAX_URLS].path
-            message = f"{path}: the request has {len(found)} URLs of images, at most {MAX_URLS} are fetched"
+        if len(urls) > MAX_URLS:
+            path = urls[MAX_URLS].path
+            message = f"{path}: the request has {len(urls)} URLs of images, at most {MAX_URLS} are fetched"
             raise InvalidInput(message, reason="invalid_media", param=path, extras={"limit": MAX_URLS})
 
     @contextlib.asynccontextmanager
@@ -184,49 +184,51 @@ class ImageUrls:
 
         What is held counts until the end of the context. Raises PayloadTooLarge, QueueFull.
         """
-        taken = 0
+        own_bytes = 0
 
-        def take(more: int) -> None:
-            nonlocal taken
-            taken += more
+        def count_bytes(more: int) -> None:
+            nonlocal own_bytes
+            own_bytes += more
             self.held_bytes += more
-            _check_total(taken)
-            if self.held_bytes > MAX_HELD_BYTES and self.held_bytes > taken:
+            _check_total(own_bytes)
+            if self.held_bytes > MAX_HELD_BYTES and self.held_bytes > own_bytes:
                 held, most = self.held_bytes >> 20, MAX_HELD_BYTES >> 20
                 raise QueueFull(f"this gateway holds {held} MiB of fetched images, at most {most}", retry_after_s=2)
 
         turns = asyncio.Semaphore(AT_ONCE_OF_A_REQUEST)
         urls = dict.fromkeys(link.url for item in items if item.unfit is None for link in item.links)
-        tasks = {url: asyncio.create_task(self._turn(url, until_s, take, turns), name="image") for url in urls}
+        tasks = {url: asyncio.create_task(self._turn(url, until_s, count_bytes, turns), name="image") for url in urls}
         try:
             files = dict(zip(urls, await asyncio.gather(*tasks.values()), strict=True))
-            found = [_with(item, files) for item in items]
+            items_read = [_with(item, files) for item in items]
             # a file that is used twice travels twice
-            _check_total(sum(each.file_bytes for item, each in zip(items, found, strict=True) if item.links))
-            yield found
+            _check_total(
+                sum(item_read.file_bytes for item, item_read in zip(items, items_read, strict=True) if item.links)
+            )
+            yield items_read
         finally:
             for task in tasks.values():
                 task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)
-            self.held_bytes -= taken
+            self.held_bytes -= own_bytes
 
     async def _turn(
         self, url: str, until_s: float, take: Callable[[int], None], turns: asyncio.Semaphore
     ) -> bytes | _Unfetched:
-        found: bytes | _Unfetched
+        outcome: bytes | _Unfetched
         try:
             async with asyncio.timeout_at(until_s), turns, self._slots:
-                found = await self._within(MAX_S, url, take)
+                outcome = await self._within(MAX_S, url, take)
         except TimeoutError:
-            found = _Unfetched("the image was not complete within the budget of the request", "failed")
+            outcome = _Unfetched("the image was not complete within the budget of the request", "failed")
         except _Unfetched as error:
-            found = error
+            outcome = error
         except httpcore.ConnectError:
-            found = _Unfetched("the server of the URL cannot be reached", "failed")
+            outcome = _Unfetched("the server of the URL cannot be reached", "failed")
         except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError):
-            found = _Unfetched("the server of the URL broke off its answer", "failed")
-        self._count(found.result if isinstance(found, _Unfetched) else "fetched")
-        return found
+            outcome = _Unfetched("the server of the URL broke off its answer", "failed")
+        self._count(outcome.result if isinstance(outcome, _Unfetched) else "fetched")
+        return outcome
 
     async def _within(self, max_s: float, url: str, take: Callable[[int], None]) -> bytes:
         try:
@@ -261,25 +263,25 @@ class ImageUrls:
         if len(url) > MAX_URL:
             raise _Unfetched(f"the URL has {len(url)} characters, at most {MAX_URL} are allowed", limit=MAX_URL)
         try:
-            found = httpx.URL(url.strip())
-            host, port = found.raw_host.decode("ascii").lower(), found.port
+            target = httpx.URL(url.strip())
+            host, port = target.raw_host.decode("ascii").lower(), target.port
         except (httpx.InvalidURL, ValueError):
             raise _Unfetched("the URL is not valid") from None
-        if found.scheme not in _PORTS:
+        if target.scheme not in _PORTS:
             raise _Unfetched("the URL has a scheme other than http and https")
         if not host:
             raise _Unfetched("the URL names no host")
-        if found.userinfo:
+        if target.userinfo:
             raise _Unfetched("the URL holds a user name or password")
-        if not self._is_listed(host.removesuffix("."), port or _PORTS[found.scheme]):
+        if not self._is_listed(host.removesuffix("."), port or _PORTS[target.scheme]):
             raise _Unfetched("images are fetched only from hosts and ports that SIE_IMAGE_URL_HOSTS names")
-        return found
+        return target
 
     def _is_listed(self, host: str, port: int) -> bool:
         """A name without a port means the ports of http and https."""
-        for each in self._hosts:
-            name, own = parts(each)
-            if (own or port in _PORTS.values()) and (name == _ANY or matches(each, host, str(port))):
+        for host_listed in self._hosts:
+            name, own = parts(host_listed)
+            if (own or port in _PORTS.values()) and (name == _ANY or matches(host_listed, host, str(port))):
                 return True
         return False
 
@@ -290,13 +292,13 @@ def _check_total(nbytes: int) -> None:
         raise PayloadTooLarge(message, param="items", extras={"limit": MAX_REQUEST_BYTES})
 
 
-def _with(item: Item, found: dict[str, bytes | _Unfetched]) -> Item:
+def _with(item: Item, fetched: dict[str, bytes | _Unfetched]) -> Item:
     """The item with its files, or with the first thing that is wrong with one."""
     if item.unfit is not None or not item.links:
         return item
     files = list(item.images)
     for link in item.links:
-        file = found[link.url]
+        file = fetched[link.url]
         if isinstance(file, _Unfetched):
             info = ErrorInfo("INVALID_INPUT", f"{link.path}: {file}", "invalid_media", link.path, extras=file.extras)
             return replace(item, unfit=info)
@@ -322,8 +324,8 @@ async def _body(answer: httpcore.Response, take: Callable[[int], None]) -> bytes
         raise _Unfetched(f"the server of the URL answered {answer.status}, expected 200", "failed")
     if _header(answer, b"content-encoding").lower() not in (b"", b"identity"):
         raise _Unfetched("the server of the URL sent a compressed answer, which was not asked for", "failed")
-    told = _header(answer, b"content-length")
-    if told.isdigit() and (len(told) > 18 or int(told) > MAX_BYTES):
+    length = _header(answer, b"content-length")
+    if length.isdigit() and (len(length) > 18 or int(length) > MAX_BYTES):
         raise _too_large()
     body, pieces = bytearray(), 0
     async for piece in answer.aiter_stream():
@@ -413,18 +415,18 @@ def is_public(address: str) -> bool:
     carries.
     """
     try:
-        found = ipaddress.ip_address(address)
+        parsed = ipaddress.ip_address(address)
     except ValueError:
         return False
-    if isinstance(found, ipaddress.IPv6Address):
-        inner = ipaddress.IPv4Address(int(found) & 0xFFFF_FFFF) if found in _NAT64 else found.ipv4_mapped
+    if isinstance(parsed, ipaddress.IPv6Address):
+        inner = ipaddress.IPv4Address(int(parsed) & 0xFFFF_FFFF) if parsed in _NAT64 else parsed.ipv4_mapped
         if inner is None:
-            return found in _UNICAST and not any(found in each for each in _INSIDE_V6)
-        found = inner
-    return not any(found in each for each in _INSIDE_V4)
+            return parsed in _UNICAST and not any(parsed in network for network in _INSIDE_V6)
+        parsed = inner
+    return not any(parsed in network for network in _INSIDE_V4)
 
 
 def links(items: Sequence[Item], query: Item | None) -> Sequence[Link]:
     """Those of all inputs."""
-    found = [link for item in items if item.links for link in item.links]
-    return [*found, *query.links] if query else found
+    urls = [link for item in items if item.links for link in item.links]
+    return [*urls, *query.links] if query else urls

@@ -29,8 +29,8 @@ class Header(NamedTuple):
 
 def pixels(data: bytes) -> int:
     """Of a file, as its header says; 0 where that cannot be read here."""
-    found = header(data)
-    return found.width * found.height if found is not None else 0
+    image = header(data)
+    return image.width * image.height if image is not None else 0
 
 
 def header(data: bytes) -> Header | None:
@@ -147,8 +147,8 @@ class _Undecodable(Exception):
 
 def read(value: Any, path: str) -> Images:
     """A list of images, or a single one. Raises InvalidInput with reason schema."""
-    given = [(f"{path}[{index}]", each) for index, each in enumerate(value)] if isinstance(value, list) else None
-    return gather(given if given is not None else [(path, value)], path)
+    entries = [(f"{path}[{index}]", entry) for index, entry in enumerate(value)] if isinstance(value, list) else None
+    return gather(entries if entries is not None else [(path, value)], path)
 
 
 def read_sound(value: Any, path: str) -> File:
@@ -165,39 +165,39 @@ def read_document(value: Any, path: str) -> Parsable:
     data, fault = _single(value, path, "documents", EXPECTED_DOCUMENT, "the document as a file")
     if fault is not None:
         return Parsable(None, fault)
-    said = (value.get("format") or "") if isinstance(value, dict) else ""
-    return Parsable(Document(data, said.lower().removeprefix(".")[:MAX_FORMAT]))
+    format_name = (value.get("format") or "") if isinstance(value, dict) else ""
+    return Parsable(Document(data, format_name.lower().removeprefix(".")[:MAX_FORMAT]))
 
 
-def _single(value: Any, path: str, what: str, expected: str, instead: str) -> File:
+def _single(value: Any, path: str, kind: str, expected: str, instead: str) -> File:
     try:
-        found = _file(value, path, 0, expected, instead)
+        file = _file(value, path, 0, expected, instead)
     except _Undecodable as error:
         return File(b"", _fault(f"{path}: {error}", path).fault)
-    if isinstance(found, Link):
-        message = f"{found.path}: got a URL, {what} are not fetched: send {expected}"
-        raise InvalidInput(message, reason="invalid_media", param=found.path)
-    return File(found)
+    if isinstance(file, Link):
+        message = f"{file.path}: got a URL, {kind} are not fetched: send {expected}"
+        raise InvalidInput(message, reason="invalid_media", param=file.path)
+    return File(file)
 
 
-def gather(given: Sequence[tuple[str, Any]], path: str) -> Images:
+def gather(entries: Sequence[tuple[str, Any]], path: str) -> Images:
     """The images of an input that are at these places of it, each with its path. Raises as `read`."""
-    if len(given) > MAX_IMAGES:
-        message = f"{path}: got {len(given)} images, at most {MAX_IMAGES} are allowed in one input"
+    if len(entries) > MAX_IMAGES:
+        message = f"{path}: got {len(entries)} images, at most {MAX_IMAGES} are allowed in one input"
         return _fault(message, path, limit=MAX_IMAGES)
     files: list[bytes] = []
     links: list[Link] = []
     fault = None
-    for where, each in given:  # all of them: a later one may fail the request
+    for where, entry in entries:  # all of them: a later one may fail the request
         try:
-            found = _file(each, where, len(files))
+            file = _file(entry, where, len(files))
         except _Undecodable as error:
             fault = fault or _fault(f"{where}: {error}", where)
             continue
-        if isinstance(found, Link):
-            links.append(found)
-            found = b""
-        files.append(found)
+        if isinstance(file, Link):
+            links.append(file)
+            file = b""
+        files.append(file)
     return fault._replace(links=tuple(links)) if fault else Images(tuple(files), None, tuple(links))
 
 

@@ -139,33 +139,33 @@ class Fragments:
     def __len__(self) -> int:
         return len(self._all)
 
-    def take(self, part: Fragment, now_s: float) -> Assembly:
+    def add(self, part: Fragment, now_s: float) -> Assembly:
         """Keep a part, once. Raises NoRoom, and ValueError for one that is no part of anything."""
         if not (0 <= part.index < part.count <= MAX_PARTS and part.data):
             raise ValueError(f"part {part.index} of {part.count} with {len(part.data)} bytes")
         key = (part.request, part.chunk, part.digest)
-        found = self._all.pop(key, None)
-        if found is not None and len(found.parts) != part.count:  # sent again for a broker that takes other sizes
-            self._all[key] = found
-            self.drop(found)
-            found = None
-        if found is None:
+        assembly = self._all.pop(key, None)
+        if assembly is not None and len(assembly.parts) != part.count:  # sent again for a broker that takes other sizes
+            self._all[key] = assembly
+            self.drop(assembly)
+            assembly = None
+        if assembly is None:
             self._expire(now_s)
-            found = Assembly(part.request, part.chunk, part.digest, [None] * part.count, now_s, part.count)
+            assembly = Assembly(part.request, part.chunk, part.digest, [None] * part.count, now_s, part.count)
             self._requests.setdefault(part.request, set()).add(key)
-        self._all[key] = found
-        found.touched_s = now_s
-        if found.parts[part.index] is None:
+        self._all[key] = assembly
+        assembly.touched_s = now_s
+        if assembly.parts[part.index] is None:
             size = len(part.data) + _SLOT_BYTES
-            self._find_room(found, size, now_s)
-            found.parts[part.index] = part.data
-            found.missing -= 1
-            found.held_bytes += size
+            self._find_room(assembly, size, now_s)
+            assembly.parts[part.index] = part.data
+            assembly.missing -= 1
+            assembly.held_bytes += size
             self.held_bytes += size
-        return found
+        return assembly
 
-    def _find_room(self, wanted: Assembly, size: int, now_s: float) -> None:
-        held = sum(self._all[key].held_bytes for key in self._requests[wanted.request])
+    def _find_room(self, keep: Assembly, size: int, now_s: float) -> None:
+        held = sum(self._all[key].held_bytes for key in self._requests[keep.request])
         if held + size > self.max_request_bytes:
             raise NoRoom(f"parts of the results of one request pass {self.max_request_bytes >> 20} MiB")
         if self.held_bytes + size > self.max_bytes:
@@ -273,12 +273,12 @@ class Inbox:
 
     async def _on_result(self, message: CoreMessage) -> None:
         try:
-            found = messages.decode_result_or_fragment(message.data)
+            decoded = messages.decode_result_or_fragment(message.data)
         except msgspec.DecodeError as error:
             self._metrics.outcomes.labels("undecodable").inc()
             _logger.error("a result could not be read: %s", error)
             return
-        verdict = self._keep(found, message.reply) if isinstance(found, Fragment) else self._offer(found)
+        verdict = self._keep(decoded, message.reply) if isinstance(decoded, Fragment) else self._offer(decoded)
         if verdict is not None and message.reply:
             failpoint("inbox.before_confirm")
             await self._bus.send(message.reply, _CONFIRMATIONS[verdict])
@@ -303,7 +303,7 @@ class Inbox:
         if not collector.awaits(part.chunk):
             return "duplicate"
         try:
-            assembly = self._fragments.take(part, time.monotonic())
+            assembly = self._fragments.add(part, time.monotonic())
         except ValueError as error:
             self._metrics.outcomes.labels("undecodable").inc()
             _logger.error("request %s: what was sent is no part of a result: %s", part.request, error)

@@ -2,14 +2,16 @@
 
 Bytes count when they have arrived, not when they are announced, so announcing many costs a gateway nothing. Values
 count before they are decoded. The first bytes of each body do not count: what is small is let in also while somebody's
-large bodies take all the room.
+large bodies take all the room. And what is small does not wait for them: while such requests are in progress, large
+bodies are read at a pace that leaves the event loop to them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Mapping, MutableMapping
+import time
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 from sie_contracts.body_values import VALUE_BYTES
@@ -22,6 +24,8 @@ from sie_runtime.http.server import Receive
 MAX_HELD_BYTES = 1 << 30
 COPIES = 3  # of a byte of a body while its request runs: as it came, decoded, and in a message of the queue
 FREE_BYTES = COPIES * (256 << 10)  # of each body in memory; SIE_MAX_CONCURRENT_REQUESTS of them at most
+PACE_BYTES_S = 128 << 20  # of large bodies in all while small ones are served: a third of what a core receives
+PACE_STEP_S = 0.002  # that a body may be ahead of it
 CONTROL_BYTES = 1 << 20  # of a body that is no inference
 CONTROL_S = 30.0
 
@@ -39,9 +43,16 @@ class Intake:
     no limit on one body.
     """
 
-    def __init__(self, max_bytes: int = MAX_HELD_BYTES) -> None:
+    def __init__(self, max_bytes: int = MAX_HELD_BYTES, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self.held_bytes = 0
         self.max_bytes = max_bytes
+        self.small = 0  # requests in progress whose bodies do not count
+        self._paced_until_s = 0.0
+
+    def count_small(self, more: int) -> None:
+        """Count so many more requests whose bodies do not count, or fewer."""
+        self.small += more
 
     def hold(self, more_bytes: int) -> None:
         """Count so many more, or fewer."""
@@ -54,6 +65,30 @@ class Intake:
         check_length(headers, limit)
         return Reader(self, receive, limit)
 
+    def paced(self, receive: Receive) -> Receive:
+        """`receive` of a body that has no reader, at the pace of all of them once it is large."""
+        size = 0
+
+        async def receive_paced() -> MutableMapping[str, Any]:
+            nonlocal size
+            message = await receive()
+            more = len(message.get("body", b""))
+            size += more
+            if COPIES * size > FREE_BYTES:
+                await self.turn(more)
+            return message
+
+        return receive_paced
+
+    async def turn(self, size: int) -> None:
+        """So many bytes of a large body have come: wait until more may."""
+        if not self.small:
+            return
+        now_s = self._clock()
+        self._paced_until_s = max(self._paced_until_s, now_s) + size / PACE_BYTES_S
+        if (ahead_s := self._paced_until_s - now_s) > PACE_STEP_S:
+            await asyncio.sleep(ahead_s)
+
 
 class Reader:
     """One body."""
@@ -64,6 +99,8 @@ class Reader:
         self._limit = limit
         self._size = self._values = 0
         self._counted = 0
+        self._is_small = True
+        intake.count_small(1)
 
     async def read(self) -> bytes:
         """The whole body. Raises PayloadTooLarge, QueueFull, ClientGone."""
@@ -84,6 +121,8 @@ class Reader:
             body.write(piece)
             if not message.get("more_body"):
                 return body.getvalue()
+            if self._counted:
+                await self._intake.turn(len(piece))
 
     def count_values(self, values: int) -> None:
         """It is about to be decoded to so many. Raises QueueFull."""
@@ -95,8 +134,8 @@ class Reader:
         if more <= 0:
             return
         intake = self._intake
-        others = intake.held_bytes - self._counted
-        if others and intake.held_bytes + more > intake.max_bytes:
+        held_elsewhere = intake.held_bytes - self._counted
+        if held_elsewhere and intake.held_bytes + more > intake.max_bytes:
             held, most = intake.held_bytes >> 20, intake.max_bytes >> 20
             raise QueueFull(
                 f"body: the bodies in this gateway take {held} MiB of memory, {most} are allowed "
@@ -104,11 +143,17 @@ class Reader:
                 param="body",
                 retry_after_s=2,
             )
+        self._leave_small()
         intake.hold(more)
         self._counted += more
 
+    def _leave_small(self) -> None:
+        self._intake.count_small(-self._is_small)
+        self._is_small = False
+
     def close(self) -> None:
         """The body is not held any more."""
+        self._leave_small()
         self._intake.hold(-self._counted)
         self._counted = 0
 
@@ -147,5 +192,5 @@ def bounded(receive: Receive, *, limit: int = CONTROL_BYTES, within_s: float = C
     return receive_bounded
 
 
-def _too_large(found: str, limit: int) -> PayloadTooLarge:
-    return PayloadTooLarge(f"body: {found}", param="body", extras={"limit": limit})
+def _too_large(size: str, limit: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"body: {size}", param="body", extras={"limit": limit})

@@ -58,7 +58,7 @@ class Caller(Protocol):
     headers: Any
     receive: Receive | None
 
-    def follow(self, other: Any) -> None:
+    def follow(self, previous: Any) -> None:
         """Be answered with the run of that one: what is told of it is told of this one too, and errors look alike."""
 
 
@@ -98,12 +98,12 @@ class Attachments(Generic[A]):
         self._young[run] = None
         if not self._looking:
             self._looking = True
-            asyncio.get_running_loop().call_later(self.watch_after_s, self._look)
+            asyncio.get_running_loop().call_later(self.watch_after_s, self._check)
 
     def ended(self, run: Run[A]) -> None:
         self._young.pop(run, None)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         loop = asyncio.get_running_loop()
         until_s = loop.time() - self.watch_after_s
         while self._young and (oldest := next(iter(self._young))).began_s <= until_s:
@@ -111,7 +111,7 @@ class Attachments(Generic[A]):
             oldest.watch()
         self._looking = bool(self._young)
         if self._looking:
-            loop.call_later(self.watch_after_s, self._look)
+            loop.call_later(self.watch_after_s, self._check)
 
     def find(self, caller: Caller, body: bytes) -> Run[A] | None:
         """The oldest run of the same request whose client is away."""

@@ -38,7 +38,7 @@ Placed = tuple[WorkResult, Outcome]  # what became of an input, with the result 
 Late = Callable[[float], Mapping[str, Any]]  # the last entry of a map, by the seconds that writing all else of it took
 
 
-def wanted(accept: str, *, body_is_msgpack: bool = False, raw: bool = False, msgpack: bool = True) -> Format:
+def requested_format(accept: str, *, body_is_msgpack: bool = False, raw: bool = False, msgpack: bool = True) -> Format:
     """How a success is sent. Never fails: what cannot be served is answered in JSON. `raw`: whether this route has
     formats of vectors, `msgpack`: whether it has that.
     """
@@ -126,10 +126,10 @@ class Streamed:
         entries = rest[0] + 1 + (self._late is not None)
         yield bytes([entries]) + rest[1:] + _msgpack.encode("items") + b"\xdd" + len(self._items).to_bytes(4, "big")
         for start in range(0, len(self._items), self._step):
-            yield b"".join(map(_msgpack.encode, _made(self._items[start : start + self._step], self._row)))
+            yield b"".join(map(_msgpack.encode, _rendered(self._items[start : start + self._step], self._row)))
 
 
-def _made(values: Sequence[Any], row: Row | None) -> Sequence[Any]:
+def _rendered(values: Sequence[Any], row: Row | None) -> Sequence[Any]:
     return values if row is None else list(map(row, values))
 
 
@@ -148,7 +148,7 @@ def body_of(
     """
     if "items" not in body or values <= PIECE_VALUES:
         began_s = time.perf_counter()
-        whole = body if "items" not in body else {**body, "items": _made(body["items"], row)}
+        whole = body if "items" not in body else {**body, "items": _rendered(body["items"], row)}
         data, content_type = encode(whole, msgpack=msgpack)
         if late is not None:
             own, _ = encode(late(time.perf_counter() - began_s), msgpack=msgpack)
@@ -181,7 +181,7 @@ class _Listed:
     def _pieces(self) -> Iterator[Piece]:
         before = self._before
         for start in range(0, len(self._values), self._step):
-            rows = _made(self._values[start : start + self._step], self._row)
+            rows = _rendered(self._values[start : start + self._step], self._row)
             if not any(map(_is_wide, rows)):
                 yield before + _json(rows)[1:-1]
                 before = b","
@@ -205,9 +205,9 @@ def _parts(value: Any) -> Iterator[Piece]:
         yield _json(value)
     elif isinstance(value, dict):
         before = b"{"
-        for name, each in value.items():
+        for name, entry in value.items():
             yield before + _json(name) + b":"
-            yield from _parts(each)
+            yield from _parts(entry)
             before = b","
         yield b"}"
     else:
@@ -260,12 +260,12 @@ def _json(value: Any) -> bytes:
 def slot_error(info: ErrorInfo) -> dict[str, Any]:
     """An error in the place of a value."""
     error = SIEError.from_info(info)
-    found: dict[str, Any] = {"code": error.code, "message": error.message, "retryable": error.retryable}
+    error_map: dict[str, Any] = {"code": error.code, "message": error.message, "retryable": error.retryable}
     if error.reason:
-        found["reason"] = error.reason
+        error_map["reason"] = error.reason
     if error.retryable:
-        found["retry_after_s"] = error.retry_after_s
-    return {**found, **error.extras}
+        error_map["retry_after_s"] = error.retry_after_s
+    return {**error_map, **error.extras}
 
 
 def array_of(result: WorkResult, outcome: Ok, name: str) -> arrays.Array:
@@ -390,16 +390,16 @@ def score_entries(items: Sequence[Item], outcomes: Sequence[Placed]) -> list[dic
             entry["error"] = slot_error(outcome.error)
         entry["usage"] = _usage(outcome)
         entries.append((math.inf if score is None else -score, index, entry))
-    entries.sort(key=lambda each: each[:2])
+    entries.sort(key=lambda row: row[:2])
     return [{**entry, "rank": rank} for rank, (_, _, entry) in enumerate(entries)]
 
 
 def extract_slot(index: int, item: Item, outcome: Outcome) -> dict[str, Any]:
     """The slot of one input, all keys present whatever was found."""
-    found = outcome.data or {} if isinstance(outcome, Ok) else {}
-    slot: dict[str, Any] = {"id": f"item-{index}", **_echo(item), **{name: found.get(name, []) for name in _EXTRACTED}}
+    data = outcome.data or {} if isinstance(outcome, Ok) else {}
+    slot: dict[str, Any] = {"id": f"item-{index}", **_echo(item), **{name: data.get(name, []) for name in _EXTRACTED}}
     slot["entities"] = [{"start": None, "end": None, "bbox": None, **entity} for entity in slot["entities"]]
-    slot["data"] = found.get("data", {})
+    slot["data"] = data.get("data", {})
     if isinstance(outcome, Failed):
         slot["error"] = slot_error(outcome.error)
     slot["usage"] = _usage(outcome)

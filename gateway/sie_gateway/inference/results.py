@@ -71,13 +71,15 @@ class Finished:
         self.request = request
         self.publish_ms = 0.0  # until the first messages were stored
         self.last: WorkResult | None = None  # of the chunk that finished last
-        self.told: Mapping[str, float] = {}  # the stages that its reply names
+        self.reported_times: Mapping[str, float] = {}  # the stages that its reply names
         self.written_ms = 0.0  # of the last of them, making the reply
         self._waits_ms: dict[int, float] = {}  # by chunk, from publishing to its result's arrival
         self._results: list[WorkResult] = [WorkResult("", -1, "", (failure,)) for failure in refused.values()]
         self._positions: list[list[int]] = [[index] for index in refused]
 
-    def take(self, indices: list[int], chunks: list[Chunk], results: list[WorkResult], waits_ms: list[float]) -> None:
+    def add_results(
+        self, indices: list[int], chunks: list[Chunk], results: list[WorkResult], waits_ms: list[float]
+    ) -> None:
         """Put the result of each chunk at its place. Raises InvalidOutcomeCount."""
         for piece, result in zip(chunks, results, strict=True):
             places = indices[piece.start : piece.stop]
@@ -109,8 +111,8 @@ class Finished:
                     images += len(self.request.items[place].images)
                     if outcome.truncated:
                         truncated.append(place)
-        told = {"prompt_tokens": tokens, "total_tokens": tokens, "truncated_items": sorted(truncated)}
-        return {**told, "images": images} if images else told
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens, "truncated_items": sorted(truncated)}
+        return {**usage, "images": images} if images else usage
 
     @property
     def device_s(self) -> float:
@@ -131,7 +133,7 @@ class Finished:
     @property
     def values(self) -> int:
         """Numbers in the reply, roughly."""
-        found = sum(
+        count = sum(
             len(listed)
             for result in self.worker_results
             for outcome in result.outcomes
@@ -139,7 +141,7 @@ class Finished:
             for listed in outcome.data.values()
             if isinstance(listed, list)
         )
-        return sum(len(result.block) for result in self.worker_results) // 4 + FOUND_VALUES * found
+        return sum(len(result.block) for result in self.worker_results) // 4 + FOUND_VALUES * count
 
     def check(self, name: str = "") -> None:
         """Raises FailedRequest when all inputs failed, or one did and the client wants that to fail the request.
@@ -187,8 +189,10 @@ class Finished:
         wait_ms = self._waits_ms[self.last.chunk] if self.last else 0.0
         total_ms = (time.perf_counter() - received_s) * 1000
         self.written_ms = 1000 * written_s
-        self.told = told = stage_times(total_ms=total_ms, wait_ms=wait_ms, last=self.last, written_ms=self.written_ms)
-        return told
+        self.reported_times = times = stage_times(
+            total_ms=total_ms, wait_ms=wait_ms, last=self.last, written_ms=self.written_ms
+        )
+        return times
 
     def late(self, received_s: float, began_s: float) -> Callable[[float], dict[str, Any]]:
         """The last entry of a reply, `timing`, by the seconds that writing all other entries took. What was done for
@@ -203,21 +207,21 @@ class Finished:
         for those refused here.
         """
         none = stage_times(total_ms=0.0, wait_ms=0.0, last=None)
-        found = {
+        timings = {
             result.chunk: stage_times(total_ms=wait_ms, wait_ms=wait_ms, last=result)
             for result in self.worker_results
             for wait_ms in (self._waits_ms[result.chunk],)
         }
-        return [found.get(result.chunk, none) for result, _ in self.outcomes]
+        return [timings.get(result.chunk, none) for result, _ in self.outcomes]
 
     def shared(self, *, explain: bool) -> dict[str, Any]:
         """What every reply that is a map tells beside its results and `timing`, which is written last."""
-        told: dict[str, Any] = {"usage": self.usage, "fingerprint": self.fingerprint}
+        fields: dict[str, Any] = {"usage": self.usage, "fingerprint": self.fingerprint}
         if warnings := [*self.request.options.warnings, *self._half_read()]:
-            told["warnings"] = warnings
+            fields["warnings"] = warnings
         if explain:
             lane, priority = str(self.request.lane), self.request.priority
-            told["explain"] = [
+            fields["explain"] = [
                 {
                     "worker": result.worker,
                     "lane": lane,
@@ -228,7 +232,7 @@ class Finished:
                 }
                 for result in self.worker_results
             ]
-        return told
+        return fields
 
     def _half_read(self) -> list[str]:
         """What is told of image files with several images."""
@@ -273,11 +277,11 @@ def placed(count: int, results: Sequence[WorkResult], places: Sequence[Sequence[
     """The outcome of each input, in order, with the result it came in. `places` gives the input positions of each
     result's outcomes.
     """
-    found: list[Any] = [None] * count
+    placed_values: list[Any] = [None] * count
     for result, positions in zip(results, places, strict=True):
         for position, outcome in zip(positions, result.outcomes, strict=True):
-            found[position] = (result, outcome)
-    return found
+            placed_values[position] = (result, outcome)
+    return placed_values
 
 
 def failure_of(

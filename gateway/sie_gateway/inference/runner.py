@@ -105,15 +105,15 @@ class Runner:
         left_s = deadline_s - time.perf_counter()
         asker = call.key, lane, priority, resolved.residency
         self._admission.check(*asker, sum(costs), left_s, call.digest, sum(squares))
-        call.charge.take(sum(costs))
+        call.charge.spend(sum(costs))
         permits = self._admission.enter(*asker, costs, size_bytes, left_s, call.digest, call.work_id, squares)
         published_s = time.perf_counter()
         try:
             if permits.is_cold:
-                self._cold.asked(lane)
+                self._cold.requested(lane)
             collector = self._inbox.open(call.work_id, len(chunks), lane.pool)
             try:
-                collector.on_taken = _taken(permits, collector, resolved.entry)
+                collector.on_taken = _result_listener(permits, collector, resolved.entry)
                 permits.on_refused = collector.fail
                 build = _builder(call, request, items, chunks, revision, self._inbox.address(call.work_id))
                 sending = _Sending(self._queue, self._admission, request, permits, build, collector, deadline_s)
@@ -132,7 +132,7 @@ class Runner:
         results = [result for result in collector.results if result is not None]
         self._metrics.result_wait.labels(request.operation).observe(max(collector.arrivals_s) - published_s)
         waits_ms = [(arrival_s - published_s) * 1000 for arrival_s in collector.arrivals_s]
-        finished.take(runnable, chunks, results, waits_ms)
+        finished.add_results(runnable, chunks, results, waits_ms)
         telemetry.trace_chunks(call, published_s, finished.publish_ms, results, waits_ms)
         call.charge.settle(finished.usage["total_tokens"])
         self._metrics.used(call.grant.name, finished)
@@ -194,7 +194,7 @@ class _Sending:
         """Publish what is permitted now; a task publishes the rest. Raises SIEError; a later failure fails the
         collector.
         """
-        granted = self._permits.take()
+        granted = self._permits.pop()
         if granted:
             await self._publish(granted)
         if not self._permits.complete:
@@ -272,15 +272,15 @@ def _builder(
     return work_item
 
 
-def _taken(permits: Permits, collector: Collector, entry: ModelEntry) -> Callable[[WorkResult], None]:
+def _result_listener(permits: Permits, collector: Collector, entry: ModelEntry) -> Callable[[WorkResult], None]:
     """Called with each result: gives its permit back, and ends the request where the worker has another entry."""
 
-    def taken(result: WorkResult) -> None:
-        permits.taken(result)
+    def on_result(result: WorkResult) -> None:
+        permits.result_arrived(result)
         if any(isinstance(outcome, Failed) and outcome.error.reason == CONFIG_CHANGED for outcome in result.outcomes):
             collector.fail(EntryChanged(entry))
 
-    return taken
+    return on_result
 
 
 def _has_images(items: Sequence[Item], query: Item | None) -> bool:
@@ -300,7 +300,7 @@ class _Takers:
         self._operation = operation
         self._told: dict[str, str] = {}
 
-    def of(self, modality: str) -> str:
+    def models_of(self, modality: str) -> str:
         """What a message ends with: the first few of them."""
         if modality not in self._told:
             able = (
@@ -308,10 +308,10 @@ class _Takers:
                 for entry in self._feed.catalogue.entries.values()
                 if modality in entry.inputs and self._operation in entry.tasks
             )
-            found = heapq.nsmallest(MAX_TAKERS, able)
+            models = heapq.nsmallest(MAX_TAKERS, able)
             self._told[modality] = (
-                f"; models that take it: {', '.join(found)}"
-                if found
+                f"; models that take it: {', '.join(models)}"
+                if models
                 else f"; no model here takes it for {self._operation}"
             )
         return self._told[modality]
@@ -327,7 +327,7 @@ def _unusable(item: Item, request: Understood, takers: _Takers) -> Failed | None
     if foreign:
         message = f"{entry.id} takes {', '.join(accepted)}, not {foreign[0]}"
         if foreign[0] != "multivector":  # which is no input of a model, but what one gives
-            message += takers.of(foreign[0])
+            message += takers.models_of(foreign[0])
         return Failed(ErrorInfo("INVALID_INPUT", message, reason="unsupported_modality"))
     if item.unfit is not None:
         return Failed(item.unfit)

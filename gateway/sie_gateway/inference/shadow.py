@@ -78,7 +78,7 @@ class Figures:
     served_ms: Mean = field(default_factory=Mean)
     shadow_ms: Mean = field(default_factory=Mean)
 
-    def told(self) -> dict[str, Any]:
+    def as_map(self) -> dict[str, Any]:
         return {
             "copies": dict(self.copies),
             "cosine": self.cosine.value,
@@ -116,24 +116,24 @@ class Shadows:
         """A request was answered; where it came by an alias it is counted, and copied if its turn has come."""
         if (
             not finished.request.resolved.alias
-            or call.asked is None
-            or call.asked.run is not None
+            or call.infer_request is None
+            or call.infer_request.run is not None
             or call.grant.key == KEY
         ):
             return
         try:
-            self._after(call, call.asked, finished)
+            self._after(call, call.infer_request, finished)
         except Exception:  # an answer never fails for its copy
             _logger.exception("a request of %s could not be copied", finished.request.resolved.alias)
 
     def figures(self, alias: str, model: str) -> Figures:
         """Of the shadow that an alias has; another model begins anew."""
-        found = self._figures.get(alias)
-        if found is None or found.model != model:
-            found = self._figures[alias] = Figures(model)
-        return found
+        figures = self._figures.get(alias)
+        if figures is None or figures.model != model:
+            figures = self._figures[alias] = Figures(model)
+        return figures
 
-    def _after(self, call: Call, asked: Asked, finished: Finished) -> None:
+    def _after(self, call: Call, request: Asked, finished: Finished) -> None:
         resolved = finished.request.resolved
         self._metrics.alias_requests.labels(resolved.alias, resolved.canonical).inc()
         alias = self._catalogue().aliases.get(resolved.alias)
@@ -147,9 +147,9 @@ class Shadows:
         self._met[alias.id] = before + 1
         due, was_due = (math.floor(alias.shadow.share * count + _ROUNDING) for count in (before + 1, before))
         if due > was_due:
-            self._copy(call, asked, finished, alias, alias.shadow.model)
+            self._copy(call, request, finished, alias, alias.shadow.model)
 
-    def _copy(self, call: Call, asked: Asked, finished: Finished, alias: Alias, model: str) -> None:
+    def _copy(self, call: Call, request: Asked, finished: Finished, alias: Alias, model: str) -> None:
         try:
             resolved = self._catalogue().resolve(model, follow=False)
             pool = finished.request.lane.pool
@@ -159,7 +159,7 @@ class Shadows:
         ):  # the model is gone, or nothing of this pool serves it: the same for every copy until that changes
             self._count(alias, model, "unsuited")
             return
-        if asked.operation not in resolved.entry.tasks or resolved.canonical == finished.request.resolved.canonical:
+        if request.operation not in resolved.entry.tasks or resolved.canonical == finished.request.resolved.canonical:
             self._count(alias, model, "unsuited")
             return
         refused = self._refused(finished, resolved, lane)
@@ -171,7 +171,7 @@ class Shadows:
         # as its client asked, less who asked, for how long, and where: only the pool stays
         headers = {name: value for name, value in call.headers.items() if name in ("x-sie-pool", "x-sie-on-item-error")}
         own = Call(uuid7(), self._clock(), {**headers, "x-sie-priority": "bulk"}, grant=Grant(KEY), budget_s=BUDGET_S)
-        copied = replace(asked, resolved=resolved, items=asked.items[:MAX_ITEMS], priority="bulk")
+        copied = replace(request, resolved=resolved, items=request.items[:MAX_ITEMS], priority="bulk")
         task = asyncio.get_running_loop().create_task(
             self._measured(own, copied, finished, alias, model), name="shadow"
         )
@@ -189,19 +189,19 @@ class Shadows:
         is_cold = not self._fleet.hosts(lane, resolved.residency)
         if is_cold and (resolved.residency in self._opening or not any(map(_has_room, self._fleet.of_lane(lane)))):
             return "cold"
-        return "loaded" if any(self._is_loaded(each) for each in {lane, finished.request.lane}) else None
+        return "loaded" if any(self._is_loaded(candidate) for candidate in {lane, finished.request.lane}) else None
 
     def _is_loaded(self, lane: Lane) -> bool:
         """Whether work waits in the lane; of one without workers nothing is known, and nothing would run there."""
         waits_s = [self._admission.expected_s(lane, priority) for priority in PRIORITIES]
         return any(each_s is None or each_s > LOADED_S for each_s in waits_s)
 
-    async def _measured(self, call: Call, asked: Asked, finished: Finished, alias: Alias, model: str) -> None:
+    async def _measured(self, call: Call, request: Asked, finished: Finished, alias: Alias, model: str) -> None:
         """Run a copy. Every error of it ends here."""
-        canonical = asked.resolved.canonical
+        canonical = request.resolved.canonical
         result: Result = "failed"
         try:
-            copied = await self._run(call, asked)
+            copied = await self._run(call, request)
             first = copied.outcomes[0][1]
             if all(isinstance(outcome, Failed) for _, outcome in copied.outcomes) and isinstance(first, Failed):
                 raise SIEError.from_info(first.error)
@@ -216,7 +216,7 @@ class Shadows:
             _logger.exception("a copy of a request of %s to %s failed", alias.id, canonical)
             self._pause(alias, canonical, type(error).__name__, PAUSE_S)
         finally:
-            self._opening.discard(asked.resolved.residency)
+            self._opening.discard(request.resolved.residency)
             self._count(alias, model, result)
 
     def _pause(self, alias: Alias, canonical: str, why: str, pause_s: float) -> None:
@@ -230,12 +230,12 @@ class Shadows:
 
     def _compare(self, finished: Finished, copied: Finished, alias: Alias, model: str) -> None:
         names, figures = (alias.id, model), self.figures(alias.id, model)
-        for side, each, mean in (
+        for side, values, mean in (
             ("served", finished, figures.served_ms),
             ("shadow", copied, figures.shadow_ms),
         ):
-            self._metrics.shadow_seconds.labels(*names, side).observe(each.waited_ms / 1000)
-            mean.add(each.waited_ms)
+            self._metrics.shadow_seconds.labels(*names, side).observe(values.waited_ms / 1000)
+            mean.add(values.waited_ms)
         for value in cosines(finished, copied):
             self._metrics.shadow_cosine.labels(*names).observe(value)
             figures.cosine.add(value)
@@ -261,24 +261,26 @@ def cosines(finished: Finished, copied: Finished) -> list[float]:
     """Of each input's dense vectors, where both have one of the same width in floats; else there is
     nothing to compare.
     """
-    runs = [each.request.options.run for each in (finished, copied)]
+    runs = [result.request.options.run for result in (finished, copied)]
     if any("dense" not in run.outputs or run.dtype not in _COMPARED for run in runs):
         return []
-    found = []
-    for (one_result, one), (two_result, two) in zip(finished.outcomes, copied.outcomes, strict=False):
-        if isinstance(one, Ok) and isinstance(two, Ok) and one.outputs["dense"].shape == two.outputs["dense"].shape:
-            a, b = (array_of(*each, "dense").astype(np.float32) for each in ((one_result, one), (two_result, two)))
+    values = []
+    for (one_result, first), (two_result, two) in zip(finished.outcomes, copied.outcomes, strict=False):
+        if isinstance(first, Ok) and isinstance(two, Ok) and first.outputs["dense"].shape == two.outputs["dense"].shape:
+            a, b = (
+                array_of(*result, "dense").astype(np.float32) for result in ((one_result, first), (two_result, two))
+            )
             norm = float(np.linalg.norm(a) * np.linalg.norm(b))
             if norm > 0:
-                found.append(float(a @ b) / norm)
-    return found
+                values.append(float(a @ b) / norm)
+    return values
 
 
 def rank_agreement(finished: Finished, copied: Finished) -> float | None:
     """Spearman's correlation of the scores of a request's documents, None where there are fewer than three of both."""
     pairs = [
-        (one.score, two.score)
-        for (_, one), (_, two) in zip(finished.outcomes, copied.outcomes, strict=False)
-        if isinstance(one, Ok) and isinstance(two, Ok) and one.score is not None and two.score is not None
+        (first.score, two.score)
+        for (_, first), (_, two) in zip(finished.outcomes, copied.outcomes, strict=False)
+        if isinstance(first, Ok) and isinstance(two, Ok) and first.score is not None and two.score is not None
     ]
     return spearman(*map(np.asarray, zip(*pairs, strict=True))) if len(pairs) > 2 else None

@@ -74,11 +74,11 @@ def log_request(call: Call, endpoint: str, status: int, seconds: float) -> None:
     words = [f"{endpoint} {status} in {seconds * 1000:.1f} ms"]
     if call.code:
         words.append(f"code={call.code}")
-    if call.asked is not None:
-        words.append(f"items={len(call.asked.items)}")
+    if call.infer_request is not None:
+        words.append(f"items={len(call.infer_request.items)}")
     if call.finished is not None:
         words.append(f"tokens={call.finished.usage['total_tokens']}")
-        words.append(_STAGES % _of_stages(call.finished.told or call.finished.timing(call.received_s)))
+        words.append(_STAGES % _of_stages(call.finished.reported_times or call.finished.timing(call.received_s)))
     model = call.labels.get("model") or (call.resolved.canonical if call.resolved is not None else None)
     extra = {"request_id": call.id, "model": model, "latency_ms": round(seconds * 1000, 2)}
     _logger.info(" ".join(words), extra=extra)
@@ -113,8 +113,8 @@ def end_trace(call: Call, endpoint: str, status: int) -> None:
         return
     if span.is_recording:
         span.set({f"sie.{name}": value for name, value in call.labels.items() if value})
-        if call.finished is not None and call.finished.told:
-            span.set({f"sie.timing.{name}": call.finished.told[name] for name in _TIMED})
+        if call.finished is not None and call.finished.reported_times:
+            span.set({f"sie.timing.{name}": call.finished.reported_times[name] for name in _TIMED})
             if written_ms := call.finished.written_ms:
                 span.part("reply", span.ns_before(written_ms / 1000), written_ms, stage="postprocess")
             if call.finished.last is not None:

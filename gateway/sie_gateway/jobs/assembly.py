@@ -28,7 +28,7 @@ from sie_store.files import open_files
 
 
 class JobParts(NamedTuple):
-    """What handlers of routes use, and what runs beside them."""
+    """Parts that handlers of routes use, and the tasks that run beside them."""
 
     files: FileStore
     jobs: Jobs
@@ -48,7 +48,7 @@ class JobParts(NamedTuple):
         """Workers that keep the deadlines of all jobs of a lane."""
         name = str(lane)
         needed = (workers_needed(job, workers, now_s) for job in self.jobs.ledger if job.lane == name)
-        return sum(each for each in needed if each is not None)
+        return sum(count for count in needed if count is not None)
 
 
 def assembled(
@@ -79,7 +79,7 @@ def assembled(
     def workers(job: JobRecord) -> int:
         return sum(str(Lane(beat.pool, beat.machine_profile, beat.bundle)) == job.lane for beat in fleet.healthy())
 
-    jobs = Jobs(ledger, engine.check, workers, engine.forget, files.content, now_s)
+    jobs = Jobs(ledger, engine.check, workers, engine.remove, files.content, now_s)
     keeper = Keeper(
         ledger,
         broker,
@@ -88,6 +88,7 @@ def assembled(
         at_once=settings.jobs_at_once if url is not None else 0,
         storage=settings.stream_storage,
         replicas=replicas,
+        now_s=now_s,
     )
     sweeper = Sweeper(jobs, LeaderLease(leases, "jobs"), settings.jobs_keep_s, now_s, has_store=url is not None)
     return JobParts(files, jobs, Results(ledger, engine), bucket, keeper, sweeper)

@@ -43,11 +43,11 @@ _logger = logging.getLogger("sie.gateway.jobs")
 
 
 def space_of(owner: str, fingerprint: str, operation: str, params: Mapping[str, Any]) -> str:
-    """What must be equal for an answer to be that of another job. `owner`: the key of the job, so that no key learns
+    """Key of the space of answers that jobs may share. `owner`: the key of the job, so that no key learns
     what another one sent; empty where all keys share their answers.
     """
-    asked = msgspec.json.encode([owner, fingerprint, operation, params], order="sorted")
-    return hashlib.sha256(asked).hexdigest()[:32]
+    key = msgspec.json.encode([owner, fingerprint, operation, params], order="sorted")
+    return hashlib.sha256(key).hexdigest()[:32]
 
 
 class Segment:
@@ -69,7 +69,7 @@ def segment(values: Mapping[bytes, Answer]) -> bytes:
     """The bytes of a segment."""
     digests = sorted(values)
     packed = [pack(values[digest]) for digest in digests]
-    offsets = np.concatenate([[0], np.cumsum([len(each) for each in packed])]).astype("<u8")
+    offsets = np.concatenate([[0], np.cumsum([len(value) for value in packed])]).astype("<u8")
     return b"".join([len(digests).to_bytes(COUNT_BYTES, "little"), *digests, offsets.tobytes(), *packed])
 
 
@@ -85,9 +85,9 @@ class _Known(NamedTuple):
     rows: NDArray[np.uint32]
 
     @classmethod
-    def of(cls, digests: Sequence[bytes]) -> _Known:
+    def from_digests(cls, digests: Sequence[bytes]) -> _Known:
         """`digests`: of each segment, one behind the other."""
-        counts = [len(each) // DIGEST_BYTES for each in digests]
+        counts = [len(digest) // DIGEST_BYTES for digest in digests]
         high, low = _halves(b"".join(digests))
         segments = np.repeat(np.arange(len(counts), dtype=np.uint32), counts)
         rows = np.concatenate([np.empty(0, np.uint32), *(np.arange(count, dtype=np.uint32) for count in counts)])
@@ -96,16 +96,16 @@ class _Known(NamedTuple):
 
     def places(self, digests: Sequence[bytes]) -> dict[int, list[tuple[int, int]]]:
         """By the number of a segment, of each digest that is there: its place, and the row of its value."""
-        found: dict[int, list[tuple[int, int]]] = {}
+        rows_by_segment: dict[int, list[tuple[int, int]]] = {}
         highs, lows = _halves(b"".join(digests))
         at = np.searchsorted(self.high, highs)
         for place, (spot, high, low) in enumerate(zip(at.tolist(), highs.tolist(), lows.tolist(), strict=True)):
             while spot < len(self.high) and self.high[spot] == high:
                 if self.low[spot] == low:
-                    found.setdefault(int(self.segments[spot]), []).append((place, int(self.rows[spot])))
+                    rows_by_segment.setdefault(int(self.segments[spot]), []).append((place, int(self.rows[spot])))
                     break
                 spot += 1
-        return found
+        return rows_by_segment
 
 
 def _halves(digests: bytes) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
@@ -113,48 +113,48 @@ def _halves(digests: bytes) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
     return numbers[:, 0].astype(np.uint64), numbers[:, 1].astype(np.uint64)
 
 
-def _values(kept: Segment, rows: Sequence[tuple[int, int]], name: str) -> dict[int, Answer]:
+def _values(segment: Segment, rows: Sequence[tuple[int, int]], name: str) -> dict[int, Answer]:
     """Values of a segment by their places."""
-    found: dict[int, Answer] = {}
+    answers: dict[int, Answer] = {}
     for place, row in rows:
         try:
-            found[place] = kept.value(row)
+            answers[place] = segment.value(row)
         except ValueError as error:
             _logger.warning("a value of %s cannot be read, so it is computed: %s", name, error)
-    return found
+    return answers
 
 
 class Cache:
-    """Of one job. `open` reads what there is."""
+    """Cache of one job. `open` reads the segments that exist."""
 
     def __init__(self, store: ObjectStore, space: str) -> None:
         self._store = store
         self._folder = f"{PREFIX}{space}/"
         self._names: list[str] = []
-        self._known = _Known.of([])
+        self._known = _Known.from_digests([])
         self._read: OrderedDict[int, Segment] = OrderedDict()
 
     async def open(self) -> None:
         """Read the digests of all segments. Raises StoreError."""
         import obstore
 
-        found: list[ObjectMeta] = []
+        metas: list[ObjectMeta] = []
 
         async def listed() -> None:
             async for page in obstore.list(self._store, prefix=self._folder):
-                found.extend(page)
+                metas.extend(page)
 
         await within(LONG_S, listed())
         digests: list[bytes] = []
         total = 0
-        for entry in sorted(found, key=lambda entry: entry["last_modified"], reverse=True):
+        for entry in sorted(metas, key=lambda entry: entry["last_modified"], reverse=True):
             rows = await self._rows(entry["path"])
             if total + len(rows) // DIGEST_BYTES > MAX_ITEMS:
                 break
             total += len(rows) // DIGEST_BYTES
             self._names.append(entry["path"])
             digests.append(rows)
-        self._known = await asyncio.to_thread(_Known.of, digests)
+        self._known = await asyncio.to_thread(_Known.from_digests, digests)
 
     async def _rows(self, name: str) -> bytes:
         """The digests of a segment; none of one that was removed meanwhile."""
@@ -163,8 +163,8 @@ class Cache:
         try:
             head = await within(SHORT_S, obstore.get_range_async(self._store, name, start=0, length=COUNT_BYTES))
             count = int.from_bytes(bytes(head), "little")
-            asked = obstore.get_range_async(self._store, name, start=COUNT_BYTES, length=DIGEST_BYTES * count)
-            return bytes(await within(LONG_S, asked))
+            request = obstore.get_range_async(self._store, name, start=COUNT_BYTES, length=DIGEST_BYTES * count)
+            return bytes(await within(LONG_S, request))
         except ObjectMissing:
             return b""
 
@@ -175,20 +175,20 @@ class Cache:
         """Values by the place of their digest. What cannot be read is missing. Raises StoreError."""
         if not len(self) or not digests:
             return {}
-        found: dict[int, Answer] = {}
+        answers: dict[int, Answer] = {}
         for number, rows in (await asyncio.to_thread(self._known.places, digests)).items():
-            kept = await self._segment(number)
-            if kept is not None:
-                found |= await asyncio.to_thread(_values, kept, rows, self._names[number])
-        return found
+            segment = await self._segment(number)
+            if segment is not None:
+                answers |= await asyncio.to_thread(_values, segment, rows, self._names[number])
+        return answers
 
     async def _segment(self, number: int) -> Segment | None:
         import obstore
 
         if number not in self._read:
             try:
-                asked = await within(LONG_S, obstore.get_async(self._store, self._names[number]))
-                self._read[number] = Segment(bytes(await within(LONG_S, asked.bytes_async())))
+                response = await within(LONG_S, obstore.get_async(self._store, self._names[number]))
+                self._read[number] = Segment(bytes(await within(LONG_S, response.bytes_async())))
             except ObjectMissing:  # removed to make room
                 return None
             if len(self._read) > SEGMENTS_KEPT:
@@ -215,15 +215,15 @@ async def trim(store: ObjectStore, max_bytes: int) -> int:
     """Remove the oldest segments of all spaces until they have `max_bytes`. Returns how many. Raises StoreError."""
     import obstore
 
-    found: list[ObjectMeta] = []
+    metas: list[ObjectMeta] = []
 
     async def listed() -> None:
         async for page in obstore.list(store, prefix=PREFIX):
-            found.extend(page)
+            metas.extend(page)
 
     await within(LONG_S, listed())
-    total, removed = sum(entry["size"] for entry in found), 0
-    for entry in sorted(found, key=lambda entry: entry["last_modified"]):
+    total, removed = sum(entry["size"] for entry in metas), 0
+    for entry in sorted(metas, key=lambda entry: entry["last_modified"]):
         if total <= max_bytes:
             break
         try:

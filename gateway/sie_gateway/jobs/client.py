@@ -61,8 +61,8 @@ class Halted(Exception):
 
 @dataclass(frozen=True)
 class Identity:
-    """Who a job works for. `grant` looks the credential up as it is now, None where it is not valid any more; `charge`
-    opens what one call uses of its quota.
+    """Identity that a job works for. `grant` looks the credential up as it is now, None where it is not valid any more;
+    `charge` opens what one call uses of its quota.
     """
 
     key: str
@@ -71,11 +71,11 @@ class Identity:
 
     def granted(self) -> Grant:
         """Raises Halted where the credential is not valid any more."""
-        found = self.grant(self.key)
-        if found is None or "infer" not in found.scopes:
+        grant = self.grant(self.key)
+        if grant is None or "infer" not in grant.scopes:
             message = "the key of this job is not valid any more, or lacks the scope infer"
             raise Halted(ErrorInfo(PermissionDenied.code, message))
-        return found
+        return grant
 
 
 class Room:
@@ -231,8 +231,8 @@ class Asking:
         call = self.call()
         resolved = self.inference.resolve(spec, call)
         body = {"params": dict(params)} if params else {}
-        asked = Asked(operation, resolved, tuple(items), body, query, "bulk")
-        return call, self.inference.understand(call, asked)
+        request = Asked(operation, resolved, tuple(items), body, query, "bulk")
+        return call, self.inference.understand(call, request)
 
     async def outcomes(
         self,
@@ -242,17 +242,17 @@ class Asking:
         items: Sequence[Item],
         query: Item | None = None,
     ) -> list[Placed]:
-        """What became of each item: a value, or an error that asking again does not change. Raises SIEError for what
+        """Outcome of each item: a value, or an error that asking again does not change. Raises SIEError for what
         no item of the job can escape.
         """
-        found = await self._whole(spec, operation, params, items, query)
+        outcomes = await self._whole(spec, operation, params, items, query)
         for _ in range(ATTEMPTS - 1):
-            again = [place for place, (_, outcome) in enumerate(found) if _may_pass(outcome)]
+            again = [place for place, (_, outcome) in enumerate(outcomes) if _may_pass(outcome)]
             if not again:
                 break
             for place in again:  # alone: it may be what the others failed by
-                (found[place],) = await self._whole(spec, operation, params, [items[place]], query)
-        return found
+                (outcomes[place],) = await self._whole(spec, operation, params, [items[place]], query)
+        return outcomes
 
     async def _whole(
         self, spec: str, operation: Operation, params: Mapping[str, Any], items: Sequence[Item], query: Item | None
@@ -275,9 +275,9 @@ class Asking:
         try:
             expected, tokens = await self._throttle.enter(len(items)), 0
             try:
-                found = await self.patiently(attempt)
-                tokens = sum(outcome.tokens for _, outcome in found if isinstance(outcome, Ok))
-                return found
+                finished = await self.patiently(attempt)
+                tokens = sum(outcome.tokens for _, outcome in finished if isinstance(outcome, Ok))
+                return finished
             finally:
                 self._throttle.settle(expected, len(items), tokens)
         except ItemsRefused as refused:  # by one of them, by their query, or more than fits together
@@ -297,7 +297,7 @@ def _passes(error: SIEError) -> bool:
 
 def _is_exhausted(error: FailedRequest) -> bool:
     return isinstance(error.error, ResourceExhausted) or any(
-        each.get("code") == ResourceExhausted.code for each in error.errors
+        entry.get("code") == ResourceExhausted.code for entry in error.errors
     )
 
 

@@ -1,4 +1,4 @@
-"""What a job is made of, by its record: where it reads and writes, whom it asks, under whose name.
+"""Assembly of a job by its record: where it reads and writes, whom it asks, under whose name.
 
 JobRecord ──check──► refused before it is kept, or kept with its model pinned
 JobRecord ──work──► Native or Lines, for the gateway that leads it
@@ -104,7 +104,7 @@ class Engine:
         item = Item(None, modalities=("image",), images=(b"",)) if templates.reads_images(request.input) else Item("")
         query = Item("") if request.operation == "score" else None
         body = {"params": dict(request.params)} if request.params else {}
-        asked = Asked(request.operation, resolved, (item,), body, query, "bulk")
+        infer_request = Asked(request.operation, resolved, (item,), body, query, "bulk")
         if request.operation not in resolved.entry.tasks:
             tasks = ", ".join(resolved.entry.tasks)
             message = f"operation: {resolved.entry.id} does not {request.operation}, it does {tasks}"
@@ -115,7 +115,7 @@ class Engine:
         # an option that no model has would be ignored in every row
         headers = {**headers_of(request), "x-sie-strict": "true"}
         probe = Call(call.id, call.received_s, headers, grant=call.grant)
-        return self._inference.understand(probe, asked)
+        return self._inference.understand(probe, infer_request)
 
     def _check_sink(self, request: JobRequest, understood: Understood) -> None:
         """Whether the database can have what the job writes. Raises InvalidInput: a job would find out after it has
@@ -128,8 +128,8 @@ class Engine:
 
         url = self._sinks.get(output.sink)
         if url is None:
-            known = ", ".join(self._sinks) or "none"
-            raise refused("output.sink", f"expected a name of SIE_JOBS_SINKS, which has {known}")
+            names = ", ".join(self._sinks) or "none"
+            raise refused("output.sink", f"expected a name of SIE_JOBS_SINKS, which has {names}")
         if not output.collection:
             raise refused("output.collection", "expected a name")
         try:
@@ -139,13 +139,15 @@ class Engine:
         if request.operation != "encode":
             raise refused("operation", f"a database gets vectors, which encode gives and {request.operation} does not")
         if "dense" not in run.outputs:
-            found = ", ".join(run.outputs)
-            raise refused("params.output_types", f"a database gets dense vectors, and this job would have {found}")
+            outputs = ", ".join(run.outputs)
+            raise refused("params.output_types", f"a database gets dense vectors, and this job would have {outputs}")
         if run.dtype not in SINK_DTYPES:
             expected = " or ".join(SINK_DTYPES)
             raise refused("params.output_dtype", f"a database gets {expected}, and this job would have {run.dtype}")
-        if taken := opening.reserved(url.reveal()).intersection(request.input.keep):
-            raise refused("input.keep", f"{min(taken)!r} is the field in which the database has the ids of rows")
+        if columns_taken := opening.reserved(url.reveal()).intersection(request.input.keep):
+            raise refused(
+                "input.keep", f"{min(columns_taken)!r} is the field in which the database has the ids of rows"
+            )
 
     def require_store(self) -> ObjectStore:
         """Raises NotReady without a payload store."""
@@ -164,7 +166,7 @@ class Engine:
     # of one that runs
 
     def work(self, job: JobRecord, progress: Progress) -> Work:
-        """What its leader does. Raises NotReady."""
+        """Build the work of a job for its leader. Raises NotReady."""
         workplace = self.workplace(job)
         identity = Identity(job.owner, *self._credentials)
         request = job.request
@@ -212,23 +214,23 @@ class Engine:
         job = self._ledger.find(job_id)
         return Before(job, self.workplace(job), self.output(job), await self._ledger.shards(job.id))
 
-    async def forget(self, job: JobRecord) -> None:
+    async def remove(self, job: JobRecord) -> None:
         """Remove what a job keeps itself: its plan and parts. Raises StoreError."""
         await self.workplace(job).remove()
 
     def workplace(self, job: JobRecord) -> Workplace:
-        """Where a job keeps what it keeps itself. Raises NotReady."""
+        """Storage of a job's plan and parts. Raises NotReady."""
         return Workplace(self.require_store(), job.id, self._files)
 
     def output(self, job: JobRecord) -> Place:
-        """Where a job writes. Raises InvalidInput where that is not allowed any more."""
+        """Output place of a job. Raises InvalidInput where that is not allowed any more."""
         if job.output_url:
             return Place.opened(job.output_url, self._urls, is_output=True)
         return Place(self.require_store(), f"jobs/{job.id}/output/")
 
 
 def headers_of(request: JobRequest) -> dict[str, str]:
-    """What of a job a client says in headers."""
+    """Options of a job that a client sends in headers."""
     return {
         **({"x-sie-pool": request.pool} if request.pool else {}),
         **({"x-sie-machine-profile": request.machine_profile} if request.machine_profile else {}),

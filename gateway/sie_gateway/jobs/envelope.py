@@ -24,7 +24,7 @@ _NATIVE = ("/v1/encode", "/v1/score", "/v1/extract")  # whose model is in the pa
 
 
 class Request(NamedTuple):
-    """What a line asks for: `path` is that of the route, `body` its JSON."""
+    """Request of a line: `path` is that of the route, `body` its JSON."""
 
     custom_id: str
     path: str
@@ -107,10 +107,10 @@ class Cut:
                 f"input_file_id: more than {MAX_LINES} lines, which a batch may have; POST /v1/jobs takes any number"
             )
             raise InvalidInput(message, reason="too_many_items", param="input_file_id")
-        asked = _lenient(line)
+        request = _lenient(line)
         # more than the request has inputs, whatever its endpoint calls them
-        self._inputs += 1 + count_outside(bytes(asked.body), b",", SHARD_INPUTS)
-        custom_id = _text(asked.custom_id)
+        self._inputs += 1 + count_outside(bytes(request.body), b",", SHARD_INPUTS)
+        custom_id = _text(request.custom_id)
         if custom_id is not None and custom_id in self._seen:
             self._repeated.append(self._lines - 1)
         elif custom_id is not None:
@@ -141,21 +141,21 @@ def read(line: bytes, number: int, endpoint: str, *, is_repeated: bool) -> Reque
     """The request of a line. Raises BadLine."""
     where = f"line {number + 1}"
     try:
-        asked = _decode(line)
+        request = _decode(line)
     except msgspec.ValidationError:
         raise BadLine("invalid_json_line", f"{where}: expected a map with custom_id, method, url and body") from None
     except (ValueError, RecursionError):
         raise BadLine("invalid_json_line", f"{where}: no JSON") from None
-    custom_id, url = _text(asked.custom_id), _text(asked.url)
+    custom_id, url = _text(request.custom_id), _text(request.url)
     if not custom_id:
         raise BadLine("missing_required_parameter", f"{where}: custom_id: expected a string")
     if is_repeated:
         raise BadLine("duplicate_custom_id", f"{where}: custom_id: another line before has the same")
-    if bytes(asked.method) and _text(asked.method) != "POST":
+    if bytes(request.method) and _text(request.method) != "POST":
         raise BadLine("invalid_method", f"{where}: method: expected POST")
     if url is None or not (url == endpoint or url.startswith(f"{endpoint}/")):
         raise BadLine("mismatched_url", f"{where}: url: expected {endpoint}, as the batch has it")
-    body = bytes(asked.body)
+    body = bytes(request.body)
     if not body.startswith(b"{"):
         raise BadLine("missing_required_parameter", f"{where}: body: expected a map")
     if url in _NATIVE:
@@ -167,17 +167,17 @@ def read(line: bytes, number: int, endpoint: str, *, is_repeated: bool) -> Reque
 
 
 def answer(custom_id: str, request_id: str, status: int, body: bytes, tokens: int = 0) -> Row:
-    """What a request was answered with: `body` is JSON."""
+    """Answer of a request: `body` is JSON."""
     head = orjson.dumps({"id": _new_id(), "custom_id": custom_id})
-    told = orjson.dumps({"status_code": status, "request_id": request_id})
-    text = head[:-1] + b',"response":' + told[:-1] + b',"body":' + body + b'},"error":null}'
+    response = orjson.dumps({"status_code": status, "request_id": request_id})
+    text = head[:-1] + b',"response":' + response[:-1] + b',"body":' + body + b'},"error":null}'
     return Row(text, None if status < 400 else _code_of(status, orjson.loads(body)), tokens)
 
 
 def failure(custom_id: str | None, code: str, message: str) -> Row:
     """A request that was not answered."""
-    told = {"custom_id": custom_id, "response": None, "error": {"code": code, "message": message}}
-    return Row(orjson.dumps({"id": _new_id(), **told}), code)
+    line = {"custom_id": custom_id, "response": None, "error": {"code": code, "message": message}}
+    return Row(orjson.dumps({"id": _new_id(), **line}), code)
 
 
 def written(text: bytes) -> list[Row]:
@@ -191,7 +191,7 @@ def custom_id_of(line: bytes) -> str | None:
 
 
 def _lenient(line: bytes) -> _Line:
-    """What a line says, empty where it is no request."""
+    """Values of a line, empty where it is no request."""
     try:
         return _decode(line)
     except (ValueError, RecursionError):
@@ -211,10 +211,10 @@ def _new_id() -> str:
 
 
 def _row(line: bytes) -> Row:
-    told = orjson.loads(line)
-    if told["error"] is not None:
-        return Row(line, str(told["error"]["code"]))
-    status, body = told["response"]["status_code"], told["response"]["body"]
+    row = orjson.loads(line)
+    if row["error"] is not None:
+        return Row(line, str(row["error"]["code"]))
+    status, body = row["response"]["status_code"], row["response"]["body"]
     if status >= 400:
         return Row(line, _code_of(status, body))
     usage = body.get("usage") if isinstance(body, dict) else None

@@ -136,11 +136,11 @@ class Form:
         self._is_complete = True
 
 
-def _text(data: bytes, what: str) -> str:
+def _text(data: bytes, field_name: str) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise _malformed(f"{what} is no UTF-8") from error
+        raise _malformed(f"{field_name} is no UTF-8") from error
 
 
 def _malformed(why: str) -> InvalidInput:
@@ -216,7 +216,7 @@ async def page(gateway: Gateway, request: Request) -> Response:
         raise InvalidInput(f"purpose: expected one of {', '.join(PURPOSES)}", reason="schema", param="purpose")
     if order not in ("asc", "desc"):
         raise InvalidInput("order: expected asc or desc", reason="schema", param="order")
-    found = gateway.files.page(
+    listed = gateway.files.page(
         grant.key,
         sees_all=sees_all(grant),
         purpose=purpose,
@@ -224,19 +224,19 @@ async def page(gateway: Gateway, request: Request) -> Response:
         limit=int(number(query, "limit", 10_000, 1, 10_000)),
         newest_first=order == "desc",
     )
-    files = [_shown(record) for record in found.files]
+    files = [_shown(record) for record in listed.files]
     first, last = (files[0].id, files[-1].id) if files else (None, None)
-    return json_response(api.FilePage(data=files, has_more=found.has_more, first_id=first, last_id=last), to=request)
+    return json_response(api.FilePage(data=files, has_more=listed.has_more, first_id=first, last_id=last))
 
 
 async def show(gateway: Gateway, request: Request) -> Response:
     """One file. Raises NotFound, NotReady, QueueUnavailable."""
-    return json_response(_shown(await _found(gateway, request)))
+    return json_response(_shown(await _file_of(gateway, request)))
 
 
 async def content(gateway: Gateway, request: Request) -> Response:
     """Its bytes. Raises NotFound, NotReady, QueueUnavailable."""
-    record = await _found(gateway, request)
+    record = await _file_of(gateway, request)
     # nobody's bytes are a page of this server
     headers = {
         "Content-Length": str(record.bytes),
@@ -250,7 +250,7 @@ async def content(gateway: Gateway, request: Request) -> Response:
 
 async def remove(gateway: Gateway, request: Request) -> Response:
     """Delete one. Raises NotFound, NotReady, QueueUnavailable."""
-    record = await _found(gateway, request)
+    record = await _file_of(gateway, request)
     await gateway.files.remove(record)
     return json_response(api.FileDeleted(id=record.id))
 
@@ -260,7 +260,7 @@ def _call(request: Request) -> Call:
     return call
 
 
-async def _found(gateway: Gateway, request: Request) -> FileRecord:
+async def _file_of(gateway: Gateway, request: Request) -> FileRecord:
     grant = _call(request).grant
     return await gateway.files.find(request.path_params["file"], grant.key, sees_all=sees_all(grant))
 

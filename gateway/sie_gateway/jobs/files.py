@@ -40,7 +40,7 @@ _logger = logging.getLogger("sie.gateway.files")
 
 
 class About(NamedTuple):
-    """What is known of a file beside its bytes. `expires_after_s` 0: it is kept."""
+    """Description of a file beside its bytes. `expires_after_s` 0: it is kept."""
 
     name: str
     purpose: str
@@ -114,7 +114,7 @@ class FileStore:
         self._required()
         if after and not _is_id(after):
             raise InvalidInput("after: expected the id of a file", reason="schema", param="after")
-        found = sorted(
+        records = sorted(
             id_
             for id_, record in self._records.items()
             if (sees_all or record.owner == owner)
@@ -123,8 +123,8 @@ class FileStore:
             and (not after or (id_ < after if newest_first else id_ > after))
         )
         if newest_first:
-            found.reverse()
-        return Page([self._records[id_] for id_ in found[:limit]], len(found) > limit)
+            records.reverse()
+        return Page([self._records[id_] for id_ in records[:limit]], len(records) > limit)
 
     def _is_served(self, record: FileRecord) -> bool:
         return record.state == "ready" and not self._is_expired(record)
@@ -159,8 +159,8 @@ class FileStore:
         """Store an output. `file`: its id, of `new_id`, so that a writer that is repeated makes it once: where that
         file is there already, its record is returned and `data` is not read.
         """
-        if (known := await self._refreshed(file)) is not None and known.state == "ready":
-            return known
+        if (existing := await self._refreshed(file)) is not None and existing.state == "ready":
+            return existing
         async with self._outputs:
             return await self._receive(owner, data, lambda: About(name, purpose, expires_after_s), file, bounded=False)
 
@@ -218,12 +218,12 @@ class FileStore:
     ) -> FileRecord:
         await read.begin()
         await objects.put(draft.id, read.pieces(), WRITE_S)
-        told = about()
-        expires_s = draft.created_s + told.expires_after_s if told.expires_after_s else 0.0
+        fields_now = about()
+        expires_s = draft.created_s + fields_now.expires_after_s if fields_now.expires_after_s else 0.0
         done = replace(
             draft,
-            name=told.name,
-            purpose=told.purpose,
+            name=fields_now.name,
+            purpose=fields_now.purpose,
             bytes=read.size,
             sha256=read.digest.hexdigest(),
             expires_s=expires_s,

@@ -52,7 +52,7 @@ class _FieldMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What these clients send; `src` is `source` of their call."""
+    """Fields that these clients send; `src` is `source` of their call."""
 
     model: str
     src: str = ""
@@ -91,21 +91,21 @@ def requested(body: Mapping[str, Any]) -> dict[str, Any]:
             raise _refused(name, "leave it out: SIE_JOBS_URLS and the gateway's own credentials allow places")
     params: dict[str, Any] = {"output_types": list(job.output_types)} if job.output_types else {}
     options = dict(job.options)
-    found = _input(job, src, options)
+    input_map = _input(job, src, options)
     if options:
         params["options"] = options
     output = _output(job.sink)
     return {
         "model": job.model,
         "operation": job.operation,
-        "input": found,
+        "input": input_map,
         **({"output": output} if output else {}),
         **({"params": params} if params else {}),
     }
 
 
 def _input(job: _Job, src: str, options: dict[str, Any]) -> dict[str, Any]:
-    """What the job reads. Takes the query of a score out of `options`."""
+    """Input of the job. Takes the query of a score out of `options`."""
     fields = job.field_map
     if fields.input_type != "text":
         raise _refused("field_map.input_type", "expected text: a job reads the column of a text")
@@ -113,20 +113,20 @@ def _input(job: _Job, src: str, options: dict[str, Any]) -> dict[str, Any]:
         raise _refused("field_map.input_field", "expected the column of the texts")
     if any(char in fields.input_field for char in "{}"):
         raise _refused("field_map.input_field", "expected a name without braces")
-    found: dict[str, Any] = {"file": src.removeprefix(_UPLOADED)} if src.startswith(_UPLOADED) else {"url": src}
+    input_map: dict[str, Any] = {"file": src.removeprefix(_UPLOADED)} if src.startswith(_UPLOADED) else {"url": src}
     column = f"{{{fields.input_field}}}"
     if job.operation == "score":
         query = options.pop("query", None)
         if not isinstance(query, str) or not query:
             raise _refused("options.query", "expected the query that the texts are scored for")
-        found |= {"query": query.replace("{", "{{").replace("}", "}}"), "document": column}
+        input_map |= {"query": query.replace("{", "{{").replace("}", "}}"), "document": column}
     else:
-        found["text"] = column
+        input_map["text"] = column
     if fields.id_field:
-        found["id"] = fields.id_field
+        input_map["id"] = fields.id_field
     if fields.carry:
-        found["keep"] = list(fields.carry)
-    return found
+        input_map["keep"] = list(fields.carry)
+    return input_map
 
 
 def _output(sink: str) -> dict[str, Any]:
@@ -139,10 +139,10 @@ def _output(sink: str) -> dict[str, Any]:
 
 def as_public(info: api.JobInfo) -> dict[str, Any]:
     """A job with the states and the counts that these clients read."""
-    found: dict[str, Any] = msgspec.to_builtins(info)
+    fields: dict[str, Any] = msgspec.to_builtins(info)
     counts = info.counts
     return {
-        **found,
+        **fields,
         "state": _STATES.get(info.state, info.state),
         "total_items": counts.rows,
         "completed_items": counts.done,
@@ -165,8 +165,8 @@ _T = TypeVar("_T")
 
 
 def _call(request: Request) -> Call:
-    found: Call = request.scope["sie.call"]
-    return found
+    call: Call = request.scope["sie.call"]
+    return call
 
 
 async def _body(request: Request, kind: type[_T], form: Callable[[Any], Any] | None = None) -> _T:
@@ -192,7 +192,7 @@ def _form(body: Any) -> Any:
     return requested(body) if is_public(body) else body
 
 
-def _told(request: Request, info: api.JobInfo, status: int = 200) -> Response:
+def _info_reply(request: Request, info: api.JobInfo, status: int = 200) -> Response:
     """A job as the client reads it."""
     is_public = _call(request).dialect is not sdk_versions.NATIVE
     return json_response(as_public(info) if is_public else info, status)
@@ -200,23 +200,23 @@ def _told(request: Request, info: api.JobInfo, status: int = 200) -> Response:
 
 async def submit(gateway: Gateway, request: Request) -> Response:
     """A new job. Raises SIEError."""
-    wanted = await _body(request, api.JobRequest, _form)
-    return _told(request, await gateway.jobs.submit(_call(request), wanted), 201)
+    job_request = await _body(request, api.JobRequest, _form)
+    return _info_reply(request, await gateway.jobs.submit(_call(request), job_request), 201)
 
 
 async def page(gateway: Gateway, request: Request) -> Response:
     """Raises InvalidInput, NotFound."""
     query, call = request.query_params, _call(request)
-    found = gateway.jobs.page(call, _limit(request, 50, 1000), query.get("after", ""), query.get("state", ""))
+    jobs_page = gateway.jobs.page(call, _limit(request, 50, 1000), query.get("after", ""), query.get("state", ""))
     if call.dialect is sdk_versions.NATIVE:
-        return json_response(found, to=request)
-    return json_response({"object": "list", "data": [as_public(each) for each in found.data]})
+        return json_response(jobs_page)
+    return json_response({"object": "list", "data": [as_public(info) for info in jobs_page.data]})
 
 
 async def show(gateway: Gateway, request: Request) -> Response:
     """Raises NotFound."""
     jobs = gateway.jobs
-    return _told(request, jobs.told(jobs.find(_call(request), request.path_params["job"])))
+    return _info_reply(request, jobs.as_info(jobs.find(_call(request), request.path_params["job"])))
 
 
 async def pause(gateway: Gateway, request: Request) -> Response:
@@ -231,7 +231,7 @@ async def resume(gateway: Gateway, request: Request) -> Response:
 
 async def cancel(gateway: Gateway, request: Request) -> Response:
     """Raises NotFound, ContentConflict, QueueUnavailable."""
-    return _told(request, await gateway.jobs.want(_call(request), request.path_params["job"], "cancel"))
+    return _info_reply(request, await gateway.jobs.want(_call(request), request.path_params["job"], "cancel"))
 
 
 async def retry(gateway: Gateway, request: Request) -> Response:
@@ -248,7 +248,7 @@ async def manifest(gateway: Gateway, request: Request) -> Response:
     """Raises InvalidInput, NotFound, QueueUnavailable."""
     job = gateway.jobs.find(_call(request), request.path_params["job"])
     after = int(number(request.query_params, "after", 0, 0, 1 << 31))
-    return json_response(await gateway.results.manifest(job, after, _limit(request, 1000, 10_000)), to=request)
+    return json_response(await gateway.results.manifest(job, after, _limit(request, 1000, 10_000)))
 
 
 async def part(gateway: Gateway, request: Request) -> Response:

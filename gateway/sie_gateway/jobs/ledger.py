@@ -77,14 +77,16 @@ class Ledger:
     async def change(
         self, job_id: str, make: Callable[[JobRecord | None], JobRecord | None], *, created: bool = False
     ) -> JobRecord:
-        """As `Record.change`. Raises BrokerError, NotFound for a job that is not there, unless it is `created`."""
+        """Change a record as `Record.change` does. Raises BrokerError, NotFound for a job that is not there, unless it
+        is `created`.
+        """
 
-        def made(before: JobRecord | None) -> JobRecord | None:
+        def changed(before: JobRecord | None) -> JobRecord | None:
             if before is None and not created:
                 raise NotFound("there is no such job", param="job")
             return make(before)
 
-        stands = await self._jobs.change(job_id, made)
+        stands = await self._jobs.change(job_id, changed)
         assert stands is not None, "make returned no job"
         return stands
 
@@ -107,7 +109,7 @@ class Ledger:
             return False
         return True
 
-    async def forget(self, job_id: str) -> None:
+    async def remove(self, job_id: str) -> None:
         """Remove a job and its shards. What it wrote stays. Raises BrokerError."""
         await self._shards.use(lambda bucket: bucket.purge(job_id))
         await self._jobs.remove(job_id)
@@ -126,14 +128,14 @@ class Ledger:
 
 
 class Figures(Collector):
-    """Of all jobs that are kept, whichever gateway leads them."""
+    """Counts of all jobs that are kept, whichever gateway leads them."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._scrape = Scrape("gateway")
 
     def collect(self) -> Iterator[Metric]:
-        """As Prometheus asks for it."""
+        """Samples for Prometheus."""
         jobs = list(self._ledger)
         states = Counter(job.state for job in jobs)
         waiting = sum(max(0, (job.rows or 0) - job.done) for job in jobs if not job.ended)

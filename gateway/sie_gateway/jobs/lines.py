@@ -55,9 +55,9 @@ class Lines:
 
     async def plan(self) -> Plan:
         """See Work. Raises InvalidInput for a file without lines, or with too many."""
-        made = await self._place.plan() or await self._planned()
-        self._repeated = frozenset(made.repeated)
-        return made
+        plan = await self._place.plan() or await self._planned()
+        self._repeated = frozenset(plan.repeated)
+        return plan
 
     async def _planned(self) -> Plan:
         cut = Cut(self._batch.input_file_id)
@@ -127,16 +127,16 @@ class Lines:
     async def _lines(self, shards: dict[int, ShardRecord], *, failures: bool) -> AsyncIterator[bytes]:
         """The answers, or the failures, in the order of their requests."""
         for _, shard in sorted(shards.items()):
-            wanted = shard.failed if failures else shard.rows - shard.failed
+            expected = shard.failed if failures else shard.rows - shard.failed
             if shard.error is not None:
                 if failures:
                     message = f"{shard.source}, {shard.rows} requests: {shard.error.message}"
                     yield envelope.failure(None, shard.error.reason or shard.error.code, message).text + b"\n"
-            elif wanted:
+            elif expected:
                 data = await self._place.existing(shard.name)
                 if data is None:
                     raise NotFound("a part of the output is not there any more")
-                if wanted < shard.rows:
+                if expected < shard.rows:
                     data = await asyncio.to_thread(_some, data, failures=failures)
                 yield data
 
@@ -155,13 +155,13 @@ class Lines:
         rest = uuid.uuid5(uuid.NAMESPACE_OID, f"{self._job.id} {kind}").hex[12:]
         file_id = f"file-{int(job.finalizing_s * 1000):012x}{rest}"
         name = f"{self._job.id}_{kind}.jsonl"
-        kept = self._batch.output_expires_after
+        expires_after = self._batch.output_expires_after
         record = await self._place.files.create(
             self._job.owner,
             name,
             "batch_output",
             data,
-            expires_after_s=0.0 if kept is None else kept.seconds,
+            expires_after_s=0.0 if expires_after is None else expires_after.seconds,
             file=file_id,
         )
         return record.id
@@ -170,27 +170,29 @@ class Lines:
         custom_id: str | None = None
         try:
             is_repeated = number in self._repeated
-            asked = await asyncio.to_thread(envelope.read, line, number, self._batch.endpoint, is_repeated=is_repeated)
-            custom_id = asked.custom_id
-            route = self._route_of(asked.path)
+            request = await asyncio.to_thread(
+                envelope.read, line, number, self._batch.endpoint, is_repeated=is_repeated
+            )
+            custom_id = request.custom_id
+            route = self._route_of(request.path)
             if route is None:
                 raise BadLine("invalid_url", f"line {number + 1}: url: this server has no such route for batches")
-            row = await self._answered(asked, route)
+            row = await self._answered(request, route)
         except BadLine as error:
             row = envelope.failure(custom_id or envelope.custom_id_of(line), error.code, error.message)
         self._rows[shard][number] = row
         self._progress.rows(shard, 1, int(row.code is not None))
 
-    async def _answered(self, asked: Request, route: InferenceRoute) -> Row:
+    async def _answered(self, request: Request, route: InferenceRoute) -> Row:
         calls: list[Call] = []
 
         async def attempt() -> Answer:
             call = self._asking.call()
             calls.append(call)
-            call.path, call.model = asked.path, route_model(route, asked.path)
+            call.path, call.model = request.path, route_model(route, request.path)
             call.labels["endpoint"] = route.endpoint
             try:
-                return await self._asking.inference.answered(call, route, asked.body)
+                return await self._asking.inference.answered(call, route, request.body)
             finally:
                 call.charge.refund()
 
@@ -201,14 +203,14 @@ class Lines:
         except (SIEError, FailedRequest) as error:
             call = calls[-1]
             cause, errors = (error.error, error.errors) if isinstance(error, FailedRequest) else (error, None)
-            status, told = call.shape(cause, call.id, errors)
-            return envelope.answer(asked.custom_id, call.id, status, orjson.dumps(told))
+            status, body = call.shape(cause, call.id, errors)
+            return envelope.answer(request.custom_id, call.id, status, orjson.dumps(body))
         finally:
             self._asking.room.leave(1, asyncio.get_running_loop().time() - began_s)
         call = calls[-1]
         text = answer.body if isinstance(answer.body, bytes) else b"".join(answer.body)
         tokens = call.finished.usage["total_tokens"] if call.finished is not None else 0
-        return envelope.answer(asked.custom_id, call.id, answer.status, text, tokens)
+        return envelope.answer(request.custom_id, call.id, answer.status, text, tokens)
 
 
 def _part(number: int) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -62,7 +61,7 @@ class Before(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where a job reads and writes. `before` finds a job by its id, for retries."""
+    """Places where a job reads and writes. `before` finds a job by its id, for retries."""
 
     source: Place
     output: Place
@@ -111,13 +110,12 @@ class Native:
 
     async def plan(self) -> Plan:
         """See Work."""
-        made = await self._workplace.plan()
-        if made is None:
-            former = self._job.id if _is_unique(self._job.id) else ""
-            await shards.claim(self._places.output, _owner(self._job), former=former)
-            made = await self._workplace.keep_plan(await (self._retried() if self._job.retry_of else self._planned()))
-        self._count, self._again, self._planned_rows = len(made.spans), made.again, made.rows
-        return made
+        plan = await self._workplace.plan()
+        if plan is None:
+            await shards.claim(self._places.output, _owner(self._job))
+            plan = await self._workplace.keep_plan(await (self._retried() if self._job.retry_of else self._planned()))
+        self._count, self._again, self._planned_rows = len(plan.spans), plan.again, plan.rows
+        return plan
 
     async def _planned(self) -> Plan:
         spans: list[Span] = []
@@ -132,7 +130,7 @@ class Native:
         return Plan(tuple(spans), tuple(unread))
 
     def _bounds(self) -> Bounds:
-        """Of a shard. Raises SIEError, Halted."""
+        """Answer a shard. Raises SIEError, Halted."""
         request = self._request
         if request.operation != "encode":  # a score or an extraction takes no more than its text
             return Bounds(request.shard_rows, None)
@@ -178,25 +176,25 @@ class Native:
         if record is not None:  # by a leader that died before it could note the shard
             self._values.check(record.fingerprint)
         if record is None or self._places.sink is not None:
-            record = await self._made(number, name, span)
+            record = await self._answer_shard(number, name, span)
         if record.rows != self._planned_rows[number]:
             raise shards.in_use(
                 f"{name} is there with {record.rows} rows, where this job has {self._planned_rows[number]}"
             )
         return msgspec.structs.replace(record, source=_named(span))
 
-    async def _made(self, number: int, name: str, span: Span) -> ShardRecord:
+    async def _answer_shard(self, number: int, name: str, span: Span) -> ShardRecord:
         """Answer a shard, then send it to the database and write it. Another attempt goes on with what is left."""
-        made = self._unwritten.get(number)
-        if made is None:
-            made = self._unwritten[number] = await self._answered(number, span)
+        answered = self._unwritten.get(number)
+        if answered is None:
+            answered = self._unwritten[number] = await self._answered(number, span)
         else:
-            about = await asyncio.to_thread(parts.inspect, made.data, self._request.output.format)
+            about = await asyncio.to_thread(parts.inspect, answered.data, self._request.output.format)
             self._progress.rows(number, about.rows, about.failed)
-        if made.unsent is not None:
-            await self._sent(made.unsent)
-            self._unwritten[number] = made._replace(unsent=None)
-        record = await shards.put_once(self._places.output, name, made.data, self._request.output.format)
+        if answered.unsent is not None:
+            await self._sent(answered.unsent)
+            self._unwritten[number] = answered._replace(unsent=None)
+        record = await shards.put_once(self._places.output, name, answered.data, self._request.output.format)
         del self._unwritten[number]
         return record
 
@@ -213,15 +211,15 @@ class Native:
 
     async def _answers(self, number: int, rows: Sequence[Row]) -> tuple[list[Answer], int]:
         """The answer of each row, and how many were taken from an equal row or from the cache."""
-        asked = [place for place, row in enumerate(rows) if row.fault is None]
+        places = [place for place, row in enumerate(rows) if row.fault is None]
         once = await asyncio.to_thread(
-            lambda: unique([_input(rows[place], self._request.operation) for place in asked])
+            lambda: unique([_input(rows[place], self._request.operation) for place in places])
         )
-        found = await self._unique(number, once)
+        results = await self._unique(number, once)
         answers = [Answer(error=row.fault) for row in rows]
-        for place, unique_place in zip(asked, once.places, strict=True):
-            answers[place] = found[unique_place]
-        faults = len(rows) - len(asked)
+        for place, unique_place in zip(places, once.places, strict=True):
+            answers[place] = results[unique_place]
+        faults = len(rows) - len(places)
         self._progress.rows(number, faults, faults)
         return answers, self._reused(number, once)
 
@@ -239,11 +237,11 @@ class Native:
             self._progress.rows(number, rows, failed)
 
         cache = await self._opened(once)
-        kept = await cache.find(once.digests) if cache is not None else {}
-        if kept:
-            done(list(kept), list(kept.values()))
-        missing = [place for place in range(len(once.inputs)) if place not in kept]
-        fresh = await self._values.of(
+        cached = await cache.find(once.digests) if cache is not None else {}
+        if cached:
+            done(list(cached), list(cached.values()))
+        missing = [place for place in range(len(once.inputs)) if place not in cached]
+        fresh = await self._values.answers_of(
             [once.inputs[place] for place in missing],
             lambda places, answers: done([missing[place] for place in places], answers),
         )
@@ -252,7 +250,7 @@ class Native:
         if cache is not None:
             good = {once.digests[place]: answer for place, answer in computed.items() if answer.error is None}
             await self._keep(cache, number, good)
-        every = {**kept, **computed}
+        every = {**cached, **computed}
         return [every[place] for place in range(len(once.inputs))]
 
     async def _keep(self, cache: Cache, number: int, good: dict[bytes, Answer]) -> None:
@@ -273,7 +271,7 @@ class Native:
         async with self._opening:
             if self._cache is None:
                 if not self._values.fingerprint:
-                    await self._values.of(once.inputs[:1], lambda places, answers: None)
+                    await self._values.answers_of(once.inputs[:1], lambda places, answers: None)
                 if not self._values.fingerprint:  # that input failed
                     return None
                 request = self._request
@@ -336,19 +334,14 @@ class Native:
 
 
 def _owner(job: JobRecord) -> str:
-    """What the folder of a job's output says. The id does not suffice: one that follows from an Idempotency-Key comes
+    """Note in the folder of a job's output. The id does not suffice: one that follows from an Idempotency-Key comes
     again when the key is sent again after the job was forgotten.
     """
     return f"{job.id} {job.created_s!r}"
 
 
-def _is_unique(job_id: str) -> bool:
-    """Whether no other job ever has the id: it was made of the time and chance, and of nothing that a client sent."""
-    return uuid.UUID(job_id.rpartition("-")[2]).version == 7
-
-
 def manifest(job: JobRecord, state: str, shards: dict[int, ShardRecord], unread: Sequence[Unread]) -> api.JobManifest:
-    """What the output of a job has, by the records of its shards, and what it lacks."""
+    """Description of a job's output by the records of its shards, with the parts that it lacks."""
     assert job.request is not None
     good = [shards[number] for number in sorted(shards) if shards[number].error is None]
     return api.JobManifest(
@@ -384,12 +377,14 @@ def _for_sink(rows: Sequence[Row], answers: Sequence[Answer]) -> SinkRows | None
     return SinkRows([rows[place].id for place in good], vectors, [rows[place].kept for place in good])
 
 
-def _kinds(kept: Sequence[Mapping[str, Any]]) -> dict[str, Kind]:
+def _kinds(rows: Sequence[Mapping[str, Any]]) -> dict[str, Kind]:
     """The columns that searches may filter by: those whose values have one plain type."""
     kinds: dict[type, Kind] = {str: "keyword", bool: "bool", int: "integer", float: "float"}
-    found = {name: {type(row.get(name)) for row in kept} - {type(None)} for name in kept[0]}
+    column_types = {name: {type(row.get(name)) for row in rows} - {type(None)} for name in rows[0]}
     return {
-        name: kinds[next(iter(types))] for name, types in found.items() if len(types) == 1 and types <= kinds.keys()
+        name: kinds[next(iter(types))]
+        for name, types in column_types.items()
+        if len(types) == 1 and types <= kinds.keys()
     }
 
 

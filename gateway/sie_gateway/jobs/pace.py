@@ -83,8 +83,8 @@ def workers_needed(job: JobRecord, workers: int, now_s: float) -> int | None:
         return None
     if job.state != "running" or job.rows is None or job.rows_per_s <= 0:
         return None
-    wanted = (job.rows - job.done) / max(MIN_LEFT_S, request.deadline - now_s)
-    return max(1, math.ceil(wanted / job.rows_per_s * max(1, workers) - 0.01))
+    rate = (job.rows - job.done) / max(MIN_LEFT_S, request.deadline - now_s)
+    return max(1, math.ceil(rate / job.rows_per_s * max(1, workers) - 0.01))
 
 
 DAY_MINUTES = 24 * 60

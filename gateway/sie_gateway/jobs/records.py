@@ -24,8 +24,8 @@ class Use(NamedTuple):
     records: int = 0
     size: int = 0
 
-    def plus(self, other: Use) -> Use:
-        return Use(self.records + other.records, self.size + other.size)
+    def plus(self, more: Use) -> Use:
+        return Use(self.records + more.records, self.size + more.size)
 
 
 class Bound(NamedTuple):
@@ -70,10 +70,10 @@ class Usage:
         self._check(self._uses.get(owner, Use()).plus(more), self._of_key, "this key has")
         self._check(self._whole.plus(more), self._in_all, "all keys together have")
 
-    def _check(self, use: Use, bound: Bound, who: str) -> None:
+    def _check(self, use: Use, bound: Bound, subject: str) -> None:
         for have, most, kind, setting in zip(use, bound.most, self._kinds, bound.settings, strict=True):
             if have > most:
-                message = f"{who} {most} {kind} ({setting}): {self._remedy}"
+                message = f"{subject} {most} {kind} ({setting}): {self._remedy}"
                 raise RateLimited(message, reason=self._reason, retry_after_s=RETRY_S)
 
     def _add(self, owner: str, use: Use) -> None:
@@ -111,14 +111,14 @@ class Values(Mapping[str, T], Generic[T]):
         return len(self._values)
 
     async def change(self, id_: str, make: Callable[[T | None], T | None]) -> T | None:
-        """As `Record.change`. What is written is `bounded`."""
+        """Change a record as `Record.change` does. The new value is `bounded`."""
 
-        def made(before: T | None) -> T | None:
+        def changed(before: T | None) -> T | None:
             after = make(before)
             return None if after is None else bounded(after)
 
-        changed = await self._record.change(self._prefix + id_, cast("Callable[[_Kept | None], _Kept | None]", made))
-        return cast("T | None", changed)
+        stands = await self._record.change(self._prefix + id_, cast("Callable[[_Kept | None], _Kept | None]", changed))
+        return cast("T | None", stands)
 
     async def refresh(self, id_: str) -> T | None:
         """The record as the bucket has it now. Raises BrokerError."""
@@ -132,12 +132,12 @@ class Values(Mapping[str, T], Generic[T]):
             key, bucket = self._prefix + id_, self._record.bucket
             entry = await bucket.get(key)
             if entry is not None:
-                self.take(id_, None, await bucket.write([Write(key, None, entry.revision)]), is_ours=True)
+                self.apply(id_, None, await bucket.write([Write(key, None, entry.revision)]), is_ours=True)
 
         await retry_conflicts(attempt)
 
-    def take(self, id_: str, value: T | None, revision: int, *, is_ours: bool = False) -> None:
-        """What the bucket has, or what was written to it (`is_ours`)."""
+    def apply(self, id_: str, value: T | None, revision: int, *, is_ours: bool = False) -> None:
+        """Apply a value that the bucket has, or that was written to it (`is_ours`)."""
         if revision < self._revisions.get(id_, 0):
             return
         if value is not None:
@@ -153,11 +153,11 @@ class Values(Mapping[str, T], Generic[T]):
 
     def clear(self) -> None:
         """The bucket was lost."""
-        gone = list(self._values)
+        removed = list(self._values)
         self._values.clear()
         self._revisions.clear()
         for listener in self.listeners:
-            for id_ in gone:
+            for id_ in removed:
                 listener(id_, None)
 
 
@@ -206,9 +206,9 @@ class JobsBucket:
     def _on_value(self, key: str, value: _Kept | None, revision: int) -> None:
         kind, _, id_ = key.partition(".")
         if kind == "file":
-            self.files.take(id_, cast("FileRecord | None", value), revision)
+            self.files.apply(id_, cast("FileRecord | None", value), revision)
         elif kind == "job":
-            self.jobs.take(id_, cast("JobRecord | None", value), revision)
+            self.jobs.apply(id_, cast("JobRecord | None", value), revision)
 
     def _on_lost(self) -> None:
         self.files.clear()

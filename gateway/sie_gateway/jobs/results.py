@@ -1,4 +1,4 @@
-"""What a job wrote, for its owner: the list of its parts, the bytes of one, a sample of its rows."""
+"""Results of a job for its owner: the list of its parts, the bytes of one, a sample of its rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sie_contracts.jobs import JobRecord
 from sie_gateway.jobs.engine import Engine
 from sie_gateway.jobs.ledger import Ledger
 from sie_gateway.jobs.native import manifest
-from sie_gateway.jobs.service import kept
+from sie_gateway.jobs.service import broker_errors_mapped
 from sie_store.datasets import parts, shards
 from sie_store.object_stores import ObjectMissing, StoreError
 
@@ -18,7 +18,7 @@ SAMPLED = 4  # parts of which a sample is taken, at most
 
 
 class Results:
-    """Of all jobs. Who may read them was checked before."""
+    """Results of all jobs. The right to read them was checked before."""
 
     def __init__(self, ledger: Ledger, engine: Engine) -> None:
         self._ledger = ledger
@@ -26,7 +26,7 @@ class Results:
 
     async def manifest(self, job: JobRecord, after: int, limit: int) -> api.JobManifest:
         """The parts after the first `after`, at most `limit`. Raises QueueUnavailable."""
-        async with kept():
+        async with broker_errors_mapped():
             every = await self._ledger.shards(job.id)
             plan = await self._engine.workplace(job).plan()
         whole = await asyncio.to_thread(manifest, job, job.state, every, plan.unread if plan else ())
@@ -51,7 +51,7 @@ class Results:
         assert job.request is not None
         if job.output_url:
             raise NotFound(f"the parts of this job are at {job.output_url}", param="name")
-        async with kept():
+        async with broker_errors_mapped():
             every = await self._ledger.shards(job.id)
         if name not in {shard.name for shard in every.values() if shard.name}:
             raise NotFound("the job has no such part; its manifest names all", param="name")
@@ -60,19 +60,19 @@ class Results:
     async def rows(self, job: JobRecord, limit: int, *, only_failed: bool) -> api.JobRows:
         """Some rows that are answered, without their values. Raises QueueUnavailable."""
         assert job.request is not None
-        async with kept():
+        async with broker_errors_mapped():
             every = await self._ledger.shards(job.id)
-        found: list[api.JobRow] = []
-        wanted = [shard for _, shard in sorted(every.items()) if shard.name and (shard.failed or not only_failed)]
-        for shard in wanted[:SAMPLED]:
+        rows: list[api.JobRow] = []
+        shards = [shard for _, shard in sorted(every.items()) if shard.name and (shard.failed or not only_failed)]
+        for shard in shards[:SAMPLED]:
             data = await self._bytes(job, shard.name)
             for outcome in await asyncio.to_thread(parts.outcomes, data, job.request.output.format):
                 if outcome.error is not None or not only_failed:
                     error = None if outcome.error is None else api.JobError(**outcome.error)
-                    found.append(api.JobRow(id=outcome.id, tokens=outcome.tokens, error=error))
-                if len(found) == limit:
-                    return api.JobRows(rows=found)
-        return api.JobRows(rows=found)
+                    rows.append(api.JobRow(id=outcome.id, tokens=outcome.tokens, error=error))
+                if len(rows) == limit:
+                    return api.JobRows(rows=rows)
+        return api.JobRows(rows=rows)
 
     async def _bytes(self, job: JobRecord, name: str) -> bytes:
         try:

@@ -57,12 +57,12 @@ class ShardBroken(Exception):
 
 
 class Deadly(Exception):
-    """What is left of the job ended the gateways that led it."""
+    """Error of a job whose remaining work ended the gateways that led it."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, subject: str) -> None:
         message = (
-            f"{MAX_LOST} gateways ended, one after the other, while they worked on {what}. Submit the job without it, "
-            "or with fewer shard_rows, or give gateways more memory"
+            f"{MAX_LOST} gateways ended, one after the other, while they worked on {subject}. Submit the job without "
+            "it, or with fewer shard_rows, or give gateways more memory"
         )
         super().__init__(message)
         self.info = ErrorInfo(LEADERS_LOST, message, reason="poison")
@@ -73,7 +73,7 @@ class Replaced(Exception):
 
 
 class Progress(Protocol):
-    """What the work of a job tells its run."""
+    """Progress that the work of a job reports to its run."""
 
     def rows(self, shard: int, done: int, failed: int) -> None:
         """So many more rows of a shard are answered, and so many of these have an error."""
@@ -86,7 +86,7 @@ class Progress(Protocol):
 
 
 class Work(Protocol):
-    """What is particular to a kind of job."""
+    """Operations that differ between kinds of jobs."""
 
     async def plan(self) -> Plan:
         """All parts of the input: stored if it was made before, else made and stored. Raises SIEError for input that
@@ -135,7 +135,7 @@ class _Sums:
 
 
 class JobRun:
-    """`work` makes the Work of a job. `now_s`: the wall clock."""
+    """`work` makes the Work of a job. `now_s`: seconds since 1970 at the broker."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class JobRun:
         job: JobRecord,
         leader: str,
         work: Callable[[JobRecord, Progress], Work],
-        now_s: Callable[[], float] = time.time,
+        now_s: Callable[[], float],
     ) -> None:
         self._ledger = ledger
         self._id = job.id
@@ -193,7 +193,7 @@ class JobRun:
             await (self._pause(info) if self._job.batch is None else self._end("failed", error=info))
 
     def _cause(self, error: Exception) -> ErrorInfo:
-        """What the owner hears of an error. The log has a fault of the gateway, which only its operators can mend."""
+        """Error as the owner sees it. The log has a fault of the gateway, which only its operators can mend."""
         if isinstance(error, Halted):
             return error.info
         if isinstance(error, SIEError):
@@ -297,7 +297,7 @@ class JobRun:
 
     @property
     def _state(self) -> JobState:
-        """Of a job that is planned. A leader that died may have come to its end."""
+        """Run a job that is planned. A leader that died may have come to its end."""
         return "finalizing" if self._job.finalizing_s else "running"
 
     async def _worked(self, work: Work) -> None:
@@ -396,7 +396,7 @@ class JobRun:
         last_s = time.monotonic() + for_s
         while True:
             try:
-                found = await attempt()
+                result = await attempt()
             except (StoreError, BrokerError, SIEError) as error:
                 if isinstance(error, SIEError) and not error.retryable:
                     raise
@@ -405,11 +405,11 @@ class JobRun:
                 if not met:
                     _logger.warning("job %s waits: %s", self._id, error)
                 met = True
-                self.trouble(_told(error))
+                self.trouble(_public_error(error))
             else:
                 if met:
                     self.trouble(None)
-                return found
+                return result
             await asyncio.sleep(pause_s)
             pause_s = min(MAX_PAUSE_S, 2 * pause_s)
 
@@ -419,12 +419,12 @@ class JobRun:
         before: object = None
         while True:
             await asyncio.sleep(FLUSH_S)
-            told = self._told()
+            fields = self._progress_fields()
             if self._is_outside:
                 self._pace.rest()
-            elif told:
-                self._pace.note(self._now_s(), told["done"])
-            if (seen := (told, self._trouble)) != before:
+            elif fields:
+                self._pace.note(self._now_s(), fields["done"])
+            if (state := (fields, self._trouble)) != before:
                 try:
                     await self._note(rows_per_s=self._pace.rate, spread=self._pace.spread)
                 except BrokerError as error:  # the next note tells more
@@ -433,10 +433,10 @@ class JobRun:
                 except (Replaced, NotFound) as error:  # the watch tells `_until_told` too
                     _logger.info("the progress of job %s is not noted any more: %s", self._id, error)
                     return
-                before = seen
+                before = state
 
-    def _told(self) -> dict[str, Any]:
-        """What the record says of progress; nothing before that was read."""
+    def _progress_fields(self) -> dict[str, Any]:
+        """Progress by the record; nothing before that was read."""
         if self._shards is None:
             return {}
         sums = self._sums = self._sums if self._sums.shards is self._shards else _Sums(self._shards)
@@ -483,12 +483,12 @@ class JobRun:
 
     async def _change(self, fields: Callable[[JobRecord], dict[str, Any]]) -> None:
         """Change the record to these fields of it, and to what is told of progress. Raises as `_note`."""
-        told = self._told()
+        progress = self._progress_fields()
 
         def noted(job: JobRecord | None) -> JobRecord:
             assert job is not None
             self._require_lead(job)
-            return replace(job, **{**told, "trouble": self._trouble, "updated_s": self._now_s(), **fields(job)})
+            return replace(job, **{**progress, "trouble": self._trouble, "updated_s": self._now_s(), **fields(job)})
 
         self._job = await self._ledger.change(self._id, noted)
 
@@ -526,7 +526,7 @@ class JobRun:
             try:
                 fields = await self._patiently(lambda: self._completed(work, state, done), LAST_TRIES_S)
             except (StoreError, SIEError) as refused:
-                error = error or _told(refused)
+                error = error or _public_error(refused)
         self._live.clear()
         await self._end(state, error=error, **fields)
 
@@ -555,9 +555,9 @@ def _named(span: Span) -> str:
 
 def broken_parts(shards: Mapping[int, ShardRecord], unread: Iterable[Unread]) -> list[str]:
     """The parts of the input that could not be read, each with why: its message names it."""
-    found = [(shard.source, shard.error) for _, shard in sorted(shards.items()) if shard.error is not None]
-    found += [(each.source, each.error) for each in unread]
-    return [error.message if source in error.message else f"{source}: {error.message}" for source, error in found]
+    broken = [(shard.source, shard.error) for _, shard in sorted(shards.items()) if shard.error is not None]
+    broken += [(part.source, part.error) for part in unread]
+    return [error.message if source in error.message else f"{source}: {error.message}" for source, error in broken]
 
 
 def expires_s(job: JobRecord) -> float:
@@ -578,7 +578,7 @@ def window_s(text: str) -> float:
     return int(text[:-1]) * {"s": 1, "m": 60, "h": 3600, "d": 86_400}[text[-1]]
 
 
-def _told(error: Exception) -> ErrorInfo:
+def _public_error(error: Exception) -> ErrorInfo:
     if isinstance(error, SIEError):
         return error.info()
     if isinstance(error, AccessRefused):

@@ -1,4 +1,4 @@
-"""Which gateway runs which job: one leader a job, by a lease; the oldest jobs first.
+"""Assignment of jobs to gateways: one leader a job, by a lease; the oldest jobs first.
 
 A leader that dies is replaced after LEASE_S. For a moment two gateways may run one job: its output stays right, since
 objects and records of shards are created once (see the package).
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Callable
 
 from sie_broker import BrokerError, Store
@@ -62,13 +61,17 @@ class Keeper:
         at_once: int,
         storage: str,
         replicas: int,
+        now_s: Callable[[], float],
     ) -> None:
-        """`storage` and `replicas`: of the bucket of leases, which other duties use too."""
+        """`storage` and `replicas`: of the bucket of leases, which other duties use too. `now_s`: seconds since 1970 at
+        the broker.
+        """
         self._ledger = ledger
         self._leases = leases_of(broker, storage=storage, replicas=replicas)
         self._name = name
         self._work = work
         self._at_once = at_once
+        self._now_s = now_s
         # Of jobs that others run, the one first that was not looked at for longest: a lease is observed over time. It
         # has at most as many as all other gateways run at once.
         self._observed: dict[str, LeaderLease] = {}
@@ -82,7 +85,7 @@ class Keeper:
                 try:
                     await self._renew()
                     if self._ledger.is_read:
-                        await self._take()
+                        await self._acquire()
                     trouble.passed()
                 except BrokerError as error:
                     trouble.met(error)
@@ -107,8 +110,8 @@ class Keeper:
                     _logger.warning("job %s has another leader", job_id)
                     running.task.cancel()
 
-    async def _take(self) -> None:
-        now_s = time.time()
+    async def _acquire(self) -> None:
+        now_s = self._now_s()
         due = sorted((job for job in self._ledger if is_due(job, now_s)), key=lambda job: (job.created_s, job.id))
         waiting = {job.id: job for job in due if job.id not in self._running}
         self._observed = {job_id: lease for job_id, lease in self._observed.items() if job_id in waiting}
@@ -119,14 +122,14 @@ class Keeper:
             lease = self._observed.pop(job.id, None)
             lease = self._observed[job.id] = lease or LeaderLease(self._leases, f"job.{job.id}", lease_s=LEASE_S)
             if await lease.acquire():
-                run = JobRun(self._ledger, job, self._name, self._work)
+                run = JobRun(self._ledger, job, self._name, self._work, self._now_s)
                 task = asyncio.create_task(run.run(), name=f"job {job.id}")
                 task.add_done_callback(lambda _: self._ledger.woken.set())
                 self._running[job.id] = _Running(job.id, task, self._observed.pop(job.id))
                 free -= 1
 
     def _looked_at(self, waiting: dict[str, JobRecord]) -> list[JobRecord]:
-        """Of jobs by age, those whose lease is asked for in one look: half of them were seen to have another leader,
+        """Jobs by age whose lease is requested in one round: half of them were seen to have another leader,
         which may have died; the rest, the oldest first, nobody may lead. So neither keeps the other from its turn.
         """
         fresh = [job for job_id, job in waiting.items() if job_id not in self._observed]
@@ -136,13 +139,13 @@ class Keeper:
     async def _leave(self) -> None:
         """Stop all, and leave their leases to others at once."""
         running, self._running = self._running, {}
-        for each in running.values():
-            each.fence.cancel()
-            each.task.cancel()
-        await asyncio.gather(*(each.task for each in running.values()), return_exceptions=True)
-        for job_id, each in running.items():
+        for entry in running.values():
+            entry.fence.cancel()
+            entry.task.cancel()
+        await asyncio.gather(*(entry.task for entry in running.values()), return_exceptions=True)
+        for job_id, entry in running.items():
             with contextlib.suppress(BrokerError):  # then the lease lapses, and this gateway counts as one that died
-                await self._hand_over(job_id, each)
+                await self._hand_over(job_id, entry)
 
     async def _hand_over(self, job_id: str, running: _Running) -> None:
         """Leave a job to others, which has no task here any more. Raises BrokerError."""

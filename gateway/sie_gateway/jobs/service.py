@@ -1,4 +1,4 @@
-"""What clients ask of jobs and batches: submit, look, pause, resume, cancel, retry, forget."""
+"""Operations of clients on jobs and batches: submit, look, pause, resume, cancel, retry, forget."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _BATCH_STATES: dict[str, batches_api.BatchState] = {
 
 class Jobs:
     """`check` refuses a job that can never run, before it is kept, and returns what it resolved to; `workers` counts
-    those that serve a job; `forget` removes the objects that a job keeps itself; `content` gives the name and the
+    those that serve a job; `remove` removes the objects that a job keeps itself; `content` gives the name and the
     digest of a file, None of one that is gone.
     """
 
@@ -74,25 +74,25 @@ class Jobs:
     async def submit(self, call: Call, request: api.JobRequest, *, retry_of: str = "") -> api.JobInfo:
         """Keep a job. The same Idempotency-Key gives the same job, also if its file was sent again. Raises SIEError."""
         job_id = self._new_id(call, "job-")
-        stands = self._known(call, job_id)
+        stands = self._existing(call, job_id)
         if stands is None:
             stands = await self._create(await self._new(call, job_id, request=request, retry_of=retry_of))
         if stands.request is None or stands.retry_of != retry_of or not self._is_same(stands.request, request):
             raise IdempotencyMismatch("Idempotency-Key: it was used for another job", param="Idempotency-Key")
-        return self.told(stands)
+        return self.as_info(stands)
 
-    def _is_same(self, one: api.JobRequest, other: api.JobRequest) -> bool:
+    def _is_same(self, request: api.JobRequest, previous: api.JobRequest) -> bool:
         """Whether both ask for the same of the same input: a client that lost its answer may send the file again."""
-        if one != other and one.input.file and other.input.file:
-            content = self._content(one.input.file)
-            if content is not None and content == self._content(other.input.file):
-                other = replace(other, input=replace(other.input, file=one.input.file))
-        return one == other
+        if request != previous and request.input.file and previous.input.file:
+            content = self._content(request.input.file)
+            if content is not None and content == self._content(previous.input.file):
+                previous = replace(previous, input=replace(previous.input, file=request.input.file))
+        return request == previous
 
     def page(self, call: Call, limit: int, after: str, state: str = "") -> api.JobPage:
         """Jobs of the caller, the newest first. Raises NotFound."""
-        found, more = self._page(call, limit, after, lambda job: job.request is not None and state in ("", job.state))
-        return api.JobPage(data=[self.told(job) for job in found], next=found[-1].id if more else None)
+        jobs, more = self._page(call, limit, after, lambda job: job.request is not None and state in ("", job.state))
+        return api.JobPage(data=[self.as_info(job) for job in jobs], next=jobs[-1].id if more else None)
 
     def find(self, call: Call, job_id: str) -> JobRecord:
         """A job of the caller. Raises NotFound."""
@@ -101,7 +101,7 @@ class Jobs:
             raise NotFound("there is no such job", param="job")
         return job
 
-    async def want(self, call: Call, job_id: str, wanted: str) -> api.JobInfo:
+    async def want(self, call: Call, job_id: str, desired: str) -> api.JobInfo:
         """Have a job run, pause or cancel. Raises NotFound, ContentConflict for one that has ended."""
         self.find(call, job_id)
 
@@ -109,15 +109,15 @@ class Jobs:
             assert job is not None
             if job.ended:
                 raise ContentConflict(f"the job is {job.state}", param="job")
-            if wanted == "run" and job.state == "paused":
+            if desired == "run" and job.state == "paused":
                 job = replace(job, state="queued", error=None)
                 if "admin" in call.grant.scopes:  # takes it over where its own key has ended
                     job = replace(job, owner=call.grant.key, owner_name=call.grant.name)
-            cancelling_s = self._now_s() if wanted == "cancel" else job.cancelling_s
-            return replace(job, wanted=wanted, cancelling_s=cancelling_s, updated_s=self._now_s())
+            cancelling_s = self._now_s() if desired == "cancel" else job.cancelling_s
+            return replace(job, wanted=desired, cancelling_s=cancelling_s, updated_s=self._now_s())
 
-        async with kept():
-            return self.told(await self.ledger.change(job_id, changed))
+        async with broker_errors_mapped():
+            return self.as_info(await self.ledger.change(job_id, changed))
 
     async def retry(self, call: Call, job_id: str) -> api.JobInfo:
         """A new job over the rows that failed. Raises NotFound, ContentConflict for one that runs, or without any."""
@@ -138,11 +138,11 @@ class Jobs:
 
     async def remove(self, job: JobRecord) -> None:
         """Its objects, then its records, so that no object is without one. Raises QueueUnavailable."""
-        async with kept():
+        async with broker_errors_mapped():
             await self._forget(job)
-            await self.ledger.forget(job.id)
+            await self.ledger.remove(job.id)
 
-    def told(self, job: JobRecord) -> api.JobInfo:
+    def as_info(self, job: JobRecord) -> api.JobInfo:
         """A job as the API has it."""
         assert job.request is not None
         return api.JobInfo(
@@ -181,20 +181,20 @@ class Jobs:
     async def batch(self, call: Call, request: batches_api.BatchRequest) -> batches_api.BatchObject:
         """Keep a batch. Raises SIEError."""
         if request.endpoint not in batches_api.ENDPOINTS:
-            known = ", ".join(batches_api.ENDPOINTS)
-            raise InvalidInput(f"endpoint: expected one of {known}", reason="schema", param="endpoint")
+            endpoints = ", ".join(batches_api.ENDPOINTS)
+            raise InvalidInput(f"endpoint: expected one of {endpoints}", reason="schema", param="endpoint")
         if window_s(request.completion_window) > MAX_WINDOW_S:
             raise InvalidInput("completion_window: expected at most 30d", reason="schema", param="completion_window")
         job_id = self._new_id(call, "batch_")
-        job = self._known(call, job_id) or await self._create(await self._new(call, job_id, batch=request))
+        job = self._existing(call, job_id) or await self._create(await self._new(call, job_id, batch=request))
         if job.batch != request:
             raise IdempotencyMismatch("Idempotency-Key: it was used for another batch", param="Idempotency-Key")
         return self.batch_told(job)
 
     def batch_page(self, call: Call, limit: int, after: str) -> batches_api.BatchPage:
         """Batches of the caller, the newest first. Raises NotFound."""
-        found, more = self._page(call, limit, after, lambda job: job.batch is not None)
-        data = [self.batch_told(job) for job in found]
+        jobs, more = self._page(call, limit, after, lambda job: job.batch is not None)
+        data = [self.batch_told(job) for job in jobs]
         ends = (data[0].id, data[-1].id) if data else (None, None)
         return batches_api.BatchPage(data=data, has_more=more, first_id=ends[0], last_id=ends[1])
 
@@ -225,7 +225,7 @@ class Jobs:
                 raise ContentConflict(f"the batch is {job.state}", param="batch")
             return replace(job, wanted="cancel", cancelling_s=job.cancelling_s or self._now_s())
 
-        async with kept():
+        async with broker_errors_mapped():
             return await self.ledger.change(job_id, changed)
 
     def batch_told(self, job: JobRecord) -> batches_api.BatchObject:
@@ -269,13 +269,13 @@ class Jobs:
     # both
 
     def _new_id(self, call: Call, prefix: str) -> str:
-        asked = call.headers.get("idempotency-key", "")
-        if not asked:
+        idempotency_key = call.headers.get("idempotency-key", "")
+        if not idempotency_key:
             return prefix + uuid7().replace("-", "")
-        named = hashlib.sha256(f"{call.grant.key} {asked}".encode()).hexdigest()
+        named = hashlib.sha256(f"{call.grant.key} {idempotency_key}".encode()).hexdigest()
         return prefix + uuid.uuid5(uuid.NAMESPACE_OID, named).hex
 
-    def _known(self, call: Call, job_id: str) -> JobRecord | None:
+    def _existing(self, call: Call, job_id: str) -> JobRecord | None:
         """The job that an Idempotency-Key made before: it stands, also where a new one would be refused now, such as by
         a file that has expired. Raises NotReady.
         """
@@ -284,32 +284,32 @@ class Jobs:
         self.ledger.require()
         return next((job for job in self.ledger if job.id == job_id), None)
 
-    async def _new(self, call: Call, job_id: str, **asked: Any) -> JobRecord:
+    async def _new(self, call: Call, job_id: str, **fields: Any) -> JobRecord:
         now_s = self._now_s()
-        check_request(asked.get("request") or asked["batch"])
-        job = JobRecord(job_id, call.grant.key, call.grant.name, now_s, updated_s=now_s, **asked)
+        check_request(fields.get("request") or fields["batch"])
+        job = JobRecord(job_id, call.grant.key, call.grant.name, now_s, updated_s=now_s, **fields)
         return await self._check(call, job)
 
     async def _create(self, job: JobRecord) -> JobRecord:
-        async with kept():
+        async with broker_errors_mapped():
             return await self.ledger.create(job)
 
     def _page(
-        self, call: Call, limit: int, after: str, wanted: Callable[[JobRecord], bool]
+        self, call: Call, limit: int, after: str, matches: Callable[[JobRecord], bool]
     ) -> tuple[list[JobRecord], bool]:
         self.ledger.require()
-        found = sorted(
-            (job for job in self.ledger if wanted(job) and call.grant.owns(job.owner)),
+        jobs = sorted(
+            (job for job in self.ledger if matches(job) and call.grant.owns(job.owner)),
             key=lambda job: (job.created_s, job.id),
             reverse=True,
         )
         start = 0
         if after:
-            place = next((place for place, job in enumerate(found) if job.id == after), None)
+            place = next((place for place, job in enumerate(jobs) if job.id == after), None)
             if place is None:
                 raise NotFound("after: there is no such job", param="after")
             start = place + 1
-        return found[start : start + limit], len(found) > start + limit
+        return jobs[start : start + limit], len(jobs) > start + limit
 
 
 def _error(info: ErrorInfo | None) -> api.JobError | None:
@@ -317,7 +317,7 @@ def _error(info: ErrorInfo | None) -> api.JobError | None:
 
 
 @contextlib.asynccontextmanager
-async def kept() -> AsyncIterator[None]:
+async def broker_errors_mapped() -> AsyncIterator[None]:
     """Raises QueueUnavailable where the broker or the store fails."""
     try:
         yield

@@ -1,4 +1,4 @@
-"""Where a job keeps its plan, and the parts of a batch: objects below `jobs/{id}` of the payload store."""
+"""Storage of a job's plan and of the parts of a batch: objects below `jobs/{id}` of the payload store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LONG_S = 120.0  # of a call of the store
 
 
 class Workplace:
-    """Of one job. `store`: the payload store."""
+    """Storage of one job. `store`: the payload store."""
 
     def __init__(self, store: ObjectStore, job_id: str, files: FileStore) -> None:
         self.files = files
@@ -59,10 +59,10 @@ class Workplace:
         try:
             await within(LONG_S, obstore.put_async(self.store, f"{self._prefix}/{name}", data, mode="create"))
         except WrittenMeanwhile:
-            found = await self.existing(name)
-            if found is None:  # it was removed since
+            existing = await self.existing(name)
+            if existing is None:  # it was removed since
                 raise
-            return found
+            return existing
         return data
 
     async def remove(self) -> None:

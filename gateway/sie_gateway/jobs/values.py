@@ -33,7 +33,7 @@ _SIZES = {"float32": 4, "float16": 2}
 
 
 class Input(NamedTuple):
-    """What is asked of a row. `query`: of a score."""
+    """Input that a row gives to the model. `query`: of a score."""
 
     item: Item
     query: str | None = None
@@ -41,19 +41,19 @@ class Input(NamedTuple):
     @property
     def digest(self) -> bytes:
         """16 bytes that no other input has (BLAKE2b)."""
-        found = hashlib.blake2b(digest_size=16)
+        digest = hashlib.blake2b(digest_size=16)
         for part in (self.query, self.item.text):
             text = b"" if part is None else part.encode()
-            found.update(b"%d:%d " % (part is not None, len(text)))
-            found.update(text)
+            digest.update(b"%d:%d " % (part is not None, len(text)))
+            digest.update(text)
         for file in self.item.files:
-            found.update(b"%d " % len(file))
-            found.update(file)
-        return found.digest()
+            digest.update(b"%d " % len(file))
+            digest.update(file)
+        return digest.digest()
 
 
 class Bounds(NamedTuple):
-    """Of a shard: rows, and bytes of text, None without a bound of their own."""
+    """Bounds of a shard: rows, and bytes of text, None without a bound of their own."""
 
     rows: int
     text_bytes: int | None
@@ -100,18 +100,18 @@ class Values:
         self._params = params
         self.fingerprint = fingerprint
 
-    async def of(
+    async def answers_of(
         self, inputs: Sequence[Input], on_done: Callable[[Sequence[int], Sequence[Answer]], None]
     ) -> list[Answer]:
         """The answer to each input. `on_done` is called with places whose answers are there. Raises SIEError for what
         no input can escape; Halted where the model is another one than before.
         """
-        found: list[Answer | None] = [None] * len(inputs)
+        answers: list[Answer | None] = [None] * len(inputs)
 
         async def ask(places: Sequence[int]) -> None:
-            values = await self._asked([inputs[place] for place in places])
+            values = await self._compute([inputs[place] for place in places])
             for place, value in zip(places, values, strict=True):
-                found[place] = value
+                answers[place] = value
             on_done(places, values)
 
         groups = await asyncio.to_thread(grouped, inputs)
@@ -121,11 +121,11 @@ class Values:
                     tasks.create_task(ask(places))
         except* (SIEError, Halted) as errors:
             raise errors.exceptions[0] from errors
-        return [value for value in found if value is not None]
+        return [value for value in answers if value is not None]
 
-    async def _asked(self, inputs: Sequence[Input]) -> list[Answer]:
+    async def _compute(self, inputs: Sequence[Input]) -> list[Answer]:
         query = None if inputs[0].query is None else Item(inputs[0].query)
-        items = [each.item for each in inputs]
+        items = [entry.item for entry in inputs]
         outcomes = await self._asking.outcomes(self._spec, self._operation, self._params, items, query)
         for result, outcome in outcomes:
             if isinstance(outcome, Ok):
@@ -159,8 +159,8 @@ def grouped(inputs: Sequence[Input]) -> list[list[int]]:
     are full and need little filling, and no long text is left for the end.
     """
     by_query: dict[str | None, list[int]] = defaultdict(list)
-    for place, each in enumerate(inputs):
-        by_query[each.query].append(place)
+    for place, entry in enumerate(inputs):
+        by_query[entry.query].append(place)
     groups: list[list[int]] = []
     for places in by_query.values():
         places.sort(key=lambda place: -inputs[place].item.size)
@@ -190,19 +190,19 @@ class Unique(NamedTuple):
 
 def unique(inputs: Sequence[Input]) -> Unique:
     """Equal inputs once, in the order of their first occurrence."""
-    seen: dict[bytes, int] = {}
-    kept: list[Input] = []
+    place_of: dict[bytes, int] = {}
+    inputs_once: list[Input] = []
     digests: list[bytes] = []
     places: list[int] = []
-    for each in inputs:
-        digest = each.digest
-        place = seen.get(digest)
+    for entry in inputs:
+        digest = entry.digest
+        place = place_of.get(digest)
         if place is None:
-            place = seen[digest] = len(kept)
-            kept.append(each)
+            place = place_of[digest] = len(inputs_once)
+            inputs_once.append(entry)
             digests.append(digest)
         places.append(place)
-    return Unique(kept, digests, places)
+    return Unique(inputs_once, digests, places)
 
 
 class Packed(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
@@ -226,8 +226,8 @@ def pack(value: Answer) -> bytes:
 
 def unpack(packed: bytes) -> Answer:
     """The value of these bytes. Raises ValueError."""
-    found = _decode(packed)
+    decoded = _decode(packed)
     arrays = {
-        name: np.frombuffer(data, dtype=dtype).reshape(shape) for name, (dtype, shape, data) in found.arrays.items()
+        name: np.frombuffer(data, dtype=dtype).reshape(shape) for name, (dtype, shape, data) in decoded.arrays.items()
     }
-    return Answer(None, found.tokens, found.truncated, arrays, found.score, found.data)
+    return Answer(None, decoded.tokens, decoded.truncated, arrays, decoded.score, decoded.data)

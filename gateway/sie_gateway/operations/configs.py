@@ -1,4 +1,4 @@
-"""What the page at `/` asks of the config service, passed on by the gateway: writes and the history of models. A page
+"""Requests of the page at `/` to the config service, passed on by the gateway: writes and the history of models. A page
 may ask nobody but the gateway that it came from. Programs ask the config service itself.
 
     /console/configs/ID ──► scope at the gateway ──► /v1/configs/models/ID, with the caller's own token ──► its answer
@@ -60,8 +60,8 @@ async def _forward(gateway: Gateway, request: Request, after: str = "") -> Respo
     except httpx.HTTPError as error:
         _logger.warning("the config service does not answer: %s", type(error).__name__)
         raise NotReady("the config service does not answer; what it wrote before stays in use") from error
-    told = {name: answer.headers[name] for name in _TOLD if name in answer.headers}
-    return Response(answer.content, answer.status_code, told)
+    forwarded = {name: answer.headers[name] for name in _TOLD if name in answer.headers}
+    return Response(answer.content, answer.status_code, forwarded)
 
 
 def _named(model: str) -> str:
@@ -101,7 +101,7 @@ def _own(route: Route) -> GatewayRoute:
     return GatewayRoute(**vars(replace(route, path=path, endpoint="other", summary=summary)), shape=config_shape)
 
 
-CONFIG_FORWARD = tuple(_own(each) for each in config_routes.bound(_HANDLERS) if each.handler is not None)
+CONFIG_FORWARD = tuple(_own(row) for row in config_routes.bound(_HANDLERS) if row.handler is not None)
 SOURCE = "catalogue"  # who wrote an entry, the config service knows alone
 
 
@@ -129,16 +129,16 @@ async def models(gateway: Gateway, _request: Request) -> Response:
 
 
 async def status(gateway: Gateway, request: Request) -> Response:
-    """Which gateways and workers serve which revision of a model."""
+    """Revisions of a model that gateways and workers serve."""
     present = _catalogue(gateway)
     entry = _entry(present, request.path_params["id"])
     bundles = {}
     for bundle in () if isinstance(entry, Alias) else present.bundles_of(entry):
         workers = [beat for beat in gateway.fleet.healthy() if beat.bundle == bundle]
         revisions = {
-            each.id: present.revisions[each.id]
-            for each in present.entries.values()
-            if bundle in present.bundles_of(each)
+            stored.id: present.revisions[stored.id]
+            for stored in present.entries.values()
+            if bundle in present.bundles_of(stored)
         }
         bundles[bundle] = configs.bundle_hash(revisions), workers
     revision, since = present.revisions[entry.id], present.since(entry.id)
@@ -167,8 +167,8 @@ async def bundles(gateway: Gateway, _request: Request) -> Response:
 
 async def bundle(gateway: Gateway, request: Request) -> Response:
     """One bundle."""
-    found = configs.bundle_of(_catalogue(gateway).bundles, request.path_params["id"])
-    return _document(request, found, configs.YAML)
+    bundle_entry = configs.bundle_of(_catalogue(gateway).bundles, request.path_params["id"])
+    return _document(request, bundle_entry, configs.YAML)
 
 
 async def resolve(gateway: Gateway, request: Request) -> Response:

@@ -41,7 +41,7 @@ def _filter(gateway: Gateway, request: Request) -> Filter:
     return Filter(_pool(gateway, request), **named)
 
 
-def _who(request: Request) -> str:
+def _caller(request: Request) -> str:
     return str(request.scope["sie.call"].grant.name)
 
 
@@ -53,7 +53,7 @@ async def page(gateway: Gateway, request: Request) -> Response:
     """A page of the list. Raises InvalidInput, PoolNotFound, QueueUnavailable."""
     _checked(request, *FILTERS, "before", "limit")
     before, limit = _whole(request, "before", 0, 0, 1 << 53), _whole(request, "limit", 50, 1, 200)
-    return json_response(await gateway.dead_letters.page(_filter(gateway, request), before, limit), to=request)
+    return json_response(await gateway.dead_letters.page(_filter(gateway, request), before, limit))
 
 
 async def show(gateway: Gateway, request: Request) -> Response:
@@ -68,7 +68,7 @@ async def replay(gateway: Gateway, request: Request) -> Response:
     timeout_s = number(request.query_params, "timeout_s", LETTER_S, 1, REPLAY_S)
     name, pool = request.path_params["letter"], _pool(gateway, request)
     done = await gateway.dead_letters.replay(pool, name, timeout_s)
-    _logger.info("%s ran dead letter %s of pool %s again: %s", _who(request), done.id, pool, done.state)
+    _logger.info("%s ran dead letter %s of pool %s again: %s", _caller(request), done.id, pool, done.state)
     return json_response(done)
 
 
@@ -77,11 +77,11 @@ async def replay_all(gateway: Gateway, request: Request) -> Response:
     _checked(request, *FILTERS, "after", "limit", "timeout_s")
     timeout_s = number(request.query_params, "timeout_s", LETTER_S, 1, REPLAY_S)
     after, limit = _whole(request, "after", 0, 0, 1 << 53), _whole(request, "limit", 20, 1, 100)
-    wanted = _filter(gateway, request)
-    done = await gateway.dead_letters.replay_all(wanted, after, limit, timeout_s)
-    answered = sum(each.removed for each in done.replayed)
-    told = _who(request), len(done.replayed), wanted.pool, answered
-    _logger.info("%s ran %d dead letters of pool %s again: %d were answered", *told)
+    letters = _filter(gateway, request)
+    done = await gateway.dead_letters.replay_all(letters, after, limit, timeout_s)
+    answered = sum(entry.removed for entry in done.replayed)
+    summary = _caller(request), len(done.replayed), letters.pool, answered
+    _logger.info("%s ran %d dead letters of pool %s again: %d were answered", *summary)
     return json_response(done)
 
 
@@ -90,7 +90,7 @@ async def purge(gateway: Gateway, request: Request) -> Response:
     _checked(request)
     name, pool = request.path_params["letter"], _pool(gateway, request)
     done = await gateway.dead_letters.purge(pool, name)
-    _logger.info("%s purged dead letter %s of pool %s", _who(request), name, pool)
+    _logger.info("%s purged dead letter %s of pool %s", _caller(request), name, pool)
     return json_response(done)
 
 
@@ -99,16 +99,16 @@ async def purge_all(gateway: Gateway, request: Request) -> Response:
     QueueUnavailable.
     """
     _checked(request, *FILTERS, "all")
-    wanted = _filter(gateway, request)
-    if wanted.is_all != (request.query_params.get("all") == "true"):
+    letters = _filter(gateway, request)
+    if letters.is_all != (request.query_params.get("all") == "true"):
         raise InvalidInput(
-            f"all: expected true to forget every dead letter of pool {wanted.pool}, or else one of "
+            f"all: expected true to forget every dead letter of pool {letters.pool}, or else one of "
             f"{', '.join(FILTERS)}",
             reason="schema",
             param="all",
         )
-    done = await gateway.dead_letters.purge_all(wanted)
-    _logger.info("%s purged %d dead letters of pool %s", _who(request), done.removed, wanted.pool)
+    done = await gateway.dead_letters.purge_all(letters)
+    _logger.info("%s purged %d dead letters of pool %s", _caller(request), done.removed, letters.pool)
     return json_response(done)
 
 

@@ -1,4 +1,4 @@
-"""What a gateway does with dead letters for administrators (`dead_letter_routes.py`). No answer holds a client's input.
+"""Dead letters for administrators (`dead_letter_routes.py`). No answer holds a client's input.
 
 page, show     what was given up, why, and how often it was tried
 replay         run it again (`replaying.py`): a letter goes only when its work was answered in full
@@ -44,7 +44,7 @@ _Errors = Counter[tuple[str, str]]  # by code and reason
 
 @dataclass(frozen=True)
 class Filter:
-    """Which letters of a pool are meant: those that are equal in all that is not empty."""
+    """Selection of letters of a pool: those that are equal in all that is not empty."""
 
     pool: str
     lane: str = ""
@@ -52,18 +52,18 @@ class Filter:
     code: str = ""
     reason: str = ""
 
-    def fits(self, found: Found) -> bool:
-        error = found.letter.error
-        had = {"lane": _lane(found), "model": found.model, "code": error.code, "reason": error.reason}
-        return all(wanted in ("", had[name]) for name, wanted in self._asked())
+    def fits(self, letter: Found) -> bool:
+        error = letter.letter.error
+        had = {"lane": _lane(letter), "model": letter.model, "code": error.code, "reason": error.reason}
+        return all(value in ("", had[name]) for name, value in self._values())
 
-    def _asked(self) -> list[tuple[str, str]]:
+    def _values(self) -> list[tuple[str, str]]:
         return [(name, getattr(self, name)) for name in FILTERS]
 
     @property
     def is_all(self) -> bool:
         """Whether nothing is named, so that every letter fits."""
-        return not any(wanted for _, wanted in self._asked())
+        return not any(value for _, value in self._values())
 
 
 class DeadLetters:
@@ -90,30 +90,30 @@ class DeadLetters:
         self._on_publish = on_publish
         self._places: OrderedDict[tuple[str, str], int] = OrderedDict()  # the sequence of a pool and id, a hint
 
-    async def page(self, wanted: Filter, before: int, limit: int) -> api.DeadLetterPage:
+    async def page(self, filters: Filter, before: int, limit: int) -> api.DeadLetterPage:
         """At most `limit` letters below the sequence `before`, 0 for the newest."""
-        letters, more, last, size, examined = self._letters(wanted.pool), False, 0, 0, 0
+        letters, more, last, size, examined = self._letters(filters.pool), False, 0, 0, 0
         shown = list[api.DeadLetterInfo]()
         counts: _Errors = Counter()
         async with _bounded(LOOK_S):
             total = (await letters.state()).messages
             async with contextlib.aclosing(letters.newest(before)) as newest:
-                async for found in newest:
+                async for letter in newest:
                     if examined >= EXAMINED or size >= EXAMINED_BYTES:
                         more = True
                         break
-                    examined, size = examined + 1, size + len(found.letter.item)
-                    fits = wanted.fits(found)
+                    examined, size = examined + 1, size + len(letter.letter.item)
+                    fits = filters.fits(letter)
                     if fits:
-                        counts[found.letter.error.code, found.letter.error.reason] += 1
+                        counts[letter.letter.error.code, letter.letter.error.reason] += 1
                     if fits and len(shown) == limit:
                         more = True
                     elif len(shown) < limit:
-                        last = found.sequence
+                        last = letter.sequence
                         if fits:
-                            shown.append(self._told(wanted.pool, found))
+                            shown.append(self._info(filters.pool, letter))
         return api.DeadLetterPage(
-            pool=wanted.pool,
+            pool=filters.pool,
             pools=self.pools,
             total=total,
             examined=examined,
@@ -122,78 +122,78 @@ class DeadLetters:
             next=last if more else None,
         )
 
-    async def one(self, pool: str, name: str) -> Found:
+    async def letter(self, pool: str, name: str) -> Found:
         """The letter with this id."""
         async with _bounded(LOOK_S):
             return await self._find(pool, name)
 
     async def _find(self, pool: str, name: str) -> Found:
         letters, place = self._letters(pool), self._places.get((pool, name))
-        if place is not None and (found := await letters.at(place)) is not None and found.letter.id == name:
-            return found
+        if place is not None and (located := await letters.at(place)) is not None and located.letter.id == name:
+            return located
         if _ID.fullmatch(name):
             async with contextlib.aclosing(letters.newest()) as newest:
-                async for found in newest:
-                    if found.letter.id == name:
-                        self._note(pool, found)
-                        return found
+                async for located in newest:
+                    if located.letter.id == name:
+                        self._note(pool, located)
+                        return located
         raise NotFound(f"pool {pool} has no dead letter with this id; GET /v1/dead-letters lists them")
 
     async def show(self, pool: str, name: str) -> api.DeadLetterInfo:
         """All that is told of a letter."""
-        return self._told(pool, await self.one(pool, name))
+        return self._info(pool, await self.letter(pool, name))
 
     async def replay(self, pool: str, name: str, timeout_s: float) -> api.Replayed:
         """Run a letter again and wait for its answer."""
-        found = await self.one(pool, name)
+        letter = await self.letter(pool, name)
         async with self._replays(pool) as replays:
-            return await _replayed(replays, found, timeout_s)
+            return await _replayed(replays, letter, timeout_s)
 
-    async def replay_all(self, wanted: Filter, after: int, limit: int, timeout_s: float) -> api.ReplayedAll:
+    async def replay_all(self, filters: Filter, after: int, limit: int, timeout_s: float) -> api.ReplayedAll:
         """Run at most `limit` letters above the sequence `after` again, AT_ONCE at a time, for REPLAY_S together.
 
         Those that are written meanwhile are left out: work that fails again is given up again.
         """
-        letters, end_s = self._letters(wanted.pool), time.monotonic() + REPLAY_S
+        letters, end_s = self._letters(filters.pool), time.monotonic() + REPLAY_S
         done = list[api.Replayed]()
-        async with self._replays(wanted.pool) as replays:
+        async with self._replays(filters.pool) as replays:
             async with _bounded(LOOK_S):
                 last = (await letters.state()).last_sequence
             while len(done) < limit:
                 async with _bounded(LOOK_S):
-                    together = await _first(letters, wanted, after, last, min(AT_ONCE, limit - len(done)))
+                    together = await _first(letters, filters, after, last, min(AT_ONCE, limit - len(done)))
                 if not together:
                     return api.ReplayedAll(replayed=done, next=None)
                 left_s = end_s - time.monotonic()
                 if left_s < 1.0:
                     break
                 budget_s = min(timeout_s, left_s)
-                done += await asyncio.gather(*(_replayed(replays, found, budget_s) for found in together))
+                done += await asyncio.gather(*(_replayed(replays, letter, budget_s) for letter in together))
                 after = together[-1].sequence
             async with _bounded(LOOK_S):
-                more = await _first(letters, wanted, after, last, 1)
+                more = await _first(letters, filters, after, last, 1)
         return api.ReplayedAll(replayed=done, next=after if more else None)
 
     async def purge(self, pool: str, name: str) -> api.Purged:
         """Forget a letter."""
-        found = await self.one(pool, name)
+        letter = await self.letter(pool, name)
         async with _bounded(LOOK_S):
-            return api.Purged(removed=int(await self._letters(pool).remove(found)), complete=True)
+            return api.Purged(removed=int(await self._letters(pool).remove(letter)), complete=True)
 
-    async def purge_all(self, wanted: Filter) -> api.Purged:
+    async def purge_all(self, filters: Filter) -> api.Purged:
         """Forget all letters of now that fit, as far as PURGE_S allows."""
-        letters, removed = self._letters(wanted.pool), 0
+        letters, removed = self._letters(filters.pool), 0
         end_s = time.monotonic() + PURGE_S
         async with _bounded(PURGE_S + LOOK_S):
             last = (await letters.state()).last_sequence
             async with contextlib.aclosing(letters.all()) as every:
-                async for found in every:
-                    if found.sequence > last:
+                async for letter in every:
+                    if letter.sequence > last:
                         break
                     if time.monotonic() >= end_s:
                         return api.Purged(removed=removed, complete=False)
-                    if wanted.fits(found):
-                        removed += await letters.remove(found)
+                    if filters.fits(letter):
+                        removed += await letters.remove(letter)
         return api.Purged(removed=removed, complete=True)
 
     def _letters(self, pool: str) -> Letters:
@@ -215,15 +215,15 @@ class DeadLetters:
         except BrokerError as error:
             raise QueueUnavailable(f"the broker refused: {error}") from error
 
-    def _told(self, pool: str, found: Found) -> api.DeadLetterInfo:
-        self._note(pool, found)
-        letter, item = found.letter, found.item
+    def _info(self, pool: str, located: Found) -> api.DeadLetterInfo:
+        self._note(pool, located)
+        letter, item = located.letter, located.item
         return api.DeadLetterInfo(
             id=letter.id,
-            sequence=found.sequence,
+            sequence=located.sequence,
             at=round(letter.at_s, 3),
             pool=pool,
-            lane=_lane(found),
+            lane=_lane(located),
             code=letter.error.code,
             reason=letter.error.reason,
             message=letter.error.message,
@@ -234,7 +234,7 @@ class DeadLetters:
             revision=item.revision if item else "",
             operation=item.operation if item else "",
             priority=item.priority if item else "",
-            inputs=found.inputs,
+            inputs=located.inputs,
             attempt=item.attempt if item else 0,
             deliveries=letter.deliveries,
             deaths=letter.deaths,
@@ -242,50 +242,50 @@ class DeadLetters:
             bytes=len(letter.item),
         )
 
-    def _note(self, pool: str, found: Found) -> None:
-        self._places[pool, found.letter.id] = found.sequence
+    def _note(self, pool: str, located: Found) -> None:
+        self._places[pool, located.letter.id] = located.sequence
         if len(self._places) > MAX_PLACES:
             self._places.popitem(last=False)
 
 
-async def _first(letters: Letters, wanted: Filter, after: int, last: int, most: int) -> list[Found]:
+async def _first(letters: Letters, filters: Filter, after: int, last: int, most: int) -> list[Found]:
     """The `most` oldest letters that fit, above the sequence `after` and up to `last`."""
     together = list[Found]()
     async with contextlib.aclosing(letters.all(after)) as every:
-        async for found in every:
-            if found.sequence > last:
+        async for located in every:
+            if located.sequence > last:
                 break
-            if wanted.fits(found):
-                together.append(found)
+            if filters.fits(located):
+                together.append(located)
                 if len(together) == most:
                     break
     return together
 
 
-async def _replayed(replays: Replays, found: Found, timeout_s: float) -> api.Replayed:
-    """What came of it. Of its errors the kinds are told: their messages are for the client that asked."""
+async def _replayed(replays: Replays, letter: Found, timeout_s: float) -> api.Replayed:
+    """Outcome of a replay. Its errors are named by kind: their messages are for the client that asked."""
 
-    def told(state: api.State, errors: _Errors | None = None) -> api.Replayed:
+    def outcome(state: api.State, errors: _Errors | None = None) -> api.Replayed:
         return api.Replayed(
-            id=found.letter.id,
+            id=letter.letter.id,
             state=state,
             removed=state == "answered",
-            inputs=found.inputs,
+            inputs=letter.inputs,
             errors=_counted(errors or Counter()),
         )
 
     try:
         async with asyncio.timeout(timeout_s + AROUND_S):
-            result = await replays.run(found, timeout_s)
+            result = await replays.run(letter, timeout_s)
     except Unreadable:
-        return told("unreadable")
+        return outcome("unreadable")
     except TimeoutError:
-        return told("waiting")
+        return outcome("waiting")
     except BrokerError as error:
-        _logger.warning("dead letter %s could not be run again: %s", found.letter.id, error)
-        return told("unavailable")
+        _logger.warning("dead letter %s could not be run again: %s", letter.letter.id, error)
+        return outcome("unavailable")
     errors = _errors(result)
-    return told("failed" if errors else "answered", errors)
+    return outcome("failed" if errors else "answered", errors)
 
 
 def _errors(result: WorkResult) -> _Errors:
@@ -299,10 +299,10 @@ def _counted(errors: _Errors) -> list[api.DeadLetterCount]:
     ]
 
 
-def _lane(found: Found) -> str:
+def _lane(located: Found) -> str:
     """Empty where the subject of the work names none."""
     try:
-        return str(lane_of(found.letter.subject))
+        return str(lane_of(located.letter.subject))
     except ValueError:
         return ""
 

@@ -65,9 +65,9 @@ class Doctor:
         assert child.stdout is not None
         try:
             async with asyncio.timeout(LIMIT_S):
-                told = await _all(child.stdout)
+                output = await _all(child.stdout)
                 await child.wait()
-            report = msgspec.json.decode(told, type=dict[str, Any])
+            report = msgspec.json.decode(output, type=dict[str, Any])
         except (TimeoutError, msgspec.DecodeError) as error:
             _logger.warning("sie doctor told nothing: %s", type(error).__name__)
             raise NotReady("sie doctor came to no end; run it in a terminal to see why") from error
@@ -81,10 +81,10 @@ class Doctor:
 
 async def _all(stream: asyncio.StreamReader) -> bytes:
     """Up to MAX_BYTES, which no report has."""
-    told = bytearray()
-    while len(told) < MAX_BYTES and (part := await stream.read(1 << 16)):
-        told += part
-    return bytes(told)
+    output = bytearray()
+    while len(output) < MAX_BYTES and (part := await stream.read(1 << 16)):
+        output += part
+    return bytes(output)
 
 
 def _bracketed(host: str) -> str:

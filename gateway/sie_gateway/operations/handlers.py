@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import logging
 import math
 from collections.abc import Iterable
@@ -28,22 +27,11 @@ if TYPE_CHECKING:
     from sie_gateway.state import Gateway
 
 _logger = logging.getLogger("sie.gateway.residency")
-GZIP_OVER = 4096  # bytes: the headers of a short reply are as long as what it would save
 
 
-def json_response(body: Any, status: int = 200, *, to: Request | None = None) -> Response:
-    """A struct or builtins as JSON; compressed where it is long and `to` takes that (RFC 9110, 12.5.3)."""
-    data, headers = msgspec.json.encode(body), {}
-    if to is not None:
-        headers["Vary"] = "Accept-Encoding"
-        if len(data) > GZIP_OVER and _takes_gzip(to.headers.get("accept-encoding", "")):
-            data, headers["Content-Encoding"] = gzip.compress(data, 1, mtime=0), "gzip"
-    return Response(data, status, headers, "application/json")
-
-
-def _takes_gzip(accepted: str) -> bool:
-    codings = (each.partition(";") for each in accepted.lower().split(","))
-    return any(name.strip() == "gzip" and rest.replace(" ", "") not in ("q=0", "q=0.0") for name, _, rest in codings)
+def json_response(body: Any, status: int = 200) -> Response:
+    """A struct or builtins as JSON."""
+    return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
 def number(query: QueryParams, name: str, default: float, least: float, most: float) -> float:
@@ -59,7 +47,7 @@ def number(query: QueryParams, name: str, default: float, least: float, most: fl
 
 async def _listed(gateway: Gateway, query: QueryParams) -> dict[str, Any]:
     """The part of the catalogue that a query names: `models`, and `total` where it has a limit. Raises InvalidInput."""
-    found = await model_list(
+    listed = await model_list(
         gateway.inference.catalogue,
         gateway.fleet,
         task=query.get("task", ""),
@@ -70,20 +58,20 @@ async def _listed(gateway: Gateway, query: QueryParams) -> dict[str, Any]:
         limit=int(number(query, "limit", 1, 1, 1000)) if "limit" in query else None,
         figures=gateway.inference.shadows.figures,
     )
-    return {"models": found.infos, **({"total": found.total} if "limit" in query else {})}
+    return {"models": listed.infos, **({"total": listed.total} if "limit" in query else {})}
 
 
 async def models(gateway: Gateway, request: Request) -> Response:
     """The catalogue. Raises InvalidInput."""
-    told = await _listed(gateway, request.query_params)
-    return json_response({"object": "list", "data": told["models"], **told}, to=request)
+    listed = await _listed(gateway, request.query_params)
+    return json_response({"object": "list", "data": listed["models"], **listed})
 
 
 async def models_of_infinity(gateway: Gateway, request: Request) -> Response:
     """The catalogue, as Infinity's client reads it: it takes no other owner than Infinity. Raises InvalidInput."""
-    told = await _listed(gateway, request.query_params)
-    told["models"] = [{**info, "owned_by": "infinity"} for info in told["models"]]
-    return json_response({"object": "list", "data": told["models"], **told}, to=request)
+    listed = await _listed(gateway, request.query_params)
+    listed["models"] = [{**info, "owned_by": "infinity"} for info in listed["models"]]
+    return json_response({"object": "list", "data": listed["models"], **listed})
 
 
 async def model(gateway: Gateway, request: Request) -> Response:
@@ -101,13 +89,13 @@ async def health(gateway: Gateway, request: Request) -> Response:
 
 
 async def scaling(gateway: Gateway, request: Request) -> Response:
-    """What a lane has to do. Raises NotFound, also for a lane of somebody else's reservation."""
+    """Load of a lane. Raises NotFound, also for a lane of somebody else's reservation."""
     call = request.scope.get("sie.call")  # none at the port of autoscalers, which has no credentials
     return json_response(await gateway.scaling.answer(request.path_params["lane"], call and call.grant))
 
 
 async def metrics(gateway: Gateway, request: Request) -> Response:
-    """What Prometheus reads. Raises NotFound where SIE_GATEWAY_API_METRICS is off."""
+    """Metrics for Prometheus. Raises NotFound where SIE_GATEWAY_API_METRICS is off."""
     if not gateway.settings.gateway_api_metrics:
         raise NotFound(
             "/metrics is on the port SIE_GATEWAY_METRICS_PORT; SIE_GATEWAY_API_METRICS=true serves it here as well"
@@ -120,7 +108,9 @@ async def metrics(gateway: Gateway, request: Request) -> Response:
 
 
 def _resolved_models(gateway: Gateway, request: Request) -> tuple[Resolved, ...]:
-    """What a name stands for: the model, or each of an alias. Raises ModelNotFound, BundleConflict, InvalidInput."""
+    """Models that a name stands for: the model, or each of an alias. Raises ModelNotFound, BundleConflict,
+    InvalidInput.
+    """
     name = request.path_params["model"]
     gateway.inference.resolve(name)  # an unknown name is refused with those like it
     return resolve_all(gateway.inference.catalogue, name.removesuffix("/"))
@@ -129,25 +119,23 @@ def _resolved_models(gateway: Gateway, request: Request) -> tuple[Resolved, ...]
 def _residency_reply(request: Request, state: ResidencyState, status: int, placed: Iterable[Placed]) -> Response:
     lanes = [
         LaneResidency(
-            model=each.name,
-            lane=str(each.lane),
-            state=each.state,
+            model=placed_model.name,
+            lane=str(placed_model.lane),
+            state=placed_model.state,
             workers=[
-                WorkerResidency(
-                    worker=beat.worker, state=status.state, in_flight=status.queued, asked=beat.takes_residency
-                )
-                for beat, status in each.reports
+                WorkerResidency(worker=beat.worker, state=status.state, in_flight=status.queued)
+                for beat, status in placed_model.reports
             ],
         )
-        for each in placed
+        for placed_model in placed
     ]
     name = request.path_params["model"].removesuffix("/")
     return json_response(ModelResidency(name=name, state=state, lanes=lanes), status)
 
 
 def _log(request: Request, action: str, models: Iterable[Resolved]) -> None:
-    who = request.scope["sie.call"].grant.name
-    _logger.info("%s asks to %s %s", who, action, ", ".join(each.canonical for each in models))
+    name = request.scope["sie.call"].grant.name
+    _logger.info("%s asks to %s %s", name, action, ", ".join(model.canonical for model in models))
 
 
 async def load(gateway: Gateway, request: Request) -> Response:
@@ -158,7 +146,7 @@ async def load(gateway: Gateway, request: Request) -> Response:
     lanes = [gateway.inference.lane(request.headers, resolved) for resolved in models]
     _log(request, "load", models)
     placed = [await gateway.residencies.load(lane, resolved) for lane, resolved in zip(lanes, models, strict=True)]
-    slowest = min((each.state for each in placed), key=SLOWEST_FIRST.index)
+    slowest = min((placed_model.state for placed_model in placed), key=SLOWEST_FIRST.index)
     return _residency_reply(request, slowest, 200 if slowest == "loaded" else 202, placed)
 
 
@@ -173,9 +161,9 @@ async def unload(gateway: Gateway, request: Request) -> Response:
         places.append(Where(lane.pool if by_pool else "", lane.machine_profile if by_profile else ""))
     _log(request, "unload", models)
     placed = [
-        each
+        placed_model
         for resolved, where in zip(models, places, strict=True)
-        for each in await gateway.residencies.unload(resolved, where)
+        for placed_model in await gateway.residencies.unload(resolved, where)
     ]
     return (
         _residency_reply(request, "unloading", 202, placed)
@@ -190,7 +178,7 @@ def _residency_row(action: str, handler: Any, summary: str, done: str) -> Gatewa
     return replace(row, replies={200: Content(ModelResidency, description=done), 202: Content(ModelResidency)})
 
 
-_HEADERS = tuple(each for each in HEADERS if each.name in ("X-SIE-Pool", "X-SIE-MACHINE-PROFILE"))
+_HEADERS = tuple(header for header in HEADERS if header.name in ("X-SIE-Pool", "X-SIE-MACHINE-PROFILE"))
 RESIDENCY: tuple[GatewayRoute, ...] = (
     _residency_row("load", load, "Have a model loaded before its first request", "A worker of each lane has it"),
     _residency_row("unload", unload, "Have a model unloaded where nothing of it is in flight", "No worker has it"),

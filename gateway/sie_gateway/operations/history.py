@@ -1,4 +1,4 @@
-"""What a gateway answered over the last hour, for people who ask why something is slow: counts, errors and latency by
+"""Answers of a gateway over the last hour, for people who ask why something is slow: counts, errors and latency by
 stage in steps of time, and the slowest requests with all that is known of them.
 
     a request ends ──► its step of 10 s: requests, errors by code, a histogram of each stage
@@ -47,7 +47,7 @@ class Note(NamedTuple):
 
     total_ms: float
     number: int  # of two equally slow ones the earlier is the lesser; no more of a note is ever compared
-    told: dict[str, Any]
+    fields: dict[str, Any]
     owner: str  # the key of its credential
 
 
@@ -84,12 +84,12 @@ class _Places:
 class _Minute:
     at: int
     owners: dict[str, _Places] = field(default_factory=dict)
-    others: _Places = field(default_factory=_Places)
+    remaining: _Places = field(default_factory=_Places)
 
     def places(self, owner: str) -> _Places:
-        """Those of a key, so that the requests of one do not push out those of another."""
+        """Notes of a key, so that the requests of one do not push out those of another."""
         if owner not in self.owners and len(self.owners) >= MAX_OWNERS:
-            return self.others
+            return self.remaining
         return self.owners.setdefault(owner, _Places())
 
 
@@ -107,8 +107,8 @@ class History:
         now_s = self._clock()
         times_ms = None
         if call.finished is not None:
-            told = call.finished.told or call.finished.timing(call.received_s)
-            times_ms = _of_stages(told)
+            timing = call.finished.reported_times or call.finished.timing(call.received_s)
+            times_ms = _of_stages(timing)
         code = call.code if status >= 400 else ""
         self._step(now_s).count(code, times_ms)
         if code in REFUSED:  # overload is counted; its thousands would crowd out what ran
@@ -117,7 +117,7 @@ class History:
         is_slow = len(places.slowest) < SLOWEST or total_ms > places.slowest[0].total_ms
         if not (is_slow or code):
             return
-        note = Note(total_ms, next(self._numbers), _told(call, endpoint, status, total_ms, now_s), call.key)
+        note = Note(total_ms, next(self._numbers), _fields(call, endpoint, status, total_ms, now_s), call.key)
         if code:
             places.failed.append(note)
         if is_slow:
@@ -147,31 +147,31 @@ class History:
             "now": round(now_s, 3),
             "step_s": step_s,
             "stages": list(STAGES_TOLD),
-            "steps": [{**told, "at": told["at"] * step_s} for told in joined],
+            "steps": [{**entry, "at": entry["at"] * step_s} for entry in joined],
         }
 
     def requests(self, most: int, grant: Grant) -> list[dict[str, Any]]:
         """The requests of the last hour that are kept and that a credential may see, the slowest first."""
-        found = {note.number: note for note in self._notes(grant)}
-        return [note.told for note in sorted(found.values(), reverse=True, key=lambda note: note[:2])[:most]]
+        notes = {note.number: note for note in self._notes(grant)}
+        return [note.fields for note in sorted(notes.values(), reverse=True, key=lambda note: note[:2])[:most]]
 
     def find(self, request_id: str, grant: Grant) -> dict[str, Any] | None:
         """A request that is kept and that a credential may see, by its X-SIE-Request-ID."""
-        return next((note.told for note in self._notes(grant) if note.told["id"] == request_id), None)
+        return next((note.fields for note in self._notes(grant) if note.fields["id"] == request_id), None)
 
     def _notes(self, grant: Grant) -> Iterator[Note]:
         oldest_s = self._clock() - STEPS * STEP_S
         for minute in self._minutes:
             if minute.at + MINUTE_S > oldest_s:
-                for places in (*minute.owners.values(), minute.others):
+                for places in (*minute.owners.values(), minute.remaining):
                     yield from (note for note in (*places.slowest, *places.failed) if grant.owns(note.owner))
 
 
 def quantile(counts: array[int], share: float) -> float:
     """The upper bound, ms, below which `share` of the observations are; infinite values count as the last bound."""
-    wanted = share * sum(counts)
+    rank = share * sum(counts)
     for bound, below in zip(BOUNDS_MS, itertools.accumulate(counts), strict=False):
-        if below >= wanted:
+        if below >= rank:
             return round(bound, 3)
     return round(BOUNDS_MS[-1], 3)
 
@@ -181,19 +181,19 @@ def _joined(at: int, steps: list[_Step]) -> dict[str, Any]:
     errors: Counter[str] = Counter()
     for step in steps:
         errors.update(step.errors)
-    told: dict[str, Any] = {"at": at, "requests": sum(step.requests for step in steps), "errors": dict(errors)}
+    joined: dict[str, Any] = {"at": at, "requests": sum(step.requests for step in steps), "errors": dict(errors)}
     ran = [step.stages for step in steps if step.ran]
     if ran:
         sums = [array("I", map(sum, zip(*of_stage, strict=True))) for of_stage in zip(*ran, strict=True)]
-        told["p50_ms"] = [quantile(counts, 0.5) for counts in sums]
-        told["p99_ms"] = [quantile(counts, 0.99) for counts in sums]
-    return told
+        joined["p50_ms"] = [quantile(counts, 0.5) for counts in sums]
+        joined["p99_ms"] = [quantile(counts, 0.99) for counts in sums]
+    return joined
 
 
-def _told(call: Call, endpoint: str, status: int, total_ms: float, now_s: float) -> dict[str, Any]:
-    """What is known of a request without its inputs."""
-    finished, asked = call.finished, call.asked
-    told: dict[str, Any] = {
+def _fields(call: Call, endpoint: str, status: int, total_ms: float, now_s: float) -> dict[str, Any]:
+    """Description of a request without its inputs."""
+    finished, request = call.finished, call.infer_request
+    fields: dict[str, Any] = {
         "id": call.id,
         "at": round(now_s - total_ms / 1000, 3),
         "endpoint": endpoint,
@@ -201,16 +201,16 @@ def _told(call: Call, endpoint: str, status: int, total_ms: float, now_s: float)
         "code": call.code,
         "model": call.labels.get("model") or _model_of(call),
         "total_ms": round(total_ms, 3),
-        "items": len(asked.items) if asked is not None else 0,
+        "items": len(request.items) if request is not None else 0,
         "trace_id": call.span.trace_id if call.span is not None else "",
     }
     if call.message:
-        told["message"] = call.message[:MAX_TEXT]
+        fields["message"] = call.message[:MAX_TEXT]
     if finished is not None:
-        told["lane"], told["priority"] = str(finished.request.lane), finished.request.priority
-        told["tokens"] = finished.usage["total_tokens"]
-        told["timing"] = {name: finished.told[name] for name in STAGES_TOLD}
-        told["chunks"] = [
+        fields["lane"], fields["priority"] = str(finished.request.lane), finished.request.priority
+        fields["tokens"] = finished.usage["total_tokens"]
+        fields["timing"] = {name: finished.reported_times[name] for name in STAGES_TOLD}
+        fields["chunks"] = [
             {
                 "worker": result.worker,
                 "chunk": result.chunk,
@@ -219,9 +219,9 @@ def _told(call: Call, endpoint: str, status: int, total_ms: float, now_s: float)
             }
             for result in finished.worker_results[:MAX_CHUNKS]
         ]
-    return told
+    return fields
 
 
 def _model_of(call: Call) -> str:
-    """What its client asked for, also where there is no such model."""
+    """Model that the client asked for, also where it does not exist."""
     return call.resolved.canonical if call.resolved is not None else (call.model or "")[:MAX_TEXT]

@@ -51,15 +51,15 @@ class LogTail(logging.Handler):
             message = record.getMessage()[:MAX_CHARS]
             self._lines.append(Line(str(request), record.created, record.levelname, record.name, message))
 
-    def of(self, request: str, grant: Grant) -> list[dict[str, Any]]:
+    def lines_of(self, request: str, grant: Grant) -> list[dict[str, Any]]:
         """The lines of a request, the oldest first; none of one that a credential may not see."""
         if "admin" not in grant.scopes and grant.key and self._owners.get(request) != grant.key:
             return []
         with self.lock or contextlib.nullcontext():
-            found = [line for line in self._lines if line.request == request]
+            lines = [line for line in self._lines if line.request == request]
         return [
             {"at": round(line.at, 3), "level": line.level, "logger": line.logger, "message": line.message}
-            for line in found
+            for line in lines
         ]
 
     @contextlib.contextmanager

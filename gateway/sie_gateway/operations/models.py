@@ -68,11 +68,11 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
         "downloads": [
             {
                 "worker": worker,
-                "done_bytes": each.done_bytes,
-                "total_bytes": each.total_bytes,
-                "bytes_per_s": each.bytes_per_s,
+                "done_bytes": download.done_bytes,
+                "total_bytes": download.total_bytes,
+                "bytes_per_s": download.bytes_per_s,
             }
-            for worker, each in fleet.downloads(resolved.residency)
+            for worker, download in fleet.downloads(resolved.residency)
         ],
         "engine": engine,
         "backend": ", ".join(engine["served"]) or "torch",
@@ -85,31 +85,31 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
 
 
 def _precision(own: str | None, reports: Sequence[tuple[Heartbeat, ModelStatus]]) -> dict[str, Any]:
-    """What the entry or profile asks for, else the default of the workers; what they serve; why that is another one.
-    Workers may differ.
+    """Precision that the entry or profile asks for, else the default of the workers; the one that they serve; the
+    reason for a difference. Workers may differ.
     """
-    told = [status.precision for _, status in reports if status.precision is not None]
-    requested = own or next((each.requested for each in told if each.requested), None)
-    reasons = sorted({each.reason for each in told if each.reason})
+    reported = [status.precision for _, status in reports if status.precision is not None]
+    requested = own or next((precision.requested for precision in reported if precision.requested), None)
+    reasons = sorted({precision.reason for precision in reported if precision.reason})
     return {
         "requested": requested,
-        "served": sorted({each.served for each in told}),
+        "served": sorted({precision.served for precision in reported}),
         "reason": "; ".join(reasons) or None,
     }
 
 
 def _engine(own: str | None, reports: Sequence[tuple[Heartbeat, ModelStatus]]) -> dict[str, Any]:
-    """What the entry or profile asks for, if it does; what the workers run it on, and why."""
-    told = [status.engine for _, status in reports if status.engine is not None]
+    """Engine that the entry or profile asks for, if it does; the one that the workers use, and the reason."""
+    reported = [status.engine for _, status in reports if status.engine is not None]
     return {
         "requested": own,
-        "served": sorted({each.served for each in told}),
-        "reason": "; ".join(sorted({each.reason for each in told if each.reason})) or None,
+        "served": sorted({engine.served for engine in reported}),
+        "reason": "; ".join(sorted({engine.reason for engine in reported if engine.reason})) or None,
     }
 
 
 def _capabilities(entry: ModelEntry) -> list[str]:
-    """What the model can do, by the names that Infinity has for it."""
+    """Capabilities of the model by the names that Infinity has for them."""
     can = {"embed": "dense" in entry.outputs, "rerank": "score" in entry.tasks, "classify": classifies(entry)}
     return [name for name, on in can.items() if on]
 
@@ -164,7 +164,7 @@ def _differing(default: msgspec.Struct, own: msgspec.Struct) -> dict[str, Any]:
 
 
 def score_scale(entry: ModelEntry) -> str | None:
-    """What a score of this model means, None where it gives none or only its own files tell."""
+    """Meaning of a score of this model, None where it gives none or only its own files tell."""
     if "score" not in entry.tasks:
         return None
     family = families.row(entry.family)
@@ -222,29 +222,29 @@ async def model_list(
     return Listed(infos[:limit], len(infos) if picks else len(names))
 
 
-def _names(catalogue: Catalogue, wanted: str, *, variants: bool) -> list[tuple[str, str | None]]:
+def _names(catalogue: Catalogue, kind: str, *, variants: bool) -> list[tuple[str, str | None]]:
     """Entries and profiles in order, then the aliases that can serve, which have no profile."""
-    found: list[tuple[str, str | None]] = [
+    names: list[tuple[str, str | None]] = [
         (entry.id, profile)
         for _, entry in sorted(catalogue.entries.items())
         for profile in ("default", *(sorted(entry.profiles) if variants else ()))
-        if not wanted or wanted in (entry.id if profile == "default" else f"{entry.id}:{profile}").lower()
+        if not kind or kind in (entry.id if profile == "default" else f"{entry.id}:{profile}").lower()
     ]
     for _, alias in sorted(catalogue.aliases.items()):
-        if wanted in alias.id.lower():
+        if kind in alias.id.lower():
             with contextlib.suppress(ModelNotFound, BundleConflict):  # its model is gone
                 catalogue.resolve(alias.heaviest.model, follow=False)
-                found.append((alias.id, None))
-    return found
+                names.append((alias.id, None))
+    return names
 
 
 def alias_info(info: dict[str, Any], alias: Alias, figures: Measured) -> dict[str, Any]:
     """A ModelInfo of the model that serves most keys of an alias, as that of the alias: under its name, with all that
     it names.
     """
-    told: dict[str, Any] = {"targets": [{"model": target.model, "weight": target.weight} for target in alias.alias]}
+    fields: dict[str, Any] = {"targets": [{"model": target.model, "weight": target.weight} for target in alias.alias]}
     if alias.shadow is not None:
         model = alias.shadow.model
-        told["shadow"] = {"model": model, "share": alias.shadow.share, "figures": figures(alias.id, model).told()}
+        fields["shadow"] = {"model": model, "share": alias.shadow.share, "figures": figures(alias.id, model).as_map()}
     rest = {name: value for name, value in info.items() if name not in ("variant_of", "owned_by")}
-    return {**rest, "name": alias.id, "id": alias.id, "owned_by": alias.id.partition("/")[0], "alias": told}
+    return {**rest, "name": alias.id, "id": alias.id, "owned_by": alias.id.partition("/")[0], "alias": fields}

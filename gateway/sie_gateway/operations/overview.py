@@ -61,49 +61,49 @@ async def page(_gateway: Gateway, request: Request) -> Response:
 
 async def cluster(gateway: Gateway, request: Request) -> Response:
     """The state of the cluster in brief."""
-    return json_response(gateway.status.shown(request.query_params.get("filter", ""), _grant(request)), to=request)
+    return json_response(gateway.status.shown(request.query_params.get("filter", ""), _grant(request)))
 
 
 async def placement(gateway: Gateway, request: Request) -> Response:
-    """Which workers host which models."""
-    return json_response(gateway.status.placed(request.query_params.get("filter", ""), _grant(request)), to=request)
+    """Placement: the workers that host each model."""
+    return json_response(gateway.status.placed(request.query_params.get("filter", ""), _grant(request)))
 
 
 async def doctor(gateway: Gateway, _request: Request) -> Response:
-    """What `sie doctor` finds. Raises NotFound, NotReady."""
+    """Report of `sie doctor`. Raises NotFound, NotReady."""
     return json_response(await gateway.doctor.report())
 
 
 async def history(gateway: Gateway, request: Request) -> Response:
-    """What this gateway answered over the last hour. Raises InvalidInput."""
+    """Answers of this gateway over the last hour. Raises InvalidInput."""
     query = request.query_params
     since_s = number(query, "since", 0.0, 0.0, math.inf)
     step_s = int(number(query, "step_s", STEP_S, STEP_S, 600))
     if step_s % STEP_S:
         raise InvalidInput(f"step_s: expected a multiple of {STEP_S}", reason="schema", param="step_s")
-    return json_response(gateway.status.history.since(since_s, step_s), to=request)
+    return json_response(gateway.status.history.since(since_s, step_s))
 
 
 async def requests(gateway: Gateway, request: Request) -> Response:
     """The requests of the last hour that are kept, of the caller. Raises InvalidInput."""
     most = int(number(request.query_params, "limit", 50, 1, 1000))
-    return json_response({"requests": gateway.status.history.requests(most, _grant(request))}, to=request)
+    return json_response({"requests": gateway.status.history.requests(most, _grant(request))})
 
 
 async def request(gateway: Gateway, request: Request) -> Response:
     """One of them. Raises NotFound."""
-    found = gateway.status.history.find(request.path_params["request"], _grant(request))
-    if found is None:
+    note = gateway.status.history.find(request.path_params["request"], _grant(request))
+    if note is None:
         raise NotFound(
             "this gateway keeps no request of yours with this id: it keeps the slowest and some failed ones of each "
             "minute, for an hour; its log and the trace have all"
         )
-    return json_response(found)
+    return json_response(note)
 
 
 async def request_log(gateway: Gateway, request: Request) -> Response:
-    """What this gateway's log says of a request; empty where it says nothing, or nothing any more."""
-    return json_response({"lines": gateway.status.log.of(request.path_params["request"], _grant(request))}, to=request)
+    """Lines of this gateway's log about a request; empty where it has none, or none any more."""
+    return json_response({"lines": gateway.status.log.lines_of(request.path_params["request"], _grant(request))})
 
 
 _FILTER = Parameter("filter", "query", str, "Only models with this in their name.")

@@ -58,8 +58,8 @@ def parse_spec(body: object, profiles: Collection[str], catalogue: Catalogue) ->
     unknown = sorted(str(key) for key in body.keys() - _FIELDS)
     if unknown:
         field = unknown[0][:60]
-        meant = did_you_mean(field, _FIELDS) or f"; there are {', '.join(sorted(_FIELDS))}"
-        raise InvalidInput(f"{field}: no such field{meant}", reason="schema", param=field)
+        hint = did_you_mean(field, _FIELDS) or f"; there are {', '.join(sorted(_FIELDS))}"
+        raise InvalidInput(f"{field}: no such field{hint}", reason="schema", param=field)
     name = _name(body.get("name"))
     queue_pool = body.get("queue_pool")
     if queue_pool is not None and queue_pool not in ("default", "_default"):
@@ -98,7 +98,7 @@ def parse_spec(body: object, profiles: Collection[str], catalogue: Catalogue) ->
     if not isinstance(pinned, list) or not all(isinstance(model, str) for model in pinned) or len(pinned) > MAX_PINNED:
         message = f"pinned_models: expected a list of at most {MAX_PINNED} strings, got {_kind(pinned)}"
         raise InvalidInput(message, reason="schema", param="pinned_models")
-    models = tuple(dict.fromkeys(each.residency for model in pinned for each in resolve_all(catalogue, model)))
+    models = tuple(dict.fromkeys(resolved.residency for model in pinned for resolved in resolve_all(catalogue, model)))
     spec = PoolSpec(name, gpus, bundle or "", minimum, ttl_s, caps, models)
     if len(messages.encode(spec)) > MAX_SPEC_BYTES:
         message = f"body: the reservation takes more than {MAX_SPEC_BYTES} bytes: name fewer machine profiles or models"
@@ -106,11 +106,11 @@ def parse_spec(body: object, profiles: Collection[str], catalogue: Catalogue) ->
     return spec
 
 
-def _name(given: object) -> str:
-    if not isinstance(given, str):
-        raise InvalidInput(f"name: expected a string, got {_kind(given)}", reason="pool_name", param="name")
+def _name(value: object) -> str:
+    if not isinstance(value, str):
+        raise InvalidInput(f"name: expected a string, got {_kind(value)}", reason="pool_name", param="name")
     try:
-        name = topology.pool_name(given)
+        name = topology.pool_name(value)
     except ValueError:
         raise InvalidInput("name: expected 1 to 63 letters, digits, _ or -", reason="pool_name", param="name") from None
     if name in _NO_NAMES:
@@ -120,15 +120,15 @@ def _name(given: object) -> str:
 
 def _counts(body: Mapping[str, Any], field: str, profiles: Collection[str]) -> dict[str, int]:
     """Counts by machine profile, as `profiles` writes it."""
-    given = body.get(field)
-    if given is None:
+    counts = body.get(field)
+    if counts is None:
         return {}
-    if not isinstance(given, dict) or len(given) > MAX_PROFILES:
+    if not isinstance(counts, dict) or len(counts) > MAX_PROFILES:
         raise InvalidInput(
-            f"{field}: expected a map of counts by machine profile, got {_kind(given)}", reason="schema", param=field
+            f"{field}: expected a map of counts by machine profile, got {_kind(counts)}", reason="schema", param=field
         )
-    found: dict[str, int] = {}
-    for key, count in given.items():
+    parsed: dict[str, int] = {}
+    for key, count in counts.items():
         profile = key.strip().lower()
         profile = profile if profile in profiles else f"{profile}-spot"
         path = f"{field}.{key[:60]}"
@@ -139,13 +139,13 @@ def _counts(body: Mapping[str, Any], field: str, profiles: Collection[str]) -> d
                 param=path,
                 extras={"status": "gpu_not_configured", "gpu": key[:60], "configured_gpu_types": sorted(profiles)},
             )
-        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MAX_GPUS or profile in found:
-            got = f"{key[:60]!r} twice" if profile in found else count if isinstance(count, int) else _kind(count)
+        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MAX_GPUS or profile in parsed:
+            got = f"{key[:60]!r} twice" if profile in parsed else count if isinstance(count, int) else _kind(count)
             raise InvalidInput(
                 f"{path}: expected a whole number from 1 to {MAX_GPUS}, got {got}", reason="schema", param=path
             )
-        found[profile] = count
-    return dict(sorted(found.items()))
+        parsed[profile] = count
+    return dict(sorted(parsed.items()))
 
 
 def _whole(body: Mapping[str, Any], field: str, default: int, least: int) -> int:
@@ -180,7 +180,7 @@ async def _body(request: Request) -> object:
 
 
 async def _written(work: Awaitable[T]) -> T:
-    """What a change of the record gives. Raises QueueUnavailable where the broker could not be asked."""
+    """Result of a change of the record. Raises QueueUnavailable where the broker could not be asked."""
     try:
         return await work
     except BrokerError as error:

@@ -48,40 +48,40 @@ class Replays:
         self._ack_wait_s = ack_wait_s
         self._on_published = on_published
 
-    async def run(self, found: Found, timeout_s: float) -> WorkResult:
+    async def run(self, located: Found, timeout_s: float) -> WorkResult:
         """The result of the work, run again; its letter is removed if every input has a value.
 
         A content that is known as poison gets a new chance. `timeout_s` is the budget of the work as well. Raises
         Unreadable before anything is published, TimeoutError without an answer in time, BrokerError.
         """
-        if found.item is None:
-            raise Unreadable(f"{found.letter.id} holds a message that nobody can read; nothing was published")
+        if located.item is None:
+            raise Unreadable(f"{located.letter.id} holds a message that nobody can read; nothing was published")
         try:
-            spec = topology.consumer_of(found.letter.subject, self._ack_wait_s)
+            spec = topology.consumer_of(located.letter.subject, self._ack_wait_s)
         except ValueError as error:
-            raise Unreadable(f"{found.letter.id}: {error}; nothing was published") from error
-        await self._forgive(found.item)
+            raise Unreadable(f"{located.letter.id}: {error}; nothing was published") from error
+        await self._forgive(located.item)
         if spec.name not in await self._broker.consumers(spec.stream):
             await self._broker.ensure_consumer(spec)
-        request = f"{found.item.request}-{secrets.token_hex(4)}"
+        request = f"{located.item.request}-{secrets.token_hex(4)}"
         collector = self._inbox.open(request, 1)
         try:
             item = msgspec.structs.replace(
-                found.item,
+                located.item,
                 request=request,
                 chunk=0,
-                attempt=found.item.attempt + 1,
+                attempt=located.item.attempt + 1,
                 reply=self._inbox.address(request),
                 budget_ms=round(timeout_s * 1000),
             )
-            await self._broker.publish(found.letter.subject, messages.encode(item), f"{request}.0.{item.attempt}")
+            await self._broker.publish(located.letter.subject, messages.encode(item), f"{request}.0.{item.attempt}")
             if self._on_published is not None:
-                self._on_published(found.letter.subject, item)
+                self._on_published(located.letter.subject, item)
             await collector.wait(timeout_s)
             (result,) = collector.results
             assert result is not None
             if not any(isinstance(outcome, Failed) for outcome in result.outcomes):
-                await self._letters.remove(found)
+                await self._letters.remove(located)
             return result
         finally:
             self._inbox.close(collector)

@@ -55,7 +55,7 @@ class Pulse:
         self._next = 0
         self.gone: frozenset[str] = frozenset()
 
-    def look(self, workers: Iterable[str]) -> None:
+    def watch(self, workers: Iterable[str]) -> None:
         """Somebody looks at these, which listen while they are connected."""
         self._wanted = tuple(sorted(workers))
         self._until_s = self._clock() + LOOKED_S
@@ -63,13 +63,13 @@ class Pulse:
     async def run(self, stop: Stop) -> None:
         """Look for them each EVERY_S until `stop`, while somebody looks."""
         while not await stop.wait_for(EVERY_S):
-            wanted = self._wanted if self._clock() < self._until_s else ()
-            first = self._next % max(1, len(wanted))
-            asked = (wanted[first:] + wanted[:first])[:MAX_ASKED]
-            self._next = first + len(asked)
-            is_gone = await asyncio.gather(*(self._is_gone(worker) for worker in asked))
-            found = {worker for worker, gone in zip(asked, is_gone, strict=True) if gone}
-            self.gone = frozenset(found | (self.gone & set(wanted).difference(asked)))
+            workers = self._wanted if self._clock() < self._until_s else ()
+            first = self._next % max(1, len(workers))
+            checked = (workers[first:] + workers[:first])[:MAX_ASKED]
+            self._next = first + len(checked)
+            is_gone = await asyncio.gather(*(self._is_gone(worker) for worker in checked))
+            missing = {worker for worker, is_missing in zip(checked, is_gone, strict=True) if is_missing}
+            self.gone = frozenset(missing | (self.gone & set(workers).difference(checked)))
 
     async def _is_gone(self, worker: str) -> bool:
         try:
@@ -139,8 +139,8 @@ def of_socket(url: str, status: WorkerStatus | None) -> Seen:
         pool=status.pool_name,
         loaded_models=status.loaded_models,
         queue_depth=sum(model.queue_depth for model in status.models),
-        memory_used_bytes=sum(each.memory_used_bytes for each in devices),
-        memory_total_bytes=sum(each.memory_total_bytes for each in devices),
+        memory_used_bytes=sum(device.memory_used_bytes for device in devices),
+        memory_total_bytes=sum(device.memory_total_bytes for device in devices),
         healthy=status.ready,
         bundle=status.bundle,
         bundle_config_hash=status.bundle_config_hash,
@@ -150,24 +150,24 @@ def of_socket(url: str, status: WorkerStatus | None) -> Seen:
 
 
 def summaries(models: Iterable[str], workers: Iterable[Seen]) -> list[ModelSummary]:
-    """Of each model, from healthy workers. A profile that needs other weights is another copy of it, named
+    """Summary of each model, from healthy workers. A profile that needs other weights is another copy of it, named
     `model:profile`.
     """
     reports: dict[str, list[tuple[WorkerInfo, str, int]]] = {model: [] for model in models}
-    for seen in workers:
-        for name, (state, queued) in seen.models.items():
-            reports.get(name.partition(":")[0], []).append((seen.info, state, queued))
-    return [_summary(model, found) for model, found in reports.items()]
+    for worker in workers:
+        for name, (state, queued) in worker.models.items():
+            reports.get(name.partition(":")[0], []).append((worker.info, state, queued))
+    return [_summary(model, states) for model, states in reports.items()]
 
 
 def failures(workers: Iterable[Seen]) -> dict[str, str]:
     """Why healthy workers could not load a model, the first reason of each model."""
-    found: dict[str, str] = {}
-    for seen in workers:
-        if seen.info.healthy:
-            for name, why in seen.failures.items():
-                found.setdefault(name.partition(":")[0], why)
-    return found
+    errors: dict[str, str] = {}
+    for worker in workers:
+        if worker.info.healthy:
+            for name, why in worker.failures.items():
+                errors.setdefault(name.partition(":")[0], why)
+    return errors
 
 
 def _summary(model: str, reports: list[tuple[WorkerInfo, str, int]]) -> ModelSummary:
@@ -218,7 +218,7 @@ class Status:
         self.dead_letters = 0
         self.seats = Seats(MAX_SOCKETS, "gateway")
         self._frames: dict[tuple[str, WorkerSocket | None], Frames] = {}  # by key and worker, None: of the cluster
-        self._glance = Shared(self._look)
+        self._glance = Shared(self._summarise)
         self._placed = Shared(self._look_at_tables)
 
     async def run(self, stop: Stop) -> None:
@@ -243,11 +243,11 @@ class Status:
     def view(self) -> tuple[list[Seen], ClusterInfo, list[ModelSummary]]:
         """Workers, sums and models of now."""
         workers = self.workers()
-        healthy = [seen for seen in workers if seen.info.healthy]
+        healthy = [worker for worker in workers if worker.info.healthy]
         cluster = ClusterInfo(
             len(healthy),
-            sum(seen.info.gpu_count for seen in healthy),
-            len({model for seen in healthy for model in seen.info.loaded_models}),
+            sum(worker.info.gpu_count for worker in healthy),
+            len({model for worker in healthy for model in worker.info.loaded_models}),
             round(self._peers.qps(), 3),
         )
         return workers, cluster, summaries(sorted(self._feed.catalogue.entries), healthy)
@@ -257,7 +257,7 @@ class Status:
         settings = self._settings
         workers, cluster, models = self.view()
         visible = self._visible(grant)
-        infos = [of_pool(seen.info, visible) for seen in workers]
+        infos = [of_pool(worker.info, visible) for worker in workers]
         healthy = [info for info in infos if info.healthy]
         return Health(
             status="healthy" if healthy else "degraded",
@@ -275,7 +275,7 @@ class Status:
         )
 
     def queues(self) -> tuple[list[QueueInfo], list[QueueInfo]] | None:
-        """Of lanes, and of the models with the most or the oldest work; None while the broker has not told."""
+        """Queues of lanes, and of the models with the most or the oldest work; None while the broker has not told."""
         if not self._lag.is_known:
             return None
         return _queues(_OF_LANE, self._lag.lanes()), _queues(("model", *_OF_LANE), self._lag.models())
@@ -284,15 +284,15 @@ class Status:
         workers, cluster, models = self.view()
         visible = self._visible(grant)
         queues, model_queues = (
-            [of_pool(each, visible) for each in found] if found is not None else None
-            for found in self.queues() or (None, None)
+            [of_pool(entry, visible) for entry in queue_list] if queue_list is not None else None
+            for queue_list in self.queues() or (None, None)
         )
         return msgspec.json.encode(
             {
                 "timestamp": time.time(),
                 "version": sie_contracts.__version__,
                 "cluster": cluster,
-                "workers": [of_pool(seen.info, visible) for seen in workers],
+                "workers": [of_pool(worker.info, visible) for worker in workers],
                 "models": models,
                 "queues": queues,
                 "model_queues": model_queues,
@@ -300,43 +300,43 @@ class Status:
             }
         ).decode()
 
-    def _look(self) -> Glance:
+    def _summarise(self) -> Glance:
         workers, cluster, models = self.view()
-        gone = self.pulse.gone
+        missing = self.pulse.gone
         models.sort(key=lambda model: (-model.total_queue_depth, model.state == "available", model.name))
         infos = [
-            msgspec.structs.replace(seen.info, healthy=False) if seen.info.name in gone else seen.info
-            for seen in workers
+            msgspec.structs.replace(worker.info, healthy=False) if worker.info.name in missing else worker.info
+            for worker in workers
         ]
         infos.sort(key=lambda info: (info.healthy, -info.queue_depth, info.name))
         cluster = msgspec.structs.replace(cluster, worker_count=sum(info.healthy for info in infos))
         return Glance(cluster, infos, models, failures(workers), sum(info.queue_depth for info in infos))
 
-    def shown(self, wanted: str, grant: Grant) -> dict[str, Any]:
-        """What the page at `/` shows to a credential: counts of everything; of the workers those that are not healthy
-        first, then the busiest; of the models whose name has `wanted` in it those that are in use first. At most
+    def shown(self, text: str, grant: Grant) -> dict[str, Any]:
+        """View of the page at `/` for a credential: counts of everything; of the workers those that are not healthy
+        first, then the busiest; of the models whose name has `text` in it those that are in use first. At most
         MAX_SHOWN of each.
         """
         glance, queues, visible = self._glance(), self.queues(), self._visible(grant)
-        self.pulse.look(info.name for info in glance.workers[:MAX_SHOWN] if self.fleet.listens(info.name))
+        self.pulse.watch(info.name for info in glance.workers[:MAX_SHOWN] if self.fleet.listens(info.name))
         return {
             "version": sie_contracts.__version__,
-            **glance.shown(wanted.lower(), self.dead_letters, visible),
-            "queues": [of_pool(each, visible) for each in queues[0]] if queues else None,
+            **glance.shown(text.lower(), self.dead_letters, visible),
+            "queues": [of_pool(entry, visible) for entry in queues[0]] if queues else None,
         }
 
-    def placed(self, wanted: str, grant: Grant) -> dict[str, Any]:
-        """The placement table of each lane, for a credential: models whose name has `wanted` in it, those with work
+    def placed(self, text: str, grant: Grant) -> dict[str, Any]:
+        """The placement table of each lane, for a credential: models whose name has `text` in it, those with work
         first, at most MAX_SHOWN of a lane.
         """
         visible = self._visible(grant)
-        return {"lanes": [lane.shown(wanted.lower(), visible) for lane in self._placed()]}
+        return {"lanes": [lane.shown(text.lower(), visible) for lane in self._placed()]}
 
     def _look_at_tables(self) -> list[PlacedLane]:
         waiting = Waitings(self._lag.models())
         lanes, now_s = self.fleet.lanes(), self._placer.now_s()
         return [
-            PlacedLane.of(table, lane, lanes.get(lane, []), waiting, now_s)
+            PlacedLane.from_table(table, lane, lanes.get(lane, []), waiting, now_s)
             for lane, table in sorted(self._placer.tables().items(), key=lambda item: str(item[0]))
         ]
 
@@ -356,7 +356,7 @@ class Status:
 
     async def _show_worker(self, query: str, grant: Grant, scope: Scope, receive: Receive, send: Send) -> None:
         async with self.sockets.watched(self._asked_for(query)) as socket:
-            if not await socket.told(FIRST_FRAME_S):
+            if not await socket.wait_for_frame(FIRST_FRAME_S):
                 raise NotReady("the worker does not answer")
 
             def frame() -> str | None:
@@ -374,7 +374,7 @@ class Status:
             await frames.show(scope, receive, send)
         finally:
             if not frames.looking:
-                self._frames = {key: each for key, each in self._frames.items() if each is not frames}
+                self._frames = {key: entry for key, entry in self._frames.items() if entry is not frames}
 
     def _asked_for(self, query: str) -> str:
         """The URL of the worker that a query names by its place, the first by default. Raises NotFound."""
@@ -389,10 +389,10 @@ class Status:
         return urls[int(place)]
 
 
-def _queues(names: tuple[str, ...], found: Mapping[Labels, Waiting]) -> list[QueueInfo]:
+def _queues(names: tuple[str, ...], waiting_by_labels: Mapping[Labels, Waiting]) -> list[QueueInfo]:
     return [
         QueueInfo(messages=waiting.count, oldest_s=round(waiting.oldest_s, 3), **dict(zip(names, labels, strict=True)))
-        for labels, waiting in found.items()
+        for labels, waiting in waiting_by_labels.items()
     ]
 
 

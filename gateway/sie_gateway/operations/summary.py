@@ -1,4 +1,4 @@
-"""What the page at `/` shows of a cluster of any size: built once for all open pages, no more often than a fixed share
+"""Summary of a cluster of any size for the page at `/`: built once for all open pages, no more often than a fixed share
 of a core allows.
 """
 
@@ -27,7 +27,7 @@ Pooled = TypeVar("Pooled", WorkerInfo, QueueInfo)
 
 
 class Shared(Generic[T]):
-    """What `build` gave last, built anew after so long that building it takes COST_SHARE of the time."""
+    """Last result of `build`, built again after so long that building it takes COST_SHARE of the time."""
 
     def __init__(self, build: Callable[[], T]) -> None:
         self._build = build
@@ -52,19 +52,19 @@ class Glance:
     failures: Mapping[str, str]
     in_flight: int
 
-    def shown(self, wanted: str, dead_letters: int, visible: Callable[[str], bool]) -> dict[str, Any]:
-        """The first workers, and the first models with `wanted` in their name. `visible`: names of pools."""
-        found = [each for each in self.models if wanted in each.name.lower()] if wanted else self.models
-        models = found[:MAX_SHOWN]
+    def shown(self, text: str, dead_letters: int, visible: Callable[[str], bool]) -> dict[str, Any]:
+        """The first workers, and the first models with `text` in their name. `visible`: names of pools."""
+        matching = [entry for entry in self.models if text in entry.name.lower()] if text else self.models
+        models = matching[:MAX_SHOWN]
         return {
             "cluster": self.cluster,
             "counts": {
                 "workers": len(self.workers),
-                "models": len(found),
+                "models": len(matching),
                 "in_flight": self.in_flight,
                 "dead_letters": dead_letters,
             },
-            "workers": [of_pool(each, visible) for each in self.workers[:MAX_SHOWN]],
+            "workers": [of_pool(entry, visible) for entry in self.workers[:MAX_SHOWN]],
             "models": models,
             "failures": {model.name: self.failures[model.name] for model in models if model.name in self.failures},
         }
@@ -76,16 +76,16 @@ def of_pool(info: Pooled, visible: Callable[[str], bool]) -> Pooled:
 
 
 class Waitings:
-    """What waits of each model of a lane, whatever its priority."""
+    """Waiting work of each model of a lane, of any priority."""
 
-    def __init__(self, found: Mapping[Labels, Waiting]) -> None:
+    def __init__(self, waiting_by_labels: Mapping[Labels, Waiting]) -> None:
         self._found: dict[tuple[str, ...], list[Waiting]] = {}
-        for (*model_and_lane, _priority), each in found.items():
-            self._found.setdefault(tuple(model_and_lane), []).append(each)
+        for (*model_and_lane, _priority), waiting in waiting_by_labels.items():
+            self._found.setdefault(tuple(model_and_lane), []).append(waiting)
 
-    def of(self, model: str, lane: Lane) -> Waiting:
-        found = self._found.get((model, lane.pool, lane.machine_profile, lane.bundle), ())
-        return Waiting(sum(each.count for each in found), max((each.oldest_s for each in found), default=0.0))
+    def of_model(self, model: str, lane: Lane) -> Waiting:
+        entries = self._found.get((model, lane.pool, lane.machine_profile, lane.bundle), ())
+        return Waiting(sum(entry.count for entry in entries), max((entry.oldest_s for entry in entries), default=0.0))
 
 
 @dataclass(frozen=True)
@@ -98,22 +98,22 @@ class PlacedLane:
     rows: Sequence[Mapping[str, Any]]
 
     @classmethod
-    def of(
+    def from_table(
         cls, table: Placement, lane: Lane, beats: Sequence[Heartbeat], waiting: Waitings, now_s: float
     ) -> PlacedLane:
         """`beats`: of the healthy workers of the lane."""
         reports = {beat.worker: {status.model: status for status in beat.models} for beat in beats}
         rows = list[dict[str, Any]]()
         for model, hosts in table.hosts.items():
-            told = {host: reports[host].get(model) if host in reports else None for host in hosts}
-            known = [status for status in told.values() if status is not None]
-            raised_s, queued = table.raised_s.get(model), waiting.of(model, lane)
+            statuses = {host: reports[host].get(model) if host in reports else None for host in hosts}
+            reported = [status for status in statuses.values() if status is not None]
+            raised_s, queued = table.raised_s.get(model), waiting.of_model(model, lane)
             rows.append(
                 {
                     "model": model,
-                    "hosts": {host: status.state if status is not None else "-" for host, status in told.items()},
-                    "memory_bytes": sum(status.memory_bytes for status in known),
-                    "tokens_per_s": round(sum(status.cost_rate for status in known), 1),
+                    "hosts": {host: status.state if status is not None else "-" for host, status in statuses.items()},
+                    "memory_bytes": sum(status.memory_bytes for status in reported),
+                    "tokens_per_s": round(sum(status.cost_rate for status in reported), 1),
                     "waiting": queued.count,
                     "oldest_s": round(queued.oldest_s, 3),
                     "raised_s": None if raised_s is None else round(max(0.0, now_s - raised_s), 1),
@@ -122,9 +122,9 @@ class PlacedLane:
         rows.sort(key=lambda row: (-row["waiting"], -row["tokens_per_s"], row["model"]))
         return cls(lane, round(max(0.0, now_s - table.at_s), 1), len(beats), rows)
 
-    def shown(self, wanted: str, visible: Callable[[str], bool]) -> dict[str, Any]:
-        """The first models with `wanted` in their name. `visible`: names of pools."""
-        rows = [row for row in self.rows if wanted in row["model"].lower()] if wanted else self.rows
+    def shown(self, text: str, visible: Callable[[str], bool]) -> dict[str, Any]:
+        """The first models with `text` in their name. `visible`: names of pools."""
+        rows = [row for row in self.rows if text in row["model"].lower()] if text else self.rows
         return {
             "lane": str(self.lane if visible(self.lane.pool) else replace(self.lane, pool=HIDDEN)),
             "age_s": self.age_s,

@@ -1,4 +1,4 @@
-"""What the caller's credential may do: the row and its handler. The gate has put the answer into the grant."""
+"""Rights of the caller's credential: the row and its handler. The gate has put the answer into the grant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the broker holds: messages by lane and priority, waiting and leased, with or without workers.
+"""Messages in the broker by lane and priority, waiting and leased, with or without workers.
 
 Read from the stream, once a second and when somebody needs it newer. While the broker cannot be asked the figures are
 unknown, never zero.
@@ -27,11 +27,11 @@ _logger = logging.getLogger("sie.gateway.backlog")
 
 def _by_priority(counts: dict[str, int]) -> dict[str, int]:
     """Messages by the part of their subject that names lane and priority: its first six tokens."""
-    found: dict[str, int] = {}
+    sums: dict[str, int] = {}
     for subject, count in counts.items():
         prefix = ".".join(subject.split(".", 6)[:6])
-        found[prefix] = found.get(prefix, 0) + count
-    return found
+        sums[prefix] = sums.get(prefix, 0) + count
+    return sums
 
 
 class Backlog:
@@ -56,7 +56,7 @@ class Backlog:
             except BrokerError as error:
                 trouble.met(error)
 
-    def forget(self, pool: str) -> None:
+    def drop_pool(self, pool: str) -> None:
         """The pool is there no more."""
         self._read.pop(pool, None)
 
@@ -69,9 +69,9 @@ class Backlog:
             return
         if not self._queue.connected:
             raise BrokerUnavailable("no connection to the broker")
-        await self._asking.run(pool, functools.partial(self._ask, pool))
+        await self._asking.run(pool, functools.partial(self._read_counts, pool))
 
-    async def _ask(self, pool: str) -> None:
+    async def _read_counts(self, pool: str) -> None:
         asked_s = self._clock()
         counts = await self._queue.subject_counts(topology.stream_name(pool), f"sie.work.{pool}.>")
         self._read[pool] = (asked_s, counts, _by_priority(counts))

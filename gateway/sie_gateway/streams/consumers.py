@@ -41,7 +41,7 @@ _logger = logging.getLogger("sie.gateway.consumers")
 
 
 class Route(NamedTuple):
-    """Where a model's work is published, and which consumer serves that subject."""
+    """Subject where a model's work is published, and the consumer that serves it."""
 
     subject: str
     consumer: ConsumerSpec
@@ -65,12 +65,12 @@ def rests(before: Mapping[str, Rest], states: Iterable[ConsumerState], now_s: fl
     """Since when each consumer has been at rest, as far as was seen: nothing delivered, waiting or leased. Busy ones
     begin anew.
     """
-    found = {}
+    resting = {}
     for state in states:
-        known = before.get(state.name)
-        still = known is not None and known.delivered == state.delivered and not state.waiting and not state.leased
-        found[state.name] = known if known is not None and still else Rest(state.delivered, now_s)
-    return found
+        rest = before.get(state.name)
+        still = rest is not None and rest.delivered == state.delivered and not state.waiting and not state.leased
+        resting[state.name] = rest if rest is not None and still else Rest(state.delivered, now_s)
+    return resting
 
 
 def given_up(resting: Mapping[str, Rest], now_s: float, limit: int, idle_s: float) -> list[str]:
@@ -79,17 +79,17 @@ def given_up(resting: Mapping[str, Rest], now_s: float, limit: int, idle_s: floa
     place.
     """
     order = sorted(resting, key=lambda name: resting[name].since_s)
-    gone = [name for name in order if now_s - resting[name].since_s >= idle_s]
+    idle = [name for name in order if now_s - resting[name].since_s >= idle_s]
     own = [name for name in order if not topology.is_slot(name)]
-    crowd = len(own) - (limit - limit // 16) - sum(1 for name in gone if not topology.is_slot(name))
+    crowd = len(own) - (limit - limit // 16) - sum(1 for name in idle if not topology.is_slot(name))
     tired = [
-        name for name in own if name not in set(gone) and now_s - resting[name].since_s >= min(CROWDED_IDLE_S, idle_s)
+        name for name in own if name not in set(idle) and now_s - resting[name].since_s >= min(CROWDED_IDLE_S, idle_s)
     ]
-    return gone + tired[: max(0, crowd)]
+    return idle + tired[: max(0, crowd)]
 
 
 class StreamConsumers:
-    """What this gateway knows of one stream's consumers, and which of them it needs.
+    """Consumers of one stream as this gateway knows them, and the ones that it needs.
 
     `own` is bounded by `limit` (each gateway for itself, so that several which fill the last places at once may pass
     it), `verified` by what exists, `held` by what was routed to within a request's budget.
@@ -132,13 +132,13 @@ class StreamConsumers:
         self._held[spec.name] = (spec, deadline_s if held is None else max(deadline_s, held[1]))
         return route
 
-    def known(self, spec: ConsumerSpec) -> bool:
+    def is_verified(self, spec: ConsumerSpec) -> bool:
         """It was there, as it should be, the last time anything was heard of it."""
         return spec.name in self._verified
 
     async def ensure(self, spec: ConsumerSpec) -> None:
         """Make it, or compare it. Raises TopologyMismatch, BrokerError."""
-        if not self.known(spec):
+        if not self.is_verified(spec):
             await self._ensuring.run(spec.name, functools.partial(self._make, spec))
 
     async def _make(self, spec: ConsumerSpec) -> None:
@@ -168,8 +168,8 @@ class StreamConsumers:
         held = self._held.get(name)
         return held[0] if held is not None and held[1] > self._clock() else None
 
-    def forget(self) -> None:
-        """Nothing that was known holds any more: a reconnect, or a stream made anew."""
+    def discard_verified(self) -> None:
+        """Discard the verified consumers after a reconnect, or when the stream was created again."""
         self._verified.clear()
         self._stale.update(self._ensuring)
 
@@ -195,11 +195,11 @@ class StreamConsumers:
                 missing.setdefault(spec.name, spec)
         turns = asyncio.Semaphore(_AT_ONCE)
 
-        async def one(spec: ConsumerSpec) -> None:
+        async def ensure_one(spec: ConsumerSpec) -> None:
             async with turns:
                 await self.ensure(spec)
 
-        outcomes = await asyncio.gather(*map(one, missing.values()), return_exceptions=True)
+        outcomes = await asyncio.gather(*map(ensure_one, missing.values()), return_exceptions=True)
         failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if failed:
             _logger.warning(
@@ -214,16 +214,18 @@ class StreamConsumers:
         """
         now_s = self._clock()
         self._rests = rests(self._rests, await self._broker.consumer_states(self._stream), now_s)
-        gone = [name for name in given_up(self._rests, now_s, self._limit, self._idle_s) if self._needed(name) is None]
-        for name in gone:
+        unused = [
+            name for name in given_up(self._rests, now_s, self._limit, self._idle_s) if self._needed(name) is None
+        ]
+        for name in unused:
             await self._broker.delete_consumer(self._stream, name)
             failpoint("gateway.consumer_deleted")
             self._rests.pop(name, None)
             self._verified.discard(name)
-        if gone:
-            _logger.info("%s: %d consumers at rest were deleted", self._stream, len(gone))
+        if unused:
+            _logger.info("%s: %d consumers at rest were deleted", self._stream, len(unused))
             await self.refresh(ack_wait_s)
-        return len(gone)
+        return len(unused)
 
     async def stop(self) -> None:
         watch, self._watch = self._watch, None
@@ -267,7 +269,7 @@ class Consumers:
         return self._streams[name]
 
     def route(self, lane: Lane, priority: str, model: str, deadline_s: float) -> Route:
-        """Where a request publishes. Raises KeyError for a pool that is not followed."""
+        """Route of a request's work. Raises KeyError for a pool that is not followed."""
         own, shared = _routes(lane, priority, model, self._ack_wait_s)
         return self._streams[own.consumer.stream].route(own, shared, deadline_s)
 
@@ -281,8 +283,8 @@ class Consumers:
         if stream is not None:
             await stream.stop()
 
-    def known(self, spec: ConsumerSpec) -> bool:
-        return spec.stream in self._streams and self._streams[spec.stream].known(spec)
+    def is_verified(self, spec: ConsumerSpec) -> bool:
+        return spec.stream in self._streams and self._streams[spec.stream].is_verified(spec)
 
     async def ensure(self, spec: ConsumerSpec) -> None:
         """Make it, or compare it. Raises PoolNotFound for a pool that is not followed any more, TopologyMismatch,
@@ -293,15 +295,15 @@ class Consumers:
             raise PoolNotFound("the pool of this request has ended")
         await stream.ensure(spec)
 
-    def forget(self, pool: str) -> None:
-        """The pool's stream was made anew."""
+    def stream_recreated(self, pool: str) -> None:
+        """Discard the verified consumers of a pool whose stream was created again."""
         if (stream := self._streams.get(topology.stream_name(pool))) is not None:
-            stream.forget()
+            stream.discard_verified()
 
     async def reverify(self) -> None:
         """After a reconnect, when notices may have been missed. Raises BrokerError."""
         for stream in self._streams.values():
-            stream.forget()
+            stream.discard_verified()
         await self._refresh()
 
     async def _refresh(self) -> None:

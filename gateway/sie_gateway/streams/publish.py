@@ -40,16 +40,16 @@ LONGEST_PAUSE_S = 600.0
 
 def life_s(settings: Settings, max_age_s: float) -> int:
     """How long an object lives, seconds: longer than any message that may name it. Raises SettingError."""
-    wanted = settings.payload_ttl_s
-    if wanted is None:
+    ttl_s = settings.payload_ttl_s
+    if ttl_s is None:
         return int(max_age_s) + TTL_MARGIN_S
-    if wanted <= max_age_s:
+    if ttl_s <= max_age_s:
         message = (
-            f"got {wanted}, work may be delivered again for {max_age_s:.0f} s: an object must live longer than its "
+            f"got {ttl_s}, work may be delivered again for {max_age_s:.0f} s: an object must live longer than its "
             "message"
         )
         raise SettingError("SIE_PAYLOAD_TTL_S", message)
-    return wanted
+    return ttl_s
 
 
 class Offload:
@@ -123,8 +123,8 @@ def work_spec(settings: Settings, pool: str, *, reserved: bool = False) -> topol
 
 
 class Stored(NamedTuple):
-    """Where a message lies. A stream that was lost and made anew counts from 1 again: there the sequence is somebody
-    else's message.
+    """Place of a message in a stream. A stream that was lost and created again counts from 1 again: there the sequence
+    is somebody else's message.
     """
 
     created: str  # of the stream, as the broker tells it
@@ -162,12 +162,12 @@ class WorkQueue:
         self._undoing = Tasks(_logger, lambda: None)  # each is bounded by the time-outs of its questions
         self._ensuring = Shared()
         self.consumers = Consumers(broker, settings)
-        wanted, limit = settings.inline_payload_bytes, broker.max_payload - HEADROOM_BYTES
+        inline_bytes, limit = settings.inline_payload_bytes, broker.max_payload - HEADROOM_BYTES
         if broker.max_payload < MIN_PAYLOAD_BYTES:
             raise SettingError("SIE_NATS_URL", _too_small(broker.max_payload))
-        if wanted is not None and wanted > limit:
+        if inline_bytes is not None and inline_bytes > limit:
             leaves = f"the broker's max_payload {broker.max_payload} leaves {limit} for input"
-            raise SettingError("SIE_INLINE_PAYLOAD_BYTES", f"got {wanted}, {leaves}")
+            raise SettingError("SIE_INLINE_PAYLOAD_BYTES", f"got {inline_bytes}, {leaves}")
 
     @property
     def payload_bytes(self) -> int:
@@ -201,7 +201,7 @@ class WorkQueue:
         self._broker.troubles.pop(name, None)
 
     async def ensure_pools(self, pools: Iterable[str]) -> None:
-        """As `ensure_pool`, without those that have ended. Raises BrokerError."""
+        """Ensure each pool, without those that have ended. Raises BrokerError."""
 
         async def ensure(pool: str) -> None:
             with contextlib.suppress(PoolNotFound):
@@ -222,7 +222,7 @@ class WorkQueue:
         before = self._created.get(spec.name)
         self._created[spec.name] = state.created
         if before is not None and before != state.created:
-            self.consumers.forget(pool)
+            self.consumers.stream_recreated(pool)
             self._on_lost()
         await self.consumers.follow(pool)
 
@@ -242,7 +242,7 @@ class WorkQueue:
         await self._broker.delete_stream(topology.stream_name(pool))
 
     async def _ensure_dead_letters(self, pool: str) -> None:
-        """What workers need before they find the pool's stream: where work is kept that was given up, and the marks of
+        """Ensure what workers need before they find the pool's stream: the stream of dead letters, and the marks of
         poison.
         """
         replicas, queue_bytes = self._settings.stream_replicas, self._settings.queue_max_bytes
@@ -275,7 +275,7 @@ class WorkQueue:
         if not self.consumers.follows(lane.pool):
             await self._with_patience(functools.partial(self.ensure_pool, lane.pool), lane.pool, deadline_s)
         subject, spec = self.consumers.route(lane, first.priority, first.model, deadline_s)
-        if len(items) == 1 and self.consumers.known(spec):  # nearly every request: no task, no turn
+        if len(items) == 1 and self.consumers.is_verified(spec):  # nearly every request: no task, no turn
             stored = [await self._publish_one(lane, subject, first, deadline_s)]
         else:
             stored = await self._publish_all(lane, subject, spec, items, deadline_s)
@@ -295,7 +295,7 @@ class WorkQueue:
         ensure = functools.partial(self.consumers.ensure, spec)
         consumer = (
             []
-            if self.consumers.known(spec)
+            if self.consumers.is_verified(spec)
             else [asyncio.ensure_future(self._with_patience(ensure, lane.pool, deadline_s))]
         )
         try:
@@ -369,7 +369,7 @@ class WorkQueue:
     def _is_too_large(self, item: WorkItem, message_bytes: int) -> bool:
         """Whether its inputs pass the inline limit, or all of it what the broker takes."""
         inputs = (*item.inputs, item.query) if item.query else item.inputs
-        size = sum(each.nbytes for each in inputs)
+        size = sum(entry.nbytes for entry in inputs)
         return size > self.payload_bytes or message_bytes > self._broker.max_payload - HEADER_BYTES
 
     async def _with_patience(self, attempt: Callable[[], Awaitable[None]], pool: str, deadline_s: float) -> None:
@@ -435,7 +435,9 @@ class WorkQueue:
         for start in range(0, len(stored), PUBLISHES_AT_ONCE):
             created = (await self._broker.stream_state(stream)).created  # a lost stream may not be known yet
             piece = stored[start : start + PUBLISHES_AT_ONCE]
-            removals = [self._broker.delete(stream, each.sequence) for each in piece if each.created == created]
+            removals = [
+                self._broker.delete(stream, message.sequence) for message in piece if message.created == created
+            ]
             for outcome in await asyncio.gather(*removals, return_exceptions=True):
                 if isinstance(outcome, BaseException):
                     raise outcome

@@ -95,7 +95,7 @@ ALLOWED: dict[str, dict[str, frozenset[str]]] = {
         "CONSUMER.NAMES.{}": QUEUES | OWN_READ,
         "CONSUMER.MSG.NEXT.{}.c": QUEUES | OWN_READ,
         "$JS.ACK.{}.c.1.1.1.1.0": QUEUES | OWN_READ,
-        "$JS.ACK.domain.account.{}.c.1.1.1.1.0.token": STREAMS,
+        "$JS.ACK.domain.account.{}.c.1.1.1.1.0.token": QUEUES | OWN_READ,
     },
     "streams": {
         "STREAM.CREATE.{}": STREAMS,
@@ -176,6 +176,58 @@ async def test_every_operation_of_the_api_is_allowed_or_refused_as_the_table_say
     await until(lambda: len(refused) >= len(expected), "the refusals", WAIT_S)
     await client.close()
     assert {subject for subject in table if any(f'"{subject.lower()}"' in error for error in refused)} == expected
+
+
+# whose inboxes each user may publish to: its own, and of those whose requests it answers
+ANSWERS = {
+    "gateway": {"gateway", "worker"},
+    "config": {"config"},
+    "worker": {"worker"},
+    "streams": {"gateway", "config", "worker", "operator", "streams"},
+}
+WIDE = ("_INBOX.>", "_INBOX.*", "_INBOX.*.*", "_INBOX.*.*.*", "_INBOX.*.>", "*.>", "*.*.*.*", ">")
+
+
+@pytest.mark.parametrize("user", ANSWERS)
+async def test_nobody_hears_an_inbox_of_another_user_and_no_more_than_answers_is_said_there(
+    server: NatsServer, state: str, user: str
+) -> None:
+    """Acknowledgements and flow control of consumers included. Each inbox is that of a process, with a token of a
+    request.
+    """
+    said, heard = Box[str](), Box[str]()
+    victims = sorted(ANSWERS["streams"])
+    inboxes = {victim: f"{inbox_prefix({'user': victim})}.process.{{}}" for victim in victims}
+    beside = [
+        pattern.format(stream) for pattern in ("$JS.ACK.{}.>", "$JS.FC.{}.>") for stream in (KEYS, "WORK__default")
+    ]
+
+    async def say(message: CoreMessage) -> None:
+        await said.take(message.subject)
+
+    async def hear(message: CoreMessage) -> None:
+        await heard.take(message.subject)
+
+    async with connected(server, "operator") as operator, connected(server, user) as broker:
+        for pattern in (*WIDE, *(inbox.format("*") for inbox in inboxes.values()), *beside, "$JS.ACK.>", "$JS.FC.>"):
+            with contextlib.suppress(NotPermitted):
+                await broker.subscribe(pattern, hear)
+        for victim, inbox in inboxes.items():
+            await operator.subscribe(inbox.format("*"), say)
+            for subject in (inbox.format("heard"), f"{inbox_prefix({'user': victim})}.short"):
+                await operator.send(subject, b"an answer")
+        for subject in beside:
+            await operator.send(subject.replace(">", "c.1.1.1.1.0"), b"+ACK")
+        await operator.send(inboxes[user].format("last"), b"")
+        await until(lambda: inboxes[user].format("last") in heard.items, "its own inbox", WAIT_S)
+        for inbox in inboxes.values():
+            await broker.send(inbox.format("said"), b"forged")
+        await broker.send(inboxes[user].format("end"), b"")
+        await until(lambda: inboxes[user].format("end") in said.items, "what it may say", WAIT_S)
+    assert [subject for subject in heard.items if not subject.startswith(inbox_prefix({"user": user}))] == []
+    assert {subject for subject in said.items if subject.endswith(".said")} == {
+        inboxes[victim].format("said") for victim in ANSWERS[user]
+    }
 
 
 def hostile(name: str) -> dict[str, dict[str, Any]]:

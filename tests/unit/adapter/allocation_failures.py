@@ -24,7 +24,7 @@ import torch
 
 from sie_adapter.engine import device as devices
 from sie_adapter.engine import engine as engines
-from sie_adapter.memory.batch_limits import Frontier
+from sie_adapter.memory.batch_limits import BatchLimits
 from sie_contracts.models.entries import LoadOptions, ModelEntry, Weights
 from sie_contracts.settings import Settings
 from sie_contracts.wire import ipc
@@ -56,7 +56,7 @@ def adversarial(generator: np.random.Generator) -> list[int]:
     return lengths[: max(1, int(np.searchsorted(np.cumsum(lengths), most)))].tolist()
 
 
-def run(engine: engines.Engine, lengths: list[int], seed: int) -> tuple[Counter[str], np.ndarray]:
+def run(engine: engines.AdapterEngine, lengths: list[int], seed: int) -> tuple[Counter[str], np.ndarray]:
     """The codes of the outcomes, and the vectors [items, width]."""
     ids = np.random.default_rng(seed).integers(6, VOCABULARY, sum(lengths), dtype=np.int32)
     message = ipc.RunBatch(
@@ -80,7 +80,7 @@ def main(folder: str, cache: str, headroom_mib: str, batches: str, seed: str, st
     failures = Failures()
     logging.getLogger("sie.adapter").addHandler(failures)
     engines.prepare_process()
-    engine = engines.Engine(Settings(device="cpu", local_cache=cache))
+    engine = engines.AdapterEngine(Settings(device="cpu", local_cache=cache))
     entry = ModelEntry(
         id="m",
         weights=Weights(path=folder),
@@ -90,7 +90,7 @@ def main(folder: str, cache: str, headroom_mib: str, batches: str, seed: str, st
         load=LoadOptions(precision="float32"),
     )
     now_s = time.time()
-    engine.frontier = Frontier(Path(cache) / "sie" / "frontier.json", lambda: now_s)
+    engine.batch_limits = BatchLimits(Path(cache) / "sie" / "frontier.json", lambda: now_s)
     engine.residency.ensure("m", entry)
     expected = [run(engine, [length], 7)[1] for length in (8, LONGEST)]
     held = 1024 * int(

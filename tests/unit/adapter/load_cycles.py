@@ -21,7 +21,7 @@ from sie_contracts.settings import Settings
 
 def main(small: str, large: str, cycles: str) -> None:
     engines.prepare_process()
-    engine = engines.Engine(Settings(device="cpu"))
+    engine = engines.AdapterEngine(Settings(device="cpu"))
     process = psutil.Process()
     resident, weights = [], 0
     for folder in (small, *[large] * int(cycles)):

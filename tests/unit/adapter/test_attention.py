@@ -16,19 +16,19 @@ from sie_adapter.packed.attention import (
     FAR,
     AttentionUnsupported,
     Kernel,
+    MaskPattern,
     MaskRequest,
-    Pattern,
     Trial,
     packed_attention,
 )
 
 LENGTHS = [1, 5, 5, 33, 150]
 PATTERNS = {
-    "bidirectional": Pattern(),
-    "causal": Pattern(FAR, 0),
-    "causal window": Pattern(7, 0),
-    "window": Pattern(16, 16),
-    "wide window": Pattern(100, 100),
+    "bidirectional": MaskPattern(),
+    "causal": MaskPattern(FAR, 0),
+    "causal window": MaskPattern(7, 0),
+    "window": MaskPattern(16, 16),
+    "wide window": MaskPattern(100, 100),
 }
 
 
@@ -49,7 +49,7 @@ def layout(kernel: Kernel, visible: list[int] = LENGTHS) -> Tensor:
     return torch.tensor([[*row, part, kernel] for row, part in zip(rows, parts, strict=True)])
 
 
-def by_definition(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> Tensor:
+def by_definition(query: Tensor, key: Tensor, value: Tensor, pattern: MaskPattern) -> Tensor:
     """softmax(q k / 4) v in float64, one sequence after the other, over the keys that the pattern shows."""
     shared = query.shape[1] // key.shape[1]
     output, start = [], 0
@@ -79,7 +79,7 @@ def test_a_kernel_in_bfloat16_is_near(kernel: Kernel) -> None:
     query, key, value, bounds = tensors(6, 6, torch.bfloat16)
     got = torch.ops.sie.packed_attention(query, key, value, bounds, layout(kernel), 0.25, FAR, FAR)
     assert got.dtype is torch.bfloat16
-    torch.testing.assert_close(got.double(), by_definition(query, key, value, Pattern()), atol=2e-2, rtol=0)
+    torch.testing.assert_close(got.double(), by_definition(query, key, value, MaskPattern()), atol=2e-2, rtol=0)
 
 
 def test_long_sequences_in_blocks_equal_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def test_long_sequences_in_blocks_equal_the_definition(monkeypatch: pytest.Monke
         torch.testing.assert_close(got, by_definition(query, key, value, pattern).float(), atol=2e-6, rtol=0)
 
 
-def padded(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> Tensor:
+def padded(query: Tensor, key: Tensor, value: Tensor, pattern: MaskPattern) -> Tensor:
     """torch's own attention with a mask, one sequence after the other: keys from VISIBLE on are padding, queries there
     are not.
     """
@@ -152,14 +152,16 @@ def test_the_operator_is_what_torch_expects_of_one() -> None:
 @pytest.mark.parametrize(
     ("function", "local_size", "expected"),
     [
-        (masks.causal_mask_function, None, Pattern(FAR, 0)),
-        (masks.bidirectional_mask_function, None, Pattern()),
-        (masks.sliding_window_causal_mask_function(24), 24, Pattern(23, 0)),
-        (masks.sliding_window_bidirectional_mask_function(64), 64, Pattern(64, 64)),
-        (masks.sliding_window_causal_mask_function(4096), 4096, Pattern(4095, 0)),
+        (masks.causal_mask_function, None, MaskPattern(FAR, 0)),
+        (masks.bidirectional_mask_function, None, MaskPattern()),
+        (masks.sliding_window_causal_mask_function(24), 24, MaskPattern(23, 0)),
+        (masks.sliding_window_bidirectional_mask_function(64), 64, MaskPattern(64, 64)),
+        (masks.sliding_window_causal_mask_function(4096), 4096, MaskPattern(4095, 0)),
     ],
 )
-def test_a_mask_function_is_recognised(function: Callable[..., Any], local_size: int | None, expected: Pattern) -> None:
+def test_a_mask_function_is_recognised(
+    function: Callable[..., Any], local_size: int | None, expected: MaskPattern
+) -> None:
     assert MaskRequest(function, local_size).pattern() == expected
 
 

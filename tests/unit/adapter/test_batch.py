@@ -14,17 +14,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sie_adapter.engine import answers
-from sie_adapter.engine.answers import Answers
+from sie_adapter.engine import item_results
 from sie_adapter.engine.batch import BatchRun
 from sie_adapter.engine.engines import TORCH
+from sie_adapter.engine.item_results import ItemResults
 from sie_adapter.heads import Head, Reduced, Row, States
 from sie_adapter.heads.multivector import MultivectorHead
 from sie_adapter.heads.pooling import DenseHead
 from sie_adapter.heads.sparse import TokenTable, TokenWeightHead
-from sie_adapter.memory.batch_limits import Frontier
+from sie_adapter.memory.batch_limits import BatchLimits
 from sie_adapter.memory.oom import Remedy
-from sie_adapter.packed.packing import Int64, Items, Packed, Positions, expanded, pack
+from sie_adapter.packed.packing import Int64, Items, PackedBatch, Positions, expanded, pack
 from sie_contracts.errors import InternalFailure, InvalidInput, LoraLoading, SIEError
 from sie_contracts.models.muvera import Muvera
 from sie_contracts.wire.ipc import BatchDone, Group, Layout, Rows, RunBatch
@@ -96,7 +96,7 @@ class FakeEncoder:
     precision: str = "float32"
     loras: FakeLoras = field(default_factory=FakeLoras)
     passes: list[int] = field(default_factory=list)
-    seen: list[Packed] = field(default_factory=list)
+    seen: list[PackedBatch] = field(default_factory=list)
 
     @property
     def rows(self) -> dict[str, Rows]:
@@ -115,10 +115,10 @@ class FakeEncoder:
     def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
         return TokenTable(TABLE).row(ids) if self.idf and is_query and head == "sparse" else None
 
-    def pack(self, batch: Items, chosen: Int64) -> Packed:
+    def pack(self, batch: Items, chosen: Int64) -> PackedBatch:
         return pack(batch, chosen, Positions())
 
-    def forward(self, packed: Packed) -> torch.Tensor:
+    def forward(self, packed: PackedBatch) -> torch.Tensor:
         self.passes.append(len(packed.order))
         self.seen.append(packed)
         assert self.loras.now is not None
@@ -135,12 +135,12 @@ class FakeEncoder:
         query: Mapping[str, Row],
         rows: Mapping[str, Sequence[Row]],
         places: list[int],
-    ) -> Answers:
+    ) -> ItemResults:
         if message.operation == "score":
-            return answers.side_scores(group.options, query, rows, per_row=False)
+            return item_results.side_scores(group.options, query, rows, per_row=False)
         if message.operation == "extract":
-            return answers.zero_shot(group.options, rows["dense"], 0, 1)
-        return answers.vectors(group.options, rows)
+            return item_results.zero_shot(group.options, rows["dense"], 0, 1)
+        return item_results.vectors(group.options, rows)
 
 
 def message(sequences: list[list[int]], **changes: Any) -> RunBatch:
@@ -389,7 +389,7 @@ def test_rows_that_do_not_divide_among_their_inputs_are_refused(rows: int, group
 
 def test_pieces_and_pairs_have_a_row_for_each_input() -> None:
     encoder = FakeEncoder(layouts={"score": "pieces", "encode": "text"})
-    encoder.answer = lambda message, group, query, rows, places: answers.answer_scores(
+    encoder.answer = lambda message, group, query, rows, places: item_results.answer_scores(
         group.options, rows["dense"], difference=True
     )  # type: ignore[method-assign]
     done = run([[7], [POISON], [5, 3]], encoder, operation="score", groups=(Group(0, 3),))
@@ -401,7 +401,7 @@ def test_pieces_and_pairs_have_a_row_for_each_input() -> None:
 def test_a_family_that_answers_an_input_less_fails_the_batch_and_never_shifts() -> None:
     """W1."""
     encoder = FakeEncoder()
-    encoder.answer = lambda message, group, query, rows, places: answers.vectors(group.options, rows)[1:]  # type: ignore[method-assign]
+    encoder.answer = lambda message, group, query, rows, places: item_results.vectors(group.options, rows)[1:]  # type: ignore[method-assign]
     with pytest.raises(InternalFailure, match="1 answers for 2 inputs"):
         run([[1], [2]], encoder)
 
@@ -410,9 +410,9 @@ def test_a_typed_error_in_the_place_of_an_answer_is_that_input_s() -> None:
     encoder = FakeEncoder()
     places: list[list[int]] = []
 
-    def answer(message: RunBatch, group: Group, query: Any, rows: Any, chosen: list[int]) -> Answers:
+    def answer(message: RunBatch, group: Group, query: Any, rows: Any, chosen: list[int]) -> ItemResults:
         places.append(chosen)
-        found: list[Any] = answers.vectors(group.options, rows)
+        found: list[Any] = item_results.vectors(group.options, rows)
         error: SIEError = InvalidInput("no", reason="mine")
         return [found[0], error]
 
@@ -436,7 +436,7 @@ def test_what_overflows_with_mates_and_not_alone_is_right() -> None:
     """W2."""
 
     class Touchy(FakeEncoder):
-        def forward(self, packed: Packed) -> torch.Tensor:
+        def forward(self, packed: PackedBatch) -> torch.Tensor:
             states = super().forward(packed)
             if len(packed.order) > 1:
                 states[int(packed.bounds[-2]) :] = torch.nan  # of the longest
@@ -451,7 +451,7 @@ def test_a_vector_that_is_zero_or_too_large_to_normalise_never_leaves() -> None:
     """W2."""
 
     class Zero(FakeEncoder):
-        def forward(self, packed: Packed) -> torch.Tensor:
+        def forward(self, packed: PackedBatch) -> torch.Tensor:
             ids = torch.from_numpy(packed.ids)
             states = super().forward(packed)
             states[ids == 0] = 0.0
@@ -509,12 +509,12 @@ def test_what_ran_out_of_memory_once_is_parted_before_the_next_pass(tmp_path: Pa
     """O3: 1. 8 tokens do not fit, 4 do; 2. the next batch of this model is run in fours at once; 3. another model knows
     nothing of it.
     """
-    frontier = Frontier(tmp_path / "frontier", lambda: 0.0)
+    batch_limits = BatchLimits(tmp_path / "frontier", lambda: 0.0)
     batch = message([[number] for number in range(8)])
     for key, expected in (("a", [8, 4, 4]), ("a", [4, 4]), ("b", [8, 4, 4])):
         encoder = FakeEncoder(limit=4)
         with torch.inference_mode():
-            done = BatchRun(encoder, CPU, batch, lambda: None, frontier, key).run()
+            done = BatchRun(encoder, CPU, batch, lambda: None, batch_limits, key).run()
         assert results(done) == [[number, 1, 2, 3] for number in range(8)]
         assert encoder.passes == expected
 
@@ -556,7 +556,7 @@ def test_a_family_that_returns_a_state_less_fails_the_batch_and_never_shifts() -
     """W1."""
 
     class Short(FakeEncoder):
-        def forward(self, packed: Packed) -> torch.Tensor:
+        def forward(self, packed: PackedBatch) -> torch.Tensor:
             return super().forward(packed)[:-1]
 
     with pytest.raises(InternalFailure, match="1 states for 2 tokens"):
@@ -693,18 +693,21 @@ def test_one_product_for_all_documents_gives_the_scores_of_each(lengths: tuple[i
     generator = torch.Generator().manual_seed(0)
     query = torch.nn.functional.normalize(torch.randn(3, 4, generator=generator), dim=1)
     documents = [torch.randn(length, 4, generator=generator) for length in lengths]
-    for mixed in (documents, [answers.Given(rows) if index % 2 else rows for index, rows in enumerate(documents)]):
-        expected = answers._late_scores(answers.Given(query), mixed)
-        torch.testing.assert_close(answers._late_scores_at_once(query, mixed), expected)
+    for mixed in (
+        documents,
+        [item_results.ClientVectors(rows) if index % 2 else rows for index, rows in enumerate(documents)],
+    ):
+        expected = item_results._late_scores(item_results.ClientVectors(query), mixed)
+        torch.testing.assert_close(item_results._late_scores_at_once(query, mixed), expected)
 
 
 def test_a_relevance_is_at_most_1_where_the_cosine_of_float32_is_above_it() -> None:
     torch.manual_seed(0)
     options = RunOptions(outputs=("dense",), parameters={"relevance": True})
     found = [
-        answers.side_scores(options, {"dense": row}, {"dense": [row, -row]}, per_row=True)
+        item_results.side_scores(options, {"dense": row}, {"dense": [row, -row]}, per_row=True)
         for row in torch.randn(256, 32)
     ]
-    scores = [answer.score for each in found for answer in each if isinstance(answer, answers.Answer)]
+    scores = [answer.score for each in found for answer in each if isinstance(answer, item_results.ItemResult)]
     assert len(scores) == 512
     assert all(score is not None and 0 <= score <= 1 for score in scores)

@@ -15,12 +15,12 @@ import torch
 from unit.adapter.test_batch import FakeEncoder, message
 from unit.adapter.test_reading import Sums, asked, expected
 
-from sie_adapter.engine.engine import Engine
+from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.families.extraction import ExtractOptions
 from sie_adapter.memory.residency import Resident
-from sie_adapter.packed.packing import Packed
-from sie_adapter.readers.reading import Written
-from sie_adapter.server import Server
+from sie_adapter.packed.packing import PackedBatch
+from sie_adapter.readers.reading import GeneratedText
+from sie_adapter.server import AdapterServer
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.entries import ModelEntry, Weights
 from sie_contracts.settings import Settings
@@ -39,9 +39,9 @@ class Reader:
     def __init__(self, model: Sums) -> None:
         self.rows = {"extract": Rows("raw", writes=True)}
         self._model = model
-        self._read: Callable[[Sequence[str]], list[Written]] | None = None
+        self._read: Callable[[Sequence[str]], list[GeneratedText]] | None = None
 
-    def reading(self, read: Callable[..., list[Written]], is_gone: Callable[[], bool]) -> Reader:
+    def reading(self, read: Callable[..., list[GeneratedText]], is_gone: Callable[[], bool]) -> Reader:
         self._read = lambda texts: read(self._model, [PROMPT for _ in texts], is_gone)
         return self
 
@@ -62,24 +62,26 @@ class Gate:
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
-    engine = Engine(Settings(device="cpu"))
+def engine() -> Iterator[AdapterEngine]:
+    engine = AdapterEngine(Settings(device="cpu"))
     yield engine
     assert engine.stop(5)
 
 
-def put(engine: Engine, name: str, weights: Any) -> None:
+def put(engine: AdapterEngine, name: str, weights: Any) -> None:
     entry = ModelEntry(id=name, weights=Weights(path="/w"), family="text-encoder", outputs={"dense": 4}, max_tokens=40)
     resolved = Catalogue.resolve_profile(entry, "default", name)
     engine.residency._residents[name] = Resident(name, resolved, weights, 0.0, 0.0)
 
 
 @contextlib.contextmanager
-def connection(engine: Engine) -> Iterator[socket.socket]:
+def connection(engine: AdapterEngine) -> Iterator[socket.socket]:
     """Our end of one that the adapter's server attends to."""
     ours, theirs = socket.socketpair()
     ours.settimeout(WAIT_S)
-    attending = threading.Thread(target=Server(mock.Mock(), engine, lambda: None, mock.Mock())._attend, args=(theirs,))
+    attending = threading.Thread(
+        target=AdapterServer(mock.Mock(), engine, lambda: None, mock.Mock())._attend, args=(theirs,)
+    )
     attending.start()
     with ours:
         yield ours
@@ -96,7 +98,7 @@ def received(ours: socket.socket) -> ipc.Reply:
     return ipc.reply(bytes(ipc.receive_frame(ours)))
 
 
-def test_a_text_waits_for_no_more_than_the_step_that_runs(engine: Engine) -> None:
+def test_a_text_waits_for_no_more_than_the_step_that_runs(engine: AdapterEngine) -> None:
     """1. a page is written, and one of its steps does not end; 2. texts come, and are answered; 3. the step ends, and
     the page is what it would have been.
     """
@@ -114,16 +116,16 @@ def test_a_text_waits_for_no_more_than_the_step_that_runs(engine: Engine) -> Non
         assert_read(received(page))
 
 
-def test_a_page_is_written_while_every_lane_is_taken(engine: Engine) -> None:
+def test_a_page_is_written_while_every_lane_is_taken(engine: AdapterEngine) -> None:
     gate = Gate()
 
     class Slow(FakeEncoder):
-        def forward(self, packed: Packed) -> torch.Tensor:
+        def forward(self, packed: PackedBatch) -> torch.Tensor:
             gate()
             return super().forward(packed)
 
     put(engine, "reader", Reader(Sums()))
-    texts = [message([[1, 2]], model=f"m{lane}") for lane in range(len(engine.lanes))]
+    texts = [message([[1, 2]], model=f"m{lane}") for lane in range(len(engine.device_threads))]
     with contextlib.ExitStack() as stack:
         lanes = [stack.enter_context(connection(engine)) for _ in texts]
         for text, batch in zip(lanes, texts, strict=True):

@@ -24,7 +24,7 @@ from unit.adapter import toys
 from sie_adapter.loading import certificate
 from sie_adapter.loading.loading import Loader
 from sie_adapter.packed import attention, backbone
-from sie_adapter.packed.attention import Kernel, Pattern
+from sie_adapter.packed.attention import Kernel, MaskPattern
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.catalogue import Catalogue, Resolved
 from sie_contracts.models.entries import ModelEntry, Weights
@@ -272,7 +272,9 @@ def test_golden_vectors_that_do_not_fit_are_refused(
 # the packed path
 
 
-def _less_one_key(query: Tensor, key: Tensor, value: Tensor, scale: float, pattern: Pattern, output: Tensor) -> None:
+def _less_one_key(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, pattern: MaskPattern, output: Tensor
+) -> None:
     seen = max(1, key.shape[2] - 1)
     attention._attend_fused(query, key[:, :, :seen], value[:, :, :seen], scale, pattern, output)
 

@@ -12,7 +12,7 @@ from transformers import BertConfig, BertModel
 from unit.adapter import toys
 
 from sie_adapter.engine import device as devices
-from sie_adapter.engine.device import Memory, resolve_device
+from sie_adapter.engine.device import MemoryUse, resolve_device
 from sie_adapter.packed.attention_backend import (
     AttentionFacts,
     Backend,
@@ -125,5 +125,5 @@ def test_memory_is_within_its_total_and_cores_are_at_least_one() -> None:
     memory = devices.memory(torch.device("cpu"))
     assert 0 < memory.used_bytes < memory.total_bytes
     assert 0 < memory.percent < 100
-    assert Memory(849, 1000).percent == pytest.approx(84.9)
+    assert MemoryUse(849, 1000).percent == pytest.approx(84.9)
     assert devices.usable_cores() >= 1

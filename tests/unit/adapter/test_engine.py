@@ -1,4 +1,4 @@
-"""Lanes, and what the engine answers when things break."""
+"""Replies of the engine to failures."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 from unit.adapter.test_batch import FakeEncoder, message
 
 from sie_adapter.engine import engine as engines
-from sie_adapter.engine.device_threads import Job, Lanes
-from sie_adapter.engine.engine import Engine
+from sie_adapter.engine.device_threads import DeviceJob, DeviceThreads
+from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.engine.engines import TORCH
 from sie_adapter.loading.loading import Loader
-from sie_adapter.memory.failure import is_device_fatal, is_out_of_memory
+from sie_adapter.memory.device_errors import is_device_fatal, is_out_of_memory
 from sie_adapter.memory.residency import Permission, Resident
-from sie_adapter.packed.packing import Packed
+from sie_adapter.packed.packing import PackedBatch
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.entries import ModelEntry, Weights
@@ -32,7 +32,7 @@ from sie_contracts.wire.messages import RunOptions
 class Broken(FakeEncoder):
     failure: Exception = ValueError("a bug")
 
-    def forward(self, packed: Packed) -> torch.Tensor:
+    def forward(self, packed: PackedBatch) -> torch.Tensor:
         self.passes.append(len(packed.order))
         raise self.failure
 
@@ -45,12 +45,14 @@ def lost() -> list[str]:
 @pytest.fixture
 def engine(lost: list[str], tmp_path: Path) -> Any:
     """It keeps what it learns of memory in a folder of its own."""
-    made = Engine(Settings(device="cpu", local_cache=str(tmp_path)), lambda: lost.append("lost"))
+    made = AdapterEngine(Settings(device="cpu", local_cache=str(tmp_path)), lambda: lost.append("lost"))
     yield made
     assert made.stop(5)
 
 
-def reply_of(engine: Engine, encoder: Any, sequences: Sequence[Sequence[int]] = ((1, 2),), **changes: Any) -> Reply:
+def reply_of(
+    engine: AdapterEngine, encoder: Any, sequences: Sequence[Sequence[int]] = ((1, 2),), **changes: Any
+) -> Reply:
     entry = ModelEntry(id="m", weights=Weights(path="/w"), family="text-encoder", outputs={"dense": 4}, max_tokens=40)
     resolved = Catalogue.resolve_profile(entry, "default", "m")
     resident = Resident("m", resolved, encoder, 0.0, 0.0)
@@ -61,7 +63,9 @@ def reply_of(engine: Engine, encoder: Any, sequences: Sequence[Sequence[int]] = 
     return reply
 
 
-def test_a_batch_is_answered_where_memory_cannot_be_given_back(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_is_answered_where_memory_cannot_be_given_back(
+    engine: AdapterEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(permission: Permission) -> None:
         permission.record_drop("other")
         raise OSError("the memory of the device cannot be read")
@@ -74,12 +78,12 @@ def test_a_batch_is_answered_where_memory_cannot_be_given_back(engine: Engine, m
 
 @pytest.mark.parametrize(("may_drop", "dropped"), [(("absent", "other"), ("other",)), ((), ())])
 def test_a_batch_drops_only_what_it_may_and_its_reply_says_what(
-    engine: Engine, may_drop: tuple[str, ...], dropped: tuple[str, ...]
+    engine: AdapterEngine, may_drop: tuple[str, ...], dropped: tuple[str, ...]
 ) -> None:
     """The batch does not fit beside the other model. It drops that model, or it is split."""
 
     class Crowded(FakeEncoder):
-        def forward(self, packed: Packed) -> torch.Tensor:
+        def forward(self, packed: PackedBatch) -> torch.Tensor:
             self.limit = 1 if "other" in engine.residency._residents else 3
             return super().forward(packed)
 
@@ -105,7 +109,7 @@ class Reader:
         return [{"dense": [float(len(text)), 0.0]} for text in texts]
 
 
-def test_what_a_family_asks_for_decides_whether_it_gets_ids_or_texts(engine: Engine) -> None:
+def test_what_a_family_asks_for_decides_whether_it_gets_ids_or_texts(engine: AdapterEngine) -> None:
     done = reply_of(engine, FakeEncoder())
     assert isinstance(done, BatchDone)
     np.testing.assert_allclose(np.frombuffer(done.block, "<f4"), [1.5, 1, 2, 3])
@@ -115,13 +119,13 @@ def test_what_a_family_asks_for_decides_whether_it_gets_ids_or_texts(engine: Eng
 
 
 @pytest.mark.parametrize("family", [FakeEncoder(layouts={"encode": "text"}), Reader()])
-def test_an_operation_that_a_family_does_not_serve_is_refused(family: Any, engine: Engine) -> None:
+def test_an_operation_that_a_family_does_not_serve_is_refused(family: Any, engine: AdapterEngine) -> None:
     reply = reply_of(engine, family, operation="score", texts=("abc",))
     assert isinstance(reply, Refused)
     assert (reply.error.code, reply.error.reason) == ("INVALID_INPUT", "unsupported_task")
 
 
-def test_a_bug_in_a_family_refuses_its_batch_without_its_text(engine: Engine, lost: list[str]) -> None:
+def test_a_bug_in_a_family_refuses_its_batch_without_its_text(engine: AdapterEngine, lost: list[str]) -> None:
     encoder = Broken()
     reply = reply_of(engine, encoder)
     assert encoder.passes == [1]
@@ -131,7 +135,7 @@ def test_a_bug_in_a_family_refuses_its_batch_without_its_text(engine: Engine, lo
     assert lost == []
 
 
-def test_a_lost_device_ends_the_process(engine: Engine, lost: list[str]) -> None:
+def test_a_lost_device_ends_the_process(engine: AdapterEngine, lost: list[str]) -> None:
     """O2: nothing is served from a dead context."""
     encoder = Broken()
     encoder.failure = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
@@ -146,17 +150,19 @@ class WarmedUp(FakeEncoder):
     attention = "sdpa"
     memory_bytes = 0
 
-    def __init__(self, engine: Engine, failure: Exception) -> None:
+    def __init__(self, engine: AdapterEngine, failure: Exception) -> None:
         super().__init__()
         self.engine, self.failure = engine, failure
 
-    def forward(self, packed: Packed) -> torch.Tensor:
+    def forward(self, packed: PackedBatch) -> torch.Tensor:
         if "other" in self.engine.residency._residents:
             raise self.failure
         return torch.zeros(1, self.width)
 
 
-def loaded_beside_another(engine: Engine, failure: Exception, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+def loaded_beside_another(
+    engine: AdapterEngine, failure: Exception, monkeypatch: pytest.MonkeyPatch
+) -> tuple[str, ...]:
     """What was dropped for the load."""
     entry = ModelEntry(id="m", weights=Weights(path="/w"), family="text-encoder", outputs={"dense": 4}, max_tokens=40)
     resolved = Catalogue.resolve_profile(entry, "default", "other")
@@ -169,7 +175,7 @@ def loaded_beside_another(engine: Engine, failure: Exception, monkeypatch: pytes
 
 
 def test_a_warm_up_that_runs_out_of_memory_takes_the_room_of_another_model(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: AdapterEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a load does. It is no failure of the model."""
     failure = RuntimeError("DefaultCPUAllocator: can't allocate memory")
@@ -177,12 +183,12 @@ def test_a_warm_up_that_runs_out_of_memory_takes_the_room_of_another_model(
 
 
 def test_a_load_whose_thread_has_no_room_takes_that_of_another_model(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: AdapterEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = threading.Thread.start
 
     def crowded(thread: threading.Thread) -> None:
-        if thread.name.endswith("-afresh") and "other" in engine.residency._residents:
+        if thread.name.endswith("-new") and "other" in engine.residency._residents:
             raise RuntimeError("can't start new thread")
         start(thread)
 
@@ -190,14 +196,16 @@ def test_a_load_whose_thread_has_no_room_takes_that_of_another_model(
     assert loaded_beside_another(engine, ValueError("a bug"), monkeypatch) == ("other",)
 
 
-def test_a_model_whose_warm_up_fails_is_told_with_a_class(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_warm_up_fails_is_told_with_a_class(
+    engine: AdapterEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ModelLoadFailed, match="m: ValueError: a bug") as failed:
         loaded_beside_another(engine, ValueError("a bug"), monkeypatch)
     assert failed.value.extras["error_class"] == "UNKNOWN"
 
 
 def test_a_device_that_is_lost_while_a_model_is_warmed_up_ends_the_process(
-    engine: Engine, lost: list[str], monkeypatch: pytest.MonkeyPatch
+    engine: AdapterEngine, lost: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failure = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
     with pytest.raises(torch.AcceleratorError):
@@ -238,9 +246,9 @@ def test_stopping_finishes_what_runs_and_refuses_what_waits() -> None:
         assert release.wait(5)
         return BatchDone(ran.batch, (), b"", 1.0)
 
-    lanes = Lanes(1, execute)
+    lanes = DeviceThreads(1, execute)
     answers: dict[str, list[Reply]] = {"first": [], "second": []}
-    jobs = [Job(batch(name), answers[name].append) for name in answers]
+    jobs = [DeviceJob(batch(name), answers[name].append) for name in answers]
     for job in jobs:
         lanes.submit(job)
     assert running.wait(5)
@@ -260,9 +268,9 @@ def test_a_lane_outlives_a_mistake_of_its_caller() -> None:
     def answer(reply: Reply) -> None:
         raise RuntimeError("a bug in the caller")
 
-    lanes = Lanes(1, lambda ran: BatchDone(ran.batch, (), b"", 1.0))
+    lanes = DeviceThreads(1, lambda ran: BatchDone(ran.batch, (), b"", 1.0))
     answers: list[Reply] = []
-    jobs = [Job(batch("a"), answer), Job(batch("b"), answers.append)]
+    jobs = [DeviceJob(batch("a"), answer), DeviceJob(batch("b"), answers.append)]
     for job in jobs:
         lanes.submit(job)
         assert job.finished.wait(5)

@@ -27,13 +27,13 @@ from transformers import BertConfig, Gemma3TextConfig, ModernBertConfig
 
 from sie_adapter.engine import engines
 from sie_adapter.engine import graph as graphs
-from sie_adapter.engine.engines import Facts
-from sie_adapter.engine.graph import GROUP_TOKENS, PASS_TOKENS, Graph, Group, filled_length, groups, most_filling
+from sie_adapter.engine.engines import EngineFacts
+from sie_adapter.engine.graph import GROUP_TOKENS, PASS_TOKENS, Graph, RowGroup, filled_length, groups, most_filling
 from sie_adapter.families.text_encoder import TextEncoder
 from sie_adapter.loading import certificate
 from sie_adapter.loading.loading import Loader
 from sie_adapter.packed import backbone as backbones
-from sie_adapter.packed.packing import Items, Packed, Positions, pack
+from sie_adapter.packed.packing import Items, PackedBatch, Positions, pack
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.catalogue import Catalogue, fingerprint
 from sie_contracts.models.entries import Engine, LoadOptions, ModelEntry, parse_entry
@@ -41,7 +41,7 @@ from sie_contracts.settings import Settings
 from sie_store.sources import WeightSources
 
 pytest.importorskip("openvino")
-TEXTS = Facts("cpu", reads_text=True)
+TEXTS = EngineFacts("cpu", reads_text=True)
 CPU = torch.device("cpu")
 
 
@@ -65,7 +65,7 @@ def absent(package: str) -> bool:
         (replace(TEXTS, attention="eager"), "torch", "SIE_ATTENTION_BACKEND"),
     ],
 )
-def test_the_first_rule_without_an_obstacle_decides(facts: Facts, engine: Engine, reason: str) -> None:
+def test_the_first_rule_without_an_obstacle_decides(facts: EngineFacts, engine: Engine, reason: str) -> None:
     choice = engines.choose(None, facts, installed)
     assert (choice.engine, choice.demand) == (engine, "")
     assert reason in choice.reason
@@ -85,7 +85,7 @@ def test_a_missing_package_is_named_with_its_extra() -> None:
     ],
 )
 def test_an_engine_that_an_entry_demands_in_vain_is_refused(
-    facts: Facts, missing: Any, error_class: str, says: str
+    facts: EngineFacts, missing: Any, error_class: str, says: str
 ) -> None:
     with pytest.raises(ModelLoadFailed) as caught:
         engines.choose("openvino", facts, missing)
@@ -102,13 +102,13 @@ def test_other_families_refuse_it_before_their_files_are_read() -> None:
                 act(model)
 
 
-def packed_of(lengths: list[int], vocabulary: int = 100) -> Packed:
+def packed_of(lengths: list[int], vocabulary: int = 100) -> PackedBatch:
     counts = np.array(lengths, np.int64)
     ids = np.random.default_rng(1).integers(5, vocabulary, int(counts.sum()), dtype=np.int32)
     return pack(Items(counts, ids), np.arange(len(counts)), Positions())
 
 
-def cost(found: list[Group]) -> int:
+def cost(found: list[RowGroup]) -> int:
     return sum(PASS_TOKENS + group.rows * group.columns for group in found)
 
 
@@ -140,8 +140,8 @@ def test_groups_hold_every_sequence_once_in_a_power_of_two_of_rows(
 def test_what_fills_up_costs_less_than_a_pass_more() -> None:
     rows = {number: [group.rows for group in groups(np.full(number, 8), 512)] for number in (1, 7, 20, 64)}
     assert rows == {1: [1], 7: [8], 20: [16, 4], 64: [64]}
-    assert groups(np.array([40, 48]), 512) == [Group(0, 2, 2, 48)]
-    assert groups(np.array([3, 500]), 512) == [Group(0, 1, 1, 8), Group(1, 2, 1, 512)]
+    assert groups(np.array([40, 48]), 512) == [RowGroup(0, 2, 2, 48)]
+    assert groups(np.array([3, 500]), 512) == [RowGroup(0, 1, 1, 8), RowGroup(1, 2, 1, 512)]
 
 
 def test_lengths_have_few_values_and_grow_by_little() -> None:
@@ -157,8 +157,13 @@ def test_what_fills_up_a_text_of_a_model_with_windows_sees_the_text() -> None:
     }
     assert filling == {sys.maxsize, 31, 1, 2047}
     lengths = np.array([17, 17, 18, 200, 500])
-    assert groups(lengths, 512, 0) == [Group(0, 2, 2, 17), Group(2, 3, 1, 18), Group(3, 4, 1, 200), Group(4, 5, 1, 500)]
-    assert groups(lengths, 512, 31) == [Group(0, 3, 4, 24), Group(3, 4, 1, 224), Group(4, 5, 1, 512)]
+    assert groups(lengths, 512, 0) == [
+        RowGroup(0, 2, 2, 17),
+        RowGroup(2, 3, 1, 18),
+        RowGroup(3, 4, 1, 200),
+        RowGroup(4, 5, 1, 500),
+    ]
+    assert groups(lengths, 512, 31) == [RowGroup(0, 3, 4, 24), RowGroup(3, 4, 1, 224), RowGroup(4, 5, 1, 512)]
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +200,7 @@ def loaded(folder: Path, name: str, precision: str = "float32", cache: Path | No
     return model
 
 
-def states(model: TextEncoder, packed: Packed) -> torch.Tensor:
+def states(model: TextEncoder, packed: PackedBatch) -> torch.Tensor:
     with torch.inference_mode():
         return model.forward(packed)
 
@@ -270,7 +275,7 @@ def corrupted(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
     """One copy of the graph gives states that are not those of the model."""
 
     class Corrupted(Graph):
-        def _run(self, packed: Packed, compiled: Any) -> torch.Tensor:
+        def _run(self, packed: PackedBatch, compiled: Any) -> torch.Tensor:
             found = super()._run(packed, compiled)
             return found.roll(1, dims=1) if compiled is getattr(self, request.param) else found
 
@@ -304,7 +309,7 @@ def test_a_lane_that_is_alone_runs_a_short_batch_on_a_copy_of_more_threads(
     ran: list[Any] = []
     run = graph._run
 
-    def noted(packed: Packed, compiled: Any) -> torch.Tensor:
+    def noted(packed: PackedBatch, compiled: Any) -> torch.Tensor:
         ran.append(compiled)
         return run(packed, compiled)  # type: ignore[no-any-return]
 
@@ -380,7 +385,7 @@ def test_minilm_in_8_bits_ranks_texts_as_sentence_transformers() -> None:
         (TEXTS, absent, r"sie-cluster\[openvino\]"),
     ],
 )
-def test_weights_in_8_bits_are_refused_where_there_is_no_graph(facts: Facts, missing: Any, reason: str) -> None:
+def test_weights_in_8_bits_are_refused_where_there_is_no_graph(facts: EngineFacts, missing: Any, reason: str) -> None:
     with pytest.raises(ModelLoadFailed, match=rf"load\.precision is int8: .*{reason}"):
         engines.choose(None, replace(facts, int8=True), missing)
 

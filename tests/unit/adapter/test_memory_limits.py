@@ -81,14 +81,14 @@ def test_a_thread_that_onednn_has_given_up_serves_on() -> None:
     """1. The code of a new primitive finds no memory; 2. with all of it free again, oneDNN still refuses that thread,
     and we do not.
     """
-    told = child("spoilt_thread.py", timeout_s=60)
+    told = child("unusable_thread.py", timeout_s=60)
     assert told["refusal"] == "could not create a primitive"
-    assert told["spoilt"]
-    assert not told["afresh"]
+    assert told["unusable"]
+    assert not told["new_thread"]
     assert told["here"] == "right"
     assert told["results"] == ["right"] * 3
     assert told["refused"] == []
-    assert told["lane"] == {
+    assert told["device_thread"] == {
         "told": [["could not create a primitive", False], ["right", False], ["right", False]],
         "ended": True,
     }

@@ -216,7 +216,7 @@ def test_matrices_are_drawn_once_and_the_longest_unused_leave(monkeypatch: pytes
     monkeypatch.setattr(
         muvera, "_draw", lambda parameters, *rest: (drawn.append(parameters.seed), draw(parameters, *rest))[1]
     )
-    monkeypatch.setattr(muvera, "_MATRICES", muvera._Cache(1 << 30, 2))
+    monkeypatch.setattr(muvera, "_MATRICES", muvera._ProjectionCache(1 << 30, 2))
     tokens = [unit_rows(0, 3, 8)]
     for seed in (1, 1, 2, 1, 3, 1, 2):
         muvera.encode(tokens, Muvera(seed=seed), is_query=True)
@@ -227,7 +227,7 @@ def test_matrices_are_drawn_once_and_the_longest_unused_leave(monkeypatch: pytes
 def test_the_matrices_held_stay_below_their_bytes() -> None:
     cpu = torch.device("cpu")
     size = muvera._draw(Muvera(), 8, cpu).nbytes
-    cache = muvera._Cache(2 * size, 64)
+    cache = muvera._ProjectionCache(2 * size, 64)
     for seed in range(5):
         cache.get(Muvera(seed=seed), 8, cpu)
         assert cache.nbytes <= 2 * size

@@ -14,7 +14,7 @@ import pytest
 
 from sie_adapter.documents import parser_frames
 from sie_adapter.documents.parser_frames import Parsed
-from sie_adapter.documents.parsers import NotStarted, Parsers
+from sie_adapter.documents.parsers import ParserNotStarted, Parsers
 from sie_contracts.errors import InternalFailure, InvalidInput, ResourceExhausted, SIEError
 from sie_contracts.media.documents import Document
 
@@ -140,5 +140,5 @@ def test_processes_end_with_their_pool() -> None:
 def test_a_parser_that_cannot_be_started_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "broken_parser.py").write_text("import a_package_that_nobody_has\n")
-    with pytest.raises(NotStarted, match="ended with status 1"):
+    with pytest.raises(ParserNotStarted, match="ended with status 1"):
         Parsers(1, module="broken_parser")

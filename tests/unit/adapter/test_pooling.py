@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from sie_adapter.engine.answers import Answer, vectors
+from sie_adapter.engine.item_results import ItemResult, vectors
 from sie_adapter.heads import States
-from sie_adapter.heads.pooling import POOLINGS, DenseHead, pool
-from sie_adapter.packed.packing import Packed
+from sie_adapter.heads.pooling import DenseHead, pool
+from sie_adapter.packed.packing import PackedBatch
 from sie_contracts.errors import InvalidInput
+from sie_contracts.models.entries import POOLINGS
 from sie_contracts.wire.messages import RunOptions
 
 LENGTHS = [1, 1, 4, 7, 7, 30]
@@ -41,6 +42,11 @@ def test_pooling_equals_numpy(pooling: str, dtype: torch.dtype) -> None:
     np.testing.assert_allclose(got.numpy(), expected(hidden, bounds, pooling), atol=1e-6)
 
 
+def test_an_unknown_pooling_raises() -> None:
+    with pytest.raises(AssertionError, match="max"):
+        pool(*packed(torch.float32), "max")  # type: ignore[arg-type]
+
+
 def test_the_mean_of_cuda_is_the_same_number() -> None:
     hidden, bounds, _ = packed(torch.float32)
     got = torch.segment_reduce(hidden, "mean", offsets=bounds.long())
@@ -57,7 +63,7 @@ def test_vectors_are_cut_and_then_normalised(dimensions: int, normalize: bool) -
     cut = pooled[:, : dimensions or 16].double().numpy()
     expected = cut / np.linalg.norm(cut, axis=1, keepdims=True) if normalize else cut
     np.testing.assert_allclose(
-        [answer.arrays["dense"] for answer in found if isinstance(answer, Answer)], expected, atol=1e-6
+        [answer.arrays["dense"] for answer in found if isinstance(answer, ItemResult)], expected, atol=1e-6
     )
 
 
@@ -66,7 +72,7 @@ def test_a_vector_that_is_not_finite_or_zero_is_named_and_its_mates_are_not() ->
     pooled = torch.ones(6, 4)
     pooled[1, 2], pooled[2, 0], pooled[3], pooled[4, :3] = torch.nan, torch.inf, 0.0, 0.0
     found = vectors(RunOptions(dimensions=3), {"dense": list(pooled)})
-    assert [isinstance(answer, Answer) for answer in found] == [True, False, False, False, False, True]
+    assert [isinstance(answer, ItemResult) for answer in found] == [True, False, False, False, False, True]
 
 
 def states(queries: list[bool] | None = None, pooling: str = "") -> States:
@@ -74,7 +80,10 @@ def states(queries: list[bool] | None = None, pooling: str = "") -> States:
     rows = np.array([[*group, group[2]] for group in groups])
     nothing = np.zeros(0, np.int64)
     return States(
-        hidden, Packed(nothing, nothing, bounds.numpy(), rows, np.arange(6)), np.array(queries or [False] * 6), pooling
+        hidden,
+        PackedBatch(nothing, nothing, bounds.numpy(), rows, np.arange(6)),
+        np.array(queries or [False] * 6),
+        pooling,
     )
 
 

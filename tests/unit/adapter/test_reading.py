@@ -13,8 +13,8 @@ from torch import Tensor
 
 from sie_adapter.readers import reading
 from sie_adapter.readers.greedy import Rules
-from sie_adapter.readers.reading import Readings, Written, _Call, _Loop, _Row
-from sie_adapter.readers.slots import Begun, Slots
+from sie_adapter.readers.reading import GeneratedText, Readings, _GenerationCall, _GenerationRow, _Loop
+from sie_adapter.readers.slots import DecoderSlots, RowStart
 from sie_contracts.errors import InferenceFailed, InternalFailure, ShuttingDown, SIEError
 
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ class Asked:
     rules: Rules
     then: Asked | None = None
 
-    def following(self, written: Written) -> Asked | None:
+    def following(self, written: GeneratedText) -> Asked | None:
         """`then`, with what was written before it."""
         return self.then and asked(*self.then.ids, *written.ids, most=self.then.rules.most)
 
@@ -42,13 +42,13 @@ def _next(ids: Sequence[int]) -> int:
     return (sum((place + 1) * number for place, number in enumerate(ids)) * 7 + len(ids)) % WORDS
 
 
-def expected(prompt: Asked) -> Written:
+def expected(prompt: Asked) -> GeneratedText:
     """What `Sums` writes for one row alone."""
     ids, written = list(prompt.ids), list[int]()
     while (finish := prompt.rules.finish(written)) is None:
         written.append(_next(ids))
         ids.append(written[-1])
-    return Written(written, finish)
+    return GeneratedText(written, finish)
 
 
 @dataclass
@@ -63,15 +63,15 @@ class Sums:
     fails: Callable[[int], None] = lambda rows: None
     rows: list[int] = field(default_factory=list)  # of each step
 
-    def begin(self, prompts: Sequence[Asked]) -> list[Begun]:
+    def begin(self, prompts: Sequence[Asked]) -> list[RowStart]:
         found = []
         for prompt in prompts:
             keys = torch.tensor(prompt.ids, dtype=torch.float64).view(1, 1, -1, 1)
             values = torch.arange(1.0, len(prompt.ids) + 1, dtype=torch.float64).view(1, 1, -1, 1)
-            found.append(Begun([(keys, values)], _scores([_next(prompt.ids)])[0], shift=self.shift))
+            found.append(RowStart([(keys, values)], _scores([_next(prompt.ids)])[0], shift=self.shift))
         return found
 
-    def step(self, ids: Tensor, slots: Slots) -> Tensor:
+    def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
         self.rows.append(len(ids))
         self.fails(len(ids))
         places = slots.positions - self.shift + 1
@@ -94,8 +94,8 @@ def readings() -> Readings:
     return Readings(CPU)
 
 
-def row(prompt: Asked, is_gone: Callable[[], bool] = lambda: False) -> _Row:
-    return _Row(_Call(is_gone, 1), prompt)
+def row(prompt: Asked, is_gone: Callable[[], bool] = lambda: False) -> _GenerationRow:
+    return _GenerationRow(_GenerationCall(is_gone, 1), prompt)
 
 
 @pytest.mark.parametrize("every", [1, 2, 5])
@@ -108,13 +108,15 @@ def test_a_row_that_joins_between_steps_changes_no_row(every: int) -> None:
             loop.waiting.append(left.pop(0))
         loop.turn()
         turns += 1
-    assert [Written(each.ids, each.finish) for each in rows if each.finish] == [expected(each) for each in PROMPTS]
+    assert [GeneratedText(each.ids, each.finish) for each in rows if each.finish] == [
+        expected(each) for each in PROMPTS
+    ]
     assert {each.finish for each in rows} == {"stop", "length"}
 
 
 def test_all_rows_of_all_calls_share_a_step(readings: Readings) -> None:
     model = Sums(together=4)
-    found: dict[int, list[Written]] = {}
+    found: dict[int, list[GeneratedText]] = {}
     threads = [
         threading.Thread(target=lambda part=part: found.update({part: readings.read(model, PROMPTS[part::2])}))
         for part in range(2)
@@ -149,7 +151,7 @@ def test_a_row_for_which_nobody_waits_leaves_within_a_step() -> None:
     assert leaves.call.error.reason == "cancelled"
     while not loop.is_idle:
         loop.turn()
-    assert Written(stays.ids, stays.finish or "stop") == expected(PROMPTS[5])
+    assert GeneratedText(stays.ids, stays.finish or "stop") == expected(PROMPTS[5])
 
 
 def test_rows_that_do_not_fit_together_begin_anew_with_fewer_mates(readings: Readings) -> None:
@@ -185,7 +187,7 @@ class Device:
     def held_bytes(self) -> int:
         return sum(side.nbytes for layer in self.loop._slots._own._layers for side in layer)
 
-    def read(self, prompts: Sequence[Asked]) -> tuple[list[Written], int]:
+    def read(self, prompts: Sequence[Asked]) -> tuple[list[GeneratedText], int]:
         """What is written, and the most bytes that several rows held."""
         rows, most = [row(prompt) for prompt in prompts], 0
         self.loop.waiting.extend(rows)
@@ -194,7 +196,7 @@ class Device:
             if len(self.loop._rows) > 1:
                 most = max(most, self.held_bytes())
         assert [each.call.error for each in rows] == [None] * len(rows)
-        return [Written(each.ids, each.finish) for each in rows if each.finish], most
+        return [GeneratedText(each.ids, each.finish) for each in rows if each.finish], most
 
 
 POSITION_BYTES = 2 * 8  # a key and a value of Sums
@@ -240,7 +242,9 @@ def test_memory_that_ends_while_rows_begin_has_none_of_them_read_twice() -> None
     loop.waiting.extend(rows)
     while not loop.is_idle:
         loop.turn()
-    assert [Written(each.ids, each.finish) for each in rows if each.finish] == [expected(each) for each in PROMPTS[:2]]
+    assert [GeneratedText(each.ids, each.finish) for each in rows if each.finish] == [
+        expected(each) for each in PROMPTS[:2]
+    ]
     assert sum(model.rows) == sum(len(each.ids) - 1 for each in rows)
 
 
@@ -273,7 +277,7 @@ def test_an_error_of_the_model_is_that_of_the_calls_it_met(readings: Readings) -
 
 def test_scores_that_are_not_finite_end_one_call() -> None:
     class Odd(Sums):
-        def step(self, ids: Tensor, slots: Slots) -> Tensor:
+        def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
             scores = super().step(ids, slots)
             if len(self.rows) == 3:
                 scores[0] = torch.nan
@@ -285,12 +289,12 @@ def test_scores_that_are_not_finite_end_one_call() -> None:
     while not loop.is_idle:
         loop.turn()
     assert isinstance(bad.call.error, InferenceFailed)
-    assert Written(good.ids, good.finish or "stop") == expected(PROMPTS[6])
+    assert GeneratedText(good.ids, good.finish or "stop") == expected(PROMPTS[6])
 
 
 def test_a_refusal_of_prompts_ends_only_their_calls() -> None:
     class Refusing(Sums):
-        def begin(self, prompts: Sequence[Asked]) -> list[Begun]:
+        def begin(self, prompts: Sequence[Asked]) -> list[RowStart]:
             if prompts[0] is PROMPTS[1]:
                 raise InferenceFailed("cannot be read")
             return super().begin(prompts)
@@ -301,7 +305,7 @@ def test_a_refusal_of_prompts_ends_only_their_calls() -> None:
     while not loop.is_idle:
         loop.turn()
     assert isinstance(rows[1].call.error, InferenceFailed)
-    assert [Written(rows[at].ids, rows[at].finish or "stop") for at in (0, 2)] == [
+    assert [GeneratedText(rows[at].ids, rows[at].finish or "stop") for at in (0, 2)] == [
         expected(PROMPTS[at]) for at in (0, 2)
     ]
 

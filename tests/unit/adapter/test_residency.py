@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from selection import long_but
 
-from sie_adapter.engine.device import Memory
+from sie_adapter.engine.device import MemoryUse
 from sie_adapter.engine.engines import TORCH, Choice
 from sie_adapter.memory.oom import Remedy
-from sie_adapter.memory.residency import DeviceMemory, Residency
+from sie_adapter.memory.residency import DeviceMemory, ResidentModels
 from sie_contracts.errors import ModelLoadFailed, ModelLoading
 from sie_contracts.models.catalogue import Resolved
 from sie_contracts.models.entries import HeadOptions, LoadOptions, ModelEntry, RunDefaults
@@ -52,7 +52,7 @@ class World:
     during_load: Callable[[str], None] = lambda _: None
 
     def __post_init__(self) -> None:
-        self.residency = Residency(
+        self.residency = ResidentModels(
             self._load,
             DeviceMemory(self._memory, self._give_back, self.threshold, self._shed),
             lambda: self.now_s,
@@ -73,9 +73,9 @@ class World:
         self.during_load(resolved.entry.id)
         return FakeWeights(self.sizes.get(resolved.entry.id, 0))
 
-    def _memory(self, more_bytes: int) -> Memory:
+    def _memory(self, more_bytes: int) -> MemoryUse:
         held = sum(model.memory_bytes for model in self.residency.describe())
-        return Memory(held + self.other_bytes + self.kept_bytes + self.again_bytes + more_bytes, 1000)
+        return MemoryUse(held + self.other_bytes + self.kept_bytes + self.again_bytes + more_bytes, 1000)
 
     def ensure(self, model: str, may_drop: tuple[str, ...] = (), **changes: Any) -> tuple[str, ...]:
         """What was dropped for the load."""

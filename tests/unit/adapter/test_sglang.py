@@ -23,9 +23,9 @@ import pytest
 from parity.checkpoints import ARCHITECTURES, NORMALIZE, add_modules, build, pooling
 
 from sie_adapter.engine import engines
-from sie_adapter.engine.engine import Engine
+from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.engine.sglang_server import SGLang
-from sie_adapter.packed.backbone import Runner
+from sie_adapter.packed.backbone import StateRunner
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_contracts.settings import Settings
@@ -86,22 +86,22 @@ def entry_of(folder: Path, **load: Any) -> ModelEntry:
 
 
 @contextmanager
-def engine(python: str | None) -> Iterator[Engine]:
-    made = Engine(Settings(device="cpu", sglang_python=python))
+def engine(python: str | None) -> Iterator[AdapterEngine]:
+    made = AdapterEngine(Settings(device="cpu", sglang_python=python))
     try:
         yield made
     finally:
         assert made.stop(10)
 
 
-def runner_of(made: Engine) -> SGLang:
+def runner_of(made: AdapterEngine) -> SGLang:
     with made.residency.use("m") as resident:
-        runner: Runner = resident.weights.backbone._runner  # type: ignore[attr-defined]
+        runner: StateRunner = resident.weights.backbone._runner  # type: ignore[attr-defined]
     assert isinstance(runner, SGLang)
     return runner
 
 
-def run(made: Engine, texts: list[list[int]], pooling: str = "", **options: Any) -> BatchDone | Refused:
+def run(made: AdapterEngine, texts: list[list[int]], pooling: str = "", **options: Any) -> BatchDone | Refused:
     lengths, ids = np.array([len(ids) for ids in texts], "<i4"), np.concatenate(texts).astype("<i4")
     group = Group(0, len(texts), RunOptions(**options))
     message = RunBatch("b", "m", "encode", lengths.tobytes(), ids.tobytes(), (group,), pooling=pooling)

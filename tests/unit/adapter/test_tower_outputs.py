@@ -43,16 +43,16 @@ def test_ten_questions_to_one_page_read_it_once() -> None:
     """In one batch, and one after the other."""
     shared, read = TowerOutputs(1000), Counting()
     outputs = shared.of_tower()
-    assert values(outputs.of([image(7)] * 10, read)) == [7.0] * 10
-    assert [values(outputs.of([image(7)], read)) for _ in range(10)] == [[7.0]] * 10
+    assert values(outputs.for_images([image(7)] * 10, read)) == [7.0] * 10
+    assert [values(outputs.for_images([image(7)], read)) for _ in range(10)] == [[7.0]] * 10
     assert read.read == [[7]]
     assert (shared.hits, shared.misses) == (19, 1)
 
 
 def test_outputs_come_in_the_order_of_their_images() -> None:
     outputs, read = TowerOutputs(1000).of_tower(), Counting()
-    outputs.of([image(2)], read)
-    assert values(outputs.of([image(1), image(2), image(3), image(1)], read)) == [1.0, 2.0, 3.0, 1.0]
+    outputs.for_images([image(2)], read)
+    assert values(outputs.for_images([image(1), image(2), image(3), image(1)], read)) == [1.0, 2.0, 3.0, 1.0]
     assert read.read == [[2], [1, 3]]
 
 
@@ -60,16 +60,16 @@ def test_nothing_is_shared_that_has_another_key_size_or_tower() -> None:
     """X16. The key names who asked. Equal pixels may come of pictures of different sizes, at which a tower may look."""
     shared, read = TowerOutputs(1000), Counting()
     outputs = shared.of_tower()
-    outputs.of([image(1), image(1, b"other"), image(1, height=11)], read)
-    shared.of_tower().of([image(1)], read)
+    outputs.for_images([image(1), image(1, b"other"), image(1, height=11)], read)
+    shared.of_tower().for_images([image(1)], read)
     assert read.read == [[1, 1, 1], [1]]
 
 
 def test_an_image_without_a_key_is_read_each_time() -> None:
     shared, read = TowerOutputs(1000), Counting()
     outputs = shared.of_tower()
-    assert values(outputs.of([image(1, b""), image(2, b"")], read)) == [1.0, 2.0]
-    outputs.of([image(1, b""), image(1, b"")], read)
+    assert values(outputs.for_images([image(1, b""), image(2, b"")], read)) == [1.0, 2.0]
+    outputs.for_images([image(1, b""), image(1, b"")], read)
     assert read.read == [[1, 2], [1, 1]]
     assert shared.held_bytes == 0
 
@@ -78,15 +78,15 @@ def test_no_more_is_kept_than_the_bound_and_what_was_not_used_for_longest_goes()
     """Over all towers."""
     shared, read = TowerOutputs(3 * BYTES), Counting()
     first, second = shared.of_tower(), shared.of_tower()
-    first.of([image(1)], read)
-    second.of([image(2)], read)
-    first.of([image(3)], read)
-    first.of([image(1)], read)
+    first.for_images([image(1)], read)
+    second.for_images([image(2)], read)
+    first.for_images([image(3)], read)
+    first.for_images([image(1)], read)
     assert shared.held_bytes == 3 * BYTES
     read.read.clear()
-    second.of([image(4)], read)  # the 2 goes
-    first.of([image(1), image(3)], read)
-    second.of([image(2)], read)
+    second.for_images([image(4)], read)  # the 2 goes
+    first.for_images([image(1), image(3)], read)
+    second.for_images([image(2)], read)
     assert read.read == [[4], [2]]
     assert shared.held_bytes == 3 * BYTES
 
@@ -94,7 +94,7 @@ def test_no_more_is_kept_than_the_bound_and_what_was_not_used_for_longest_goes()
 def test_a_part_of_a_larger_tensor_does_not_keep_the_rest() -> None:
     shared, read = TowerOutputs(10 * BYTES), Counting()
     outputs = shared.of_tower()
-    made = outputs.of([image(1), image(2)], read)
+    made = outputs.for_images([image(1), image(2)], read)
     assert [tensor.untyped_storage().nbytes() for (tensor,) in made] == [BYTES, BYTES]
     assert shared.held_bytes == 2 * BYTES
 
@@ -103,8 +103,8 @@ def test_a_part_of_a_larger_tensor_does_not_keep_the_rest() -> None:
 def test_an_output_that_is_too_large_serves_its_own_batch_alone(max_bytes: int) -> None:
     shared, read = TowerOutputs(max_bytes), Counting()
     outputs = shared.of_tower()
-    assert values(outputs.of([image(1), image(1)], read)) == [1.0, 1.0]
-    outputs.of([image(1)], read)
+    assert values(outputs.for_images([image(1), image(1)], read)) == [1.0, 1.0]
+    outputs.for_images([image(1)], read)
     assert read.read == [[1], [1]]
     assert shared.held_bytes == 0
 
@@ -112,7 +112,7 @@ def test_an_output_that_is_too_large_serves_its_own_batch_alone(max_bytes: int) 
 def test_outputs_go_with_their_tower() -> None:
     shared = TowerOutputs(1000)
     outputs = shared.of_tower()
-    outputs.of([image(1)], Counting())
+    outputs.for_images([image(1)], Counting())
     assert shared.held_bytes == BYTES
     del outputs
     gc.collect()
@@ -124,14 +124,14 @@ def test_where_memory_was_short_nothing_is_kept_for_a_while() -> None:
     now_s = 0.0
     shared, read = TowerOutputs(1000, lambda: now_s), Counting()
     outputs = shared.of_tower()
-    outputs.of([image(1)], read)
+    outputs.for_images([image(1)], read)
     assert shared.clear()
     assert shared.held_bytes == 0
     assert not shared.clear()
-    outputs.of([image(1)], read)
+    outputs.for_images([image(1)], read)
     assert shared.held_bytes == 0
     now_s = PAUSE_S
-    outputs.of([image(1)], read)
+    outputs.for_images([image(1)], read)
     assert shared.held_bytes == BYTES
     assert read.read == [[1]] * 3
 
@@ -143,9 +143,9 @@ def test_an_output_that_is_not_finite_is_made_again() -> None:
     def overflowing(images: Sequence[Shown]) -> list[Output]:
         return [(tensor * torch.inf,) for (tensor,) in read(images)]
 
-    assert values(outputs.of([image(1)], overflowing)) == [float("inf")]
-    assert values(outputs.of([image(1)], read)) == [1.0]
-    assert values(outputs.of([image(1)], overflowing)) == [1.0]
+    assert values(outputs.for_images([image(1)], overflowing)) == [float("inf")]
+    assert values(outputs.for_images([image(1)], read)) == [1.0]
+    assert values(outputs.for_images([image(1)], overflowing)) == [1.0]
     assert read.read == [[1], [1]]
 
 
@@ -167,7 +167,7 @@ class Held:
 def ask(outputs: OutputsOfTower, asked: Shown, read: Held | Counting, found: list[float]) -> threading.Thread:
     def run() -> None:
         try:
-            found.extend(values(outputs.of([asked], read)))
+            found.extend(values(outputs.for_images([asked], read)))
         except MemoryError:
             found.append(-1.0)
 
@@ -186,7 +186,7 @@ def test_two_threads_read_a_page_once(max_bytes: int) -> None:
     second = ask(outputs, image(5), read, found)
     second.join(0.05)
     assert second.is_alive()
-    assert values(outputs.of([image(6)], read)) == [6.0]  # others do not wait
+    assert values(outputs.for_images([image(6)], read)) == [6.0]  # others do not wait
     held.go.set()
     first.join()
     second.join()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from sie_adapter.readers.transcript import Told, _last, segments
+from sie_adapter.readers.transcript import PromptTokens, _last, segments
 from sie_contracts.errors import InvalidInput
 
 TIMES = 100  # the id of 0.00
@@ -37,9 +37,9 @@ def test_the_end_of_a_window_is_rounded_as_the_library_rounds_it() -> None:
     assert [_last([1], TIMES, each) for each in frames] == [int(torch.tensor(each) * 0.01 / 0.02) for each in frames]
 
 
-def told(**rules: object) -> Told:
+def told(**rules: object) -> PromptTokens:
     given = {"decoder_start_token_id": 10, "no_timestamps_token_id": 99, **rules}
-    return Told.of(GenerationConfig(**given), object())
+    return PromptTokens.from_config(GenerationConfig(**given), object())
 
 
 LANGUAGES, TASKS = {"<|en|>": 11, "<|de|>": 12}, {"transcribe": 20, "translate": 21}

@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 
-from sie_adapter.engine.device_threads import Lanes
-from sie_adapter.server import Server
+from sie_adapter.engine.device_threads import DeviceThreads
+from sie_adapter.server import AdapterServer
 from sie_contracts.errors import InternalFailure
 from sie_contracts.wire import ipc
 from sie_contracts.wire.ipc import BatchDone, Refused, Reply, RunBatch
@@ -26,7 +26,7 @@ class Writing:
 
     def __init__(self) -> None:
         self.residency = mock.Mock()
-        self.lanes = Lanes(1, lambda message: DONE)
+        self.device_threads = DeviceThreads(1, lambda message: DONE)
         self.ends = threading.Event()
         self.replies: list[Reply] = []
 
@@ -45,14 +45,14 @@ class Writing:
 def engine() -> Iterator[Writing]:
     engine = Writing()
     yield engine
-    assert engine.lanes.stop(5)
+    assert engine.device_threads.stop(5)
 
 
 @pytest.fixture
 def ours(engine: Writing) -> Iterator[socket.socket]:
     """Our end of a connection that a server attends to."""
     ours, theirs = socket.socketpair()
-    server = Server(mock.Mock(), engine, lambda: None, mock.Mock())  # type: ignore[arg-type]  # what it needs of an engine
+    server = AdapterServer(mock.Mock(), engine, lambda: None, mock.Mock())  # type: ignore[arg-type]  # what it needs of an engine
     attending = threading.Thread(target=server._attend, args=(theirs,))
     attending.start()
     yield ours

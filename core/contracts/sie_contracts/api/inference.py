@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from sie_contracts.api.shapes import MINI, SHARED, Flag, Map, Number, Reply, Text, Texts, Timing, Usage, Whole
+from sie_contracts.models.entries import Pooling
 
 Dtype = Literal["float32", "float16", "int8", "uint8", "binary", "ubinary"]
 Truncation = Literal["END", "START", "NONE"]
@@ -74,7 +75,7 @@ class EncodeParams(_Params, kw_only=True):
     output_dtype: Dtype | UnsetType = UNSET
     dimensions: Whole = UNSET
     normalize: Flag = UNSET
-    pooling: Literal["cls", "mean", "last", "last_token", "weighted"] | UnsetType = UNSET
+    pooling: Literal[Pooling, "last_token"] | UnsetType = UNSET
     muvera: bool | dict[str, Any] | UnsetType = UNSET
 
 

@@ -12,14 +12,11 @@ ResidencyState = Literal["loaded", "loading", "provisioning", "unloading", "avai
 
 
 class WorkerResidency(Struct, kw_only=True):
-    """A worker that is concerned. `state`: what it last reported. `asked`: false for a worker of an older version, to
-    which no message is sent.
-    """
+    """A worker that is concerned. `state`: what it last reported."""
 
     worker: str
     state: Literal["available", "loading", "loaded", "unloading", "failed"]
     in_flight: Annotated[int, Meta(ge=0, description="Work items of the model that it held at its last heartbeat.")]
-    asked: bool
 
 
 class LaneResidency(Struct, kw_only=True):
@@ -44,7 +41,7 @@ class ModelResidency(Struct, kw_only=True):
                 "model": MINI,
                 "lane": "_default.cpu.default",
                 "state": "loading",
-                "workers": [{"worker": "w0", "state": "available", "in_flight": 0, "asked": True}],
+                "workers": [{"worker": "w0", "state": "available", "in_flight": 0}],
             }
         ],
     }

@@ -337,4 +337,7 @@ def fingerprint(entry: ModelEntry, load: LoadOptions, precision: str, engine: st
         facts["head"] = entry.head
     if entry.weights.digests and not entry.weights.revision:  # a commit identifies the files as well
         facts["digests"] = entry.weights.digests
+    weights = entry.weights
+    if weights.unpinned and not weights.digests and not weights.path and weights.hub != entry.id:
+        facts["hub"] = weights.hub  # nothing else says which weights these are
     return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:16]

@@ -7,7 +7,8 @@ YAML or JSON ──decoded──► parse_document ──► ModelEntry, or an A
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -19,7 +20,11 @@ from sie_contracts.wire.messages import Truncate
 
 Precision = Literal["float32", "float16", "bfloat16", "int8"]
 Engine = Literal["openvino", "sglang", "torch"]
-Pooling = Literal["cls", "mean", "last", "weighted", ""]
+# the one list of poolings: whoever reads a pooling takes it from here
+Pooling = Literal["cls", "mean", "last", "weighted"]
+POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
+# the names of requests
+POOLING_OPTIONS: Mapping[str, Pooling] = {**{name: name for name in POOLINGS}, "last_token": "last"}
 VECTORS = ("dense", "sparse", "multivector")
 EXTRACTS = ("entities", "relations", "classifications", "objects", "data")
 # outputs by the names that clients know, with the task that gives them; empty: the output has that name itself
@@ -116,7 +121,7 @@ class RunDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     `parameters` are options of the family, such as `threshold` or `score_mode`, overlaid key by key.
     """
 
-    pooling: Pooling | None = None
+    pooling: Literal[Pooling, ""] | None = None
     truncate: Truncate | None = None
     normalize: bool | None = None
     dimensions: tuple[int, ...] | None = None

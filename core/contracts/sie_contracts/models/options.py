@@ -22,7 +22,7 @@ from sie_contracts.api.inference import Dtype
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models import families, muvera
 from sie_contracts.models.catalogue import Catalogue, Resolved
-from sie_contracts.models.entries import VECTORS, ModelEntry, RunDefaults, needs_labels, templates
+from sie_contracts.models.entries import POOLING_OPTIONS, VECTORS, ModelEntry, RunDefaults, needs_labels, templates
 from sie_contracts.models.families import FAMILIES
 from sie_contracts.models.muvera import Muvera
 from sie_contracts.models.option_values import (
@@ -92,7 +92,6 @@ FIELDS = _KNOWN.union(*(family.parameters for family in FAMILIES.values()))  # e
 _FIELD = re.compile(r"\{(query|document)\}")
 _DTYPES = {name: name for name in DTYPES}
 _QUERY_KINDS = {"query", "search_query"}
-_POOLINGS = {"cls": "cls", "mean": "mean", "last": "last", "last_token": "last", "weighted": "weighted"}
 
 
 class _Parameters:
@@ -320,7 +319,7 @@ def _encode(
         "dtype": dtype,
         "is_query": is_query,
         "muvera": muvera,
-        "pooling": one_of(*request.get("pooling"), choices=_POOLINGS, default=defaults.pooling or ""),
+        "pooling": one_of(*request.get("pooling"), choices=POOLING_OPTIONS, default=defaults.pooling or ""),
         "normalize": boolean(
             *request.get("normalize"), default=defaults.normalize if defaults.normalize is not None else True
         ),

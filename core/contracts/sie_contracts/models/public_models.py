@@ -17,7 +17,7 @@ import msgspec
 
 from sie_contracts.errors import ValidationFailed
 from sie_contracts.models import families
-from sie_contracts.models.entries import VECTORS, Pooling, Precision
+from sie_contracts.models.entries import POOLING_OPTIONS, VECTORS, Precision
 from sie_contracts.models.muvera import Muvera
 from sie_contracts.names import in_words
 
@@ -129,7 +129,6 @@ _RUNTIME = {
     "default_instruction": ("prompts", "default_instruction"),
 }
 _OF_VECTORS = frozenset({"pooling", "normalize", "output_types", "output_dtype"})
-_POOLINGS = {name: name for name in get_args(Pooling) if name} | {"last_token": "last"}
 _SCORES = {"log_softmax": "probability", "logit_diff": "difference"}
 _TURN = "<|im_end|>\n<|im_start|>assistant\n"
 _PAIRS = {
@@ -444,7 +443,7 @@ class _Translator:
     @staticmethod
     def _set(draft: _Draft, part: str, name: str, value: Any, path: str) -> None:
         if name in ("pooling", "score") or part == "pair":
-            known: Mapping[str, Any] = {"pooling": _POOLINGS, "score": _SCORES, "": _PAIRS}[name]
+            known: Mapping[str, Any] = {"pooling": POOLING_OPTIONS, "score": _SCORES, "": _PAIRS}[name]
             if not isinstance(value, str) or value not in known:
                 draft.ignored[path] = f"expected one of {', '.join(known)}"
                 return

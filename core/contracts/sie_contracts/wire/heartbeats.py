@@ -77,9 +77,7 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/
 
     `pool` is the pool that the worker pulls from now. `own_pool` is its own pool, if it asks which pool to serve;
     empty: it serves `pool` whatever is assigned. `clock_ahead_s`: its wall clock minus the broker's, as measured (None:
-    not known). `reads_parts`: it can read a placement table that is stored in parts. `listens`: it hears its subject of
-    assignments, so that nobody there means that it is gone. `takes_residency`: it loads and unloads models as an
-    operator asks (`messages.Residency`).
+    not known). `listens`: it hears its subject of assignments, so that nobody there means that it is gone.
     """
 
     worker: str
@@ -106,9 +104,7 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/
     pipeline: int = 0
     own_pool: str = ""
     clock_ahead_s: float | None = None
-    reads_parts: bool = False
     listens: bool = False
-    takes_residency: bool = False
 
 
 class LaneTraffic(msgspec.Struct, frozen=True, array_like=True):

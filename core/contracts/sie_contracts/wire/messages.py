@@ -2,8 +2,7 @@
 
 What processes announce about themselves is in `heartbeats`, values of key-value buckets are in `records`, the catalogue
 is in `configs`. All of them follow the same rules of evolution: a new field has a default, no field changes its type or
-meaning, no field is renamed, and readers ignore fields that they do not know. tests/contract/fixtures keeps one encoded
-example of every message and version; tests decode old bytes with new types and new bytes with old types.
+meaning, no field is renamed, and readers ignore fields that they do not know.
 """
 
 from __future__ import annotations

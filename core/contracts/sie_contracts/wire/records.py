@@ -41,8 +41,7 @@ class Placement(msgspec.Struct, frozen=True, omit_defaults=True, tag="placement/
     """Which workers host which model of a lane: worker ids by model id. `at_s`: the broker's time of the last planning
     step. `raised_s`: when each model last got one more host.
 
-    A large table is stored in parts: `parts` are their stamps, and `hosts` has only the rows of workers that cannot
-    read parts.
+    A large table is stored in parts: `parts` are their stamps, and `hosts` is empty.
     """
 
     at_s: float

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -25,6 +26,7 @@ JSON, YAML = "application/json", "application/x-yaml"
 MSGPACK, RAW, ARROW = "application/msgpack", "application/octet-stream", "application/vnd.apache.arrow.stream"
 FORM = "multipart/form-data"
 TEXT, HTML = "text/plain", "text/html"
+_SLASHES = re.compile("//+")
 _USUAL_PATH = 256
 _LIKE = 0.8  # similarity from which a path counts
 _LIKE_PARTS = 3  # segments that are compared
@@ -163,6 +165,15 @@ class Table(Generic[R]):
         like = (found for each in sorted(asked) for found in difflib.get_close_matches(each, self._heads, 1, _LIKE))
         head = exact if exact is not None else next(like, None)
         return self._heads[head] if head is not None else ""
+
+
+def plain_path(path: str) -> str:
+    """The path of a request, with one slash where it has several, and none at its end. Whoever lets a request in and
+    whoever serves it see this one.
+    """
+    if "//" in path:
+        path = _SLASHES.sub("/", path)
+    return path[:-1] if len(path) > 1 and path.endswith("/") else path
 
 
 def bearer(authorization: str) -> str:

@@ -34,6 +34,7 @@ from sie_runtime.http.asgi import (
     reply,
     uuid7,
 )
+from sie_runtime.http.coding import Compressed
 from sie_runtime.http.origins import Guarded, Names
 from sie_runtime.http.protocol import HEAD_S, MAX_HEAD_BYTES, MIN_RATE, Protocol, State
 from sie_runtime.http.refusals import Refusals
@@ -118,7 +119,7 @@ class HttpServer:
         self.port: int = self._socket.getsockname()[1]
         refusals = Refusals(refused)
         config = uvicorn.Config(
-            Guarded(app, Names(host, allowed_hosts, cors_origins), refusals),
+            Guarded(Compressed(app), Names(host, allowed_hosts, cors_origins), refusals),
             interface="asgi3",
             loop="none",
             http=Protocol,

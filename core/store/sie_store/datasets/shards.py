@@ -30,18 +30,17 @@ class PartDamaged(StoreError):
     """There is an object in the place of a part, and it is none. Another attempt helps once somebody has moved it."""
 
 
-async def claim(place: Place, owner: str, patience: Patience = _PATIENCE, *, former: str = "") -> None:
+async def claim(place: Place, owner: str, patience: Patience = _PATIENCE) -> None:
     """Have a folder for one job alone: parts of another one would be taken for its own. `owner`: what all leaders of
-    the job know, and no other job. `former`: as an earlier version named the same job; empty where that name may be
-    another one's. Raises InvalidInput (reason output_in_use) where it has another owner, or parts of nobody known;
-    StoreError.
+    the job know, and no other job. Raises InvalidInput (reason output_in_use) where it has another owner,
+    or parts without one; StoreError.
     """
     import obstore
 
     key = place.folder + OWNER
     await place.check(key)
     try:
-        if (await bytes_of(place, OWNER, patience)).decode(errors="replace") in {owner, former or owner}:
+        if (await bytes_of(place, OWNER, patience)).decode(errors="replace") == owner:
             return
     except ObjectMissing:
         if not await _has_parts(place, patience):
@@ -51,7 +50,7 @@ async def claim(place: Place, owner: str, patience: Patience = _PATIENCE, *, for
             try:
                 await patience.repeated(lambda: within(PUT_S, put()))
             except WrittenMeanwhile:  # by a leader before this one, or by another job
-                await claim(place, owner, patience, former=former)
+                await claim(place, owner, patience)
             return
     raise in_use("this folder holds the output of another job")
 

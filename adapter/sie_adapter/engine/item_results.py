@@ -1,0 +1,370 @@
+"""From what the heads gave to what a client asked for. Output options act here, per work item: they never split a
+batch.
+
+rows of a work item ──► cut, normalise, MUVERA, dtype ──► arrays          encode
+                    ──► one row against the others ──► scores              sides
+                    ──► activation of logits ──► scores, classes           pair, pieces, hypotheses
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sie_adapter.engine.device import to_device
+from sie_adapter.epilogues import dtypes, muvera
+from sie_adapter.heads import Row
+from sie_contracts.errors import InferenceFailed, InvalidInput, SIEError
+from sie_contracts.models.entries import Engine
+from sie_contracts.models.options import TOKEN_STATES
+from sie_contracts.wire.ipc import BatchDone
+from sie_contracts.wire.messages import ArraySlice, Failed, Ok, Outcome, RunOptions
+
+_EPSILON = 1e-12
+Rows = Mapping[str, Sequence[Row]]
+
+
+@dataclass(frozen=True)
+class ClientVectors:
+    """Token vectors that a client sent in the place of a text, float32 [tokens, width]: used as they are."""
+
+    vectors: Tensor
+
+    def __len__(self) -> int:
+        return len(self.vectors)
+
+
+@dataclass
+class ItemResult:
+    """What one input gave: arrays by the names of `messages.Ok`, a score, or the maps of an extraction."""
+
+    arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
+    score: float | None = None
+    data: dict[str, Any] | None = None
+
+
+ItemResults = list[ItemResult | SIEError]
+
+
+def batch_reply(
+    batch: str,
+    answered: Iterable[tuple[ItemResult | SIEError, int]],
+    inference_ms: float,
+    started_s: float,
+    *,
+    padding: int = 0,
+    engine: Engine = "torch",
+) -> BatchDone:
+    """The reply to a batch, from the answer of each input and the tokens that ran for it. `started_s` is when the
+    epilogues began.
+    """
+    outcomes: list[Outcome] = []
+    blocks: list[bytes] = []
+    offset = 0
+    for answer, tokens in answered:
+        if isinstance(answer, SIEError):
+            outcomes.append(Failed(answer.info()))
+            continue
+        outputs = {}
+        for name, array in answer.arrays.items():
+            outputs[name] = ArraySlice(array.dtype.str, array.shape, offset)
+            blocks.append(array.tobytes())
+            offset += array.nbytes
+        outcomes.append(Ok(outputs, tokens, score=answer.score, data=answer.data))
+    block = b"".join(blocks)
+    ended_ms = 1e3 * (time.perf_counter() - started_s)
+    return BatchDone(batch, tuple(outcomes), block, inference_ms, ended_ms, padding, engine=engine)
+
+
+def not_finite() -> InferenceFailed:
+    """The error in the place of a result that must not leave."""
+    return InferenceFailed("the model gave a vector that is not finite, or zero", reason="non_finite")
+
+
+def vectors(options: RunOptions, rows: Rows) -> ItemResults:
+    """The outputs of each input, in order."""
+    count = len(next(iter(rows.values()), ()))
+    results: ItemResults = [ItemResult() for _ in range(count)]
+    for name in options.outputs:
+        if name == "sparse":
+            _add_sparse(options, rows["sparse"], results)
+        elif name in ("multivector", TOKEN_STATES):
+            _add_multivectors(name, options, rows[name], results)
+        elif options.muvera is None:
+            _add_dense(options, torch.stack(list(rows["dense"])), results)
+    if options.muvera is not None and "dense" in options.outputs:
+        tokens = _for_muvera(options, rows["multivector"])
+        _put("dense", options.dtype, muvera.encode(tokens, options.muvera, is_query=options.is_query), results)
+    return results
+
+
+def _for_muvera(options: RunOptions, rows: Sequence[Row]) -> Sequence[Tensor]:
+    """Cut and normalised; what was given is left as it is, unless it is cut."""
+    cut = _cut(torch.cat(_tensors(rows)), options, keep_scale=False).split([len(row) for row in rows])
+    return [
+        row.vectors if isinstance(row, ClientVectors) and not options.dimensions else own
+        for row, own in zip(rows, cut, strict=True)
+    ]
+
+
+def _tensors(rows: Sequence[Row]) -> list[Tensor]:
+    return [row.vectors if isinstance(row, ClientVectors) else row for row in rows]
+
+
+def _cut(vectors: Tensor, options: RunOptions, *, keep_scale: bool) -> Tensor:
+    """The first `dimensions` of each row, then divided by max(norm, 1e-12)."""
+    if not 0 <= options.dimensions <= vectors.shape[-1]:
+        raise InvalidInput(
+            f"dimensions: expected at most {vectors.shape[-1]}, got {options.dimensions}", reason="bad_dimensions"
+        )
+    cut = vectors[..., : options.dimensions] if options.dimensions else vectors
+    return cut if keep_scale else cut / torch.linalg.vector_norm(cut, dim=-1, keepdim=True).clamp_min(_EPSILON)
+
+
+def _add_dense(options: RunOptions, pooled: Tensor, results: ItemResults) -> None:
+    cut = _cut(pooled, options, keep_scale=True)
+    norms = torch.linalg.vector_norm(cut, dim=1, keepdim=True)
+    for item, norm in enumerate(norms.flatten().tolist()):
+        if not 0 < norm < math.inf:
+            results[item] = not_finite()
+    _put("dense", options.dtype, cut / norms.clamp_min(_EPSILON) if options.normalize else cut, results)
+
+
+def _put(name: str, dtype: str, vectors: Tensor, results: ItemResults) -> None:
+    """Row i of `vectors` is the output of input i."""
+    values, scale, offset = dtypes.convert(vectors, dtype)
+    for item, answer in enumerate(results):
+        if _overflows(values[item]):
+            results[item] = _too_large()
+        elif isinstance(answer, ItemResult):
+            answer.arrays[name] = values[item]
+            if scale is not None:
+                answer.arrays[f"{name}.scale"] = scale[item : item + 1]
+            if offset is not None:
+                answer.arrays[f"{name}.offset"] = offset[item : item + 1]
+
+
+def _overflows(values: NDArray[Any]) -> bool:
+    """Of the dtypes only float16 has a smaller range than what it is made from."""
+    return values.dtype == np.float16 and not np.isfinite(values).all()
+
+
+def _too_large() -> InvalidInput:
+    return InvalidInput("a value does not fit float16: ask for float32, or normalise", reason="unsupported_dtype")
+
+
+def _add_multivectors(name: str, options: RunOptions, rows: Sequence[Row], results: ItemResults) -> None:
+    values, scale, offset = dtypes.convert(
+        _cut(torch.cat(_tensors(rows)), options, keep_scale=not options.normalize), options.dtype
+    )
+    ends = np.cumsum([len(row) for row in rows])
+    for item, (answer, stop, row) in enumerate(zip(list(results), ends.tolist(), rows, strict=True)):
+        here = slice(stop - len(row), stop)
+        if _overflows(values[here]):
+            results[item] = _too_large()
+        elif isinstance(answer, ItemResult):
+            answer.arrays[name] = values[here]
+            if scale is not None:
+                answer.arrays[f"{name}.scale"] = scale[here]
+            if offset is not None:
+                answer.arrays[f"{name}.offset"] = offset[here]
+
+
+def _add_sparse(options: RunOptions, rows: Sequence[Row], results: ItemResults) -> None:
+    ends = np.cumsum([len(ids) for ids, _ in rows])
+    joined = torch.cat([weights for _, weights in rows])
+    ids = torch.cat([ids for ids, _ in rows]).cpu().numpy().astype("<i4", copy=False)
+    weights = (joined.half() if options.dtype == "float16" else joined.float()).cpu().numpy()
+    for item, (answer, start, stop) in enumerate(zip(list(results), [0, *ends.tolist()], ends.tolist(), strict=False)):
+        if _overflows(weights[start:stop]):
+            results[item] = _too_large()
+        elif isinstance(answer, ItemResult):
+            answer.arrays["sparse.indices"] = ids[start:stop]
+            answer.arrays["sparse.values"] = weights[start:stop]
+
+
+def side_scores(options: RunOptions, query: Mapping[str, Row], documents: Rows, *, per_row: bool) -> ItemResults:
+    """Each document against the query: the outputs' scores, weighted where there are several.
+
+    dense: cosine. sparse: the sum over shared ids. multivector: the sum over query rows of the best document row
+    (MaxSim), divided by the number of query rows if `per_row`, as BGE-M3 does.
+    """
+    requested_weights = options.parameters.get("score_weights") or {"dense": 0.4, "sparse": 0.2, "colbert": 0.4}
+    weights = {
+        name: float(requested_weights.get("colbert" if name == "multivector" else name, 0.0))
+        for name in options.outputs
+    }
+    if len(weights) == 1:
+        weights = dict.fromkeys(weights, 1.0)
+    total: Tensor | None = None
+    for name, weight in weights.items():
+        score = _SIDES[name](query[name], documents[name])
+        if name == "multivector" and per_row:
+            score = score / max(1, len(query[name]))
+        total = score * weight if total is None else total + score * weight
+    assert total is not None
+    scores = total / sum(weights.values())
+    if is_relevance(options):
+        scores = scores.double()
+        if "sparse" in weights:
+            scores = scores / (1 + scores.abs())  # a sum of products has no bound
+        elif "multivector" in weights and not per_row:
+            scores = scores / max(1, len(query["multivector"]))
+        scores = ((1 + scores) / 2).clamp(0, 1)  # a cosine of float32 is above 1 by its rounding
+    return _scores(scores)
+
+
+def is_relevance(options: RunOptions) -> bool:
+    """Whether a score is wanted as a number from 0 to 1 that grows with it: what rerankers of other makers answer."""
+    return bool(options.parameters.get("relevance"))
+
+
+def _dense_scores(query: Tensor, documents: Sequence[Row]) -> Tensor:
+    return F.normalize(torch.stack(list(documents)), dim=1, eps=_EPSILON) @ F.normalize(query, dim=0, eps=_EPSILON)
+
+
+def _sparse_scores(query: Row, documents: Sequence[Row]) -> Tensor:
+    device = documents[0][0].device
+    ids, weights = (part.to(device) for part in query)  # one that needed no pass may be on the host
+    counts = torch.tensor([len(names) for names, _ in documents], device=device)
+    names, values = torch.cat([names for names, _ in documents]), torch.cat([values for _, values in documents])
+    if not len(ids):
+        return torch.zeros(len(documents), device=ids.device)
+    place = torch.searchsorted(ids, names).clamp_max(len(ids) - 1)
+    products = torch.where(ids[place] == names, values * weights[place], 0.0)
+    owner = torch.repeat_interleave(torch.arange(len(documents), device=ids.device), counts)
+    return torch.zeros(len(documents), device=ids.device).index_add_(0, owner, products)
+
+
+def _unit_rows(row: Row) -> Tensor:
+    """Token vectors as they are compared: normalised, but as they are where a client gave them."""
+    return row.vectors if isinstance(row, ClientVectors) else F.normalize(row, dim=1, eps=_EPSILON)
+
+
+def _late_scores(query: Row, documents: Sequence[Row]) -> Tensor:
+    unit = _unit_rows(query)
+    if not len(unit):
+        return unit.new_zeros(len(documents))
+    if unit.device.type == "cuda":  # a kernel for each document would take longer to start than to run
+        return _late_scores_at_once(unit, documents)
+    scores = []
+    for document in documents:  # one after the other: a padded product would be as large as the longest of them
+        best = unit @ _unit_rows(document).T
+        scores.append(best.amax(1).sum() if best.shape[1] else best.new_zeros(()))
+    return torch.stack(scores)
+
+
+def _late_scores_at_once(query: Tensor, documents: Sequence[Row]) -> Tensor:
+    """The same with one product. `query`: [rows, width], normalised. By offsets, since lengths would be checked on the
+    host.
+    """
+    lengths = np.array([len(document) for document in documents], np.int64)
+    if any(isinstance(document, ClientVectors) for document in documents):
+        rows = torch.cat([_unit_rows(document) for document in documents])
+    else:
+        rows = F.normalize(torch.cat(list(documents)), dim=1, eps=_EPSILON)
+    products = rows @ query.T
+    offsets = to_device(np.concatenate([[0], np.cumsum(lengths)]), query.device)
+    best = torch.segment_reduce(products, "max", offsets=offsets)
+    return torch.where(to_device(lengths > 0, query.device), best.sum(1), 0.0)
+
+
+_SIDES = {"dense": _dense_scores, "sparse": _sparse_scores, "multivector": _late_scores}
+
+
+def _scores(values: Tensor) -> ItemResults:
+    return [ItemResult(score=score) if np.isfinite(score) else not_finite() for score in values.cpu().double().tolist()]
+
+
+def class_scores(options: RunOptions, logits: Sequence[Row], activation: str) -> ItemResults:
+    """The score of each pair, from float32 logits [1], or the probability of the last class from [labels].
+
+    With `raw_scores` a score is the logit, of two classes the difference of both: as Text Embeddings Inference and
+    Infinity answer.
+    """
+    stacked = torch.stack(list(logits)).double()  # activations in float32 would make ties of large logits
+    if activation == "softmax":
+        stacked = stacked[:, -1:] - stacked[:, :-1].logsumexp(1, keepdim=True)
+    is_probability = activation != "identity" or is_relevance(options)
+    if is_probability and not options.parameters.get("raw_scores"):
+        stacked = torch.sigmoid(stacked)
+    return _scores(stacked[:, -1])
+
+
+def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], activation: str) -> ItemResults:
+    """The classes of each text, best first, from float32 logits [classes]: all of them, or those that the labels of a
+    request name.
+
+    With `raw_scores` a score is the logit. Source: transformers' text classification pipeline.
+    """
+    if unknown := [label for label in options.labels if label not in names]:
+        listed = ", ".join(names[:20]) + (", .." if len(names) > 20 else "")
+        raise InvalidInput(
+            f"labels: {len(unknown)} of them are no classes of the model, it has {listed}",
+            reason="labels",
+            param="labels",
+        )
+    scores = torch.stack(list(logits))
+    if not options.parameters.get("raw_scores"):
+        scores = (
+            torch.sigmoid(scores)
+            if activation == "sigmoid"
+            else torch.softmax(scores, 1)
+            if activation == "softmax"
+            else scores
+        )
+    results: ItemResults = []
+    for row in scores.cpu().double().tolist():
+        ordered = sorted(zip(names, row, strict=True), key=lambda pair: -pair[1])
+        chosen = (pair for pair in ordered if not options.labels or pair[0] in options.labels)
+        classifications = [
+            {"label": label, "score": score}
+            for label, score in chosen
+            if options.threshold is None or score >= options.threshold
+        ]
+        results.append(ItemResult(data={"classifications": classifications}))
+    return results
+
+
+def answer_scores(options: RunOptions, logits: Sequence[Row], *, difference: bool) -> ItemResults:
+    """From float32 logits [no, yes]: P(yes) of the softmax of both, or yes - no, as with `raw_scores`."""
+    stacked = torch.stack(list(logits)).double()  # as in class_scores
+    gaps = stacked[:, 1] - stacked[:, 0]
+    is_raw = options.parameters.get("raw_scores") or (difference and not is_relevance(options))
+    return _scores(gaps if is_raw else torch.sigmoid(gaps))
+
+
+def zero_shot(options: RunOptions, logits: Sequence[Row], entailment: int, contradiction: int) -> ItemResults:
+    """The probability of each label of each text, best first, from the logits [classes] of (text, hypothesis of the
+    label).
+
+    One label of several: softmax of the entailment logits over the labels. Several labels at once, or only one: softmax
+    of contradiction and entailment, each label by itself. Source: transformers' zero-shot classification pipeline.
+    """
+    labels = options.labels
+    stacked = torch.stack(list(logits)).unflatten(0, (-1, len(labels)))
+    if options.parameters.get("multi_label") or len(labels) == 1:
+        shares = torch.softmax(stacked[..., [contradiction, entailment]], -1)[..., 1]
+    else:
+        shares = torch.softmax(stacked[..., entailment], -1)
+    least = options.threshold or 0.0
+    results: ItemResults = []
+    for row in shares.cpu().double().tolist():
+        ordered = sorted(zip(labels, row, strict=True), key=lambda pair: -pair[1])
+        results.append(
+            ItemResult(
+                data={
+                    "classifications": [{"label": label, "score": score} for label, score in ordered if score >= least]
+                }
+            )
+        )
+    return results

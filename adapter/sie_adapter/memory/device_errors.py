@@ -1,0 +1,68 @@
+"""Classification of exceptions of the device: out of memory, or lost."""
+
+from __future__ import annotations
+
+import errno
+import re
+
+from sie_contracts.errors import InternalFailure
+
+# Messages of torch's allocator, the mapping of a file, oneDNN, C++ and a thread that finds no room for its stack on a
+# CPU: all of them raise a bare RuntimeError, so the text decides. On CUDA the libraries and the driver allocate too,
+# for a handle or for the code of a kernel: the context survives that.
+_ALLOCATION = (
+    "DefaultCPUAllocator",
+    "Cannot allocate memory",
+    "could not create a memory",
+    "bad_alloc",
+    "can't start new thread",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+
+
+# oneDNN gives no reason. A primitive whose descriptor it could make lacks nothing but memory for its code. One without
+# a descriptor is an operation that oneDNN does not have, such as a product of two precisions.
+_NO_PRIMITIVE = re.compile("could not create a primitive(?! descriptor)")
+
+
+def cancelled() -> InternalFailure:
+    """The error of a batch that was interrupted."""
+    return InternalFailure("nobody waits for the answer any more", reason="cancelled")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed."""
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    if isinstance(error, OSError):  # the kernel had none, not even to list a folder
+        return error.errno == errno.ENOMEM
+    if type(error) not in (RuntimeError, torch.AcceleratorError):
+        return False
+    return is_primitive_refused(error) or any(text in str(error) for text in _ALLOCATION)
+
+
+def is_primitive_refused(error: BaseException) -> bool:
+    """Whether oneDNN found no memory for the code of a primitive."""
+    return _NO_PRIMITIVE.search(str(error)) is not None
+
+
+# CUDA refuses to start a kernel, that of a package built for another card for instance: nothing ran, and the context is
+# whole.
+_NOT_STARTED = (
+    "no kernel image is available",
+    "invalid device function",
+    "invalid configuration argument",
+    "too many resources requested for launch",
+)
+
+
+def is_device_fatal(error: BaseException) -> bool:
+    """Whether the device is lost with this error: asynchronous CUDA errors stay in the context for good."""
+    import torch
+
+    survived = is_out_of_memory(error) or any(text in str(error) for text in _NOT_STARTED)
+    return isinstance(error, torch.AcceleratorError) and not survived

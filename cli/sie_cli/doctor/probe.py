@@ -1,0 +1,391 @@
+"""Probe a cluster for the checks: gateways, the broker, heartbeats, the config service, sockets, each read once however
+many checks need it.
+
+    check ──► ClusterProbe.gateways() ┐
+    check ──► ClusterProbe.gateways() ┴──► one task, whose outcome both get
+
+A check that is out of time gives up its wait, not the task. Tokens go only where settings say that they belong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import stat
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import httpx
+import msgspec
+
+from sie_cli.cluster import CONFIG_URL, SOURCE, Cluster
+from sie_cli.data_dir import sockets_folder
+from sie_contracts.settings import Secret, public_url
+from sie_contracts.wire import heartbeats, ipc, topology
+from sie_contracts.wire.configs import ConfigEpoch
+from sie_contracts.wire.heartbeats import GatewayBeat, Heartbeat
+
+if TYPE_CHECKING:
+    from sie_broker import CoreMessage
+    from sie_broker.nats import NatsBroker
+
+
+CALL_S = 3.0  # of one question over HTTP or a socket
+BEAT_MARGIN_S = 1.0  # a heartbeat may come so much later than its interval
+GATEWAYS_S = 1.5  # every gateway announces itself within it
+T = TypeVar("T")
+
+
+class CheckSkipped(Exception):
+    """A check could not look: the reason."""
+
+
+class NotApplicable(Exception):
+    """There is nothing here for a check to look at: the reason."""
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """One answer over HTTP, or `trouble`: why there is none. `ahead_s`: the server's wall clock less ours, by the id
+    that it gave the request, at most `margin_s` off; None where it gave none.
+    """
+
+    url: str
+    status: int = 0
+    body: bytes = b""
+    trouble: str = ""
+    version: str = ""
+    ahead_s: float | None = None
+    margin_s: float = 0.0
+
+    @property
+    def is_sie(self) -> bool:
+        return bool(self.version)
+
+    def json(self) -> dict[str, Any]:
+        """The body; nothing where it is no JSON map."""
+        try:
+            return msgspec.json.decode(self.body, type=dict[str, Any])
+        except msgspec.DecodeError:
+            return {}
+
+
+@dataclass
+class Heartbeats:
+    """Who announced itself at the broker so far, by name. It goes on to listen."""
+
+    workers: dict[str, Heartbeat] = field(default_factory=dict)
+    gateways: dict[str, GatewayBeat] = field(default_factory=dict)
+    unreadable: set[str] = field(default_factory=set)  # subjects of what this version cannot read
+    came: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def on_worker(self, message: CoreMessage) -> None:
+        try:
+            beat = heartbeats.decode_heartbeat(message.data)
+        except msgspec.DecodeError:
+            self.unreadable.add(message.subject)
+        else:
+            self.workers[beat.worker] = beat
+        self.came.set()
+
+    async def on_gateway(self, message: CoreMessage) -> None:
+        try:
+            beat = heartbeats.decode_gateway(message.data)
+        except msgspec.DecodeError:
+            self.unreadable.add(message.subject)
+        else:
+            if beat.leaving:
+                self.gateways.pop(beat.gateway, None)
+            else:
+                self.gateways[beat.gateway] = beat
+        self.came.set()
+
+
+@dataclass(frozen=True)
+class AdapterSocket:
+    """One socket of an adapter. `wrong` and `fix` where something is; `description` where it answered."""
+
+    path: Path
+    wrong: str = ""
+    fix: str = ""
+    description: ipc.Description | None = None
+    is_unseen: bool = False  # this user may not look
+
+
+class ClusterProbe:
+    """What a run of doctor has seen of a cluster. Use `looking` to make one."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.settings = cluster.settings
+        self.data_dir = cluster.data_dir
+        self._tasks: dict[str, asyncio.Task[Any]] = {}
+        self._client = httpx.AsyncClient(timeout=CALL_S, trust_env=False)
+        self._open: NatsBroker | None = None
+
+    @property
+    def serve(self) -> str:
+        """The command that starts `sie serve` with this data directory."""
+        return self.cluster.serve
+
+    async def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        if self._open is not None:
+            await self._open.close()
+        await self._client.aclose()
+
+    async def _once(self, name: str, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        if name not in self._tasks:
+            self._tasks[name] = asyncio.create_task(make(), name=name)
+        result: T = await asyncio.shield(self._tasks[name])
+        return result
+
+    # ---- HTTP
+
+    async def get(self, url: str, path: str, token: Secret | None = None) -> ProbeResult:
+        """One question. Never raises for what a server or its absence does."""
+        headers = {"authorization": f"Bearer {token.reveal()}"} if token else {}
+        asked_s = time.time()
+        try:
+            async with asyncio.timeout(CALL_S):
+                response = await self._client.get(url.rstrip("/") + path, headers=headers)
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError) as error:
+            return ProbeResult(public_url(url), trouble=str(error)[:200] or type(error).__name__)
+        answered_s = time.time()
+        named_s = _time_of_id(response.headers.get("x-sie-request-id", ""))
+        ahead_s = None if named_s is None else named_s - (asked_s + answered_s) / 2
+        return ProbeResult(
+            public_url(url),
+            response.status_code,
+            response.content,
+            "",
+            response.headers.get("x-sie-version", ""),
+            ahead_s,
+            (answered_s - asked_s) / 2,
+        )
+
+    async def gateways(self) -> list[ProbeResult]:
+        """`/health` of each gateway that is named."""
+        return await self._once("gateways", self._ask_gateways)
+
+    async def _ask_gateways(self) -> list[ProbeResult]:
+        cluster = self.cluster
+        if cluster.is_named and self.settings.gateway_url is None and cluster.local() is None:
+            # whoever answers at the default address is another one
+            return [ProbeResult(cluster.gateway_urls[0], trouble=f"nothing runs with {self.data_dir}")]
+        requests = (self.get(url, "/health", cluster.gateway_token) for url in cluster.gateway_urls)
+        return list(await asyncio.gather(*requests))
+
+    async def health(self) -> dict[str, Any]:
+        """What the first gateway that answers tells; nothing where none does."""
+        for reply in await self.gateways():
+            if reply.status == 200 and reply.is_sie:
+                return reply.json()
+        return {}
+
+    async def is_standalone(self) -> bool:
+        health = await self.health()
+        return bool(health) and health.get("nats_url") is None
+
+    async def config_url(self) -> str:
+        """Empty where nobody says where the config service is."""
+        return self.settings.config_service_url or str((await self.health()).get("config_url") or "")
+
+    async def config(self) -> ProbeResult:
+        """The config service's epoch. Raises NotApplicable, CheckSkipped."""
+        return await self._once("config", self.ask_config)
+
+    async def ask_config(self) -> ProbeResult:
+        """As `config`, asked anew."""
+        if await self.is_standalone():
+            raise NotApplicable("the catalogue is in the gateway's own process (--standalone)")
+        url = await self.config_url()
+        if not url:
+            raise CheckSkipped("which config service? Give --config-service-url, or a gateway that tells its own")
+        return await self.get(url, "/v1/configs/epoch", self.config_token)
+
+    @property
+    def config_token(self) -> Secret | None:
+        """What the config service is shown: nothing, if its address is of the command line or what a gateway told."""
+        is_known = self.cluster.sources.get(CONFIG_URL) in ("environment", SOURCE)
+        return self.cluster.config_token(writes=False) if is_known else None
+
+    @staticmethod
+    def epoch_of(reply: ProbeResult) -> ConfigEpoch | None:
+        try:
+            return msgspec.json.decode(reply.body, type=ConfigEpoch) if reply.status == 200 else None
+        except msgspec.DecodeError:
+            return None
+
+    # ---- the broker
+
+    async def broker_url(self) -> str:
+        """Raises NotApplicable, CheckSkipped."""
+        if self.settings.nats_url:
+            return self.settings.nats_url
+        health = await self.health()
+        if health and health.get("nats_url") is None:
+            raise NotApplicable("the queue is in the gateway's own process (--standalone)")
+        if not health:
+            raise CheckSkipped("which broker? Give --nats-url, or a gateway that tells its own")
+        return str(health["nats_url"])
+
+    async def broker(self) -> NatsBroker:
+        """A connection. Raises NotApplicable, CheckSkipped, BrokerUnavailable."""
+        return await self._once("broker", self._connect)
+
+    async def _connect(self) -> NatsBroker:
+        self._open = await self.cluster.open_broker("sie-doctor", await self.broker_url())
+        return self._open
+
+    async def stream_broker(self) -> NatsBroker:
+        """The connection for a check that needs streams. Raises NotApplicable, CheckSkipped."""
+        from sie_broker import BrokerUnavailable
+
+        try:
+            broker = await self.broker()
+        except BrokerUnavailable as error:
+            raise CheckSkipped("there is no connection to the broker") from error
+        if not broker.server[1]:
+            raise CheckSkipped("the broker has no JetStream")
+        return broker
+
+    async def heartbeats(self) -> Heartbeats:
+        """Announcements of a heartbeat's interval, or of less once all whom the gateways know were heard. Raises
+        Absent, Blind.
+        """
+        return await self._once("heard", self._listen)
+
+    async def _listen(self) -> Heartbeats:
+        from sie_broker import BrokerUnavailable
+
+        try:
+            broker = await self.broker()
+        except BrokerUnavailable as error:
+            raise CheckSkipped("there is no connection to the broker") from error
+        beats = Heartbeats()
+        await broker.subscribe(f"{topology.HEALTH_SUBJECT}.*", beats.on_worker)
+        await broker.subscribe(f"{topology.GATEWAY_SUBJECT}.*", beats.on_gateway)
+        begun_s = time.monotonic()
+        expected = {info["name"] for info in (await self.health()).get("workers", ())}
+        await asyncio.sleep(GATEWAYS_S)  # nothing ends it sooner: how many gateways there are nobody knows
+        end_s = begun_s + self.settings.health_publish_interval_ms / 1000 + BEAT_MARGIN_S
+        while not (expected and expected <= beats.workers.keys() and beats.gateways) and time.monotonic() < end_s:
+            beats.came.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(asyncio.get_running_loop().time() + end_s - time.monotonic()):
+                    await beats.came.wait()
+        if expected and not beats.workers:
+            raise CheckSkipped(
+                "no heartbeat is heard, but the gateway hears some: the broker's user may not subscribe to them"
+            )
+        return beats
+
+    # ---- sockets
+
+    async def sockets(self) -> list[AdapterSocket]:
+        """Those of the workers on this machine. Raises NotApplicable, CheckSkipped."""
+        return await self._once("sockets", self._ask_sockets)
+
+    async def _ask_sockets(self) -> list[AdapterSocket]:
+        paths = self._socket_paths()
+        if not paths:
+            raise NotApplicable(
+                "no worker on this machine: neither SIE_IPC_SOCKET_PATH is set nor is there a socket of `sie serve`"
+            )
+        return list(await asyncio.gather(*map(probe_socket, paths)))
+
+    def _socket_paths(self) -> list[Path]:
+        named, run = Path(self.settings.ipc_socket_path), sockets_folder(self.data_dir)
+        if run.exists() and not os.access(run, os.R_OK | os.X_OK):
+            raise CheckSkipped(f"{run} belongs to another user: run as the one of `sie serve`")
+        paths = [named] if self.cluster.is_given("SIE_IPC_SOCKET_PATH") or named.exists() else []
+        return paths + sorted(run.glob("worker-*.sock"))
+
+
+async def probe_socket(path: Path) -> AdapterSocket:
+    """Look at a socket and ask the adapter behind it for its description."""
+    restart = (
+        f"start the adapter again, with SIE_IPC_SOCKET_PATH={path} as the sidecar has it; its log says why it ended"
+    )
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        return AdapterSocket(path, f"{path}: there is no such socket, so no adapter listens", restart)
+    except PermissionError:
+        return AdapterSocket(path, is_unseen=True)
+    if not stat.S_ISSOCK(status.st_mode):
+        return AdapterSocket(
+            path,
+            f"{path} is no socket",
+            "remove that file, or set SIE_IPC_SOCKET_PATH of sidecar and adapter to another one",
+        )
+    if status.st_mode & 0o077:
+        wrong = f"{path} may be opened by other users (mode {stat.S_IMODE(status.st_mode):04o}, expected 0600)"
+        return AdapterSocket(path, wrong, f"chmod 600 {path}, and find out who changed it: the adapter makes it so")
+    if status.st_uid != os.geteuid():
+        return AdapterSocket(path, is_unseen=True)  # an adapter answers its own user alone
+    try:
+        async with asyncio.timeout(CALL_S):
+            answer = await _describe(path)
+    except TimeoutError:  # an OSError too
+        return AdapterSocket(
+            path,
+            f"{path}: the adapter takes connections, but no answer comes within {CALL_S:g} s",
+            f"kill it; {restart}",
+        )
+    except (OSError, EOFError) as error:
+        return AdapterSocket(path, f"{path} refuses ({type(error).__name__}): nobody listens behind it", restart)
+    except ipc.FrameError:
+        answer = None
+    if not isinstance(answer, ipc.Description) or answer.protocol != ipc.PROTOCOL:
+        wrong = f"{path}: what listens there does not speak protocol {ipc.PROTOCOL} of this version"
+        return AdapterSocket(path, wrong, "install the same version of sidecar and adapter")
+    return AdapterSocket(path, description=answer)
+
+
+async def _describe(path: Path) -> ipc.Reply:
+    """Raises OSError, EOFError, FrameError."""
+    reader, writer = await asyncio.open_unix_connection(str(path))
+    try:
+        writer.write(ipc.frame(ipc.Describe()))
+        await writer.drain()
+        return ipc.reply(await ipc.read_frame(reader))
+    finally:
+        writer.close()
+
+
+def _time_of_id(request_id: str) -> float | None:
+    """When a UUID of version 7 was made, seconds since 1970."""
+    try:
+        parsed = uuid.UUID(request_id)
+    except ValueError:
+        return None
+    return (parsed.int >> 80) / 1000 if parsed.version == 7 else None
+
+
+@contextlib.asynccontextmanager
+async def open_probe(cluster: Cluster) -> AsyncIterator[ClusterProbe]:
+    probe = ClusterProbe(cluster)
+    try:
+        yield probe
+    finally:
+        await probe.close()
+
+
+class Finding(NamedTuple):
+    """One line what is wrong, one line what mends it."""
+
+    wrong: str
+    fix: str
+
+
+CheckResult = tuple[str, list[Finding]]
+Check = Callable[[ClusterProbe], Awaitable[CheckResult]]

@@ -1,0 +1,72 @@
+"""The home of a user who has none: a container often runs as a user id that no one has given a name or a folder.
+
+Libraries below SIE ask for both, as torch does for the name and Hugging Face for the folder, so they are settled in the
+environment, which the processes that are started inherit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import sys
+import tempfile
+from collections.abc import MutableMapping
+from pathlib import Path
+
+from sie_cli.data_dir import private_folder
+from sie_contracts.settings import SettingError
+
+
+def settle(environ: MutableMapping[str, str]) -> None:
+    """Set HOME, where it is unset or can never be written to, and USER, where the user has no name.
+
+    HOME is then the folder of the user database, else `sie-UID` in the directory for temporary files, for this user
+    alone. Raises SettingError if that belongs to somebody else.
+    """
+    user: pwd.struct_passwd | None = None
+    with contextlib.suppress(KeyError):
+        user = pwd.getpwuid(os.geteuid())
+    if user is None and not (environ.get("LOGNAME") or environ.get("USER")):
+        environ["USER"] = f"uid-{os.geteuid()}"
+    named = environ.get("HOME", "")
+    if _is_usable(named):
+        return
+    if user is not None and _is_usable(user.pw_dir):
+        environ["HOME"] = user.pw_dir
+        return
+    folder = _temporary()
+    environ["HOME"] = str(folder)
+    try:
+        private_folder(folder)
+    except SettingError:
+        why = f"{named or 'unset'}, and {folder} is another user's: name a folder where this user may write"
+        raise SettingError("HOME", why) from None
+    except OSError:  # nothing can be written there; commands that write name the setting of their folder
+        return
+    state = "is unset" if not named else f"is {named}, where this user may not write"
+    sys.stderr.write(f"HOME {state}: data and caches are in {folder}, until it is cleared\n")
+
+
+def _is_usable(home: str) -> bool:
+    """Whether this is a folder that this user may enter, or one that can be made.
+
+    Parts of one that is read-only may be volumes of their own. The root, which is the home of users without one in
+    containers, is none.
+    """
+    if not os.path.isabs(home):
+        return False
+    place = Path(home)
+    if place.is_dir() and place != Path("/"):
+        return os.access(place, os.X_OK)
+    while not os.path.exists(place):
+        place = place.parent
+    return place.is_dir() and os.access(place, os.W_OK | os.X_OK)
+
+
+def _temporary() -> Path:
+    try:
+        parent = tempfile.gettempdir()
+    except FileNotFoundError:  # none can be written to
+        parent = os.environ.get("TMPDIR") or "/tmp"  # noqa: S108  nothing is written
+    return Path(parent, f"sie-{os.geteuid()}")

@@ -1,0 +1,376 @@
+"""A job: the request that starts it, its progress until it ends, its state in words."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from sie_cli import display
+from sie_cli.display import counted, printable
+from sie_cli.moments import future, local, moment, span
+from sie_cli.refusal import CommandRefused
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.progress import Progress as Bars
+
+    from sie_client import Job
+    from sie_client.jobs import JobInfo
+    from sie_client.types import JobOptions, Progress
+    from sie_contracts.api.jobs import Forecast, JobError
+
+
+COMPLETED, OTHERWISE, ROWS_FAILED = 0, 1, 3  # statuses
+
+
+def exit_status(info: JobInfo) -> int:
+    """Of a command that is about the outcome of a job."""
+    if info.state != "completed":
+        return OTHERWISE
+    return ROWS_FAILED if info.counts.failed or info.broken else COMPLETED
+
+
+def rows_text(info: JobInfo) -> str:
+    """How many rows are answered, and how."""
+    counts = info.counts
+    parts = [
+        f"{counts.done:,} rows" if counts.rows is None else f"{counts.done:,} of {counts.rows:,} rows",
+        f"{counts.failed:,} with an error" if counts.failed else "",
+        f"{counts.reused:,} reused" if counts.reused else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def percent_done(info: JobInfo) -> int | None:
+    """Of its rows; None before they are counted."""
+    total = info.counts.rows
+    return None if total is None else 100 if not total else 100 * info.counts.done // total
+
+
+def forecast_text(estimate: Forecast, deadline_s: float, now_s: float) -> str:
+    """When it will be done, at which rate, and whether that is in time."""
+    workers = counted(estimate.workers, "worker")
+    text = (
+        f"{estimate.rows_per_s:,.0f} rows/s by {workers}, done at {local(estimate.done_at, now_s)} ± "
+        f"{span(estimate.plus_minus_s)}"
+    )
+    if not deadline_s:
+        return text
+    if estimate.done_at + estimate.plus_minus_s <= deadline_s:
+        return f"{text}, before its deadline {local(deadline_s, now_s)}"
+    needed = estimate.workers_needed
+    wants = "" if needed is None else f": {counted(needed, 'worker')} would keep it"
+    return f"{text}, perhaps after its deadline {local(deadline_s, now_s)}{wants}"
+
+
+def errors_text(info: JobInfo) -> str:
+    """Rows with an error by its code, the most frequent first."""
+    counts = sorted(info.errors.items(), key=lambda item: -item[1])
+    return ", ".join(f"{printable(code)} {count:,}" for code, count in counts)
+
+
+def problem_text(error: JobError) -> str:
+    """Its code, message and field."""
+    return printable(
+        f"{error.code}: {error.message}"
+        + (f" ({error.param})" if error.param and error.param not in error.message else "")
+    )
+
+
+def progress_lines(info: JobInfo, now_s: float) -> list[str]:
+    """Some lines: what it does, and what is wrong."""
+    share = percent_done(info)
+    first = f"{printable(info.id)} {printable(info.state)}"
+    lines = [f"{first}, {rows_text(info)}" + ("" if share is None else f" ({share} %)")]
+    if info.forecast is not None and not info.has_ended:
+        lines.append(forecast_text(info.forecast, _deadline(info), now_s))
+    if info.errors:
+        lines.append(f"errors: {errors_text(info)}")
+    if info.trouble is not None and not info.has_ended:
+        lines.append(f"waits: {problem_text(info.trouble)}")
+    if info.error is not None:
+        lines.append(problem_text(info.error))
+    return lines
+
+
+def _deadline(info: JobInfo) -> float:
+    deadline = info.request.get("deadline")
+    return float(deadline) if isinstance(deadline, int | float) else 0.0
+
+
+def jobs_table(infos: Iterable[JobInfo]) -> list[tuple[str, ...]]:
+    """A line for each job, and a header."""
+    lines: list[tuple[str, ...]] = [("ID", "CREATED (UTC)", "STATE", "ROWS", "DONE", "ERRORS", "MODEL", "NAME")]
+    for info in infos:
+        counts, share = info.counts, percent_done(info)
+        total = "?" if counts.rows is None else f"{counts.rows:,}"
+        done = f"{counts.done:,}" if share is None else f"{share} %"
+        words = (info.id, moment(info.created_at), info.state, total, done, f"{counts.failed:,}", info.model, info.name)
+        lines.append(tuple(map(printable, words)))
+    return lines
+
+
+def job_facts(info: JobInfo, now_s: float) -> dict[str, str]:
+    """Everything that is known of a job."""
+    counts, request = info.counts, info.request
+    shards = "?" if counts.shards is None else f"{counts.shards:,}"
+    fields = {
+        "id": info.id,
+        "name": info.name,
+        "state": info.state,
+        "model": info.model,
+        "operation": info.operation,
+        "owner": info.owner,
+        "created": f"{moment(info.created_at)} UTC",
+        "started": "" if info.started_at is None else f"{moment(info.started_at)} UTC",
+        "ended": "" if info.ended_at is None else f"{moment(info.ended_at)} UTC",
+        "rows": rows_text(info),
+        "shards": f"{counts.shards_done:,} of {shards}"
+        + (f", {counts.shards_failed:,} failed" if counts.shards_failed else ""),
+        "tokens": f"{counts.tokens:,}",
+        "errors": errors_text(info),
+        "error": "" if info.error is None else problem_text(info.error),
+        "waits": "" if info.trouble is None or info.has_ended else problem_text(info.trouble),
+        "forecast": ""
+        if info.forecast is None or info.has_ended
+        else forecast_text(info.forecast, _deadline(info), now_s),
+        "output": info.output_url or f"kept with the job: sie jobs result {info.id} FOLDER",
+        "fingerprint": info.fingerprint,
+    }
+    requested = {name: value for name, value in request.items() if name not in ("model", "operation", "name")}
+    fields |= {name: _plain(value) for name, value in _flat(requested)}
+    fields |= {f"broken {number}": line for number, line in enumerate(info.broken, 1)}
+    return {name: printable(value) for name, value in fields.items() if value}
+
+
+def _flat(request: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The fields of input and output beside the others."""
+    fields: list[tuple[str, Any]] = []
+    for name, value in request.items():
+        if name in ("input", "output") and isinstance(value, Mapping):
+            fields += [(f"{name}.{inner}", inner_value) for inner, inner_value in value.items()]
+        elif name == "deadline" and isinstance(value, int | float):
+            fields.append((name, f"{moment(value)} UTC" if value else ""))
+        else:
+            fields.append((name, value))
+    return fields
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, str):
+        return value.replace("\n", "\\n")
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}={_plain(inner)}" for name, inner in value.items())
+    if isinstance(value, Sequence):
+        return ", ".join(map(_plain, value))
+    return str(value)
+
+
+def failures_table(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """Rows that failed, as a table."""
+    lines: list[tuple[str, ...]] = [("ROW", "ERROR")]
+    for row in rows:
+        error = row.get("error")
+        text = f"{error.get('code', '')}: {error.get('message', '')}" if isinstance(error, Mapping) else str(error)
+        lines.append((printable(str(row.get("id", "?"))), printable(text)))
+    return lines
+
+
+def hint_at_failures(job: JobInfo) -> None:
+    """Say how to learn why rows have an error."""
+    if job.counts.failed:
+        click.echo(f"`sie jobs show {job.id} --failed` says why rows have an error", err=True)
+
+
+@dataclass(frozen=True)
+class OutputPlace:
+    """Where the output goes: an address, or a folder of this machine that is filled once the job has ended. Neither: it
+    is kept with the job. `is_made`: the folder was not there before.
+    """
+
+    url: str = ""
+    folder: Path | None = None
+    is_made: bool = False
+
+    @classmethod
+    def from_option(cls, text: str | None, *, is_new: bool = True) -> OutputPlace:
+        """Raises CommandRefused for a folder that cannot be made, or where it `is_new` has the files of a job."""
+        if text is None:
+            return cls()
+        if "://" in text:
+            return cls(url=text)
+        folder = Path(text).expanduser()
+        if is_new and (folder / "manifest.json").exists():
+            raise CommandRefused(f"{folder} has the files of another job: name another folder")
+        is_made = not folder.exists()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CommandRefused(f"{folder}: {error.strerror}") from error
+        return cls(folder=folder, is_made=is_made)
+
+    def unmade(self) -> None:
+        """Remove a folder that was made for a job which there is not. One that has files stays."""
+        if self.folder is not None and self.is_made:
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()
+
+
+def parse_params(pairs: Iterable[str]) -> dict[str, Any]:
+    """Of `KEY=JSON`; what is no JSON is text. Raises BadParameter."""
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        name, mark, value = pair.partition("=")
+        if not (name.strip() and mark):
+            raise click.BadParameter(f"{pair[:80]}: expected KEY=VALUE, such as dimensions=256", param_hint="--param")
+        try:
+            values[name.strip()] = msgspec.json.decode(value)
+        except msgspec.DecodeError:
+            values[name.strip()] = value
+    return values
+
+
+def parse_metadata(pairs: Iterable[str]) -> dict[str, str]:
+    """Of `KEY=TEXT`. Raises BadParameter."""
+    texts = dict[str, str]()
+    for pair in pairs:
+        name, mark, value = pair.partition("=")
+        if not (name and mark):
+            raise click.BadParameter(f"{pair[:80]}: expected KEY=TEXT", param_hint="--metadata")
+        texts[name] = value
+    return texts
+
+
+def submit_options(values: dict[str, Any], place: OutputPlace) -> JobOptions:
+    """What was given, in the client's words; the rest is left to the server. Raises BadParameter."""
+    if values["operation"] is None and (values["query"] or values["document"]):
+        values["operation"] = "score"
+    output = {"url": place.url, **{name: values.pop(name) for name in ("format", "sink", "collection")}}
+    output = {name: value for name, value in output.items() if value}
+    keep = [name.strip() for names in values.pop("keep") for name in names.split(",") if name.strip()]
+    job_options: dict[str, Any] = {
+        **values,
+        "output": output or None,
+        "keep": keep or None,
+        "params": parse_params(values["params"]) or None,
+        "metadata": parse_metadata(values["metadata"]) or None,
+        "deadline": future(values["deadline"]) if values["deadline"] else None,
+        "windows": list(values["windows"]) or None,
+    }
+    for name in ("text", "query", "document"):  # a shell has no easy way to write a line break
+        job_options[name] = job_options[name].replace("\\n", "\n") if job_options[name] else None
+    return {name: value for name, value in job_options.items() if value not in (None, False, "")}  # type: ignore[return-value]
+
+
+INTERRUPTED = 130  # as a shell tells of Ctrl-C
+BAR = 40
+
+
+class _Stuck(Exception):
+    """A job does not go on by itself."""
+
+
+def follow(job: Job, *, err: bool, as_json: bool = False, also: str = "") -> None:
+    """Until it has ended, however that is, or is paused by an error, which only people mend. `err`: progress goes to
+    standard error. Ctrl-C ends the process, and says that the job goes on, and `also` what goes on with it.
+    """
+    from sie_client.errors import JobFailedError
+
+    try:
+        with _view(err=err, as_json=as_json) as show:
+
+            def update(info: JobInfo) -> None:
+                job.info = info
+                show(info)
+                if info.state == "paused" and info.error is not None:
+                    raise _Stuck
+
+            job.wait(on_progress=update)
+    except (JobFailedError, _Stuck):
+        return  # the view has shown it, and the status tells
+    except KeyboardInterrupt:
+        click.echo(
+            f"\n{job.id} goes on: `sie jobs watch {job.id}` shows it again, `sie jobs cancel {job.id}` ends it"
+            + (f"; {also}" if also else ""),
+            err=True,
+        )
+        sys.exit(INTERRUPTED)
+
+
+@contextlib.contextmanager
+def _view(*, err: bool, as_json: bool) -> Iterator[Callable[[JobInfo], None]]:
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console(stderr=err, highlight=False)
+    if as_json or not console.is_terminal:
+        yield ProgressLines(err=err, as_json=as_json).show
+        return
+    with Live(console=console, auto_refresh=False) as live:
+        yield lambda info: live.update(picture(info, time.time()), refresh=True)
+
+
+def picture(info: JobInfo, now_s: float) -> Group:
+    """A bar, and what is to say."""
+    from rich.console import Group
+    from rich.text import Text
+
+    first, *rest = progress_lines(info, now_s)
+    share = percent_done(info)
+    filled = BAR * (share or 0) // 100
+    bar = Text("━" * filled, "green").append("━" * (BAR - filled), "bright_black")
+    bar.append(f"  {first}", {"completed": "green", "failed": "red", "expired": "red"}.get(info.state, ""))
+    return Group(bar, *(Text(line, "yellow" if line.startswith("waits") else "") for line in rest))
+
+
+class ProgressLines:
+    """One line for each change: of the state, of the percentage, of the codes of errors, of what it waits for."""
+
+    def __init__(self, *, err: bool, as_json: bool) -> None:
+        self._err = err
+        self._as_json = as_json
+        self._last: object = None
+
+    def show(self, info: JobInfo) -> None:
+        trouble = info.trouble.code if info.trouble is not None else ""
+        shown = (info.state, percent_done(info), sorted(info.errors), trouble)
+        if shown == self._last:
+            return
+        self._last = shown
+        if self._as_json:
+            click.echo(msgspec.json.encode(info).decode(), err=self._err)
+        else:
+            click.echo("; ".join(progress_lines(info, time.time())), err=self._err)
+
+
+def transfer_bar(bars: Bars, name: str) -> Callable[[Progress], None]:
+    """A bar of bytes, from the first of them on."""
+    task = None
+
+    def show(progress: Progress) -> None:
+        nonlocal task
+        if task is None:
+            task = bars.add_task(display.printable(name), total=progress.total)
+        bars.update(task, completed=progress.done)
+
+    return show
+
+
+def fetch_output(job: Job, folder: Path) -> None:
+    """The files of its output, with a bar. Ctrl-C ends the process; the same again goes on."""
+    try:
+        with display.transfers() as bars:
+            paths = job.download(folder, on_progress=transfer_bar(bars, str(folder)))
+    except KeyboardInterrupt:
+        click.echo(f"\n`sie jobs result {job.id} {folder}` fetches what is missing", err=True)
+        sys.exit(INTERRUPTED)
+    size = sum(path.stat().st_size for path in paths)
+    click.echo(f"{display.counted(len(paths), 'file')}, {display.size(size)}, in {folder}", err=True)

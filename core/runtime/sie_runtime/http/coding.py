@@ -1,0 +1,213 @@
+"""Codings and types of bodies: gzip of requests and of replies, and what else a request may be (RFC 9110, 8.3 and 8.4).
+
+    request ──► Content-Type, Content-Encoding ──► decoded ──► limits on size and time ──► handler
+    reply   ──► compressed, where its client accepts gzip and it pays ──► connection
+
+Every limit on a body counts plain bytes. A body is decompressed in pieces, so one that grows past its limit costs no
+more than a plain one of that size.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+from sie_contracts.errors import InvalidInput, UnsupportedMediaType
+from sie_runtime.http.asgi import App, Receive, Scope, Send, headers_of
+
+GZIP_OVER = 4096  # bytes: the headers of a short reply are as long as what it would save
+INLINE_BYTES = 64 << 10  # which take some 2 ms; what is larger is done beside the event loop
+PIECE_BYTES = 1 << 20
+MAX_MEMBERS = 1 << 14  # of one body: each costs some 10 us, also without content
+LEVEL = 1
+INCOMPRESSIBLE = "sie.incompressible"  # of a scope: its reply is numbers, which cost more time than they save
+_GZIP = 16 + zlib.MAX_WBITS
+_HEAD = b"\x1f\x8b"  # with which each member begins (RFC 1952)
+_BODILESS = frozenset({"GET", "HEAD", "OPTIONS"})
+_UNSPECIFIC = frozenset({"", "text/plain", "application/octet-stream", "application/x-www-form-urlencoded"})
+_TEXTUAL = ("json", "yaml", "xml", "javascript", "openmetrics-text")
+
+
+# requests
+
+
+def check_type(headers: Mapping[str, str], media: Sequence[str]) -> None:
+    """Raises UnsupportedMediaType for a Content-Type that names another format than `media`.
+
+    What clients send who name none passes, such as the type of forms, which is curl's for every body.
+    """
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind in _UNSPECIFIC:
+        return
+    formats = {name.rpartition("/")[2].removeprefix("x-") for name in media}
+    # application/x-msgpack, application/vnd.api+json
+    if kind.rpartition("/")[2].rpartition("+")[2].removeprefix("x-").removeprefix("vnd.") not in formats:
+        raise UnsupportedMediaType(
+            f"Content-Type: expected {' or '.join(media)}", reason="content_type", param="Content-Type"
+        )
+
+
+def decoded(method: str, headers: Mapping[str, str], receive: Receive) -> Receive:
+    """`receive` of the plain bytes of a body that may be gzipped.
+
+    Raises UnsupportedMediaType for another coding, and while it is read InvalidInput for what is no gzip.
+    """
+    named = (name.strip() for name in headers.get("content-encoding", "").lower().split(","))
+    codings = [name for name in named if name not in ("", "identity")]
+    if not codings or method in _BODILESS:
+        return receive
+    if codings not in (["gzip"], ["x-gzip"]):
+        raise UnsupportedMediaType(
+            "Content-Encoding: expected gzip, once, or none", reason="content_encoding", param="Content-Encoding"
+        )
+    return _Gunzipped(receive).receive
+
+
+class _Gunzipped:
+    """The messages of a gzipped body, plain."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._inflating = zlib.decompressobj(_GZIP)
+        self._members = 1
+        self._pending = b""  # what was received and is not decompressed yet
+        self._is_last = self._is_complete = False
+
+    async def receive(self) -> MutableMapping[str, Any]:
+        """The next message."""
+        if self._is_complete:
+            return await self._receive()
+        if not self._pending and not self._is_last:
+            message = await self._receive()
+            if message["type"] != "http.request":
+                return message
+            self._pending = message.get("body", b"")
+            self._is_last = not message.get("more_body", False)
+            piece = self._inflate(INLINE_BYTES, members=1)
+        else:
+            piece = await asyncio.to_thread(self._inflate, PIECE_BYTES, members=MAX_MEMBERS)
+        self._is_complete = self._is_last and not self._pending
+        if self._is_complete and not self._inflating.eof:
+            raise _corrupt("it ends before its gzip does")
+        return {"type": "http.request", "body": piece, "more_body": not self._is_complete}
+
+    def _inflate(self, most: int, *, members: int) -> bytes:
+        """At most so many bytes, of so many members. What is left of the input is pending."""
+        found = b""
+        try:
+            while self._pending and len(found) < most:
+                if self._inflating.eof:
+                    if not _HEAD.startswith(self._pending[: len(_HEAD)]):
+                        raise _corrupt("bytes that are no gzip follow its gzip")
+                    if not members:
+                        break
+                    if self._members == MAX_MEMBERS:
+                        raise _corrupt(f"its gzip has more than {MAX_MEMBERS} members")
+                    self._members += 1
+                    members -= 1
+                    self._inflating = zlib.decompressobj(_GZIP)
+                found += self._inflating.decompress(self._pending, most - len(found))
+                self._pending = self._inflating.unconsumed_tail or self._inflating.unused_data
+        except zlib.error as error:
+            raise _corrupt("its gzip is corrupt") from error
+        return found
+
+
+def _corrupt(why: str) -> InvalidInput:
+    return InvalidInput(f"body: {why}", reason="malformed", param="body")
+
+
+# replies
+
+
+def accepts_gzip(accepted: str) -> bool:
+    """Whether an Accept-Encoding takes gzip (RFC 9110, 12.5.3)."""
+    weights: dict[str, float] = {}
+    for each in accepted.lower().split(","):
+        name, *parameters = (part.strip() for part in each.split(";"))
+        weight = next((text[2:] for text in parameters if text.startswith("q=")), "1")
+        try:
+            weights["gzip" if name == "x-gzip" else name] = float(weight)
+        except ValueError:
+            weights[name] = 0.0  # no weight that can be read
+    return 0.0 < weights.get("gzip", weights.get("*", 0.0)) <= 1.0
+
+
+class Compressed:
+    """`app`, with its replies gzipped where their clients accept that and it pays."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] == "http":
+            send = _Reply(scope, send).send
+        await self._app(scope, receive, send)
+
+
+class _Reply:
+    """One reply. Its head waits for the first piece of its body, which says how long it is."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._scope = scope
+        self._send = send
+        self._start: MutableMapping[str, Any] | None = None
+        self._gzip: zlib._Compress | None = None
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        """Send a message of the application."""
+        if message["type"] == "http.response.start":
+            headers = dict(message.get("headers", ()))
+            if _is_text(headers.get(b"content-type", b"")) and not self._scope.get(INCOMPRESSIBLE):
+                self._start = {**message, "headers": _varying(message["headers"])}
+                return
+        elif message["type"] == "http.response.body":
+            body, is_last = message.get("body", b""), not message.get("more_body", False)
+            if self._start is not None:
+                start, self._start = self._start, None
+                if self._pays(start, len(body), is_last=is_last):
+                    self._gzip = zlib.compressobj(LEVEL, zlib.DEFLATED, _GZIP)
+                    body = await self._compressed(body, is_last=is_last)
+                    names = [b"content-length", b"content-encoding"]
+                    start["headers"] = [pair for pair in start["headers"] if pair[0] not in names]
+                    start["headers"].append((b"content-encoding", b"gzip"))
+                    if is_last:
+                        start["headers"].append((b"content-length", b"%d" % len(body)))
+                await self._send(start)
+            elif self._gzip is not None:
+                body = await self._compressed(body, is_last=is_last)
+            message = {**message, "body": body}
+        await self._send(message)
+
+    def _pays(self, start: MutableMapping[str, Any], size: int, *, is_last: bool) -> bool:
+        """A strong ETag names exact bytes, so what has one is sent as it is, and so is what is coded or in parts."""
+        names = {name for name, _ in start["headers"]}
+        return (
+            (size > GZIP_OVER or not is_last)
+            and start["status"] != 206
+            and names.isdisjoint((b"etag", b"content-encoding"))
+            and accepts_gzip(headers_of(self._scope).get("accept-encoding", ""))
+        )
+
+    async def _compressed(self, body: bytes, *, is_last: bool) -> bytes:
+        if len(body) > INLINE_BYTES:
+            return await asyncio.to_thread(self._compress, body, is_last=is_last)
+        return self._compress(body, is_last=is_last)
+
+    def _compress(self, body: bytes, *, is_last: bool) -> bytes:
+        assert self._gzip is not None
+        return self._gzip.compress(body) + (self._gzip.flush() if is_last else b"")
+
+
+def _is_text(content_type: bytes) -> bool:
+    kind = content_type.decode("latin-1").partition(";")[0].strip().lower()
+    return kind.startswith("text/") or kind.endswith(_TEXTUAL)
+
+
+def _varying(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """The headers, with Accept-Encoding in their Vary."""
+    varies = [value for name, value in headers if name == b"vary"]
+    return [*(pair for pair in headers if pair[0] != b"vary"), (b"vary", b", ".join([*varies, b"Accept-Encoding"]))]

@@ -1,0 +1,241 @@
+"""What is learnt of passes that fit and passes that fail, on a clock that the test sets."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sie_adapter.memory.batch_limits import FORGET_STEPS, MAX_KEYS, RAISE, WAIT_S, BatchLimits, limits_key, split_off
+
+KEY = limits_key("f00d", "float32", "NVIDIA L4")
+
+
+class Device:
+    """A device that holds `room` tokens at once, and passes that ask the frontier before them, as a batch does."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.now_s = 1_000_000.0
+        self.room = 4000
+        self.failures = 0
+        self.restart()
+
+    def restart(self) -> None:
+        self.batch_limits = BatchLimits(self.path, lambda: self.now_s)
+
+    def run(self, tokens: int) -> None:
+        """A batch of one-token items."""
+        while tokens:
+            part = min(tokens, self.batch_limits.limit(KEY) or tokens)
+            self._run(part)
+            tokens -= part
+
+    def _run(self, tokens: int) -> None:
+        if tokens <= self.room:
+            self.batch_limits.fits(KEY, tokens)
+            return
+        self.failures += 1
+        self.batch_limits.failed(KEY, tokens)
+        for half in (tokens // 2, tokens - tokens // 2):
+            self._run(half)
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> Device:
+    return Device(tmp_path / "sie" / "frontier.json")
+
+
+def test_nothing_is_limited_before_something_failed(device: Device) -> None:
+    device.batch_limits.fits(KEY, 16_384)
+    assert device.batch_limits.limit(KEY) is None
+    assert not device.path.exists()
+
+
+def test_after_a_failure_batches_are_as_large_as_what_is_known_to_fit(device: Device) -> None:
+    device.run(3000)
+    device.run(10_000)
+    failures = device.failures
+    assert failures == 3  # the batch and both of its halves
+    assert device.batch_limits.limit(KEY) == 3000
+    for _ in range(50):
+        device.run(10_000)
+    assert device.failures == failures
+
+
+def test_a_restart_knows_the_edge(device: Device) -> None:
+    for _ in range(3):
+        device.run(16_384)
+    limit, failures = device.batch_limits.limit(KEY), device.failures
+    assert failures > 0
+    device.restart()
+    assert device.batch_limits.limit(KEY) == limit
+    device.run(16_384)
+    assert device.failures == failures
+
+
+def test_what_a_neighbour_took_is_used_again_slowly(device: Device) -> None:
+    """O3: 1. a neighbour leaves a quarter of the device; 2. it goes; 3. one step at a time the limit is at the old size
+    again.
+    """
+    device.run(3900)
+    device.room = 1000
+    device.run(3900)
+    limit = device.batch_limits.limit(KEY)
+    assert limit is not None
+    assert limit <= 1000
+    device.room = 4000
+    failures, rounds = device.failures, 0
+    while (device.batch_limits.limit(KEY) or 0) < 3900:
+        before = device.batch_limits.limit(KEY) or 0
+        device.now_s += WAIT_S
+        device.run(3900)
+        after = device.batch_limits.limit(KEY) or 0
+        assert after <= before * RAISE + 2
+        rounds += 1
+        assert rounds < 20
+    assert device.failures == failures
+
+
+def test_a_device_that_is_too_small_is_tried_ever_more_rarely(device: Device) -> None:
+    """A day of full batches: no more failures than probes at a doubling distance, then one for each longest wait."""
+    device.run(16_384)
+    start, failures = device.now_s, device.failures
+    while device.now_s < start + 24 * 3600:
+        device.now_s += 10
+        device.run(16_384)
+    assert device.failures - failures < 80
+    assert 0.7 * device.room <= (device.batch_limits.limit(KEY) or 0) <= device.room
+
+
+def test_a_neighbour_who_comes_and_goes_costs_little(device: Device) -> None:
+    """O3: two hours at random; passes are at least 70 % as large as there is room for."""
+    generator = np.random.default_rng(7)
+    used, passes = 0.0, 0
+    for _ in range(720):
+        device.now_s += 10
+        if generator.random() < 0.1:
+            device.room = 2800 if device.room == 4000 else 4000
+        device.run(16_384)
+        used += min(1.0, (device.batch_limits.limit(KEY) or device.room) / device.room)
+        passes += 1
+    assert used / passes >= 0.7
+    assert device.failures <= 0.2 * passes
+
+
+def test_an_item_that_is_too_large_alone_says_nothing_of_the_others(device: Device) -> None:
+    device.run(3900)
+    device.batch_limits.failed(KEY, 5000)
+    limit = device.batch_limits.limit(KEY)
+    device.batch_limits.failed(KEY, 100_000)
+    assert device.batch_limits.limit(KEY) == limit
+
+
+def test_the_limit_is_at_least_one_token_and_rises_from_there(device: Device) -> None:
+    device.batch_limits.failed(KEY, 1)
+    assert device.batch_limits.limit(KEY) == 1
+    device.now_s += WAIT_S
+    assert device.batch_limits.limit(KEY) == 2
+
+
+def test_models_precisions_and_devices_are_apart(device: Device) -> None:
+    device.batch_limits.failed(KEY, 1000)
+    for other in (("beef", "float32", "NVIDIA L4"), ("f00d", "bfloat16", "NVIDIA L4"), ("f00d", "float32", "cpu")):
+        assert device.batch_limits.limit(limits_key(*other)) is None
+
+
+def test_a_corrupt_file_is_put_aside_with_a_warning(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    device.path.parent.mkdir()
+    for content in (b"{", b'{"edges": {"a": {"fit_tokens": "x"}}}', b"\xff"):
+        device.path.write_bytes(content)
+        device.restart()
+        caplog.clear()
+        assert device.batch_limits.limit(KEY) is None
+        assert "learnt anew" in caplog.text
+        assert device.path.with_suffix(".corrupt").read_bytes() == content
+    device.batch_limits.failed(KEY, 100)
+    device.restart()
+    assert device.batch_limits.limit(KEY) == 50
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "sie").write_text("a file")
+    batch_limits = BatchLimits(tmp_path / "sie" / "frontier.json")
+    batch_limits.failed(KEY, 100)
+    assert batch_limits.limit(KEY) == 50
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * len(caplog.records)
+    assert "cannot be kept" in caplog.text
+
+
+def test_two_processes_keep_what_each_learnt_of_its_models(device: Device) -> None:
+    other = BatchLimits(device.path, lambda: device.now_s)
+    assert other.limit("b") is None
+    device.batch_limits.failed("a", 100)
+    other.failed("b", 100)
+    device.restart()
+    assert [device.batch_limits.limit(key) for key in "ab"] == [50, 50]
+
+
+def test_what_fits_is_written_at_most_once_a_second_and_at_the_end(device: Device) -> None:
+    device.batch_limits.failed(KEY, 1000)
+    written = device.path.read_bytes()
+    for tokens in range(600, 700):
+        device.batch_limits.fits(KEY, tokens)
+    assert device.path.read_bytes() == written
+    device.batch_limits.save()
+    device.restart()
+    assert device.batch_limits.limit(KEY) == 699
+    device.now_s += 1
+    device.batch_limits.fits(KEY, 800)
+    device.restart()
+    assert device.batch_limits.limit(KEY) == 800
+
+
+def test_the_file_is_bounded_and_old_edges_are_forgotten(device: Device) -> None:
+    for number in range(MAX_KEYS + 10):
+        device.now_s += 0.01
+        device.batch_limits.failed(f"key-{number}", 100)
+    device.restart()
+    limits = [device.batch_limits.limit(f"key-{number}") for number in range(MAX_KEYS + 10)]
+    assert limits == [None] * 10 + [50] * MAX_KEYS
+    device.now_s += FORGET_STEPS * WAIT_S
+    device.batch_limits.failed(KEY, 100)
+    assert device.path.read_bytes().count(b"fit_tokens") == 1
+
+
+def test_threads_leave_one_consistent_edge(device: Device) -> None:
+    def hammer(low: int) -> None:
+        for tokens in range(low, low + 200):
+            device.batch_limits.fits(KEY, tokens)
+            if tokens % 50 == 0:
+                device.batch_limits.failed(KEY, tokens + 1000)
+            assert (device.batch_limits.limit(KEY) or 1) >= 1
+
+    threads = [threading.Thread(target=hammer, args=(low,)) for low in (1, 301, 601, 901)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    device.batch_limits.save()
+    limit = device.batch_limits.limit(KEY)
+    device.restart()
+    assert device.batch_limits.limit(KEY) == limit
+
+
+@given(st.lists(st.integers(1, 600), min_size=1, max_size=40), st.integers(1, 2000) | st.none(), st.data())
+def test_parts_hold_every_item_once_and_stay_within_the_limit(
+    lengths: list[int], limit: int | None, data: st.DataObject
+) -> None:
+    """O8: exceeded only by an item that is alone."""
+    chosen = np.array(sorted(data.draw(st.sets(st.integers(0, len(lengths) - 1)))), np.int64)
+    tokens, rest, seen = np.array(lengths, np.int64), chosen, []
+    while len(rest):
+        part, rest = split_off(rest, tokens, limit)
+        assert len(part) == 1 or limit is None or tokens[part].sum() <= limit
+        seen += part.tolist()
+    assert sorted(seen) == chosen.tolist()

@@ -1,0 +1,94 @@
+"""A lane answers every batch, whatever fails in it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+
+from sie_adapter.engine.device_threads import DeviceJob, DeviceThreads, is_alone
+from sie_adapter.memory.oom import on_new_thread
+from sie_contracts.wire.ipc import BatchDone, BatchStarted, Refused, Reply, RunBatch
+from sie_runtime.failpoints import arm
+
+
+def batch(name: str) -> RunBatch:
+    return RunBatch(name, "toy/one", "encode", b"", b"", ())
+
+
+def answers(lanes: DeviceThreads, name: str) -> list[Reply]:
+    replies: list[Reply] = []
+    job = DeviceJob(batch(name), replies.append)
+    lanes.submit(job)
+    assert job.finished.wait(5.0)
+    return replies
+
+
+@pytest.mark.parametrize("place", ["adapter.batch_started", "adapter.batch_ran"])
+def test_a_batch_whose_lane_fails_is_refused_and_the_next_one_runs(place: str) -> None:
+    """Without a terminal reply the sidecar would wait for it for ever."""
+    lanes = DeviceThreads(1, lambda message: BatchDone(message.batch, (), b"", 0.0))
+    arm(f"{place}=error")
+    try:
+        started, refused = answers(lanes, "b1")
+        assert isinstance(started, BatchStarted)
+        assert isinstance(refused, Refused)
+        assert (refused.batch, refused.error.code) == ("b1", "INTERNAL_ERROR")
+        assert [type(reply) for reply in answers(lanes, "b2")] == [BatchStarted, BatchDone]
+    finally:
+        arm("")
+        assert lanes.stop(5.0)
+
+
+def test_a_lane_is_alone_while_no_other_runs_a_batch() -> None:
+    found: list[bool] = []
+    both = threading.Barrier(2, timeout=5.0)
+
+    def execute(message: RunBatch) -> Reply:
+        if message.batch != "alone":
+            both.wait()
+        found.append(is_alone())
+        if message.batch != "alone":
+            both.wait()
+        return BatchDone(message.batch, (), b"", 0.0, 0.0)
+
+    lanes = DeviceThreads(2, execute)
+    assert not is_alone(), "of no lane"
+    answers(lanes, "alone")
+    jobs = [DeviceJob(batch(name), lambda reply: None) for name in "ab"]
+    for job in jobs:
+        lanes.submit(job)
+    assert all(job.finished.wait(5.0) for job in jobs)
+    answers(lanes, "alone")
+    assert lanes.stop(5.0)
+    assert found == [True, False, False, True]
+
+
+def test_what_fails_on_a_new_thread_is_freed_with_its_error() -> None:
+    """The frames of an error hold the tensors of a failed pass; a cycle would hold them until the next collection."""
+    freed = threading.Event()
+
+    def fail() -> None:
+        tensor = torch.empty(1)
+        weakref.finalize(tensor, freed.set)
+        raise MemoryError
+
+    gc.disable()
+    try:
+        with contextlib.suppress(MemoryError):
+            on_new_thread(fail)
+        assert freed.is_set()
+    finally:
+        gc.enable()
+
+
+def test_work_on_a_new_thread_keeps_the_mode_and_the_threads_of_torch() -> None:
+    with torch.inference_mode():
+        assert on_new_thread(torch.is_inference_mode_enabled)
+    assert not on_new_thread(torch.is_inference_mode_enabled)
+    assert on_new_thread(torch.get_num_threads) == torch.get_num_threads()
+    assert on_new_thread(threading.get_ident) != threading.get_ident()

@@ -1,0 +1,89 @@
+"""What is done about memory that runs out is counted, by model."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from sie_adapter.engine import device as devices
+from sie_adapter.memory.oom import OomCounters, OomRecovery, Remedy
+from sie_adapter.packed.packing import Int64
+from sie_contracts.wire.device_reports import Shortages
+
+CPU = torch.device("cpu")
+
+
+def counted(fits: int, count: int, room: int = 0) -> tuple[Counter[str], list[int]]:
+    """Work of `count` items on a device where `fits` fit at once, of which `room` evictions may make room for all; what
+    was refused.
+    """
+    found: Counter[str] = Counter()
+    left = room
+    refused: list[int] = []
+
+    def work(items: Int64) -> None:
+        if len(items) > fits and not (room and not left):
+            raise MemoryError
+
+    def make_room() -> Remedy | None:
+        nonlocal left
+        left -= 1
+        return "evictions_triggered" if left >= 0 else None
+
+    def note(remedy: Remedy) -> None:
+        found[remedy] += 1
+
+    OomRecovery(CPU, make_room, note).run(work, np.arange(count), refused.append)
+    return found, refused
+
+
+def test_what_fits_at_once_needs_no_remedy() -> None:
+    assert counted(8, 8) == (Counter(), [])
+
+
+def test_a_batch_that_is_split_was_one_recovery() -> None:
+    """8 items where 2 fit: 3 splits, each after the cache was cleared."""
+    found, refused = counted(2, 8)
+    assert refused == []
+    assert found == {"recoveries_attempted": 1, "recoveries_succeeded": 1, "cache_clears": 3, "batch_splits": 3}
+
+
+def test_a_model_that_makes_room_is_an_eviction_and_no_split() -> None:
+    found, refused = counted(2, 8, room=1)
+    assert refused == []
+    assert found == {"recoveries_attempted": 1, "recoveries_succeeded": 1, "cache_clears": 1, "evictions_triggered": 1}
+
+
+def test_an_item_that_does_not_fit_alone_is_a_terminal_failure() -> None:
+    found, refused = counted(0, 2)
+    assert refused == [0, 1]
+    assert (found["terminal_failures"], found["recoveries_attempted"], found["recoveries_succeeded"]) == (2, 1, 0)
+
+
+def test_counts_are_kept_by_model() -> None:
+    oom_counters = OomCounters()
+    for model in ("a", "a", "b"):
+        oom_counters.count(model, "cache_clears")
+    oom_counters.count("a", "batch_splits")
+    assert oom_counters.all() == (Shortages("a", cache_clears=2, batch_splits=1), Shortages("b", cache_clears=1))
+
+
+def test_the_use_of_a_cpu_is_measured_between_two_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Busy by idle seconds of all cores: 3 of 4 here."""
+    seconds = [(100.0, 400.0), (103.0, 404.0), (103.0, 404.0)]
+    monkeypatch.setattr(devices, "_cpu_seconds", lambda: seconds.pop(0))
+    use = devices.UtilisationProbe(CPU)
+    assert use.percent() == 75.0
+    assert use.percent() is None, "no time has passed"
+
+
+def test_the_use_of_this_machine_is_a_share() -> None:
+    use = devices.UtilisationProbe(CPU)
+    found = None
+    while found is None:  # the clock of the processors ticks 100 times a second
+        sum(range(100_000))
+        found = use.percent()
+    assert 0.0 <= found <= 100.0

@@ -1,0 +1,121 @@
+"""What the next process knows of a pass that the one before it did not survive."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from sie_adapter.memory.batch_limits import (
+    DOUBTED_TOKENS,
+    KILLED_WAIT_S,
+    MAX_WAIT_S,
+    SLOTS,
+    BatchLimits,
+    CrashRecord,
+    PassRecord,
+    PassRecords,
+    limits_key,
+)
+from sie_contracts.settings import load
+from sie_runtime import control_group
+
+KEY = limits_key("f00d", "float32", "cpu")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "sie" / "passes"
+
+
+def die_in(path: Path, tokens: int, fitted: int = 0) -> None:
+    """A process that is killed within a pass of so many tokens."""
+    child = os.fork()
+    if not child:
+        with PassRecords(path).during(KEY, tokens, fitted):
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+
+
+def test_only_a_pass_that_was_not_survived_is_left(path: Path) -> None:
+    kept = PassRecords(path)
+    with kept.during(KEY, 10, 0), kept.during(KEY, 20, 5):
+        pass
+    with pytest.raises(MemoryError), kept.during(KEY, 30, 0):
+        raise MemoryError
+    assert PassRecords(path).left() == []
+    die_in(path, 4000, 3000)
+    assert PassRecords(path).left() == [PassRecord(KEY, 4000, 3000)]
+    assert PassRecords(path).left() == [], "each is told once"
+
+
+def test_more_passes_than_slots_and_a_long_name_run_without_a_record(path: Path) -> None:
+    kept = PassRecords(path)
+    running = [kept.during(KEY, number + 1, 0) for number in range(SLOTS + 2)]
+    for each in running:
+        each.__enter__()
+    with kept.during("x" * 5000, 7, 0):
+        assert len(PassRecords(path).left()) == SLOTS
+    for each in running:
+        each.__exit__(None, None, None)
+
+
+def test_a_file_that_cannot_be_written_keeps_no_pass_from_running(tmp_path: Path) -> None:
+    (tmp_path / "sie").write_text("a file")
+    ran = False
+    with PassRecords(tmp_path / "sie" / "passes").during(KEY, 5, 0):
+        ran = True
+    assert ran
+
+
+@pytest.mark.parametrize(
+    ("kills", "tokens", "fitted", "is_learnt"),
+    [
+        (1, 40, 4000, True),  # the kernel says so
+        (0, 4000, 3000, True),  # larger than all before
+        (0, 4000, 4000, False),  # as large had fitted
+        (0, DOUBTED_TOKENS - 1, 0, False),  # the first pass of a process that was killed for another reason
+    ],
+)
+def test_what_is_learnt_of_a_death(
+    path: Path, monkeypatch: pytest.MonkeyPatch, kills: int, tokens: int, fitted: int, is_learnt: bool
+) -> None:
+    counter = 5
+    monkeypatch.setattr(control_group, "oom_kills", lambda: counter)
+    file = path.with_name("frontier.json")
+    crash_record = CrashRecord(PassRecords(path), lambda: BatchLimits(file))
+    die_in(path, tokens, fitted)
+    counter += kills
+    crash_record.learn()
+    assert BatchLimits(file).limit(KEY) == (tokens // 4 if is_learnt else None)
+    crash_record.learn()
+    assert BatchLimits(file).limit(KEY) == (tokens // 4 if is_learnt else None), "a death counts once"
+
+
+def test_a_size_that_killed_is_tried_again_after_minutes(tmp_path: Path) -> None:
+    now_s = 1_000_000.0
+    batch_limits = BatchLimits(tmp_path / "frontier.json", lambda: now_s)
+    kills, last_s, shortest_s = 0, -1e9, 1e9
+    for _ in range(24 * 360):  # a day of full batches on a device that holds 3,000
+        now_s += 10
+        tokens = min(16_384, batch_limits.limit(KEY) or 16_384)
+        if tokens <= 3000:
+            batch_limits.fits(KEY, tokens)
+        else:
+            batch_limits.failed(KEY, tokens, killed=True)
+            kills, shortest_s, last_s = kills + 1, min(shortest_s, now_s - last_s) if kills > 2 else shortest_s, now_s
+    assert shortest_s >= KILLED_WAIT_S
+    assert kills <= 3 + 86_400 / MAX_WAIT_S * 2
+
+
+def test_adapters_of_one_machine_share_the_frontier_and_keep_their_passes_apart(tmp_path: Path) -> None:
+    one, other = (
+        load(environ={"SIE_LOCAL_CACHE": str(tmp_path), "SIE_IPC_SOCKET_PATH": f"/run/{name}.sock"}).settings
+        for name in "ab"
+    )
+    BatchLimits.for_machine(one).failed(KEY, 100)
+    assert BatchLimits.for_machine(other).limit(KEY) == 50
+    with PassRecords.for_socket(one).during(KEY, 9, 0):
+        assert PassRecords.for_socket(other).left() == []
