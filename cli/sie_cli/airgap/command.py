@@ -268,7 +268,7 @@ def _check_index(actual: str, expected: str | None) -> None:
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """What goes wrong ends the command in one line, with status 1."""
+    """End the command in one line, with status 1, on a fault of a model, a file or a setting."""
     try:
         with refusing():
             yield

@@ -1,4 +1,4 @@
-"""What a task gives a source: a text, or an image of a file."""
+"""Inputs that a task gives to a source: a text, or an image of a file."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class ImagePath(str):
 
 
 def item(text: str) -> str | Item:
-    """As a client of a cluster takes it."""
+    """Convert an input to the form that a client of a cluster takes."""
     return {"images": [text.path]} if isinstance(text, ImagePath) else text
 
 
 def key(text: str) -> str:
-    """What tells it from every other one. A file that was written again is another one."""
+    """Return the key of an input. Each text has its own; a file that was written again has a new one."""
     if not isinstance(text, ImagePath):
         return text
     status = text.path.stat()

@@ -1,4 +1,4 @@
-"""What an evaluation has computed so far, in files, so that one that was interrupted goes on where it was.
+"""Answers of an evaluation so far, in files, so that an interrupted evaluation continues where it was.
 
 Each file has the answers to some texts under a digest of all that they depend on; another model, fingerprint, output or
 text is another file. They are removed once the evaluation has ended, and by any later one when they are a week old.

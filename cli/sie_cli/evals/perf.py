@@ -28,8 +28,8 @@ CLIENT_LIMIT = 0.8  # of a core: above it the client may be what is measured
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What is asked of each source: levels of load, in turn, each for `warm_up_s` and then `seconds`; `batch` texts to
-    a request.
+    """Load on each source: levels of load, in turn, each for `warm_up_s` and then `seconds`; `batch` texts to a
+    request.
     """
 
     levels: Sequence[LoadLevel]
@@ -40,8 +40,8 @@ class LoadPlan:
 
 @dataclass(frozen=True)
 class LoadPoint:
-    """What one source did at one level of load in `seconds`. `latencies_ms` of the requests that were answered,
-    ascending; `items`: answered within the window. `client_cores`: processor time of this process, 1 is a whole core;
+    """Result of one source at one level of load over `seconds`. `latencies_ms` of the requests that were answered,
+    ascending. `items`: answered within the window. `client_cores`: processor time of this process, 1 is a whole core;
     None where the source itself computes in it.
     """
 

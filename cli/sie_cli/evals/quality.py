@@ -37,8 +37,9 @@ Run = dict[str, dict[str, float]]  # score of each document, by query
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one source reached. `values`: the metric of each query, by metric. Of a similarity: how alike each pair is,
-    and `gold`, whose rank correlation is the metric. `bytes_per_item`: of a document in an index; None for a reranker.
+    """Result of one source. `values`: the metric of each query, by metric. A similarity has in it the similarity of
+    each pair, and `gold`: the rank correlation of the two is the metric. `bytes_per_item`: of a document in an index;
+    None for a reranker.
     """
 
     source: str

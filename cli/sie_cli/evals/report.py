@@ -1,4 +1,4 @@
-"""What was measured, for people and for programs.
+"""Report of the measurements, for people and for programs.
 
 quality.Found, perf.Point ──► Report ──► terminal, JSON, Markdown, HTML, a stored result
 """

@@ -1,4 +1,4 @@
-"""Who answers: a cluster, or a library in this process; servers.py has those of somebody else.
+"""Sources of answers: a cluster, or a library in this process; servers.py has the servers of other products.
 
 Each gives vectors of texts, or scores of documents, for a model that it knows by name, and takes load.
 
@@ -44,7 +44,7 @@ class EvalSource(Protocol):
         """One of each document, more is better."""
 
     def sender(self) -> AbstractAsyncContextManager[Send]:
-        """What sends requests at once, each of which raises Failed."""
+        """Return a context whose value sends requests at once, each of which raises Failed."""
 
 
 class Sie:
@@ -191,8 +191,8 @@ def only_dense(name: str, output: VectorOutput) -> None:
 
 
 def _weights_of(model: str) -> str:
-    """What sentence-transformers is to load: the folder of the package that the catalogue names, its own folder, or an
-    id of the hub.
+    """Return the weights for sentence-transformers to load: the folder of the package that the catalogue names, its own
+    folder, or an id of the hub.
     """
     from sie_config_service.overlay import Overlay
     from sie_contracts.models.entries import ModelEntry

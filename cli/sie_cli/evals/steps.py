@@ -17,8 +17,8 @@ PART = 1024  # texts that are asked for, and kept, at once
 
 @dataclass(frozen=True)
 class EvalStep:
-    """What is measured: a source with one of its outputs, whose nearest documents `reranker` orders again if there is
-    one.
+    """Step of an evaluation: a source with one of its outputs. `reranker`, if there is one, orders its nearest
+    documents again.
     """
 
     source: EvalSource
@@ -27,7 +27,7 @@ class EvalStep:
 
     @property
     def name(self) -> str:
-        """As a row of a report."""
+        """Name of the step in a row of a report."""
         output = () if self.output == DENSE else (self.output.name,)
         reranker = (self.reranker.name,) if self.reranker else ()
         return ", ".join([self.source.name, *output, *reranker])

@@ -67,7 +67,7 @@ class WorkerWatch:
 
 
 class Energy:
-    """What the GPUs of this machine used since their driver was loaded, by NVML."""
+    """Energy that the GPUs of this machine used since their driver was loaded, by NVML."""
 
     def __init__(self) -> None:
         self._handles: Sequence[Any] = ()

@@ -37,7 +37,7 @@ class CorpusSample:
 
     @property
     def trouble(self) -> str:
-        """What is wrong with rows; empty if nothing is."""
+        """Summary of the faults of rows; empty if there are none."""
         if not self.faults:
             return ""
         (first, _), *_ = self.faults.most_common(1)
@@ -74,7 +74,9 @@ class Corpus:
         return "://" in self.source
 
     async def digest(self) -> str:
-        """Of its bytes where it is a file of this machine, else of names, sizes and tags. Raises CommandRefused."""
+        """Compute the digest of its bytes where it is a file of this machine, else of names, sizes and tags. Raises
+        CommandRefused.
+        """
         if not self.is_url:
             with refusing():
                 return await asyncio.to_thread(_digest_of, Path(self.input.url))

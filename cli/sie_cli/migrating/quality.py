@@ -35,7 +35,7 @@ class QualityMeasurement:
 
     @property
     def neighbours(self) -> int:
-        """Of the nearest so many the share in common is judged: 10, or fewer of a small sample."""
+        """Number of nearest neighbours whose share in common is judged: 10, or fewer of a small sample."""
         return min(NEIGHBOURS, len(self.agreement.recall))
 
     @property
@@ -72,14 +72,14 @@ class QualityMeasurement:
 
 @dataclass(frozen=True)
 class QuerySet:
-    """What is asked of the sample. `judged`: the task whose documents people judged, None of plain queries."""
+    """Queries on the sample. `judged`: the task whose documents people judged, None of plain queries."""
 
     texts: Sequence[str] = ()
     judged: Retrieval | None = None
 
     @classmethod
     def read(cls, path: Path | None) -> QuerySet:
-        """Of a file of texts, or a folder of BEIR with judgements. Raises CommandRefused."""
+        """Read a file of texts, or a folder of BEIR with judgements. Raises CommandRefused."""
         if path is None:
             return cls()
         if path.is_dir():

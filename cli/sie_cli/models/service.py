@@ -190,7 +190,7 @@ class ConfigServiceClient:
         return lines
 
     def _config_url(self) -> str | None:
-        """What a gateway says where its config service is; of anything else nothing."""
+        """Return the address of the config service as the gateway states it; None if the answer has none."""
         try:
             health = msgspec.json.decode(self._client.get("/health").content)
         except (httpx.HTTPError, msgspec.DecodeError):

@@ -84,5 +84,5 @@ class EmbeddedBroker:
 
 
 def users() -> str:
-    """Who may say and hear what, the same as in the Helm chart, as a part of the server's configuration."""
+    """Return the permissions of users, the same as in the Helm chart, as a part of the server's configuration."""
     return files("sie_broker").joinpath("nats/users.conf").read_text()

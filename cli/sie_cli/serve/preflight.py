@@ -1,4 +1,4 @@
-"""What `sie serve` needs of this machine, checked before it starts anything: folders, ports, disk, open files, memory.
+"""Checks of this machine before `sie serve` starts anything: folders, ports, disk, open files, memory.
 
 Each fault is one line: what is there, what is needed, and what to change. Without these checks the processes start,
 fail for a reason that only one of them knows, and are started again for ever.
@@ -43,7 +43,7 @@ class PortListener:
 
 @dataclass(frozen=True)
 class MachineNeeds:
-    """What one `sie serve` takes of the machine. `has_broker`: it brings a broker, whose streams are in `data_dir`."""
+    """Needs of one `sie serve` on the machine. `has_broker`: it brings a broker, whose streams are in `data_dir`."""
 
     listeners: tuple[PortListener, ...]
     data_dir: Path
@@ -148,7 +148,7 @@ def _disk(needs: MachineNeeds) -> Iterator[str]:
 
 
 def _stream_bytes(queue_bytes: int) -> int:
-    """What the broker reserves at once: the work of a pool, and its work that was given up."""
+    """Compute the bytes that the broker reserves at once: the work of a pool, and its dead letters."""
     dead = topology.dead_letter_stream("_default", storage="file", replicas=1, queue_bytes=queue_bytes)
     return queue_bytes + dead.max_bytes
 

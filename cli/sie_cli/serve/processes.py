@@ -52,7 +52,7 @@ _WORKER_DRAIN_S = 1.5  # gateways have ended before, so nobody waits for what is
 
 @dataclass(frozen=True)
 class ServePlan:
-    """What was asked for on the command line."""
+    """Request of the command line."""
 
     host: str
     port: int
@@ -130,7 +130,7 @@ class LocalCluster:
         return 0
 
     def _set_defaults(self) -> None:
-        """What this command knows better than the documented defaults, where the operator said nothing."""
+        """Set the defaults that this command knows better than the documented ones, where the operator set nothing."""
         plan = self._plan
         cpu = plan.settings.device == "cpu" or (
             plan.settings.device == "auto" and not Path("/dev/nvidia0").exists() and sys.platform != "darwin"
@@ -334,7 +334,7 @@ class LocalCluster:
                     is_reported = True
 
     def _access(self) -> Access:
-        """What commands of this user need to know of this start."""
+        """Return the addresses and credentials of this start for commands of this user."""
         plan, embedded, models = self._plan, self._embedded, Allowed(models_dir=self._plan.settings.models_dir)
         gateways = range(1 if plan.standalone else plan.gateways)
         is_ours = plan.settings.config_service_url is None  # the token of another one is not ours to tell
@@ -399,7 +399,7 @@ class LocalCluster:
             )
 
     def _metrics_urls(self) -> dict[str, list[str]]:
-        """Where metrics and probes of the gateways and of the workers are, by whose they are."""
+        """Return the addresses of metrics and probes of the gateways and of the workers, by component."""
         host = _reachable(self._plan.host)
         return {
             name: [f"http://{host}:{first + number}" for number in range(count)]

@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ChildProcess(Protocol):
-    """What the supervisor uses of `asyncio.subprocess.Process`."""
+    """The part of `asyncio.subprocess.Process` that the supervisor uses."""
 
     @property
     def returncode(self) -> int | None: ...

@@ -64,7 +64,7 @@ class ClusterSums(msgspec.Struct, frozen=True):
 
 
 class StatusFrame(msgspec.Struct, frozen=True):
-    """What a gateway tells each second. The queues are None while it does not know them."""
+    """Frame that a gateway sends each second. The queues are None while it does not know them."""
 
     timestamp: float
     version: str
@@ -285,8 +285,8 @@ def lanes_of(frame: StatusFrame) -> list[LaneRow]:
 
 
 def _queues_of_models(frame: StatusFrame) -> dict[str, Queued]:
-    """Of each model what the broker holds; of those that it is not told of, and without it, what workers
-    hold of them.
+    """Return the queue of each model as the broker holds it. A model without a figure of the broker has that of the
+    workers.
     """
     queues: dict[str, Queued] = {}
     for row in frame.model_queues or ():
@@ -344,7 +344,7 @@ def _lanes(lanes: list[LaneRow], width: int, first: int) -> Table:
 
 
 def _workers(workers: list[WorkerRow], most: int, width: int, first: int) -> Table:
-    """Those that are not well first, then by queue."""
+    """Build the table of workers: those that are not well first, then by queue."""
     shown = sorted(workers, key=lambda worker: (worker.healthy, -worker.queue_depth, _counting(worker.name)))[:most]
     columns = [("WORKER", False), ("STATE", False), ("IN FLIGHT", True)]
     columns += [("LOADED", True)] if width >= _MIDDLE else []

@@ -28,7 +28,7 @@ _OF_REQUEST = ("model", "fingerprint", "request_id", "muvera", "warnings", "expl
 
 @dataclass(frozen=True)
 class Question:
-    """What to ask a model. `threshold` and `labels` are for extract alone."""
+    """Request to a model. `threshold` and `labels` are for extract alone."""
 
     model: str
     inputs: tuple[QuestionInput, ...]
