@@ -109,7 +109,7 @@ class Letters:
         return self._read(stored) if stored is not None and stored.sequence == sequence else None
 
     async def named(self, begin: str) -> list[Found]:
-        """Those whose id begins so."""
+        """List the letters whose id begins with `begin`."""
         return [each async for each in self.all() if each.letter.id.startswith(begin)]
 
     async def remove(self, found: Found) -> bool:

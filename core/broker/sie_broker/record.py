@@ -117,11 +117,11 @@ class Bucket:
             raise
 
     async def get(self, key: str) -> Entry | None:
-        """As `KeyValue.get`."""
+        """Read a key; see `KeyValue.get`."""
         return await self.use(lambda bucket: bucket.get(key))
 
     async def write(self, writes: list[Write]) -> int:
-        """As `KeyValue.write`."""
+        """Write keys; see `KeyValue.write`."""
         return await self.use(lambda bucket: bucket.write(writes))
 
     async def use(self, operation: Callable[[KeyValue], Awaitable[R]]) -> R:
@@ -294,7 +294,7 @@ def leases_of(broker: Store, *, storage: str, replicas: int) -> Bucket:
 
 
 class LeaderLease:
-    """Which of several processes is the leader, by a key that the leader renews.
+    """Election of a leader among several processes, by a key that the leader renews.
 
     For moments there may be two leaders or none, so what a leader does must stay right then.
 

@@ -85,7 +85,7 @@ class StoredTable:
         self._sizes: dict[int, int] = {}
 
     def take(self, entry: Entry) -> bool:
-        """As `put`, for an entry that was read. Raises ValueError; then the table stays as it was."""
+        """Put an entry that was read; see `put`. Raises ValueError; then the table stays as it was."""
         return self.put(entry.key, None if entry.value is None else decode(entry), entry.revision)
 
     def has(self, key: str) -> bool:

@@ -36,7 +36,7 @@ def of_json(data: bytes) -> int:
 
 
 def _count(pieces: Iterable[bytes]) -> int:
-    """Of marks. A comma is before a value, any other is of a list, a map or a key."""
+    """Count values by marks. A comma is before a value, any other mark is of a list, a map or a key."""
     values = containers = 0
     for marks in pieces:
         values += len(marks)
@@ -55,7 +55,7 @@ def _check(values: int, containers: int) -> None:
 
 
 def _marks(data: bytes) -> Iterator[bytes]:
-    """Those outside of strings."""
+    """Yield the marks outside of strings."""
     in_string = False
     for piece in _pieces(data):
         # each quote that is left begins or ends a string
@@ -138,7 +138,7 @@ def _children(data: bytes, first: int, at: int) -> tuple[int, int]:
 
 
 def _behind_alike(data: bytes, begin: int, count: int) -> int:
-    """Where `count` values end, if all have the first byte of the first, or one byte; else `begin`."""
+    """Return the end of `count` values, if all have the first byte of the first, or one byte; else `begin`."""
     size = _SIZES[data[begin]]
     if not size or begin + count * size > len(data):
         return begin

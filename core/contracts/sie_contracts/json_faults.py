@@ -42,7 +42,7 @@ def fault_of(body: bytes, error: Exception) -> str:
 
 
 def _explained(body: bytes, at: int, says: str) -> str:
-    """What is wrong at the place where the decoder stopped."""
+    """Explain the fault at the place where the decoder stopped."""
     if "trailing characters" in says:
         at = max(0, at - 1)  # it has read the first of them
     for number in _NO_NUMBERS:

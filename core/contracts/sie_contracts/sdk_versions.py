@@ -1,4 +1,5 @@
-"""What the public SDKs of SIE expect of a server, by the version that they name in `X-SIE-SDK-Version`.
+"""Dialects of the public SDKs of SIE: their expectations of a server, by the version that they name in
+`X-SIE-SDK-Version`.
 
     version ──► dialect_of ──► the first row of DIALECTS that is not newer ──► holds, item errors, statuses, codes
 

@@ -1,5 +1,5 @@
-"""What a process does first that will read files of strangers: limits, and an end when its parent ends. Only the
-standard library.
+"""Confinement of a process that will read files of strangers: limits, and an end when its parent ends. It comes first
+in the process. Only the standard library.
 """
 
 from __future__ import annotations

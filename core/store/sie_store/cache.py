@@ -246,8 +246,8 @@ class LocalCache:
         return self.discard(Candidate(repository, revision, 0.0, is_partial=False))
 
     def candidates(self) -> list[Candidate]:
-        """What may be removed to make room, least recently used first: snapshots that SIE fetched, complete or not, and
-        partial folders; none of them in use now.
+        """List the snapshots and partial folders that may be removed to make room, least recently used first. Snapshots
+        are those that SIE fetched, complete or not. None of them is in use now.
         """
         going = []
         for snapshot in self._with_manifest():

@@ -93,7 +93,7 @@ class ClusterCache:
         return self._run(self._bucket.stored(repository, revision))
 
     def verify(self, stored: Stored, progress: Progress) -> list[str]:
-        """What is wrong with the files of a snapshot: each is read and digested, none is kept. Raises FetchFailed."""
+        """List the faults of the files of a snapshot: each is read and digested, none is kept. Raises FetchFailed."""
         if stored.manifest is None:
             return list(stored.wrong.values())
         source = BucketSource(self._bucket, stored.manifest, progress.what)

@@ -206,7 +206,7 @@ class Patience:
         return await self.repeated(lambda: within(timeout_s or self.stall_s, call()))
 
     async def repeated(self, call: Callable[[], Awaitable[_T]]) -> _T:
-        """As `asked`, for a call that bounds its own time and raises StoreError."""
+        """Repeat a call that bounds its own time and raises StoreError; see `asked`."""
         tries = 0
         while True:
             try:

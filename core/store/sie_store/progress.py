@@ -50,7 +50,7 @@ class Progress:
         self._step(count)
 
     def touch(self, _: int = 0) -> None:
-        """Nothing arrived, but work goes on: a file is being checked."""
+        """Note that work goes on without new bytes: a file is being checked."""
         self._step(0)
 
     def follow(self, fetched: Fetched) -> None:

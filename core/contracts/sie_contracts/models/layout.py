@@ -1,4 +1,4 @@
-"""Which worker hosts which model. The table is kept between planning steps, and a step places only what has changed.
+"""Placement of models on workers. The table is kept between planning steps, and a step places only what has changed.
 
     workers, wanted hosts, the table before ──► changed models ──settle(demand)──► keep live hosts ─► adopt ─► fill ─►
     relieve

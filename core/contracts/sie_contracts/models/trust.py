@@ -1,4 +1,5 @@
-"""What a catalogue entry may make a worker run and read. The operator decides it, never the author of an entry.
+"""Trust in a catalogue entry: the code and the paths that it may make a worker run and read. The operator decides it,
+never the author of an entry.
 
     claims(entry)  code: load.trust_remote_code, weights.package, a family of another distribution
                    path: weights.path, golden and run.lora that name a path of the file system
@@ -45,7 +46,7 @@ class Refused:
 
 
 def claims(entry: ModelEntry, families: Iterable[str]) -> list[Claim]:
-    """What an entry needs permission for. `families` are those of the distribution itself."""
+    """List the claims of an entry that need permission. `families` are those of the distribution itself."""
     weights = entry.weights
     source = weights.path or weights.package or f"{weights.hub}@{weights.revision}"
     claimed = []

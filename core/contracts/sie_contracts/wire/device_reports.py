@@ -1,4 +1,4 @@
-"""What an adapter tells of its device beside its models: parts of `ipc.Description`."""
+"""Reports of an adapter on its device beside its models: parts of `ipc.Description`."""
 
 from __future__ import annotations
 

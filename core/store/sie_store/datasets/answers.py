@@ -26,7 +26,7 @@ OTHER = "OTHER"  # errors beyond the codes that are counted apart
 
 
 class About(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a part says of itself, and what is counted in it."""
+    """Head of a part: its identity and its counts."""
 
     job: str
     shard: int

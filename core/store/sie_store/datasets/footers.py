@@ -193,7 +193,7 @@ def _values(array: Array) -> int:
 
 
 def _decoded_bytes(array: Array) -> int:
-    """What the values of an array take once each stands for itself."""
+    """Compute the bytes of the values of an array once each stands for itself."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

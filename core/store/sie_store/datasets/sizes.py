@@ -27,7 +27,7 @@ class TooManyValues(ValueError):
 
 
 class SpanSize:
-    """What a span has in memory so far."""
+    """Size of a span in memory so far."""
 
     def __init__(self, span: Span) -> None:
         self._span = span
