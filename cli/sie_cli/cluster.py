@@ -89,7 +89,7 @@ class Cluster:
         return cluster._with(written)
 
     def _with(self, written: Access) -> Cluster:
-        """With the addresses and credentials of a `sie serve`, where nobody gave others."""
+        """Add the addresses and credentials of a `sie serve`, where the user gave none."""
         sources = dict(self.sources)
         chosen = {
             name for name in _PARTS if sources[name] == "flag" or (sources[name] == "environment" and not self.is_named)
@@ -200,7 +200,7 @@ class Cluster:
     # ---- nothing runs
 
     def missing(self, name: str) -> str:
-        """Why no address is known for the part whose setting is `name`, and what to do."""
+        """Explain why the part whose setting is `name` has no known address, and what to do."""
         part = _PARTS[name].name
         running = self.local()
         if running is None:

@@ -1,4 +1,4 @@
-"""How a command ends when what was asked cannot be done: an error of one line and a status."""
+"""Errors that end a command which cannot be done: one line and a status."""
 
 from __future__ import annotations
 

@@ -318,7 +318,7 @@ def _written(output: Path, size: int) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _bar(label: str, size: int) -> Iterator[ByteProgress]:
-    """How far a transfer is: a bar on a terminal, nothing anywhere else."""
+    """Show the progress of a transfer: a bar on a terminal, no output elsewhere."""
     with display.transfers() as bars:
         task = bars.add_task(label, total=size)
         yield lambda count: bars.update(task, advance=count)

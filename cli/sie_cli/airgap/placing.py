@@ -1,4 +1,4 @@
-"""From an archive to a folder that serves: all of it or nothing.
+"""Placement of an archive in a folder that serves: all of it or nothing.
 
     archive ─► .NAME.loading beside FOLDER: every file, compared with the index and synced ─► models/, serve.env ─►
     FOLDER

@@ -264,7 +264,7 @@ def _driver() -> tuple[GpuDriver | None, str]:
 
 
 async def _torch() -> TorchBuild:
-    """Asked in a process of its own, which ends with what it took. Raises CheckSkipped."""
+    """Describe torch by a process of its own, which ends with the memory that it took. Raises CheckSkipped."""
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-c", _TORCH, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )

@@ -363,7 +363,7 @@ async def _describe(path: Path) -> ipc.Reply:
 
 
 def _time_of_id(request_id: str) -> float | None:
-    """When a UUID of version 7 was made, seconds since 1970."""
+    """Read the time at which a UUID of version 7 was made, seconds since 1970."""
     try:
         parsed = uuid.UUID(request_id)
     except ValueError:

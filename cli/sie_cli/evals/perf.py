@@ -1,4 +1,4 @@
-"""How fast a source is at each level of load: items a second, latency by percentile, errors, and what was busy.
+"""Speed of a source at each level of load: items a second, latency by percentile, errors, and busy devices.
 
 texts of the task ──► requests ──► warm-up │ window ──► Point of each source and level
 """
@@ -58,7 +58,7 @@ class LoadPoint:
 
     @property
     def scores(self) -> dict[str, float]:
-        """By metric; latencies of no answer are not a number."""
+        """Figures by metric; latencies of no answer are not a number."""
         metrics = {"items_per_s": self.items / self.seconds}
         if self.tokens is not None:
             metrics["tokens_per_s"] = self.tokens / self.seconds
@@ -89,7 +89,7 @@ def texts_of(task: Task) -> list[str]:
 
 
 def requests_of(task: Task, batch: int) -> Iterator[LoadRequest]:
-    """Without an end. Each query is that of another text."""
+    """Yield requests without an end. Each query is that of another text."""
     texts = itertools.cycle(texts_of(task))
     while True:
         query = next(texts)

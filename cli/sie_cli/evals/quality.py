@@ -1,4 +1,4 @@
-"""How good vectors and scores are, by what people said: one number for each query or pair, and their mean.
+"""Quality of vectors and scores by people's judgements: one number for each query or pair, and their mean.
 
 task, Step ──► rankings or similarities ──► metrics ──► Found ──► difference of two, with an interval
 """
@@ -60,7 +60,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Difference:
-    """How much more a source reaches than another, and between which bounds that lies with CONFIDENCE."""
+    """Difference of one source to another, and its bounds with CONFIDENCE."""
 
     value: float
     low: float
@@ -68,7 +68,7 @@ class Difference:
 
 
 def count(task: Judged, step: EvalStep) -> int | None:
-    """How many texts a source is asked for; None where nobody knows."""
+    """Count the texts that a source is sent; None where the number is not known."""
     if isinstance(task, Mteb):
         return None
     if isinstance(task, Similarity):
@@ -96,7 +96,7 @@ def has_interval(score: Measurement) -> bool:
 
 
 def difference(score: Measurement, reference: Measurement, metric: str) -> Difference:
-    """By a paired bootstrap over queries or pairs, always with the same draws.
+    """Compute the difference by a paired bootstrap over queries or pairs, always with the same draws.
 
     Source: Efron and Tibshirani 1993, "An Introduction to the Bootstrap", chapter 13 (percentile interval).
     """

@@ -109,7 +109,7 @@ class EvalStep:
 
 
 class EvalWork:
-    """How far a measurement is. `kept`: what an interrupted one had computed; `told` hears of texts that are done."""
+    """Progress of a measurement. `kept`: what an interrupted one had computed; `told` hears of texts that are done."""
 
     def __init__(self, cache: ResultCache, advance: Callable[[int], None]) -> None:
         self._cache, self._advance = cache, advance

@@ -1,4 +1,4 @@
-"""How busy the devices behind a source are while it is measured.
+"""Load of the devices behind a source while it is measured.
 
 gateway, /ws/status ──► frames of a worker ──► Device
 NVML, where the gateway is on this machine ──► energy

@@ -39,7 +39,7 @@ def exit_status(info: JobInfo) -> int:
 
 
 def rows_text(info: JobInfo) -> str:
-    """How many rows are answered, and how."""
+    """Format the number of rows that are answered, by outcome."""
     counts = info.counts
     parts = [
         f"{counts.done:,} rows" if counts.rows is None else f"{counts.done:,} of {counts.rows:,} rows",
@@ -56,7 +56,7 @@ def percent_done(info: JobInfo) -> int | None:
 
 
 def forecast_text(estimate: Forecast, deadline_s: float, now_s: float) -> str:
-    """When it will be done, at which rate, and whether that is in time."""
+    """Format when the job will be done, at which rate, and whether that is in time."""
     workers = counted(estimate.workers, "worker")
     text = (
         f"{estimate.rows_per_s:,.0f} rows/s by {workers}, done at {local(estimate.done_at, now_s)} ± "
@@ -86,7 +86,7 @@ def problem_text(error: JobError) -> str:
 
 
 def progress_lines(info: JobInfo, now_s: float) -> list[str]:
-    """Some lines: what it does, and what is wrong."""
+    """Return lines on the activity of the job and on its faults."""
     share = percent_done(info)
     first = f"{printable(info.id)} {printable(info.state)}"
     lines = [f"{first}, {rows_text(info)}" + ("" if share is None else f" ({share} %)")]
@@ -279,8 +279,9 @@ class _Stuck(Exception):
 
 
 def follow(job: Job, *, err: bool, as_json: bool = False, also: str = "") -> None:
-    """Until it has ended, however that is, or is paused by an error, which only people mend. `err`: progress goes to
-    standard error. Ctrl-C ends the process, and says that the job goes on, and `also` what goes on with it.
+    """Follow a job until it has ended, however that is, or is paused by an error, which only people mend. `err`:
+    progress goes to standard error. Ctrl-C ends the process, and says that the job goes on, and `also` what goes on
+    with it.
     """
     from sie_client.errors import JobFailedError
 

@@ -86,7 +86,7 @@ class Corpus:
         return content.hexdigest()
 
     async def sample(self, count: int, seed: str) -> CorpusSample:
-        """At most `count` texts: the same ones for the same seed. Raises CommandRefused."""
+        """Sample at most `count` texts: the same ones for the same seed. Raises CommandRefused."""
         from sie_store.datasets.rows import read
         from sie_store.object_stores import StoreError
 

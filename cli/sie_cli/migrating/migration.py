@@ -322,7 +322,7 @@ class Migration:
             )
 
     def _watch(self, since_s: float) -> None:
-        """Until the time is over, or there were enough copies."""
+        """Watch the shadow until the time is over, or there were enough copies."""
         expected = self._plan.shadow
         while (left_s := since_s + expected.seconds - time.time()) > 0:
             if expected.copies is not None and self._measured()["copies"].get("done", 0) >= expected.copies:

@@ -48,7 +48,7 @@ class ComparisonSample:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far two models agree. `cosines` of each text, empty where the widths differ; `recall` at 1, 2, 3 neighbours;
+    """Agreement of two models. `cosines` of each text, empty where the widths differ; `recall` at 1, 2, 3 neighbours;
     `ranks`: the correlation of the ranks of each query's documents, or of each text's neighbours, nearest to farthest.
     """
 

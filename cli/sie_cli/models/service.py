@@ -52,8 +52,8 @@ class ServiceReply:
 
 @dataclass(frozen=True)
 class WriteOptions:
-    """How somebody wants a write done: at which cluster, only checked (`dry_run`), only of the revision `if_match`,
-    with `force`, and how its answer is printed (`output`: table, json, yaml).
+    """Options of a write: at which cluster, only checked (`dry_run`), only of the revision `if_match`, with `force`,
+    and how its answer is printed (`output`: table, json, yaml).
     """
 
     cluster: Cluster

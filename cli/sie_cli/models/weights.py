@@ -448,7 +448,7 @@ def _refusing(settings: Settings) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _bar(label: str) -> Iterator[Progress]:
-    """How far a transfer is: a bar on a terminal, nothing anywhere else."""
+    """Show the progress of a transfer: a bar on a terminal, no output elsewhere."""
     from sie_store.weights.progress import Progress
 
     progress = Progress(label)

@@ -192,7 +192,7 @@ class Replay:
         heapq.heappush(self._events, (max(when_s, self.now_s), next(self._numbers), event))
 
     def run(self) -> ReplayReport:
-        """Until the last answer."""
+        """Run until the last answer."""
         for index, request in enumerate(self._requests):
             self.at(request.at, lambda index=index: self._arrive(index))  # type: ignore[misc]
         while self._events:

@@ -74,7 +74,7 @@ def _ports(needs: MachineNeeds) -> Iterator[str]:
 
 
 def _cannot_listen(host: str, port: int) -> OSError | None:
-    """Why nobody can listen there now."""
+    """Return the error that prevents listening there now; None without one."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family) as probe:
@@ -107,8 +107,8 @@ def _next_free(listener: PortListener) -> int:
 
 
 def store_bytes(data_dir: Path) -> int:
-    """How much the broker's streams in the data directory may hold: the free space of that disk and what they hold
-    already.
+    """Compute the bytes that the broker's streams in the data directory may hold: the free space of that disk and what
+    they hold already.
     """
     return max(0, shutil.disk_usage(data_dir).free + held_bytes(data_dir / "nats") - RESERVE_BYTES)
 

@@ -234,11 +234,13 @@ class LocalCluster:
         return broker, config, gateways, sidecars, adapters
 
     def _await_answer(self, name: str, port: int) -> None:
-        """Before this start is ready, the process must be."""
+        """Await the answer of the process before this start counts as ready."""
         self._readiness[name] = functools.partial(not_ready, url=f"http://{_reachable(self._plan.host)}:{port}/readyz")
 
     def _await_gateway(self, name: str, port: int) -> None:
-        """Before this start is ready, the gateway must be, and know that as many workers are healthy."""
+        """Await the gateway before this start counts as ready: it must answer, and know that as many workers are
+        healthy.
+        """
         self._await_answer(name, port)
         if self._plan.settings.gateway_workers is not None:
             return  # with SIE_GATEWAY_HEALTH_MODE=ws the gateway knows the workers of that list alone
@@ -313,8 +315,8 @@ class LocalCluster:
             access.publish(self._plan.data_dir, msgspec.structs.replace(self._access(), unread_stream=stream))
 
     async def _watch_broker(self, supervisor: Supervisor, broker: Child) -> None:
-        """After a write error, a full disk above all, the broker refuses its stream until it is restarted: do that once
-        there is room.
+        """Restart the broker once there is room: after a write error, a full disk above all, it refuses its stream
+        until it is restarted.
         """
         embedded = self._embedded
         assert embedded is not None

@@ -128,7 +128,7 @@ class View:
         self.changed.set()
 
     def state(self, now_s: float) -> tuple[str, str]:
-        """How current the picture is, in words and a colour."""
+        """Describe how current the picture is, in words and a colour."""
         if self.frame is None:
             return "connecting", "yellow"
         age_s = now_s - self.came_s
@@ -200,7 +200,7 @@ def picture(view: View, width: int, height: int, now_s: float) -> RenderableType
 
 
 def _reason(model: str, why: str) -> Text:
-    """Why a model could not be loaded, in one line."""
+    """Format why a model could not be loaded, in one line."""
     from rich.text import Text
 
     line = " ".join("".join(letter if letter.isprintable() else " " for letter in f"{model} failed: {why}").split())
@@ -208,7 +208,7 @@ def _reason(model: str, why: str) -> Text:
 
 
 def _fitting(count: int, room: int) -> int:
-    """How many of so many rows to show: a single one that is left has the place of the line that would count it."""
+    """Compute how many of the rows to show: a single one that is left has the place of the line that would count it."""
     return count if count <= room + 1 else room
 
 
@@ -295,7 +295,7 @@ def _queues_of_models(frame: StatusFrame) -> dict[str, Queued]:
 
 
 def _age(age_s: float) -> str:
-    """In three digits at most, with a unit."""
+    """Format an age in three digits at most, with a unit."""
     for unit, seconds in (("d", 86400), ("h", 3600), ("min", 60)):
         if age_s >= 2 * seconds:
             return f"{age_s / seconds:.0f} {unit}"
@@ -392,7 +392,7 @@ def _counting(name: str) -> list[tuple[str, int]]:
 
 
 def _plain(text: str) -> str:
-    """Without markup of a terminal: names come from outside."""
+    """Remove the markup of a terminal: names come from outside."""
     from rich.markup import escape
 
     return escape(printable(text))

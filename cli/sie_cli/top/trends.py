@@ -20,7 +20,7 @@ _STEPS = "▁▂▃▄▅▆▇█"
 
 
 class HistoryStep(msgspec.Struct, frozen=True):
-    """Some seconds of what a gateway answered. `p50_ms`, `p99_ms`: by stage."""
+    """Step of a gateway's history over some seconds. `p50_ms`, `p99_ms`: by stage."""
 
     at: int
     requests: int

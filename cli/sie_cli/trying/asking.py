@@ -54,7 +54,7 @@ class ModelAnswer:
 
     @property
     def failed(self) -> int:
-        """How many of the inputs have an error in place of a result."""
+        """Number of inputs with an error in place of a result."""
         return sum("error" in result for result in self.results)
 
     def place(self, entry: Mapping[str, Any]) -> int:

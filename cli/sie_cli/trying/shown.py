@@ -271,7 +271,7 @@ def _table(*titles: str) -> Table:
 
 
 def _errors(answer: ModelAnswer, labels: Sequence[str]) -> Iterator[RenderableType]:
-    """Why inputs have no result."""
+    """Build the lines of why inputs have no result."""
     from rich.text import Text
 
     for result, label in zip(answer.results, labels, strict=True):

@@ -222,7 +222,9 @@ class Record(Generic[T]):
             await watch.stop()
 
     async def reconnected(self) -> None:
-        """To be given to `Connection.on_reconnect`: a broker that restarted may have lost the bucket."""
+        """Handle a reconnection; pass this to `Connection.on_reconnect`. A broker that restarted may have lost the
+        bucket.
+        """
         self._reconnects += 1
         self.is_stale = True
 

@@ -1,4 +1,4 @@
-"""How a placement table is stored in its bucket: small tables in one message, large ones in parts by hash of the model.
+"""Storage of a placement table in its bucket: small tables in one message, large ones in parts by hash of the model.
 
     key of the lane          Placement: at_s, and all rows, or the stamps of the parts
     key of the lane .p{n}    PlacementPart: its stamp, and the rows of models with crc32(model) % parts == n

@@ -19,7 +19,7 @@ _NO_MARK = bytes(set(range(256)) - set(b"{[,:"))
 
 
 class Excess(ValueError):
-    """More than is decoded. The message names the limit, `reason` refines the error of a client."""
+    """Body above a limit of the decoder. The message names the limit, `reason` refines the error of a client."""
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -127,7 +127,7 @@ def _is_map(first: int) -> bool:
 
 
 def _children(data: bytes, first: int, at: int) -> tuple[int, int]:
-    """How many values, keys included, are in the list or map whose header is at `at`, and where they begin."""
+    """Read the number of values, keys included, of the list or map whose header is at `at`, and where they begin."""
     if first < 0xA0:
         return (first & 15) << _is_map(first), at + 1
     width = {0xDC: 2, 0xDE: 2, 0xDD: 4, 0xDF: 4}.get(first)

@@ -238,7 +238,7 @@ def _cut_error(info: ErrorInfo | None) -> ErrorInfo | None:
 
 
 def _cut_codes(codes: dict[str, int]) -> dict[str, int]:
-    """At most MAX_CODES and one for the rest."""
+    """Keep at most MAX_CODES codes and add up the rest."""
     return {cut_text(code, MAX_WORD_BYTES): count for code, count in list(codes.items())[: MAX_CODES + 1]}
 
 

@@ -15,7 +15,7 @@ _MARKS = {b"\xef\xbb\xbf": "UTF-8", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"
 
 
 def fault_of(body: bytes, error: Exception) -> str:
-    """Why the decoder refused the body with `error`."""
+    """Explain why the decoder refused the body with `error`."""
     if not body.strip():
         return "the body is empty: expected a JSON object"
     for mark, name in _MARKS.items():

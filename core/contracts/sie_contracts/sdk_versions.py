@@ -25,7 +25,7 @@ _MINOR = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})(?:\.([0-9]{1,6}))?")
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How a range of client versions is answered.
+    """Dialect of a range of client versions.
 
     `holds`: whether a request waits in the gateway for a model that is not loaded. A client that repeats a request by
     itself gives its last attempt only the rest of its budget, so it is answered at once.

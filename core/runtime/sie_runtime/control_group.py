@@ -50,7 +50,9 @@ def memory_limit() -> int | None:
 
 
 def oom_kills() -> int:
-    """How many processes of this group the kernel killed because memory had ended. 0 where it does not tell."""
+    """Return the number of processes of this group that the kernel killed because memory had ended. 0 where it does not
+    tell.
+    """
     for folder, version in _groups("memory"):
         name = "memory.events" if version == 2 else "memory.oom_control"
         with contextlib.suppress(OSError, ValueError):  # not one of this version

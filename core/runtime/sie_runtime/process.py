@@ -251,7 +251,7 @@ class Trouble:
         self.lasting = False
 
     def met(self, error: Exception | str) -> None:
-        """It failed, perhaps again."""
+        """Record a failure, perhaps a repeated one."""
         if not self.lasting:
             self.lasting, self._is_told, self._is_warned, self._since_s = True, False, False, self._clock()
         lasts_s = self._clock() - self._since_s
@@ -263,7 +263,7 @@ class Trouble:
             self._logger.info("%s: %s", self._what, error)
 
     def passed(self) -> None:
-        """It works."""
+        """Record a success."""
         self.lasting = False
 
 

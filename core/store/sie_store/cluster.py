@@ -62,8 +62,8 @@ class ClusterCache:
         self._bucket = Bucket(url, object_stores.opened(url, SETTING), limits or Limits())
 
     def fetch(self, repository: str, revision: str) -> Fetch | None:
-        """How to fetch a snapshot into the local cache; None if the bucket has no complete one. Raises FetchFailed,
-        ManifestError.
+        """Return how to fetch a snapshot into the local cache; None if the bucket has no complete one. Raises
+        FetchFailed, ManifestError.
         """
         check_names(repository, revision)
         manifest, _ = self._run(self._bucket.manifest(repository, revision))

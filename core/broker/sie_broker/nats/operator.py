@@ -84,7 +84,7 @@ async def look(broker: NatsAdministration, stream: str) -> Facts:
 
 
 async def damage(broker: NatsBroker, info: StreamInfo) -> str:
-    """Why the files of a stream must be damaged; empty where nothing says so. Raises BrokerError."""
+    """Return why the files of a stream must be damaged; empty without a sign of damage. Raises BrokerError."""
     name, state = str(info.config["name"]), info.state
     bucket = name.removeprefix("KV_")
     if bucket == name:

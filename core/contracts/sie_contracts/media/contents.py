@@ -14,8 +14,8 @@ _encode = msgspec.msgpack.Encoder(order="deterministic").encode
 
 
 def content_keys(item: WorkItem) -> list[str]:
-    """For each input of a work item the digest of all that decides what runs: model, revision, operation, input, query,
-    options.
+    """Compute for each input of a work item the digest of all that decides what runs: model, revision, operation,
+    input, query, options.
     """
     common = hashlib.sha256(
         _encode((item.model, item.profile, item.revision, item.operation, item.query, item.options))

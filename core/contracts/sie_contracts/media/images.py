@@ -1,5 +1,5 @@
-"""How the images of a model become pixels: `Recipe`, which travels from the adapter to the sidecar, and the sizes that
-it leads to. Pure: nothing here opens a file.
+"""Recipe of a model for images, to pixels: `Recipe` travels from the adapter to the sidecar, with the sizes that it
+leads to. Pure: nothing here opens a file.
 
     header ──► check ──► decode ──► upright RGB ──► each size of `resizes` in turn ──► crop or pad to `pixels_of`
 
@@ -100,7 +100,7 @@ class ImageTokens(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Normalisation(msgspec.Struct, frozen=True, omit_defaults=True):
-    """From levels to what the model reads, per channel, in float32: `(level * rescale - mean) / std`."""
+    """Conversion of levels to the model's values, per channel, in float32: `(level * rescale - mean) / std`."""
 
     mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
     std: tuple[float, float, float] = (1.0, 1.0, 1.0)
@@ -155,7 +155,7 @@ def pixels_of(recipe: Recipe, size: Size) -> Size:
 
 
 def grid_of(recipe: Recipe, pixels: Size) -> Size:
-    """How many blocks an image of that size for the model has."""
+    """Count the blocks of an image of that size for the model."""
     return Size(pixels.height // recipe.multiple, pixels.width // recipe.multiple)
 
 

@@ -1,5 +1,5 @@
-"""How the sound of a file becomes what a model reads: `SoundRecipe`, which travels from the adapter to the sidecar.
-Pure: nothing here opens a file.
+"""Recipe of a model for sounds, from the file to the model's values: `SoundRecipe` travels from the adapter to the
+sidecar. Pure: nothing here opens a file.
 
     header ──► check ──► decode ──► one channel ──► the model's rate ──► its length ──► mel spectrogram
 

@@ -86,7 +86,7 @@ def serving(bundles: Mapping[str, Bundle], family: str, named: str = "") -> tupl
 
 
 def lacking(bundles: Mapping[str, Bundle], family: str, named: str = "") -> tuple[str, str]:
-    """Why no bundle can serve a model, and the fix: the path of the wrong field, and a sentence."""
+    """Return why no bundle can serve a model, and the fix: the path of the wrong field, and a sentence."""
     able = [bundle.id for bundle in ordered(bundles) if bundle.serves(family)]
     families_of_bundles = "; ".join(
         f"{bundle.id} has {', '.join(bundle.families) or 'every family'}" for bundle in ordered(bundles)

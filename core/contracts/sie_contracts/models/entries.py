@@ -81,8 +81,8 @@ class LoadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class HeadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How hidden states become outputs, where the model's own files do not say it or must be overridden. None: as the
-    files say.
+    """Options of the head, by which hidden states become outputs, where the model's own files do not say it or must be
+    overridden. None: as the files say.
 
     Sparse: `sparse_activation` is applied to the masked-LM logits. `sparse_special_tokens` false gives special tokens
     no weight. `query_encoder` idf looks the weights of queries up in idf.json.

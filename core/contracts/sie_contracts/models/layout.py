@@ -44,7 +44,7 @@ class _Row:
         return (self.leaving, *hosts) if self.leaving else hosts
 
     def is_loaded(self, hosts: Iterable[Worker]) -> bool:
-        """On each of `hosts`."""
+        """Check that each of `hosts` has loaded it."""
         return all(self.model in worker.holdings.loaded for worker in hosts)
 
     def takes(self, name: str) -> bool:

@@ -38,7 +38,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Refused:
-    """Why an entry is refused, for people. It names no path of this machine."""
+    """Reason for the refusal of an entry, for people. It names no path of this machine."""
 
     reason: Literal["remote_code", "model_path"]
     loc: str
@@ -105,8 +105,8 @@ class Trust:
         self._own = own
 
     def refused(self, entry: ModelEntry, *, is_here: bool) -> Refused | None:
-        """Why the entry is refused; None if it is allowed. `is_here`: its files are on this machine, and are searched
-        for links that lead out.
+        """Return why the entry is refused; None if it is allowed. `is_here`: its files are on this machine, and are
+        searched for links that lead out.
         """
         wanting = [claim for claim in claims(entry, self._families) if not self._is_allowed(claim, is_here=is_here)]
         if not wanting:

@@ -38,7 +38,7 @@ class Vectors(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, array: NDArray[Any]) -> Vectors:
-        """From an array [rows, width]."""
+        """Convert an array [rows, width]."""
         rows, width = array.shape
         return cls(rows, width, array.astype("<f4", copy=False).tobytes())
 

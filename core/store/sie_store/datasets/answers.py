@@ -111,7 +111,7 @@ def shard_of(about: About, rows: Sequence[Row], answers: Sequence[Answer], keep:
 
 
 def counted(codes: Iterable[str]) -> dict[str, int]:
-    """How many there are of each code; the most frequent MAX_CODES by their names."""
+    """Count each code: the most frequent MAX_CODES by their names, the rest together as OTHER."""
     return most_frequent(Counter(codes))
 
 

@@ -241,8 +241,8 @@ class LocalCache:
         return snapshots
 
     def used_s(self, repository: str, revision: str) -> float:
-        """When a use of the snapshot last began or ended, seconds since 1970; if it was never used, when it was made; 0
-        if it does not exist.
+        """Return when a use of the snapshot last began or ended, seconds since 1970; if it was never used, when it was
+        made; 0 if it does not exist.
         """
         for path in (self._lock_file(repository, revision, "use"), self.place(repository, revision)):
             with contextlib.suppress(OSError):

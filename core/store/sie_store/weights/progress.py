@@ -46,7 +46,7 @@ class Progress:
         self._step(0)
 
     def add(self, count: int) -> None:
-        """So many bytes arrived. Negative: bytes that arrived, or were there, must be fetched again."""
+        """Add bytes that arrived. Negative: bytes that arrived, or were there, must be fetched again."""
         self._step(count)
 
     def touch(self, _: int = 0) -> None:
