@@ -22,7 +22,9 @@ OPERATOR = "operator"
 
 
 class Access(msgspec.Struct, frozen=True, kw_only=True):
-    """What `sie serve` tells the commands of its user. An address is empty where this start has no such process."""
+    """The addresses and credentials that `sie serve` leaves to the commands of its user. An address is empty where this
+    start has no such process.
+    """
 
     gateway_url: str
     config_url: str = ""
@@ -72,8 +74,8 @@ def published(data_dir: Path, access: Access) -> Iterator[None]:
 
 
 def read(data_dir: Path) -> Access | None:
-    """What the `sie serve` of this data directory wrote; None where none runs. Raises SettingError for a file that
-    cannot be used.
+    """Read the file that the `sie serve` of this data directory wrote; None where none runs. Raises SettingError for a
+    file that cannot be used.
     """
     path = data_dir / FILE
     try:

@@ -89,7 +89,7 @@ class Cluster:
         return cluster._with(written)
 
     def _with(self, written: Access) -> Cluster:
-        """With the addresses and credentials of a `sie serve`, where nobody gave others."""
+        """Add the addresses and credentials of a `sie serve`, where the user gave none."""
         sources = dict(self.sources)
         chosen = {
             name for name in _PARTS if sources[name] == "flag" or (sources[name] == "environment" and not self.is_named)
@@ -112,7 +112,7 @@ class Cluster:
         return dataclasses.replace(self, settings=dataclasses.replace(self.settings, **changes), sources=sources)
 
     def local(self) -> Access | None:
-        """What the `sie serve` of the data directory wrote down; None where none runs. Raises SettingError."""
+        """Read the file that the `sie serve` of the data directory wrote; None where none runs. Raises SettingError."""
         return access.read(self.data_dir)
 
     def is_given(self, name: str) -> bool:
@@ -139,21 +139,21 @@ class Cluster:
 
     @property
     def gateway_token(self) -> Secret | None:
-        """What to show to the gateways. An address of the command line gets no administrator's token."""
+        """Token to show to the gateways. An address of the command line gets no administrator's token."""
         settings = self.settings
         own = settings.auth_token or (settings.auth_tokens or (None,))[0]
         return own or (settings.admin_token if self.sources.get(GATEWAY_URL) == "environment" else None)
 
     @property
     def gateway_admin_token(self) -> Secret | None:
-        """What to show to a gateway for what only administrators may do: SIE_ADMIN_TOKEN, unless the gateway is that of
-        a `sie serve`, which wrote down its own.
+        """Token to show to a gateway for actions of administrators: SIE_ADMIN_TOKEN, unless the gateway is that of a
+        `sie serve`, which wrote down its own.
         """
         own = None if self.sources.get(GATEWAY_URL) == SOURCE else self.settings.admin_token
         return own or self.gateway_token
 
     def without_gateway(self) -> str:
-        """What to do where no gateway answers."""
+        """Advice for the case that no gateway answers."""
         if self.settings.gateway_url is not None:
             return "is it running, and is that its address? --url names another one"
         return f"that is the default address, for {self.missing(GATEWAY_URL)}"
@@ -161,7 +161,7 @@ class Cluster:
     # ---- config service
 
     def config_token(self, *, writes: bool) -> Secret | None:
-        """What to show to the config service: the token that may do no more than is needed, if there is one."""
+        """Return the token for the config service: the one with the fewest rights that suffices, if there is one."""
         read_token = None if writes else self.settings.config_read_token
         return read_token or self.settings.admin_token
 
@@ -200,7 +200,7 @@ class Cluster:
     # ---- nothing runs
 
     def missing(self, name: str) -> str:
-        """Why no address is known for the part whose setting is `name`, and what to do."""
+        """Explain why the part whose setting is `name` has no known address, and what to do."""
         part = _PARTS[name].name
         running = self.local()
         if running is None:

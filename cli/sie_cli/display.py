@@ -1,4 +1,4 @@
-"""How commands show numbers, tables and transfers to people."""
+"""Display of numbers, tables and transfers to people."""
 
 from __future__ import annotations
 

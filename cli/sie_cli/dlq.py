@@ -48,7 +48,7 @@ async def _letter(letters: Letters, name: str) -> Found:
 
 
 def _at(letter: Found) -> str:
-    """When it was given up, in UTC."""
+    """Format the time at which the letter was given up, in UTC."""
     at = datetime.fromtimestamp(letter.letter.at_s, UTC)
     return at.isoformat(sep=" ", timespec="seconds").removesuffix("+00:00")
 

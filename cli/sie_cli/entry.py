@@ -1,4 +1,4 @@
-"""Where the command `sie` begins: what has to be done before its imports, which take seconds.
+"""Entry point of the command `sie`: the steps before its imports, which take seconds.
 
 The kernel drops each signal that process 1 has no handler for. One that comes during the imports would be lost, and a
 pod that is deleted or restarted while it starts would take its whole grace period to end.
@@ -32,7 +32,9 @@ def main() -> None:
 
 
 def _end_on_signals() -> None:
-    """As any other process ends by them, until it has handlers of its own. Nothing where this is not process 1."""
+    """End by SIGTERM and SIGHUP as any other process does, until the process has handlers of its own. Without effect
+    where this is not process 1.
+    """
     if os.getpid() != 1:
         return
     for number in (signal.SIGTERM, signal.SIGHUP):

@@ -30,12 +30,12 @@ def future(text: str) -> float:
 
 
 def moment(at_s: float) -> str:
-    """In UTC, to the minute."""
+    """Format a time in UTC, to the minute."""
     return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M")
 
 
 def local(at_s: float, now_s: float) -> str:
-    """On the clock of this machine; with its day where that is not today."""
+    """Format a time on the clock of this machine; with its day where that is not today."""
     at, now = (datetime.fromtimestamp(time_s).astimezone() for time_s in (at_s, now_s))
     return at.strftime("%H:%M" if at.date() == now.date() else "%Y-%m-%d %H:%M")
 

@@ -1,4 +1,4 @@
-"""How a command ends when what was asked cannot be done: an error of one line and a status."""
+"""Errors that end a command which cannot be done: one line and a status."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from sie_contracts.errors import SIEError
 
 
 class CommandRefused(click.ClickException):
-    """What was asked cannot be done; the message says what to do next. Status 1."""
+    """Refusal of a command; the message says what to do next. Status 1."""
 
 
 @contextlib.contextmanager
 def refusing() -> Iterator[None]:
-    """What goes wrong with a model or a file becomes CommandRefused."""
+    """Convert faults of a model or a file to CommandRefused."""
     try:
         yield
     except SIEError as error:

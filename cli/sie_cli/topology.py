@@ -124,7 +124,7 @@ def migrate(cluster: Cluster, as_json: bool, yes: bool) -> None:
 
 
 async def steps_at(broker: NatsBroker, settings: Settings) -> list[Step]:
-    """What differs in all streams of work and of dead letters that are there, and in those that the settings want.
+    """Plan the differences in all present streams of work and of dead letters, and in those that the settings want.
     Raises BrokerError.
     """
     from sie_broker.nats.operator import look, plan, streams

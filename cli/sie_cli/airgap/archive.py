@@ -40,8 +40,8 @@ ByteProgress = Callable[[int], None]
 
 
 class ArchiveIndex(msgspec.Struct, frozen=True):
-    """What an archive holds. `entries` are catalogue entries whose weights.path and golden are paths below the loaded
-    folder, `aliases` and `bundles` what goes with them.
+    """Index of an archive. `entries` are catalogue entries whose weights.path and golden are paths below the loaded
+    folder. `aliases` and `bundles` belong to them.
     """
 
     made_by: str
@@ -54,7 +54,7 @@ class ArchiveIndex(msgspec.Struct, frozen=True):
 
     @property
     def bytes(self) -> int:
-        """Of all files together."""
+        """Total size of all files."""
         return sum(fact.bytes for fact in self.files.values())
 
 
@@ -170,7 +170,7 @@ class ArchiveReader:
 
     @property
     def digest(self) -> str:
-        """Of the index, which stands for the whole archive."""
+        """Digest of the index, which stands for the whole archive."""
         return digest(self.raw)
 
     def extract(self, sink: Callable[[str], AbstractContextManager[BinaryIO]], progress: ByteProgress) -> None:

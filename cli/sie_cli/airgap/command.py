@@ -268,7 +268,7 @@ def _check_index(actual: str, expected: str | None) -> None:
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """What goes wrong ends the command in one line, with status 1."""
+    """End the command in one line, with status 1, on a fault of a model, a file or a setting."""
     try:
         with refusing():
             yield
@@ -318,7 +318,7 @@ def _written(output: Path, size: int) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _bar(label: str, size: int) -> Iterator[ByteProgress]:
-    """How far a transfer is: a bar on a terminal, nothing anywhere else."""
+    """Show the progress of a transfer: a bar on a terminal, no output elsewhere."""
     with display.transfers() as bars:
         task = bars.add_task(label, total=size)
         yield lambda count: bars.update(task, advance=count)

@@ -1,4 +1,4 @@
-"""What goes into an air-gap archive: models as a load wants them, and what their entries refer to.
+"""Contents of an air-gap archive: models as a load wants them, and the files that their entries refer to.
 
     entry ─► WeightSources ─► weights/TOKEN/..   its files, and the configurations of backbones that they name
           ─► LoRAs of the hub ─► cache/hub/..    as the local cache has them
@@ -56,7 +56,7 @@ class ArchiveContents:
 
 @dataclass(frozen=True)
 class ArchiveSelection:
-    """What is to be in an archive, each in the order of its ids."""
+    """Selection of an archive's contents, each list in the order of its ids."""
 
     entries: list[ModelEntry]
     aliases: list[Alias]
@@ -77,12 +77,12 @@ class FileGathering:
 
     @property
     def bytes(self) -> int:
-        """Of all files together."""
+        """Total size of all files."""
         return sum(source.stat().st_size if isinstance(source, Path) else len(source) for source in self.files.values())
 
     @property
     def unread_bytes(self) -> int:
-        """What `facts` will read."""
+        """Number of bytes that `facts` will read."""
         return sum(
             source.stat().st_size
             for name, source in self.files.items()
@@ -125,9 +125,7 @@ class FileGathering:
         )
 
     def _backbones(self, folder: Path, place: str, entry: ModelEntry) -> None:
-        """What a GLiNER's own folder says of its backbones by name alone goes below that folder, where a load looks
-        first.
-        """
+        """Place below a GLiNER's folder the backbones that it names by name alone: a load looks there first."""
         raw = json.loads((folder / families.row(entry.family).config_file).read_text("utf-8"))
         is_described = raw.get("encoder_config") is not None and (folder / "tokenizer_config.json").is_file()
         for name in ([] if is_described else [raw["model_name"]]) + [
@@ -290,7 +288,7 @@ def _fact(source: Path | bytes, progress: ByteProgress) -> FileFact:
 
 
 def _manifest(folder: Path) -> Mapping[str, FileFact]:
-    """What the manifest of a snapshot says of its files; nothing where there is none."""
+    """Read the facts of files from the manifest of a snapshot; empty where there is none."""
     try:
         return decode((folder / MANIFEST).read_bytes()).files
     except (FileNotFoundError, ManifestError):
@@ -298,7 +296,7 @@ def _manifest(folder: Path) -> Mapping[str, FileFact]:
 
 
 def _stated_licence(folder: Path) -> str:
-    """Of the model card's front matter."""
+    """Read the licence from the front matter of the model card; empty where it states none."""
     import yaml
     from huggingface_hub.repocard import metadata_load
 
@@ -310,7 +308,7 @@ def _stated_licence(folder: Path) -> str:
 
 
 def _licence_page(entry: ModelEntry, files: Mapping[str, Path | bytes]) -> bytes:
-    """What is known of a model's licence: its name, where the model is from, the texts that came with it."""
+    """Build the page about a model's licence: its name, where the model is from, and the texts that came with it."""
     weights = entry.weights
     source = (
         f"https://huggingface.co/{weights.hub}"

@@ -1,4 +1,4 @@
-"""From an archive to a folder that serves: all of it or nothing.
+"""Placement of an archive in a folder that serves: all of it or nothing.
 
     archive ─► .NAME.loading beside FOLDER: every file, compared with the index and synced ─► models/, serve.env ─►
     FOLDER
@@ -74,7 +74,9 @@ def check(index: ArchiveIndex) -> None:
 
 
 def settings(index: ArchiveIndex, at: Path) -> dict[str, str]:
-    """What makes `sie serve` serve the models of an archive from the folder `at`, and ask for nothing else."""
+    """Return the settings that make `sie serve` serve the models of an archive from the folder `at`, and ask for
+    nothing else.
+    """
     names = [*(entry.id for entry in entries(index)), *(alias.id for alias in aliases(index))]
     return {
         "SIE_LOCAL_CACHE": str(at / "cache"),
@@ -161,7 +163,7 @@ def loaded(folder: Path) -> tuple[ArchiveIndex, bytes]:
 def wrong(
     folder: Path, index: ArchiveIndex, *, digests: bool = True, progress: ByteProgress = lambda _: None
 ) -> list[str]:
-    """What is wrong with the files of a loaded folder, a line for each."""
+    """List the faults of the files of a loaded folder, a line each."""
     return verify(folder, Manifest("air-gap", "archive", index.files), digests=digests, read=progress)
 
 

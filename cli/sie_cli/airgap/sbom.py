@@ -99,8 +99,8 @@ def spdx(licence: str) -> str:
 
 
 def software(*requirements: str) -> dict[str, Package]:
-    """What these need of the distributions that are installed here, by name, themselves included. What is not installed
-    is left out.
+    """Collect the installed distributions that these requirements need, by name, themselves included. A distribution
+    that is not installed is left out.
     """
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name

@@ -22,7 +22,7 @@ MIN_BROKER = (2, 12)
 
 
 async def broker(probe: ClusterProbe) -> CheckResult:
-    """That it can be reached with these credentials, is new enough and has JetStream."""
+    """Check that the broker can be reached with these credentials, is new enough and has JetStream."""
     from sie_broker import BrokerError, BrokerUnavailable
 
     url = public_url(await probe.broker_url())

@@ -29,7 +29,7 @@ DRIFT_S = 5.0  # that a write of the catalogue takes at most to everybody, on a 
 
 
 async def config(probe: ClusterProbe) -> CheckResult:
-    """That the config service answers, and that everybody serves by its catalogue."""
+    """Check that the config service answers, and that all gateways and workers serve by its catalogue."""
     reply = await probe.config()
     url = await probe.config_url()
     fix = (
@@ -97,7 +97,8 @@ async def restored(probe: ClusterProbe, url: str) -> list[Finding]:
 def drift(
     epoch: ConfigEpoch | None, gateways: Mapping[str, str], workers: Mapping[str, tuple[str, str]]
 ) -> list[Finding]:
-    """Who is behind the catalogue: gateways by name with their epoch, workers with their bundle and epoch.
+    """List the gateways and workers that are behind the catalogue: gateways by name with their epoch, workers with
+    their bundle and epoch.
 
     A worker is behind when a write that concerns its bundle is missing. Without `epoch`, the config service's word,
     gateways are compared with each other, and workers by the bucket alone: which writes concern them is not known then.
@@ -247,7 +248,7 @@ async def versions(probe: ClusterProbe) -> CheckResult:
 
 
 def skew(by_version: Mapping[str, list[str]]) -> list[Finding]:
-    """Who has another version than the newest one."""
+    """List the members with another version than the newest one."""
     newest = max(by_version, key=lambda version: [int(part) for part in re.findall(r"\d+", version)])
     return [
         Finding(

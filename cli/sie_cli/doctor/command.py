@@ -30,7 +30,7 @@ from sie_contracts.settings import BY_NAME, Mode, SettingError, load
 def faults_of(
     flags: Mapping[str, str], environ: Mapping[str, str]
 ) -> tuple[list[Finding], dict[str, str], dict[str, str]]:
-    """What is wrong with single settings, then flags and environment without what cannot be read."""
+    """Return the faults of single settings, then flags and environment without the values that cannot be read."""
     findings: list[Finding] = []
     readable: tuple[dict[str, str], dict[str, str]] = ({}, {})
     for values, left in zip((flags, environ), readable, strict=True):
@@ -60,7 +60,7 @@ def faults_of(
 
 
 def _contradiction(flags: Mapping[str, str], environ: Mapping[str, str]) -> str:
-    """Of two settings, each of which can be read; empty where there is none."""
+    """Return the contradiction of two settings that can each be read; empty where there is none."""
     try:
         load(flags=flags, environ=environ)
     except SettingError as error:
@@ -69,7 +69,7 @@ def _contradiction(flags: Mapping[str, str], environ: Mapping[str, str]) -> str:
 
 
 def check_settings(faults: list[Finding], flags: Mapping[str, str], environ: Mapping[str, str]) -> Check:
-    """Of what `faults_of` found, and of what is set in vain."""
+    """Build the check of the settings: the faults from `faults_of`, and settings without an effect."""
 
     async def check(probe: ClusterProbe) -> CheckResult:
         mode: Mode = "standalone" if await probe.is_standalone() else "queue"
@@ -120,8 +120,8 @@ _SHOWN: Mapping[State, tuple[str, str]] = {
 
 
 class CheckReport(msgspec.Struct, frozen=True):
-    """Of one check. `state`: fine, wrong, absent (nothing to look at), blind (it could not look). `says`: the line
-    beside it.
+    """Report of one check. `state`: fine, wrong, absent (nothing to look at), blind (it could not look). `says`: the
+    line beside it.
     """
 
     check: str

@@ -21,7 +21,7 @@ READY_FIX = (
 
 
 async def gateway(probe: ClusterProbe) -> CheckResult:
-    """That each gateway answers, lets this user read, and has workers that are well."""
+    """Check that each gateway answers, lets this user read, and has workers that are well."""
     findings: list[Finding] = []
     replies = await probe.gateways()
     if not probe.cluster.is_given(GATEWAY_URL) and replies[0].trouble:

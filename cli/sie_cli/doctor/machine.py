@@ -203,7 +203,7 @@ class GpuDriver(NamedTuple):
 
 
 class TorchBuild(msgspec.Struct, frozen=True):
-    """What torch says of itself. `cuda`: the version that it was built for, empty without."""
+    """Torch's own description of its build. `cuda`: the version that it was built for, empty without."""
 
     version: str
     cuda: str
@@ -212,7 +212,7 @@ class TorchBuild(msgspec.Struct, frozen=True):
 
 
 def gpu_faults(device: str, torch: TorchBuild, driver: GpuDriver | None, trouble: str) -> list[Finding]:
-    """Of SIE_DEVICE `device`. `trouble`: why there is no driver."""
+    """List the faults of the GPU for SIE_DEVICE `device`. `trouble`: why there is no driver."""
     instead = "or set SIE_DEVICE=cpu" if device.startswith("cuda") else "or set SIE_DEVICE=cpu if that is meant"
     if not torch.cuda:
         return [
@@ -264,7 +264,7 @@ def _driver() -> tuple[GpuDriver | None, str]:
 
 
 async def _torch() -> TorchBuild:
-    """Asked in a process of its own, which ends with what it took. Raises CheckSkipped."""
+    """Describe torch by a process of its own, which ends with the memory that it took. Raises CheckSkipped."""
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-c", _TORCH, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )

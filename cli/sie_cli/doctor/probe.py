@@ -77,7 +77,7 @@ class ProbeResult:
 
 @dataclass
 class Heartbeats:
-    """Who announced itself at the broker so far, by name. It goes on to listen."""
+    """Workers and gateways that announced themselves at the broker so far, by name. It goes on to listen."""
 
     workers: dict[str, Heartbeat] = field(default_factory=dict)
     gateways: dict[str, GatewayBeat] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class AdapterSocket:
 
 
 class ClusterProbe:
-    """What a run of doctor has seen of a cluster. Use `looking` to make one."""
+    """Observations of a cluster in one run of doctor. Use `looking` to make one."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -184,7 +184,7 @@ class ClusterProbe:
         return list(await asyncio.gather(*requests))
 
     async def health(self) -> dict[str, Any]:
-        """What the first gateway that answers tells; nothing where none does."""
+        """Return the health of the first gateway that answers; empty where none does."""
         for reply in await self.gateways():
             if reply.status == 200 and reply.is_sie:
                 return reply.json()
@@ -203,7 +203,7 @@ class ClusterProbe:
         return await self._once("config", self.ask_config)
 
     async def ask_config(self) -> ProbeResult:
-        """As `config`, asked anew."""
+        """Request the config service's epoch again, without the cached result of `config`."""
         if await self.is_standalone():
             raise NotApplicable("the catalogue is in the gateway's own process (--standalone)")
         url = await self.config_url()
@@ -213,7 +213,7 @@ class ClusterProbe:
 
     @property
     def config_token(self) -> Secret | None:
-        """What the config service is shown: nothing, if its address is of the command line or what a gateway told."""
+        """Token for the config service; None if its address comes from the command line or from a gateway."""
         is_known = self.cluster.sources.get(CONFIG_URL) in ("environment", SOURCE)
         return self.cluster.config_token(writes=False) if is_known else None
 
@@ -291,7 +291,7 @@ class ClusterProbe:
     # ---- sockets
 
     async def sockets(self) -> list[AdapterSocket]:
-        """Those of the workers on this machine. Raises NotApplicable, CheckSkipped."""
+        """Return the sockets of the workers on this machine. Raises NotApplicable, CheckSkipped."""
         return await self._once("sockets", self._ask_sockets)
 
     async def _ask_sockets(self) -> list[AdapterSocket]:
@@ -363,7 +363,7 @@ async def _describe(path: Path) -> ipc.Reply:
 
 
 def _time_of_id(request_id: str) -> float | None:
-    """When a UUID of version 7 was made, seconds since 1970."""
+    """Read the time at which a UUID of version 7 was made, seconds since 1970."""
     try:
         parsed = uuid.UUID(request_id)
     except ValueError:

@@ -35,8 +35,8 @@ HERE = "local"  # in place of a machine profile, where no cluster is measured
 
 @dataclass(frozen=True)
 class EvalSpec:
-    """What a user asks for. `sources`: their names. `targets_file`: None for that of the catalogue. `rerankers`:
-    models of the cluster that order the nearest documents again.
+    """Request of a user for an evaluation. `sources`: their names. `targets_file`: None for that of the catalogue.
+    `rerankers`: models of the cluster that order the nearest documents again.
     """
 
     model: str
@@ -63,7 +63,7 @@ class EvalOutcome:
 
 @dataclass(frozen=True)
 class _EvalContext:
-    """What is known before anything is measured. `about`: what the stored result says of it."""
+    """Facts of an evaluation before it measures. `about`: the description that the stored result has."""
 
     spec: EvalSpec
     task: Task

@@ -70,7 +70,7 @@ class SentRequest:
 
 @dataclass(frozen=True)
 class LoadLevel:
-    """How much load: so many clients, or requests a second."""
+    """Amount of load: so many clients, or requests a second."""
 
     clients: int = 0
     rate: float = 0.0

@@ -95,7 +95,9 @@ class OpenSources:
         return self._own or (cluster.gateway_urls[0], cluster.gateway_token)
 
     def _scores_pairs(self) -> bool:
-        """By the source before, or by the catalogue of this installation; what that does not know has vectors."""
+        """Decide whether it scores pairs, by the source before, or by the catalogue of this installation; a model that
+        the catalogue does not have gives vectors.
+        """
         if self.sources:
             return self.sources[0].scores_pairs
         from sie_config_service.overlay import Overlay

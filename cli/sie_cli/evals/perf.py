@@ -1,4 +1,4 @@
-"""How fast a source is at each level of load: items a second, latency by percentile, errors, and what was busy.
+"""Speed of a source at each level of load: items a second, latency by percentile, errors, and busy devices.
 
 texts of the task ──► requests ──► warm-up │ window ──► Point of each source and level
 """
@@ -28,8 +28,8 @@ CLIENT_LIMIT = 0.8  # of a core: above it the client may be what is measured
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What is asked of each source: levels of load, in turn, each for `warm_up_s` and then `seconds`; `batch` texts to
-    a request.
+    """Load on each source: levels of load, in turn, each for `warm_up_s` and then `seconds`; `batch` texts to a
+    request.
     """
 
     levels: Sequence[LoadLevel]
@@ -40,8 +40,8 @@ class LoadPlan:
 
 @dataclass(frozen=True)
 class LoadPoint:
-    """What one source did at one level of load in `seconds`. `latencies_ms` of the requests that were answered,
-    ascending; `items`: answered within the window. `client_cores`: processor time of this process, 1 is a whole core;
+    """Result of one source at one level of load over `seconds`. `latencies_ms` of the requests that were answered,
+    ascending. `items`: answered within the window. `client_cores`: processor time of this process, 1 is a whole core;
     None where the source itself computes in it.
     """
 
@@ -58,7 +58,7 @@ class LoadPoint:
 
     @property
     def scores(self) -> dict[str, float]:
-        """By metric; latencies of no answer are not a number."""
+        """Figures by metric; latencies of no answer are not a number."""
         metrics = {"items_per_s": self.items / self.seconds}
         if self.tokens is not None:
             metrics["tokens_per_s"] = self.tokens / self.seconds
@@ -89,7 +89,7 @@ def texts_of(task: Task) -> list[str]:
 
 
 def requests_of(task: Task, batch: int) -> Iterator[LoadRequest]:
-    """Without an end. Each query is that of another text."""
+    """Yield requests without an end. Each query is that of another text."""
     texts = itertools.cycle(texts_of(task))
     while True:
         query = next(texts)

@@ -54,7 +54,7 @@ def costs(scores: Sequence[Measurement], metric: str) -> str:
 
 
 def _label(name: str) -> str:
-    """As it is: matplotlib takes what is between dollars for a formula."""
+    """Escape a name for matplotlib, which takes text between dollars for a formula."""
     return name.replace("$", r"\$")
 
 

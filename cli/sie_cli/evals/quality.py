@@ -1,4 +1,4 @@
-"""How good vectors and scores are, by what people said: one number for each query or pair, and their mean.
+"""Quality of vectors and scores by people's judgements: one number for each query or pair, and their mean.
 
 task, Step ──► rankings or similarities ──► metrics ──► Found ──► difference of two, with an interval
 """
@@ -37,8 +37,9 @@ Run = dict[str, dict[str, float]]  # score of each document, by query
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one source reached. `values`: the metric of each query, by metric. Of a similarity: how alike each pair is,
-    and `gold`, whose rank correlation is the metric. `bytes_per_item`: of a document in an index; None for a reranker.
+    """Result of one source. `values`: the metric of each query, by metric. A similarity has in it the similarity of
+    each pair, and `gold`: the rank correlation of the two is the metric. `bytes_per_item`: of a document in an index;
+    None for a reranker.
     """
 
     source: str
@@ -59,7 +60,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Difference:
-    """How much more a source reaches than another, and between which bounds that lies with CONFIDENCE."""
+    """Difference of one source to another, and its bounds with CONFIDENCE."""
 
     value: float
     low: float
@@ -67,7 +68,7 @@ class Difference:
 
 
 def count(task: Judged, step: EvalStep) -> int | None:
-    """How many texts a source is asked for; None where nobody knows."""
+    """Count the texts that a source is sent; None where the number is not known."""
     if isinstance(task, Mteb):
         return None
     if isinstance(task, Similarity):
@@ -95,7 +96,7 @@ def has_interval(score: Measurement) -> bool:
 
 
 def difference(score: Measurement, reference: Measurement, metric: str) -> Difference:
-    """By a paired bootstrap over queries or pairs, always with the same draws.
+    """Compute the difference by a paired bootstrap over queries or pairs, always with the same draws.
 
     Source: Efron and Tibshirani 1993, "An Introduction to the Bootstrap", chapter 13 (percentile interval).
     """

@@ -1,4 +1,4 @@
-"""What was measured, for people and for programs.
+"""Report of the measurements, for people and for programs.
 
 quality.Found, perf.Point ──► Report ──► terminal, JSON, Markdown, HTML, a stored result
 """
@@ -65,7 +65,7 @@ class EvalReport:
         return f"{self.model} on {self.task}, {self.kind}"
 
     def figures(self, *, with_values: bool = True) -> dict[str, Any]:
-        """For a program. What is not a number is null. `with_values`: of each query or pair too."""
+        """Return the figures for a program. Not a number becomes null. `with_values`: of each query or pair too."""
         head = {"model": self.model, "task": self.task, "kind": self.kind, "about": self.about}
         hidden = () if with_values else ("values", "gold")
         rows = [{name: value for name, value in row.items() if name not in hidden} for row in self.rows]

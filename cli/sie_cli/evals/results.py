@@ -35,7 +35,7 @@ class StoredReport(msgspec.Struct):
 
 
 def about(cluster: Mapping[str, Any], machine: str) -> dict[str, Any]:
-    """Where this process measures. `cluster`: what the cluster tells of itself and of the model."""
+    """Describe the place of a measurement. `cluster`: the cluster's description of itself and of the model."""
     return {
         "version": sie_contracts.__version__,
         "commit": _commit(),
@@ -143,7 +143,7 @@ def _row_compared(
 
 
 def _fallen(key: Sequence[str], metric: str, was: Measurement, now: Measurement) -> list[str]:
-    """Which queries lost the most; a rank correlation is not of single pairs."""
+    """List the queries that lost the most; a rank correlation is not of single pairs."""
     if was.gold:
         return []
     lost = sorted(
@@ -175,7 +175,7 @@ def _plain(name: str) -> str:
 
 
 def _commit() -> str:
-    """Of the folder in which this process runs; empty where it is no checkout."""
+    """Return the commit of the folder in which this process runs; empty where it is no checkout."""
     try:
         ran = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=GIT_S, check=False

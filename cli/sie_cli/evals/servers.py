@@ -50,8 +50,8 @@ class _ReplyBody:
 
 @dataclass(frozen=True)
 class ServerDialect:
-    """How a server is asked: paths and bodies, and where its answers have what is wanted. A list of results has the
-    place of each in `index`.
+    """Protocol of a server: paths and bodies, and where its answers have the result. A list of results has the place of
+    each in `index`.
     """
 
     encode_path: str

@@ -31,12 +31,12 @@ class ImagePath(str):
 
 
 def item(text: str) -> str | Item:
-    """As a client of a cluster takes it."""
+    """Convert an input to the form that a client of a cluster takes."""
     return {"images": [text.path]} if isinstance(text, ImagePath) else text
 
 
 def key(text: str) -> str:
-    """What tells it from every other one. A file that was written again is another one."""
+    """Return the key of an input. Each text has its own; a file that was written again has a new one."""
     if not isinstance(text, ImagePath):
         return text
     status = text.path.stat()
@@ -68,7 +68,7 @@ class EvalSource(Protocol):
         """One of each document, more is better."""
 
     def sender(self) -> AbstractAsyncContextManager[Send]:
-        """What sends requests at once, each of which raises Failed."""
+        """Return a context whose value sends requests at once, each of which raises Failed."""
 
 
 class Sie:
@@ -215,8 +215,8 @@ def only_dense(name: str, output: VectorOutput) -> None:
 
 
 def _weights_of(model: str) -> str:
-    """What sentence-transformers is to load: the folder of the package that the catalogue names, its own folder, or an
-    id of the hub.
+    """Return the weights for sentence-transformers to load: the folder of the package that the catalogue names, its own
+    folder, or an id of the hub.
     """
     from sie_config_service.overlay import Overlay
     from sie_contracts.models.entries import ModelEntry

@@ -92,8 +92,8 @@ PART = 1024  # texts that are asked for, and kept, at once
 
 @dataclass(frozen=True)
 class EvalStep:
-    """What is measured: a source with one of its outputs, whose nearest documents `reranker` orders again if there is
-    one.
+    """Step of an evaluation: a source with one of its outputs. `reranker`, if there is one, orders its nearest
+    documents again.
     """
 
     source: EvalSource
@@ -102,14 +102,14 @@ class EvalStep:
 
     @property
     def name(self) -> str:
-        """As a row of a report."""
+        """Name of the step in a row of a report."""
         output = () if self.output == DENSE else (self.output.name,)
         reranker = (self.reranker.name,) if self.reranker else ()
         return ", ".join([self.source.name, *output, *reranker])
 
 
 class EvalWork:
-    """How far a measurement is. `kept`: what an interrupted one had computed; `told` hears of texts that are done."""
+    """Progress of a measurement. `kept`: what an interrupted one had computed; `told` hears of texts that are done."""
 
     def __init__(self, cache: ResultCache, advance: Callable[[int], None]) -> None:
         self._cache, self._advance = cache, advance

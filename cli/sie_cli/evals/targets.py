@@ -1,5 +1,5 @@
-"""What a model is expected to reach: a file of targets, by model, task and metric. What is fast on one machine is not
-on another, so the tasks of speed have the machine profile and the load in their names.
+"""Targets of models: a file by model, task and metric. The speed on one machine is not that on another, so the tasks of
+speed have the machine profile and the load in their names.
 
 BAAI/bge-m3:
   stsb:
@@ -33,7 +33,7 @@ class ScoreTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tolerance: float = DEFAULT_TOLERANCE
 
     def is_missed(self, metric: str, value: float) -> bool:
-        """What is not a number is missed."""
+        """Check whether a value misses the target; one that is not a number does."""
         if metric.partition("/")[0].endswith("_ms"):
             return not value <= self.value + self.tolerance
         return not value >= self.value - self.tolerance
@@ -68,7 +68,7 @@ def load(file: Path, model: str, task: str) -> Targets:
 
 
 def missed(targets: Mapping[str, ScoreTarget], scores: Mapping[str, float], subject: str) -> list[str]:
-    """What was not reached, a line each. A metric that was not measured is missed."""
+    """List the targets that were not reached, a line each. A metric that was not measured is missed."""
     lines = []
     for metric, target in targets.items():
         value = scores.get(metric)
@@ -83,7 +83,7 @@ def missed(targets: Mapping[str, ScoreTarget], scores: Mapping[str, float], subj
 
 
 def of_speed(scores: Mapping[str, Mapping[str, float]], first: str) -> dict[str, float]:
-    """What the first source reached, by metric, and how many times that of each other one, as METRIC/SOURCE."""
+    """Return the speed of the first source, by metric, and its ratio to that of each other source, as METRIC/SOURCE."""
     speeds = dict(scores[first])
     for source, own in scores.items():
         if source != first:
@@ -99,7 +99,7 @@ def speed_task(task: str, machine: str, level: str) -> str:
 
 
 def expected(values: Mapping[str, float], *, is_speed: bool) -> Targets:
-    """What was measured, as targets."""
+    """Convert measured values to targets."""
     if is_speed:
         return {name: ScoreTarget(_short(value), _short(SPEED_TOLERANCE * value)) for name, value in values.items()}
     return {name: ScoreTarget(round(value, 4)) for name, value in values.items()}

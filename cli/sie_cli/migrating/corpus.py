@@ -37,7 +37,7 @@ class CorpusSample:
 
     @property
     def trouble(self) -> str:
-        """What is wrong with rows; empty if nothing is."""
+        """Summary of the faults of rows; empty if there are none."""
         if not self.faults:
             return ""
         (first, _), *_ = self.faults.most_common(1)
@@ -74,7 +74,9 @@ class Corpus:
         return "://" in self.source
 
     async def digest(self) -> str:
-        """Of its bytes where it is a file of this machine, else of names, sizes and tags. Raises CommandRefused."""
+        """Compute the digest of its bytes where it is a file of this machine, else of names, sizes and tags. Raises
+        CommandRefused.
+        """
         if not self.is_url:
             with refusing():
                 return await asyncio.to_thread(_digest_of, Path(self.input.url))
@@ -84,7 +86,7 @@ class Corpus:
         return content.hexdigest()
 
     async def sample(self, count: int, seed: str) -> CorpusSample:
-        """At most `count` texts: the same ones for the same seed. Raises CommandRefused."""
+        """Sample at most `count` texts: the same ones for the same seed. Raises CommandRefused."""
         from sie_store.datasets.rows import read
         from sie_store.object_stores import StoreError
 

@@ -47,7 +47,7 @@ FAILED_ROWS = 5  # that are shown
 
 @dataclass(frozen=True)
 class Shadowing:
-    """What the shadow step is to see: a share of the requests, for `seconds` or until there were so many `copies`."""
+    """Extent of the shadow step: a share of the requests, for `seconds` or until there were so many `copies`."""
 
     share: float
     seconds: float
@@ -56,7 +56,7 @@ class Shadowing:
 
 @dataclass(frozen=True)
 class MigrationPlan:
-    """What a user asks for. `accepts`: also a low agreement, and rows without an answer."""
+    """Request of a user for a migration. `accepts`: also a low agreement, and rows without an answer."""
 
     alias: str
     model: str
@@ -72,12 +72,12 @@ class MigrationPlan:
 
     @property
     def output(self) -> dict[str, str]:
-        """Where the vectors go, as a job has it."""
+        """Destination of the vectors, as a job states it."""
         return {**({"url": self.place.url} if self.place.url else {}), **self.sink}
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of the job."""
+        """Options of the job."""
         how = self.corpus.input
         columns = {"text": how.text, "id": how.id, "input_format": how.format, "output": self.output}
         return {name: value for name, value in columns.items() if value}
@@ -94,7 +94,7 @@ class GatewayGroup:
 
 @dataclass(frozen=True)
 class ModelCheck:
-    """What the check found. `fingerprint`: of the new model."""
+    """Result of the check. `fingerprint`: of the new model."""
 
     alias: Present
     fingerprint: str
@@ -105,7 +105,7 @@ class ModelCheck:
 
 @dataclass
 class MigrationReport:
-    """What was done, for a program; `say` tells it to a person."""
+    """Report of the steps that were done, for a program; `say` prints it for a person."""
 
     say: Callable[[str], None]
     facts: dict[str, Any] = field(default_factory=dict)
@@ -322,7 +322,7 @@ class Migration:
             )
 
     def _watch(self, since_s: float) -> None:
-        """Until the time is over, or there were enough copies."""
+        """Watch the shadow until the time is over, or there were enough copies."""
         expected = self._plan.shadow
         while (left_s := since_s + expected.seconds - time.time()) > 0:
             if expected.copies is not None and self._measured()["copies"].get("done", 0) >= expected.copies:
@@ -377,7 +377,7 @@ class Migration:
 
 
 def merged(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What several gateways measured of a shadow, as one: counts are added, means are weighted by the copies."""
+    """Merge the measurements of a shadow by several gateways: counts are added, means are weighted by the copies."""
     copies = Counter[str]()
     for measured in figures:
         copies.update(measured.get("copies", {}))

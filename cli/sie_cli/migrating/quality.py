@@ -1,4 +1,4 @@
-"""How far two encoders agree on a sample, and how good each is where people judged.
+"""Agreement of two encoders on a sample, and the quality of each where people judged.
 
 sample ──► `sie models compare` ──► Measured          folder with judgements ──► `sie eval` ──► NDCG of each
 """
@@ -35,7 +35,7 @@ class QualityMeasurement:
 
     @property
     def neighbours(self) -> int:
-        """Of the nearest so many the share in common is judged: 10, or fewer of a small sample."""
+        """Number of nearest neighbours whose share in common is judged: 10, or fewer of a small sample."""
         return min(NEIGHBOURS, len(self.agreement.recall))
 
     @property
@@ -50,7 +50,7 @@ class QualityMeasurement:
         return sum(ranks) / len(ranks) if ranks else None
 
     def figures(self) -> dict[str, Any]:
-        """For a program."""
+        """Return the figures for a program."""
         return {
             "neighbours": self.neighbours,
             "agreement": self.overlap,
@@ -60,7 +60,7 @@ class QualityMeasurement:
         }
 
     def line(self) -> str:
-        """For a person."""
+        """Return the line for a person."""
         chance = self.agreement.chance[self.neighbours - 1]
         parts = [f"of {self.neighbours} neighbours {self.overlap:.3f} are the same (by chance {chance:.3f})"]
         if self.rank is not None:
@@ -72,14 +72,14 @@ class QualityMeasurement:
 
 @dataclass(frozen=True)
 class QuerySet:
-    """What is asked of the sample. `judged`: the task whose documents people judged, None of plain queries."""
+    """Queries on the sample. `judged`: the task whose documents people judged, None of plain queries."""
 
     texts: Sequence[str] = ()
     judged: Retrieval | None = None
 
     @classmethod
     def read(cls, path: Path | None) -> QuerySet:
-        """Of a file of texts, or a folder of BEIR with judgements. Raises CommandRefused."""
+        """Read a file of texts, or a folder of BEIR with judgements. Raises CommandRefused."""
         if path is None:
             return cls()
         if path.is_dir():

@@ -23,9 +23,9 @@ UNTIL: dict[str, Step] = {"check": "quality", "embed": "embed", "shadow": "shado
 
 @dataclass(frozen=True)
 class MigrationState:
-    """What the cluster says of a migration. `target`, `shadow`: what the alias names now; `shadow_s`: since when the
-    shadow is set, seconds. `is_submitted`, `is_embedded`: whether the job over the corpus exists, and has ended with an
-    answer for each row.
+    """State of a migration in the cluster. `target`, `shadow`: the models that the alias names now. `shadow_s`: since
+    when the shadow is set, seconds. `is_submitted`, `is_embedded`: whether the job over the corpus exists, and has
+    ended with an answer for each row.
     """
 
     target: str

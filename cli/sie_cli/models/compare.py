@@ -40,7 +40,7 @@ Matrix = NDArray[np.float32]  # [texts, width], rows of length 1
 
 @dataclass(frozen=True)
 class ComparisonSample:
-    """What is compared. `rankings`: queries with their documents; empty of a sample of plain texts."""
+    """Sample of a comparison. `rankings`: queries with their documents; empty of a sample of plain texts."""
 
     texts: tuple[str, ...] = ()
     rankings: tuple[tuple[str, tuple[str, ...]], ...] = ()
@@ -48,7 +48,7 @@ class ComparisonSample:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far two models agree. `cosines` of each text, empty where the widths differ; `recall` at 1, 2, 3 neighbours;
+    """Agreement of two models. `cosines` of each text, empty where the widths differ; `recall` at 1, 2, 3 neighbours;
     `ranks`: the correlation of the ranks of each query's documents, or of each text's neighbours, nearest to farthest.
     """
 
@@ -194,8 +194,8 @@ def _compared(client: SIEClient, names: tuple[str, str], sample: ComparisonSampl
 def of_vectors(
     client: SIEClient, names: tuple[str, str], texts: Sequence[str], queries: Sequence[str] = ()
 ) -> Agreement:
-    """Of two models that encode: the neighbours of each query among the texts, without queries those of each text.
-    Raises CommandRefused, and what the client raises.
+    """Compare two models that encode: the neighbours of each query among the texts, without queries those of each text.
+    Raises CommandRefused, and the errors of the client.
     """
     if len(texts) < MIN_TEXTS:
         raise CommandRefused(
@@ -244,7 +244,9 @@ def _encoded(client: SIEClient, model: str, texts: Sequence[str], *, is_query: b
 
 
 def similarities(asking: Matrix, rows: Matrix, *, own: bool) -> Matrix:
-    """Of each that asks with each row: [asking, rows]. `own`: they are the same texts, and none is near itself."""
+    """Compute the similarity of each query with each row: [asking, rows]. `own`: the queries are the rows, and none is
+    near itself.
+    """
     similar: Matrix = asking @ rows.T
     if own:
         np.fill_diagonal(similar, -np.inf)
@@ -252,7 +254,7 @@ def similarities(asking: Matrix, rows: Matrix, *, own: bool) -> Matrix:
 
 
 def _without_own(similar: Matrix) -> Matrix:
-    """Of each text with all others: [texts, texts - 1]."""
+    """Drop the similarity of each text with itself: [texts, texts - 1]."""
     return similar[~np.eye(len(similar), dtype=bool)].reshape(len(similar), -1)
 
 
@@ -300,7 +302,7 @@ def _ranks(client: SIEClient, names: tuple[str, str], sample: ComparisonSample) 
 
 
 def figures(agreement: Agreement) -> dict[str, Any]:
-    """What was found, for a program."""
+    """Return the figures of an agreement, for a program."""
     document: dict[str, Any] = {
         "models": list(agreement.names),
         "fingerprints": list(agreement.fingerprints),
@@ -326,7 +328,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def lines(agreement: Agreement) -> list[str]:
-    """What was found, for a person."""
+    """Return the lines of an agreement, for a person."""
     printed = [
         f"{name}: {f'{dims} wide, ' if dims else ''}fingerprint {fingerprint}"
         for name, dims, fingerprint in zip(agreement.names, agreement.dims, agreement.fingerprints, strict=True)

@@ -43,7 +43,7 @@ def import_command(cluster: Cluster, source: Path, *, dry_run: bool, force: bool
 
 
 def _imported(write: WriteOptions, service: ConfigServiceClient, file: Path) -> dict[str, Any]:
-    """What became of a file. Raises CommandRefused where the service takes no file."""
+    """Import a file and return its row of the result. Raises CommandRefused where the service takes no file."""
     from sie_config_service.documents import read
 
     row: dict[str, Any] = {"file": str(file)}

@@ -132,7 +132,7 @@ def _commit(settings: Settings, hub: str, revision: str | None) -> str:
 
 @contextlib.contextmanager
 def _hub(action: str, instead: str) -> Iterator[None]:
-    """What the hub's client raises becomes CommandRefused, with what to do."""
+    """Convert errors of the hub's client to CommandRefused, with advice."""
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
     any_error: type[Exception] = HfHubHTTPError.__bases__[0]  # of the library that the client is built on

@@ -33,7 +33,7 @@ _NEXT = {
 
 @dataclass(frozen=True)
 class _ResidencyCall:
-    """Where a request goes, and for how long its outcome is waited for (None: not at all)."""
+    """Target of a request, and how long the command waits for its outcome (None: not at all)."""
 
     cluster: Cluster
     headers: dict[str, str]
@@ -85,8 +85,8 @@ class _GatewayClient:
             raise CommandRefused(f"{why}\n{self._cluster.without_gateway()}") from error
 
     def states(self, name: str, wait_s: float) -> Iterator[tuple[float, dict[str, Any]]]:
-        """What the gateway says of a model, each POLL_S for `wait_s`, with the seconds since the start. A gateway that
-        is started again meanwhile is waited for. Raises CommandRefused.
+        """Yield the gateway's state of a model each POLL_S for `wait_s`, with the seconds since the start. It waits for
+        a gateway that restarts meanwhile. Raises CommandRefused.
         """
         began_s = time.monotonic()
         while (since_s := time.monotonic() - began_s) < wait_s:

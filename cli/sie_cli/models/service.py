@@ -52,8 +52,8 @@ class ServiceReply:
 
 @dataclass(frozen=True)
 class WriteOptions:
-    """How somebody wants a write done: at which cluster, only checked (`dry_run`), only of the revision `if_match`,
-    with `force`, and how its answer is printed (`output`: table, json, yaml).
+    """Options of a write: at which cluster, only checked (`dry_run`), only of the revision `if_match`, with `force`,
+    and how its answer is printed (`output`: table, json, yaml).
     """
 
     cluster: Cluster
@@ -190,7 +190,7 @@ class ConfigServiceClient:
         return lines
 
     def _config_url(self) -> str | None:
-        """What a gateway says where its config service is; of anything else nothing."""
+        """Return the address of the config service as the gateway states it; None if the answer has none."""
         try:
             health = msgspec.json.decode(self._client.get("/health").content)
         except (httpx.HTTPError, msgspec.DecodeError):

@@ -258,7 +258,7 @@ class _WeightsSource:
 
 
 def _weights_source(settings: Settings, reference: str, name: str | None, revision: str | None) -> _WeightsSource:
-    """What MODEL_OR_FOLDER names. Raises CommandRefused, click.UsageError, ModelLoadFailed, FetchFailed, ManifestError,
+    """Resolve MODEL_OR_FOLDER. Raises CommandRefused, click.UsageError, ModelLoadFailed, FetchFailed, ManifestError,
     OSError.
     """
     from sie_store.weights.locks import Lock
@@ -352,7 +352,7 @@ def _cache(settings: Settings) -> LocalCache:
 
 
 def _sources(settings: Settings) -> Any:
-    """Where the weights that are to be pushed come from: not the bucket that they go to."""
+    """Return the sources of weights to push, without the bucket that is the destination."""
     import dataclasses
 
     from sie_store.configured import weight_sources
@@ -404,7 +404,7 @@ def _checked_here(settings: Settings, stored: Stored, progress: Progress) -> lis
 
 
 def _named(stored: list[Stored], names: tuple[str, ...]) -> Iterator[Stored]:
-    """Those that are named by repository or repository@commit, the commit whole or its beginning; without a name all.
+    """Select by repository or repository@commit, the commit whole or its beginning; without a name all.
 
     Raises CommandRefused, click.UsageError.
     """
@@ -431,7 +431,7 @@ def _named(stored: list[Stored], names: tuple[str, ...]) -> Iterator[Stored]:
 
 @contextlib.contextmanager
 def _refusing(settings: Settings) -> Iterator[None]:
-    """What goes wrong ends the command with one line: status 2 for a bad setting, 1 for anything else."""
+    """End the command with one line on a fault: status 2 for a bad setting, 1 for anything else."""
     try:
         with refusing():
             yield
@@ -448,7 +448,7 @@ def _refusing(settings: Settings) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _bar(label: str) -> Iterator[Progress]:
-    """How far a transfer is: a bar on a terminal, nothing anywhere else."""
+    """Show the progress of a transfer: a bar on a terminal, no output elsewhere."""
     from sie_store.weights.progress import Progress
 
     progress = Progress(label)

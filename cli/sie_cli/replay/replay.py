@@ -41,7 +41,7 @@ MAX_DEVICES = 1024
 
 @dataclass(frozen=True)
 class ReplayPlan:
-    """What an operator may change: the number of workers and of lanes of each, and the batching settings."""
+    """Values that an operator may change: the number of workers and of lanes of each, and the batching settings."""
 
     workers: float = 1
     lanes: float = 1
@@ -119,7 +119,7 @@ class Machine:
 
 @dataclass
 class ReplayReport:
-    """What came of a replay. `latency_s` and `wait_s` by request, in the order of the trace: to its answer, and to the
+    """Result of a replay. `latency_s` and `wait_s` by request, in the order of the trace: to its answer, and to the
     start of its last batch. `device_s` of all lanes together, `host_s` spent on tokenising, `end_s` the last answer.
     """
 
@@ -167,7 +167,7 @@ class _Feed:
 
     @property
     def outstanding(self) -> int:
-        """What the worker has asked for and not got."""
+        """Cost that the worker has requested and not received."""
         return self.asked + self.on_way
 
 
@@ -192,7 +192,7 @@ class Replay:
         heapq.heappush(self._events, (max(when_s, self.now_s), next(self._numbers), event))
 
     def run(self) -> ReplayReport:
-        """Until the last answer."""
+        """Run until the last answer."""
         for index, request in enumerate(self._requests):
             self.at(request.at, lambda index=index: self._arrive(index))  # type: ignore[misc]
         while self._events:

@@ -30,7 +30,7 @@ MAX_INPUTS = 10_000_000  # generated
 
 
 class TraceError(ValueError):
-    """What cannot be read as a trace, or as the description of one."""
+    """Text that cannot be read as a trace, or as the description of one."""
 
 
 class TraceRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):

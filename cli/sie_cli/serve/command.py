@@ -140,7 +140,9 @@ def _with_free_ports(loaded_settings: Loaded) -> Settings:
 
 
 def _needs(plan: ServePlan) -> MachineNeeds:
-    """What this run takes of the machine. Ports that nobody named are free: they are looked for later."""
+    """Return the needs of this run on the machine. Ports without a number from the user are free: the search for them
+    comes later.
+    """
     settings = plan.settings
     listeners = [
         PortListener("--port", plan.host, plan.port, plan.gateways),

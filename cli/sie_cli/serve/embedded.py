@@ -70,7 +70,9 @@ class EmbeddedBroker:
         return {f"{user.upper()}_PASSWORD": f'"{password}"' for user, password in self.passwords.items()}
 
     def credentials(self, role: str) -> dict[str, str]:
-        """How the process of a role comes to the broker; nothing for one that has no business there."""
+        """Return the settings by which the process of a role connects to the broker; empty for a role without
+        access.
+        """
         if role not in _USER_OF:
             return {}
         user = _USER_OF[role]
@@ -84,5 +86,5 @@ class EmbeddedBroker:
 
 
 def users() -> str:
-    """Who may say and hear what, the same as in the Helm chart, as a part of the server's configuration."""
+    """Return the permissions of users, the same as in the Helm chart, as a part of the server's configuration."""
     return files("sie_broker").joinpath("nats/users.conf").read_text()

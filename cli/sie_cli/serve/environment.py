@@ -1,4 +1,4 @@
-"""What of the environment of `sie serve` each of its processes gets: a secret reaches only the process that needs it.
+"""Environment of each process of `sie serve`: a secret reaches only the process that needs it.
 
 settings                 the components that read them
 HF_TOKEN and the like    adapters, which ask the hub for weights

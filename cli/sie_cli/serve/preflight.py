@@ -1,4 +1,4 @@
-"""What `sie serve` needs of this machine, checked before it starts anything: folders, ports, disk, open files, memory.
+"""Checks of this machine before `sie serve` starts anything: folders, ports, disk, open files, memory.
 
 Each fault is one line: what is there, what is needed, and what to change. Without these checks the processes start,
 fail for a reason that only one of them knows, and are started again for ever.
@@ -43,7 +43,7 @@ class PortListener:
 
 @dataclass(frozen=True)
 class MachineNeeds:
-    """What one `sie serve` takes of the machine. `has_broker`: it brings a broker, whose streams are in `data_dir`."""
+    """Needs of one `sie serve` on the machine. `has_broker`: it brings a broker, whose streams are in `data_dir`."""
 
     listeners: tuple[PortListener, ...]
     data_dir: Path
@@ -74,7 +74,7 @@ def _ports(needs: MachineNeeds) -> Iterator[str]:
 
 
 def _cannot_listen(host: str, port: int) -> OSError | None:
-    """Why nobody can listen there now."""
+    """Return the error that prevents listening there now; None without one."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family) as probe:
@@ -107,8 +107,8 @@ def _next_free(listener: PortListener) -> int:
 
 
 def store_bytes(data_dir: Path) -> int:
-    """How much the broker's streams in the data directory may hold: the free space of that disk and what they hold
-    already.
+    """Compute the bytes that the broker's streams in the data directory may hold: the free space of that disk and what
+    they hold already.
     """
     return max(0, shutil.disk_usage(data_dir).free + held_bytes(data_dir / "nats") - RESERVE_BYTES)
 
@@ -148,7 +148,7 @@ def _disk(needs: MachineNeeds) -> Iterator[str]:
 
 
 def _stream_bytes(queue_bytes: int) -> int:
-    """What the broker reserves at once: the work of a pool, and its work that was given up."""
+    """Compute the bytes that the broker reserves at once: the work of a pool, and its dead letters."""
     dead = topology.dead_letter_stream("_default", storage="file", replicas=1, queue_bytes=queue_bytes)
     return queue_bytes + dead.max_bytes
 

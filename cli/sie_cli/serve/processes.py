@@ -52,7 +52,7 @@ _WORKER_DRAIN_S = 1.5  # gateways have ended before, so nobody waits for what is
 
 @dataclass(frozen=True)
 class ServePlan:
-    """What was asked for on the command line."""
+    """Request of the command line."""
 
     host: str
     port: int
@@ -130,7 +130,7 @@ class LocalCluster:
         return 0
 
     def _set_defaults(self) -> None:
-        """What this command knows better than the documented defaults, where the operator said nothing."""
+        """Set the defaults that this command knows better than the documented ones, where the operator set nothing."""
         plan = self._plan
         cpu = plan.settings.device == "cpu" or (
             plan.settings.device == "auto" and not Path("/dev/nvidia0").exists() and sys.platform != "darwin"
@@ -234,11 +234,13 @@ class LocalCluster:
         return broker, config, gateways, sidecars, adapters
 
     def _await_answer(self, name: str, port: int) -> None:
-        """Before this start is ready, the process must be."""
+        """Await the answer of the process before this start counts as ready."""
         self._readiness[name] = functools.partial(not_ready, url=f"http://{_reachable(self._plan.host)}:{port}/readyz")
 
     def _await_gateway(self, name: str, port: int) -> None:
-        """Before this start is ready, the gateway must be, and know that as many workers are healthy."""
+        """Await the gateway before this start counts as ready: it must answer, and know that as many workers are
+        healthy.
+        """
         self._await_answer(name, port)
         if self._plan.settings.gateway_workers is not None:
             return  # with SIE_GATEWAY_HEALTH_MODE=ws the gateway knows the workers of that list alone
@@ -313,8 +315,8 @@ class LocalCluster:
             access.publish(self._plan.data_dir, msgspec.structs.replace(self._access(), unread_stream=stream))
 
     async def _watch_broker(self, supervisor: Supervisor, broker: Child) -> None:
-        """After a write error, a full disk above all, the broker refuses its stream until it is restarted: do that once
-        there is room.
+        """Restart the broker once there is room: after a write error, a full disk above all, it refuses its stream
+        until it is restarted.
         """
         embedded = self._embedded
         assert embedded is not None
@@ -334,7 +336,7 @@ class LocalCluster:
                     is_reported = True
 
     def _access(self) -> Access:
-        """What commands of this user need to know of this start."""
+        """Return the addresses and credentials of this start for commands of this user."""
         plan, embedded, models = self._plan, self._embedded, Allowed(models_dir=self._plan.settings.models_dir)
         gateways = range(1 if plan.standalone else plan.gateways)
         is_ours = plan.settings.config_service_url is None  # the token of another one is not ours to tell
@@ -399,7 +401,7 @@ class LocalCluster:
             )
 
     def _metrics_urls(self) -> dict[str, list[str]]:
-        """Where metrics and probes of the gateways and of the workers are, by whose they are."""
+        """Return the addresses of metrics and probes of the gateways and of the workers, by component."""
         host = _reachable(self._plan.host)
         return {
             name: [f"http://{host}:{first + number}" for number in range(count)]

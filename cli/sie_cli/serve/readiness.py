@@ -1,4 +1,4 @@
-"""When a process of `sie serve` is ready: probes that say what is still missing."""
+"""Readiness of the processes of `sie serve`: probes that say what is still missing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def unread_stream(lines: Iterable[str]) -> str:
 
 
 async def not_ready(client: httpx.AsyncClient, url: str) -> str | None:
-    """Why the process whose /readyz is at `url` is not ready; None once it is."""
+    """Return why the process whose /readyz is at `url` is not ready; None once it is."""
     try:
         answer = await client.get(url)
     except httpx.HTTPError as error:
@@ -37,7 +37,7 @@ async def not_ready(client: httpx.AsyncClient, url: str) -> str | None:
 
 
 async def lacks_workers(client: httpx.AsyncClient, url: str, token: Secret, count: int) -> str | None:
-    """Why the gateway, asked at its /health, does not serve by that many workers yet.
+    """Return why the gateway, by its /health, does not serve by that many workers yet.
 
     A worker is ready before the gateway has heard of it, and requests of that moment would be refused.
     """

@@ -38,7 +38,7 @@ class LocalSource:
         return await self._store.catalogue_epoch()
 
     async def close(self) -> None:
-        """Nothing to close."""
+        """Close nothing: there is no resource."""
 
 
 @click.command(hidden=True)

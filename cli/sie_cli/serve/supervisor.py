@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ChildProcess(Protocol):
-    """What the supervisor uses of `asyncio.subprocess.Process`."""
+    """The part of `asyncio.subprocess.Process` that the supervisor uses."""
 
     @property
     def returncode(self) -> int | None: ...
@@ -56,7 +56,7 @@ async def started(argv: Sequence[str], environ: Mapping[str, str]) -> ChildProce
 
 
 def _die_with_parent() -> Callable[[], None] | None:
-    """For `preexec_fn`: have the kernel kill the child when the thread that forked it ends."""
+    """Return a `preexec_fn`: have the kernel kill the child when the thread that forked it ends."""
     if not sys.platform.startswith("linux"):
         return None
     prctl = ctypes.CDLL(None, use_errno=True).prctl  # resolved before the fork

@@ -82,7 +82,7 @@ def top(cluster: Cluster, once: bool) -> None:
 
 @contextlib.contextmanager
 def quiet_client() -> Iterator[None]:
-    """Without the client's warnings of attempts: they would break a picture, and the error at the end says it all."""
+    """Silence the client's warnings of attempts: they would break a picture, and the error at the end says it all."""
     logger = logging.getLogger("sie_client")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -169,7 +169,7 @@ async def _add_frame(frames: AsyncIterator[StatusFrame], view: View) -> None:
 
 
 async def _draw(view: View, console: Console, stop: asyncio.Event) -> None:
-    """In place in a terminal, which is left as it was; else each frame once."""
+    """Draw in place in a terminal, which is left as it was; else draw each frame once."""
     if console.is_terminal:
         await _draw_in_place(view, console, stop)
     while True:
@@ -181,7 +181,9 @@ async def _draw(view: View, console: Console, stop: asyncio.Event) -> None:
 
 
 async def _draw_in_place(view: View, console: Console, stop: asyncio.Event) -> None:
-    """Until it is cancelled. The key q sets `stop`. Ctrl-Z gives the terminal back until the shell lets it go on."""
+    """Draw until it is cancelled. The key q sets `stop`. Ctrl-Z gives the terminal back until the shell lets it go
+    on.
+    """
     from rich.live import Live
 
     suspension = asyncio.Event()  # for the terminal, by Ctrl-Z

@@ -64,7 +64,7 @@ class ClusterSums(msgspec.Struct, frozen=True):
 
 
 class StatusFrame(msgspec.Struct, frozen=True):
-    """What a gateway tells each second. The queues are None while it does not know them."""
+    """Frame that a gateway sends each second. The queues are None while it does not know them."""
 
     timestamp: float
     version: str
@@ -128,7 +128,7 @@ class View:
         self.changed.set()
 
     def state(self, now_s: float) -> tuple[str, str]:
-        """How current the picture is, in words and a colour."""
+        """Describe how current the picture is, in words and a colour."""
         if self.frame is None:
             return "connecting", "yellow"
         age_s = now_s - self.came_s
@@ -200,7 +200,7 @@ def picture(view: View, width: int, height: int, now_s: float) -> RenderableType
 
 
 def _reason(model: str, why: str) -> Text:
-    """Why a model could not be loaded, in one line."""
+    """Format why a model could not be loaded, in one line."""
     from rich.text import Text
 
     line = " ".join("".join(letter if letter.isprintable() else " " for letter in f"{model} failed: {why}").split())
@@ -208,7 +208,7 @@ def _reason(model: str, why: str) -> Text:
 
 
 def _fitting(count: int, room: int) -> int:
-    """How many of so many rows to show: a single one that is left has the place of the line that would count it."""
+    """Compute how many of the rows to show: a single one that is left has the place of the line that would count it."""
     return count if count <= room + 1 else room
 
 
@@ -285,8 +285,8 @@ def lanes_of(frame: StatusFrame) -> list[LaneRow]:
 
 
 def _queues_of_models(frame: StatusFrame) -> dict[str, Queued]:
-    """Of each model what the broker holds; of those that it is not told of, and without it, what workers
-    hold of them.
+    """Return the queue of each model as the broker holds it. A model without a figure of the broker has that of the
+    workers.
     """
     queues: dict[str, Queued] = {}
     for row in frame.model_queues or ():
@@ -295,7 +295,7 @@ def _queues_of_models(frame: StatusFrame) -> dict[str, Queued]:
 
 
 def _age(age_s: float) -> str:
-    """In three digits at most, with a unit."""
+    """Format an age in three digits at most, with a unit."""
     for unit, seconds in (("d", 86400), ("h", 3600), ("min", 60)):
         if age_s >= 2 * seconds:
             return f"{age_s / seconds:.0f} {unit}"
@@ -344,7 +344,7 @@ def _lanes(lanes: list[LaneRow], width: int, first: int) -> Table:
 
 
 def _workers(workers: list[WorkerRow], most: int, width: int, first: int) -> Table:
-    """Those that are not well first, then by queue."""
+    """Build the table of workers: those that are not well first, then by queue."""
     shown = sorted(workers, key=lambda worker: (worker.healthy, -worker.queue_depth, _counting(worker.name)))[:most]
     columns = [("WORKER", False), ("STATE", False), ("IN FLIGHT", True)]
     columns += [("LOADED", True)] if width >= _MIDDLE else []
@@ -392,7 +392,7 @@ def _counting(name: str) -> list[tuple[str, int]]:
 
 
 def _plain(text: str) -> str:
-    """Without markup of a terminal: names come from outside."""
+    """Remove the markup of a terminal: names come from outside."""
     from rich.markup import escape
 
     return escape(printable(text))

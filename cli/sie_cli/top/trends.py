@@ -20,7 +20,7 @@ _STEPS = "▁▂▃▄▅▆▇█"
 
 
 class HistoryStep(msgspec.Struct, frozen=True):
-    """Some seconds of what a gateway answered. `p50_ms`, `p99_ms`: by stage."""
+    """Step of a gateway's history over some seconds. `p50_ms`, `p99_ms`: by stage."""
 
     at: int
     requests: int
@@ -30,7 +30,9 @@ class HistoryStep(msgspec.Struct, frozen=True):
 
 
 class HistoryTrend(msgspec.Struct, frozen=True):
-    """What a gateway answered over the last hour, as `/v1/history` tells it. Steps without requests are left out."""
+    """Traffic that a gateway answered over the last hour, as `/v1/history` reports it. Steps without requests are left
+    out.
+    """
 
     now: float
     step_s: int

@@ -28,7 +28,7 @@ _OF_REQUEST = ("model", "fingerprint", "request_id", "muvera", "warnings", "expl
 
 @dataclass(frozen=True)
 class Question:
-    """What to ask a model. `threshold` and `labels` are for extract alone."""
+    """Request to a model. `threshold` and `labels` are for extract alone."""
 
     model: str
     inputs: tuple[QuestionInput, ...]
@@ -54,7 +54,7 @@ class ModelAnswer:
 
     @property
     def failed(self) -> int:
-        """How many of the inputs have an error in place of a result."""
+        """Number of inputs with an error in place of a result."""
         return sum("error" in result for result in self.results)
 
     def place(self, entry: Mapping[str, Any]) -> int:

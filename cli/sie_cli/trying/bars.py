@@ -29,7 +29,7 @@ def bar(share: float, colour: str = "cyan", cells: int = BAR) -> Text:
 
 
 def shares(values: Sequence[float], least: float = 0.0, most: float | None = None) -> list[float]:
-    """Where each value lies between the ends of its scale, as 0 to 1. An end that a value passes moves to it."""
+    """Compute the place of each value between the ends of its scale, as 0 to 1. A value beyond an end moves it."""
     low = min(least, *values) if values else least
     high = max(values, default=0.0) if most is None else max(most, *values)
     width = high - low

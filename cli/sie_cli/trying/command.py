@@ -71,7 +71,7 @@ def try_model(
 
 
 def _answered(cluster: Cluster, question: Question) -> ModelAnswer:
-    """What the gateway answers. Where it does not the process ends."""
+    """Return the gateway's answer. Without one the process ends."""
     from sie_client.errors import InvalidInputError
 
     url, secret = cluster.gateway_urls[0], cluster.gateway_token

@@ -1,4 +1,4 @@
-"""What is asked: arguments become texts and files, each with a name by which the answer speaks of it."""
+"""Inputs of a question: arguments become texts and files, each with a name by which the answer speaks of it."""
 
 from __future__ import annotations
 

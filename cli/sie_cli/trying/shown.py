@@ -228,7 +228,7 @@ def _tables(result: Mapping[str, Any], colour_of: Mapping[str, str]) -> Iterator
 
 
 def _place(entity: Mapping[str, Any]) -> str:
-    """Where a part of a text or of an image is."""
+    """Format the place of a part of a text or of an image."""
     if entity.get("bbox"):
         x, y, width, height = (round(edge) for edge in entity["bbox"])
         return f"x {x}, y {y}, {width} x {height}"
@@ -271,7 +271,7 @@ def _table(*titles: str) -> Table:
 
 
 def _errors(answer: ModelAnswer, labels: Sequence[str]) -> Iterator[RenderableType]:
-    """Why inputs have no result."""
+    """Build the lines of why inputs have no result."""
     from rich.text import Text
 
     for result, label in zip(answer.results, labels, strict=True):
@@ -281,7 +281,7 @@ def _errors(answer: ModelAnswer, labels: Sequence[str]) -> Iterator[RenderableTy
 
 
 def _time(answer: ModelAnswer) -> Iterator[Text]:
-    """Where the time went, in one line, and below what is to be known about it."""
+    """Build the line of where the time went, and below it the notes about it."""
     from rich.text import Text
 
     timing, usage = answer.shared["timing"], answer.shared["usage"]

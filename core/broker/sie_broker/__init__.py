@@ -331,7 +331,8 @@ class Administration(Queue, Protocol):
     """A queue whose streams and consumers can be created, updated and deleted."""
 
     async def ensure_stream(self, spec: StreamSpec, *, owner: bool) -> StreamState:
-        """As owner: create, or update from an older topology version. Otherwise compare only. Raises TopologyMismatch.
+        """Ensure a stream. The owner creates it, or updates it from an older topology version; any other process
+        compares only. Raises TopologyMismatch.
 
         An update that could drop messages, because a subject holds nearly as many as its new limit, is refused until
         they are done.

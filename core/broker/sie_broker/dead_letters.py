@@ -37,7 +37,7 @@ class Found:
 
     @property
     def inputs(self) -> int | None:
-        """How many; None of work that nobody can read."""
+        """Number of inputs; None for work that cannot be read."""
         return (self.item.count or len(self.item.inputs)) if self.item else None
 
 
@@ -63,7 +63,7 @@ class Letters:
         self._on_unreadable = on_unreadable
 
     async def state(self) -> StreamState:
-        """How many there are, and between which sequences."""
+        """Return the number of letters, and their first and last sequence."""
         return await self._queue.stream_state(self._stream)
 
     async def all(self, after: int = 0) -> AsyncGenerator[Found, None]:
@@ -109,7 +109,7 @@ class Letters:
         return self._read(stored) if stored is not None and stored.sequence == sequence else None
 
     async def named(self, begin: str) -> list[Found]:
-        """Those whose id begins so."""
+        """List the letters whose id begins with `begin`."""
         return [each async for each in self.all() if each.letter.id.startswith(begin)]
 
     async def remove(self, found: Found) -> bool:

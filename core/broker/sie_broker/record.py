@@ -117,11 +117,11 @@ class Bucket:
             raise
 
     async def get(self, key: str) -> Entry | None:
-        """As `KeyValue.get`."""
+        """Read a key; see `KeyValue.get`."""
         return await self.use(lambda bucket: bucket.get(key))
 
     async def write(self, writes: list[Write]) -> int:
-        """As `KeyValue.write`."""
+        """Write keys; see `KeyValue.write`."""
         return await self.use(lambda bucket: bucket.write(writes))
 
     async def use(self, operation: Callable[[KeyValue], Awaitable[R]]) -> R:
@@ -222,7 +222,9 @@ class Record(Generic[T]):
             await watch.stop()
 
     async def reconnected(self) -> None:
-        """To be given to `Connection.on_reconnect`: a broker that restarted may have lost the bucket."""
+        """Handle a reconnection; pass this to `Connection.on_reconnect`. A broker that restarted may have lost the
+        bucket.
+        """
         self._reconnects += 1
         self.is_stale = True
 
@@ -294,7 +296,7 @@ def leases_of(broker: Store, *, storage: str, replicas: int) -> Bucket:
 
 
 class LeaderLease:
-    """Which of several processes is the leader, by a key that the leader renews.
+    """Election of a leader among several processes, by a key that the leader renews.
 
     For moments there may be two leaders or none, so what a leader does must stay right then.
 

@@ -1,4 +1,4 @@
-"""How a placement table is stored in its bucket: small tables in one message, large ones in parts by hash of the model.
+"""Storage of a placement table in its bucket: small tables in one message, large ones in parts by hash of the model.
 
     key of the lane          Placement: at_s, and all rows, or the stamps of the parts
     key of the lane .p{n}    PlacementPart: its stamp, and the rows of models with crc32(model) % parts == n
@@ -85,7 +85,7 @@ class StoredTable:
         self._sizes: dict[int, int] = {}
 
     def take(self, entry: Entry) -> bool:
-        """As `put`, for an entry that was read. Raises ValueError; then the table stays as it was."""
+        """Put an entry that was read; see `put`. Raises ValueError; then the table stays as it was."""
         return self.put(entry.key, None if entry.value is None else decode(entry), entry.revision)
 
     def has(self, key: str) -> bool:

@@ -19,7 +19,7 @@ _NO_MARK = bytes(set(range(256)) - set(b"{[,:"))
 
 
 class Excess(ValueError):
-    """More than is decoded. The message names the limit, `reason` refines the error of a client."""
+    """Body above a limit of the decoder. The message names the limit, `reason` refines the error of a client."""
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -36,7 +36,7 @@ def of_json(data: bytes) -> int:
 
 
 def _count(pieces: Iterable[bytes]) -> int:
-    """Of marks. A comma is before a value, any other is of a list, a map or a key."""
+    """Count values by marks. A comma is before a value, any other mark is of a list, a map or a key."""
     values = containers = 0
     for marks in pieces:
         values += len(marks)
@@ -55,7 +55,7 @@ def _check(values: int, containers: int) -> None:
 
 
 def _marks(data: bytes) -> Iterator[bytes]:
-    """Those outside of strings."""
+    """Yield the marks outside of strings."""
     in_string = False
     for piece in _pieces(data):
         # each quote that is left begins or ends a string
@@ -127,7 +127,7 @@ def _is_map(first: int) -> bool:
 
 
 def _children(data: bytes, first: int, at: int) -> tuple[int, int]:
-    """How many values, keys included, are in the list or map whose header is at `at`, and where they begin."""
+    """Read the number of values, keys included, of the list or map whose header is at `at`, and where they begin."""
     if first < 0xA0:
         return (first & 15) << _is_map(first), at + 1
     width = {0xDC: 2, 0xDE: 2, 0xDD: 4, 0xDF: 4}.get(first)
@@ -138,7 +138,7 @@ def _children(data: bytes, first: int, at: int) -> tuple[int, int]:
 
 
 def _behind_alike(data: bytes, begin: int, count: int) -> int:
-    """Where `count` values end, if all have the first byte of the first, or one byte; else `begin`."""
+    """Return the end of `count` values, if all have the first byte of the first, or one byte; else `begin`."""
     size = _SIZES[data[begin]]
     if not size or begin + count * size > len(data):
         return begin

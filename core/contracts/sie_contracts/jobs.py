@@ -79,8 +79,8 @@ class Unread(msgspec.Struct, frozen=True):
 
 
 class Again(msgspec.Struct, frozen=True):
-    """Which rows of a span a job answers again: those that failed in each of these parts, one after the other: the job,
-    the name of its part, empty where it had none and all rows count. `rows`: how many are left.
+    """Rows of a span that a job answers again: those that failed in each of these parts, one after the other. A part is
+    the job and the name of its part, empty where it had none and all rows count. `rows`: how many are left.
     """
 
     parts: tuple[tuple[str, str], ...]
@@ -180,8 +180,8 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
 
     @property
     def output_url(self) -> str:
-        """Where it writes: a retry beside the parts that it answers again. Empty where the output is kept with the
-        job.
+        """Address of the output: that of a retry lies beside the parts that it answers again. Empty where the output is
+        kept with the job.
         """
         url = self.request.output.url if self.request is not None else ""
         return f"{url.rstrip('/')}/retry-{self.id}/" if url and self.retry_of else url
@@ -238,7 +238,7 @@ def _cut_error(info: ErrorInfo | None) -> ErrorInfo | None:
 
 
 def _cut_codes(codes: dict[str, int]) -> dict[str, int]:
-    """At most MAX_CODES and one for the rest."""
+    """Keep at most MAX_CODES codes and add up the rest."""
     return {cut_text(code, MAX_WORD_BYTES): count for code, count in list(codes.items())[: MAX_CODES + 1]}
 
 

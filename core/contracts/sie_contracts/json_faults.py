@@ -15,7 +15,7 @@ _MARKS = {b"\xef\xbb\xbf": "UTF-8", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"
 
 
 def fault_of(body: bytes, error: Exception) -> str:
-    """Why the decoder refused the body with `error`."""
+    """Explain why the decoder refused the body with `error`."""
     if not body.strip():
         return "the body is empty: expected a JSON object"
     for mark, name in _MARKS.items():
@@ -42,7 +42,7 @@ def fault_of(body: bytes, error: Exception) -> str:
 
 
 def _explained(body: bytes, at: int, says: str) -> str:
-    """What is wrong at the place where the decoder stopped."""
+    """Explain the fault at the place where the decoder stopped."""
     if "trailing characters" in says:
         at = max(0, at - 1)  # it has read the first of them
     for number in _NO_NUMBERS:

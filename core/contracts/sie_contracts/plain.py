@@ -35,7 +35,7 @@ class Malformed(ValueError):
 
 
 def count(data: bytes, *, msgpack: bool) -> int:
-    """How many values the bytes hold, at most; 0 where they are too few to matter. Raises Malformed: too many."""
+    """Count the values of the bytes, at most; 0 where they are too few to matter. Raises Malformed: too many."""
     if len(data) <= SMALL_BYTES:
         return 0
     try:

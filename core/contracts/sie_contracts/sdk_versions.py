@@ -1,4 +1,5 @@
-"""What the public SDKs of SIE expect of a server, by the version that they name in `X-SIE-SDK-Version`.
+"""Dialects of the public SDKs of SIE: their expectations of a server, by the version that they name in
+`X-SIE-SDK-Version`.
 
     version ──► dialect_of ──► the first row of DIALECTS that is not newer ──► holds, item errors, statuses, codes
 
@@ -24,7 +25,7 @@ _MINOR = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})(?:\.([0-9]{1,6}))?")
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How a range of client versions is answered.
+    """Dialect of a range of client versions.
 
     `holds`: whether a request waits in the gateway for a model that is not loaded. A client that repeats a request by
     itself gives its last attempt only the rest of its budget, so it is answered at once.

@@ -1,1 +1,1 @@
-"""What every process of the cluster does alike: start, log, listen, follow the catalogue, stop."""
+"""Duties that every process of the cluster has: start, log, listen, follow the catalogue, stop."""

@@ -1,5 +1,5 @@
-"""What a process does first that will read files of strangers: limits, and an end when its parent ends. Only the
-standard library.
+"""Confinement of a process that will read files of strangers: limits, and an end when its parent ends. It comes first
+in the process. Only the standard library.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def die_with(parent: int) -> None:
 
 
 def silence() -> None:
-    """From now on this process reads what clients sent, and what a library prints might quote it."""
+    """Silence the output of libraries. From now on this process reads what clients sent, and a library might quote
+    it.
+    """
     null_file = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null_file, 1)
     os.dup2(null_file, 2)

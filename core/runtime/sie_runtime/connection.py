@@ -1,4 +1,4 @@
-"""How a process of the cluster connects to its broker."""
+"""Connection of a process of the cluster to its broker."""
 
 from __future__ import annotations
 

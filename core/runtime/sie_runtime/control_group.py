@@ -16,14 +16,16 @@ _NO_LIMIT_BYTES = 1 << 60  # what version 1 calls no limit
 
 @dataclass(frozen=True)
 class Memory:
-    """Of one group: what all of its processes hold, without what the kernel gives back first, and its limit."""
+    """Memory of one group: the bytes of all of its processes, without those that the kernel gives back first, and its
+    limit.
+    """
 
     used_bytes: int
     limit_bytes: int
 
 
 def memories() -> list[Memory]:
-    """Of the group of this process and those around it, where they have a limit."""
+    """Read the memory of the group of this process and of those around it, where they have a limit."""
     groups = []
     for folder, version in _groups("memory"):
         limit, used, dropped = (
@@ -48,7 +50,9 @@ def memory_limit() -> int | None:
 
 
 def oom_kills() -> int:
-    """How many processes of this group the kernel killed because memory had ended. 0 where it does not tell."""
+    """Return the number of processes of this group that the kernel killed because memory had ended. 0 where it does not
+    tell.
+    """
     for folder, version in _groups("memory"):
         name = "memory.events" if version == 2 else "memory.oom_control"
         with contextlib.suppress(OSError, ValueError):  # not one of this version
@@ -58,7 +62,9 @@ def oom_kills() -> int:
 
 
 def cores() -> float | None:
-    """What the quota of this group, or of one around it, leaves of the machine's cores. None without a quota."""
+    """Read how many of the machine's cores the quota of this group, or of one around it, leaves. None without a
+    quota.
+    """
     quotas = []
     for folder, version in _groups("cpu"):
         with contextlib.suppress(OSError, ValueError):  # not one of this version, or "max"

@@ -44,7 +44,7 @@ def _flags(match: re.Match[str]) -> int:
 
 
 def set_current(context: Context) -> None:
-    """From now on this task, and the tasks that it starts, work for the request of this context."""
+    """Set the context of this task, and of the tasks that it starts, to that of a request."""
     _current.set(trace_id_of(context.traceparent))
 
 

@@ -25,7 +25,7 @@ class FailpointError(Exception):
 
 
 def parse(spec: str) -> dict[str, tuple[str, int]]:
-    """What to do at each failpoint, and how often. Raises ValueError for a spec that cannot be read."""
+    """Parse the action of each failpoint, and how often it acts. Raises ValueError for a spec that cannot be read."""
     actions = {}
     for part in filter(None, (piece.strip() for piece in spec.split(","))):
         match = _ONE.fullmatch(part)

@@ -1,4 +1,5 @@
-"""How gateway and sidecar follow the catalogue: one full export, then deltas; polls of the epoch find missed deltas.
+"""Feed by which gateway and sidecar follow the catalogue: one full export, then deltas; polls of the epoch find missed
+deltas.
 
     subscribe to deltas ──► export ──► snapshot ◄── delta whose `previous` is the snapshot's epoch
                               ▲                      │ any other delta, a reconnect

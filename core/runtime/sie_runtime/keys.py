@@ -62,7 +62,7 @@ class Key(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     limits: Limits = NO_LIMITS
 
     def ended(self, now_s: float) -> str:
-        """Why the key is not valid any more, in two words; empty while it is valid."""
+        """Return why the key is not valid any more, in two words; empty while it is valid."""
         if self.revoked_s:
             return "was revoked"
         return "has expired" if self.expires_s and self.expires_s <= now_s else ""

@@ -91,7 +91,7 @@ class Metric:
 
     @property
     def series(self) -> int:
-        """How many it may have at most."""
+        """Maximum number of series of the metric."""
         return self.most * (len(self.buckets) + 3 if self.kind == "histogram" else 1)
 
 

@@ -56,8 +56,8 @@ def end_signals() -> tuple[signal.Signals, ...]:
 
 
 def traceback_of(error: BaseException | None) -> str:
-    """Where an exception and its causes were raised, the last one first. Messages that may quote a client are
-    left out.
+    """Format the places where an exception and its causes were raised, the last one first. Messages that may quote a
+    client are left out.
     """
     parts: list[str] = []
     while error is not None and len(parts) < 10:
@@ -187,7 +187,9 @@ class Stop:
         return True
 
     async def wait_woken(self, waker: asyncio.Event, seconds: float | None = None) -> bool:
-        """As `wait_for`, but at most until `waker` is set, which is then cleared. Only one task may wait on a waker."""
+        """Wait as `wait_for`, but at most until `waker` is set, which is then cleared. Only one task may wait on a
+        waker.
+        """
         self._wakers.add(waker)
         try:
             with contextlib.suppress(TimeoutError):
@@ -249,7 +251,7 @@ class Trouble:
         self.lasting = False
 
     def met(self, error: Exception | str) -> None:
-        """It failed, perhaps again."""
+        """Record a failure, perhaps a repeated one."""
         if not self.lasting:
             self.lasting, self._is_told, self._is_warned, self._since_s = True, False, False, self._clock()
         lasts_s = self._clock() - self._since_s
@@ -261,7 +263,7 @@ class Trouble:
             self._logger.info("%s: %s", self._what, error)
 
     def passed(self) -> None:
-        """It works."""
+        """Record a success."""
         self.lasting = False
 
 

@@ -1,4 +1,4 @@
-"""How alike two orders are."""
+"""Similarity of two orders."""
 
 from __future__ import annotations
 

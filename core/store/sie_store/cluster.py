@@ -62,8 +62,8 @@ class ClusterCache:
         self._bucket = Bucket(url, object_stores.opened(url, SETTING), limits or Limits())
 
     def fetch(self, repository: str, revision: str) -> Fetch | None:
-        """How to fetch a snapshot into the local cache; None if the bucket has no complete one. Raises FetchFailed,
-        ManifestError.
+        """Return how to fetch a snapshot into the local cache; None if the bucket has no complete one. Raises
+        FetchFailed, ManifestError.
         """
         check_names(repository, revision)
         manifest, _ = self._run(self._bucket.manifest(repository, revision))
@@ -93,7 +93,7 @@ class ClusterCache:
         return self._run(self._bucket.stored(repository, revision))
 
     def verify(self, stored: Stored, progress: Progress) -> list[str]:
-        """What is wrong with the files of a snapshot: each is read and digested, none is kept. Raises FetchFailed."""
+        """List the faults of the files of a snapshot: each is read and digested, none is kept. Raises FetchFailed."""
         if stored.manifest is None:
             return list(stored.wrong.values())
         source = BucketSource(self._bucket, stored.manifest, progress.what)

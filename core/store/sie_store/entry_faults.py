@@ -1,4 +1,4 @@
-"""Where an entry says something else than the files of its model: one check for the write of an entry and for its load.
+"""Contradictions of an entry and the files of its model: one check for the write of an entry and for its load.
 
     folder + entry ──fault──► None, or the field, what is wrong with it, and the way that works
 
@@ -54,8 +54,8 @@ class Fault:
 
 
 def fault(folder: Path, entry: ModelEntry, load: LoadOptions) -> Fault | None:
-    """What a load of `entry` from `folder` with these options would be refused for. None: nothing that these files
-    tell. Raises ModelLoadFailed for a file that cannot be read.
+    """Return the fault that a load of `entry` from `folder` with these options would be refused for. None: these files
+    show no fault. Raises ModelLoadFailed for a file that cannot be read.
 
     Pooling and prompts change which vectors a model gives, so `load.accept_unproven` overrides the files there. No
     option overrides the number of positions: a longer text has none.

@@ -23,8 +23,8 @@ _logger = logging.getLogger("sie.trust")
 
 
 def worker_trust(allowed: Allowed) -> Trust:
-    """What a worker may load, by its settings, the entries of its package and those of SIE_MODELS_DIR, which is read at
-    each check.
+    """Build the trust of a worker from its settings, the entries of its package and those of SIE_MODELS_DIR, which is
+    read at each check.
     """
     bundles = read_bundles(packaged_folder() / "bundles").values()
     return Trust(allowed, bundles, lambda: [*_packaged(), *own_entries(allowed)])
@@ -64,7 +64,7 @@ def place_of(allowed: Allowed) -> str:
 
 
 def in_use(allowed: Allowed) -> str:
-    """As `place_of`; empty if there is no such folder."""
+    """Return the models folder or bucket, as `place_of`; empty if there is no such folder."""
     place = place_of(allowed)
     return place if is_bucket(place) or Path(place).is_dir() else ""
 

@@ -155,8 +155,8 @@ def check_room(store: ObjectStore, size: int, *, reserves: int) -> None:
 
 
 def _let_threads_finish() -> None:
-    """At exit. The threads of obstore release Python objects a moment after an answer. If the interpreter is being
-    finalized then, the process is aborted (SIGABRT).
+    """Let the threads of obstore finish at exit: they release Python objects a moment after an answer. If the
+    interpreter is being finalized then, the process is aborted (SIGABRT).
     """
     time.sleep(EXIT_PAUSE_S)
 
@@ -190,9 +190,8 @@ async def first_bytes(store: ObjectStore, key: str, most: int) -> tuple[GetResul
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to wait for a store, and how often to ask it. The pause before the second attempt is `pause_s`; each
-    later one doubles, or is what the store asked for; at most MAX_PAUSE_S. It has jitter, because many nodes may ask at
-    once.
+    """Waiting times and attempts at a store. The pause before the second attempt is `pause_s`; each later one doubles,
+    or is what the store asked for; at most MAX_PAUSE_S. It has jitter, because many nodes may ask at once.
     """
 
     stall_s: float = 30.0
@@ -206,7 +205,7 @@ class Patience:
         return await self.repeated(lambda: within(timeout_s or self.stall_s, call()))
 
     async def repeated(self, call: Callable[[], Awaitable[_T]]) -> _T:
-        """As `asked`, for a call that bounds its own time and raises StoreError."""
+        """Repeat a call that bounds its own time and raises StoreError; see `asked`."""
         tries = 0
         while True:
             try:

@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 
 
 class JetStream(NatsBus):
-    """What queue, administration and store ask of JetStream alike."""
+    """Calls to JetStream that queue, administration and store share."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -111,7 +111,7 @@ class JetStream(NatsBus):
         on_break: Callable[[], None] | None = None,
         expires_s: float = PULL_EXPIRES_S,
     ) -> NatsPulls:
-        """As `NatsPulls`."""
+        """Open pulls; see `NatsPulls`."""
         pulls = NatsPulls(self, self._client, stream, handler, on_break, expires_s)
         self.attach(pulls)
         return pulls

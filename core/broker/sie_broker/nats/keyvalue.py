@@ -152,7 +152,7 @@ class NatsKeyValue:
         return publish_ack(subject, answer).seq
 
     async def purge(self, within: str) -> None:
-        """As `KeyValue.purge`."""
+        """Remove keys; see `KeyValue.purge`."""
         purged = {"filter": f"{self._prefix}{within}.>"}
         await self._jetstream.api(f"STREAM.PURGE.{self._stream}", purged, Answer)
 

@@ -1,4 +1,4 @@
-"""What operator commands ask of the broker: the present streams and consumers, how they differ from this version's, and
+"""Steps of operator commands at the broker: the present streams and consumers, how they differ from this version's, and
 the steps that change them.
 
     look ──► Facts ──► plan (pure) ──► Steps ──► apply
@@ -84,7 +84,7 @@ async def look(broker: NatsAdministration, stream: str) -> Facts:
 
 
 async def damage(broker: NatsBroker, info: StreamInfo) -> str:
-    """Why the files of a stream must be damaged; empty where nothing says so. Raises BrokerError."""
+    """Return why the files of a stream must be damaged; empty without a sign of damage. Raises BrokerError."""
     name, state = str(info.config["name"]), info.state
     bucket = name.removeprefix("KV_")
     if bucket == name:

@@ -276,5 +276,5 @@ class JobDeleted(Struct, kw_only=True):
 
 
 def job_error(info: ErrorInfo) -> JobError:
-    """As the API tells it."""
+    """Convert an error to the form of the API."""
     return JobError(code=info.code, message=info.message, param=info.param)

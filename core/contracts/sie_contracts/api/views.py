@@ -1,4 +1,4 @@
-"""What the console reads over HTTP: the cluster in brief, placement, history, requests, the doctor."""
+"""Views of the console over HTTP: the cluster in brief, placement, history, requests, the doctor."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What an input is known by where its text must not be told: the digest of all that decides what runs for it. Marks of
-poison have it as their key.
+"""Keys of inputs whose text must stay private: the digest of all that decides what runs for an input. Marks of poison
+have it as their key.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ _encode = msgspec.msgpack.Encoder(order="deterministic").encode
 
 
 def content_keys(item: WorkItem) -> list[str]:
-    """For each input of a work item the digest of all that decides what runs: model, revision, operation, input, query,
-    options.
+    """Compute for each input of a work item the digest of all that decides what runs: model, revision, operation,
+    input, query, options.
     """
     common = hashlib.sha256(
         _encode((item.model, item.profile, item.revision, item.operation, item.query, item.options))

@@ -24,13 +24,13 @@ class Document(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class DocumentLimits(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a model takes of a document."""
+    """Limits of a document for a model."""
 
     max_bytes: int = MAX_BYTES
 
 
 def cost(size: int) -> int:
-    """Of a file of so many bytes, in tokens. How many pages it has is known once it is parsed."""
+    """Compute the cost of a file of `size` bytes, in tokens. Its number of pages is known once it is parsed."""
     return max(MIN_TOKENS, size // BYTES_PER_TOKEN)
 
 

@@ -1,5 +1,5 @@
-"""How the images of a model become pixels: `Recipe`, which travels from the adapter to the sidecar, and the sizes that
-it leads to. Pure: nothing here opens a file.
+"""Recipe of a model for images, to pixels: `Recipe` travels from the adapter to the sidecar, with the sizes that it
+leads to. Pure: nothing here opens a file.
 
     header ──► check ──► decode ──► upright RGB ──► each size of `resizes` in turn ──► crop or pad to `pixels_of`
 
@@ -28,14 +28,14 @@ Raised = Literal["no", "rounded", "floored"]
 
 
 class Size(NamedTuple):
-    """Of an image, upright."""
+    """Size of an upright image, in pixels."""
 
     height: int
     width: int
 
 
 class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is done to an upright RGB image. Each kind uses the fields in its line, all of them at least 1.
+    """Preparation of an upright RGB image. Each kind uses the fields in its line, all of them at least 1.
 
         squash   height width                       that size; the aspect is lost
         crop     height width shorter               the shorter edge gets its size; then the middle
@@ -100,7 +100,7 @@ class ImageTokens(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Normalisation(msgspec.Struct, frozen=True, omit_defaults=True):
-    """From levels to what the model reads, per channel, in float32: `(level * rescale - mean) / std`."""
+    """Conversion of levels to the model's values, per channel, in float32: `(level * rescale - mean) / std`."""
 
     mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
     std: tuple[float, float, float] = (1.0, 1.0, 1.0)
@@ -108,7 +108,7 @@ class Normalisation(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @staticmethod
     def from_processor(config: Mapping[str, Any]) -> Normalisation:
-        """Of a preprocessor_config.json. Raises UnknownProcessor."""
+        """Read a preprocessor_config.json. Raises UnknownProcessor."""
         settings = _completed(config)
         rescale = float(settings["rescale_factor"]) if settings["do_rescale"] else 1.0
         if not settings["do_normalize"]:
@@ -155,7 +155,7 @@ def pixels_of(recipe: Recipe, size: Size) -> Size:
 
 
 def grid_of(recipe: Recipe, pixels: Size) -> Size:
-    """How many blocks an image of that size for the model has."""
+    """Count the blocks of an image of that size for the model."""
     return Size(pixels.height // recipe.multiple, pixels.width // recipe.multiple)
 
 
@@ -165,12 +165,12 @@ def has_one_size(recipe: Recipe) -> bool:
 
 
 def max_blocks(recipe: Recipe) -> int:
-    """Of one image; 0 where it has none."""
+    """Return the most blocks of one image; 0 where it has none."""
     return recipe.max_pixels // recipe.multiple**2 if recipe.kind == "blocks" else 0
 
 
 def cost(recipe: Recipe, pixels: Size) -> int:
-    """What an image of that size for the model costs, in tokens."""
+    """Compute the cost of an image of that size for the model, in tokens."""
     if not recipe.block_tokens:
         return recipe.tokens
     rows, columns = grid_of(recipe, pixels)
@@ -300,7 +300,7 @@ def _name(config: Mapping[str, Any]) -> str:
 
 
 def _completed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What the file says, and the defaults of the class for all that it does not say."""
+    """Complete the values of the file with the defaults of the class."""
     _, defaults = _PROCESSORS[_name(config)]
     return {**_COMMON, **defaults, **{key: value for key, value in config.items() if value is not None}}
 

@@ -1,4 +1,4 @@
-"""What is said of a file that cannot be used, whatever kind of file it is."""
+"""Errors of a file that cannot be used, whatever kind of file it is."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ def fault(cause: Cause, message: str) -> InvalidInput:
 
 
 def cause_of(error: InvalidInput) -> tuple[Cause, str]:
-    """What `fault` was given."""
+    """Return the cause and the message of an error that `fault` built."""
     prefix, _, message = error.message.partition(": ")
     return next(cause for cause in get_args(Cause) if cause == prefix), message

@@ -1,5 +1,5 @@
-"""How the sound of a file becomes what a model reads: `SoundRecipe`, which travels from the adapter to the sidecar.
-Pure: nothing here opens a file.
+"""Recipe of a model for sounds, from the file to the model's values: `SoundRecipe` travels from the adapter to the
+sidecar. Pure: nothing here opens a file.
 
     header ──► check ──► decode ──► one channel ──► the model's rate ──► its length ──► mel spectrogram
 
@@ -28,7 +28,7 @@ Levels = Literal["decibels", "relative"]
 
 
 class Shape(NamedTuple):
-    """Of the features of a sound: pictures of the spectrum, frames of each, bins of each frame."""
+    """Shape of the features of a sound: pictures of the spectrum, frames of each, bins of each frame."""
 
     views: int
     frames: int
@@ -36,7 +36,7 @@ class Shape(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a file says of its sound: `frames` samples of each channel, `rate` of them a second."""
+    """Header of a sound file: `frames` samples of each channel, `rate` of them a second."""
 
     frames: int
     rate: int
@@ -48,7 +48,7 @@ class Header(NamedTuple):
 
 
 class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is done to a sound of one channel. The model reads `window` samples, `rate` of them a second, as a
+    """Preparation of a sound of one channel. The model reads `window` samples, `rate` of them a second, as a
     spectrogram with a frame for each `hop` samples, each of `fft` of them, in `bins` bands from `low` to `high` Hz.
 
     `filling`: a shorter sound is repeated as often as it fits whole and then padded with silence, repeated to the full
@@ -86,12 +86,12 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def tokens(self) -> int:
-        """What a sound costs that is no longer than the window: the samples that the model reads, in chunks."""
+        """Cost of a sound that is no longer than the window: the samples that the model reads, in chunks."""
         return -(-self.window // self.chunk)
 
     @property
     def shape(self) -> Shape:
-        """Of a sound that is no longer than the window."""
+        """Shape of the features of a sound that is no longer than the window."""
         return self._shape_of(self.window)
 
     @property
@@ -108,7 +108,7 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
         return is_alike and shortest.frames <= shape.frames <= longest.frames
 
     def cost(self, shape: Shape) -> int:
-        """What the sound costs that has features of this shape, in tokens."""
+        """Compute the cost of a sound with features of this shape, in tokens."""
         return -(-shape.frames * self.hop // self.chunk) if self.whole else self.tokens
 
 

@@ -21,7 +21,7 @@ _REQUIREMENT = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?\s*(\[[^\]]*
 
 
 class Bundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What the workers of one image have installed, and which families they can serve.
+    """Packages that the workers of one image have installed, and the families that they can serve.
 
     `requires` are requirements in the form of PEP 508; an adapter that lacks one refuses to start. `families`: the
     families that it serves; empty means all, those of other packages too. If several bundles can serve a model, the one
@@ -86,7 +86,7 @@ def serving(bundles: Mapping[str, Bundle], family: str, named: str = "") -> tupl
 
 
 def lacking(bundles: Mapping[str, Bundle], family: str, named: str = "") -> tuple[str, str]:
-    """Why no bundle can serve a model, and the fix: the path of the wrong field, and a sentence."""
+    """Return why no bundle can serve a model, and the fix: the path of the wrong field, and a sentence."""
     able = [bundle.id for bundle in ordered(bundles) if bundle.serves(family)]
     families_of_bundles = "; ".join(
         f"{bundle.id} has {', '.join(bundle.families) or 'every family'}" for bundle in ordered(bundles)

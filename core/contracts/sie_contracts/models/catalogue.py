@@ -1,4 +1,4 @@
-"""What can be served: models, profiles and bundles, and how the name of a model is resolved.
+"""Catalogue of all that can be served: models, profiles and bundles, and how the name of a model is resolved.
 
     "[bundle:/]model[@revision][:profile]" ──► Catalogue.resolve ──► Resolved (entry, profile, residency)
                                                    └ an alias: by the target of the request's key

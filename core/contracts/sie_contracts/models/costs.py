@@ -1,4 +1,4 @@
-"""What an input costs of a device's time, in tokens of short texts. Pure.
+"""Costs of inputs in device time, in tokens of short texts. Pure.
 
 Everything in a transformer but attention takes the same time for each token, whatever text it is in. Attention takes
 time in proportion to the square of a text's length. So a text of n tokens takes n + n²/c times as long as a token of a
@@ -23,7 +23,7 @@ IMAGE_TOKENS = 256  # of one image or sound, in estimates that split and admit r
 
 
 class ImageCost(NamedTuple):
-    """What an image of a model costs, and of how many token vectors its multivector is."""
+    """Cost of an image of a model, and the number of token vectors in its multivector."""
 
     tokens: int = IMAGE_TOKENS
     vectors: int = IMAGE_TOKENS

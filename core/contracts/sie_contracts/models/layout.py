@@ -1,4 +1,4 @@
-"""Which worker hosts which model. The table is kept between planning steps, and a step places only what has changed.
+"""Placement of models on workers. The table is kept between planning steps, and a step places only what has changed.
 
     workers, wanted hosts, the table before ──► changed models ──settle(demand)──► keep live hosts ─► adopt ─► fill ─►
     relieve
@@ -44,7 +44,7 @@ class _Row:
         return (self.leaving, *hosts) if self.leaving else hosts
 
     def is_loaded(self, hosts: Iterable[Worker]) -> bool:
-        """On each of `hosts`."""
+        """Check that each of `hosts` has loaded it."""
         return all(self.model in worker.holdings.loaded for worker in hosts)
 
     def takes(self, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""What a request asks of a model: its parameters merged over the profile's and the model's, once, here.
+"""Options of a request for a model: its parameters merged over the profile's and the model's, once, here.
 
     Resolved + parameters of the request ──► run_options ──► messages.RunOptions, which travels with the work
 

@@ -24,8 +24,8 @@ from sie_contracts.names import in_words
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a class of the public server is here. `extracts`: the outputs of its task `extract`. `is_complete`: whether
-    a file says enough for an entry; else the prompts come from the entry that the catalogue has.
+    """Counterpart of a class of the public server. `extracts`: the outputs of its task `extract`. `is_complete`:
+    whether a file says enough for an entry; else the prompts come from the entry that the catalogue has.
     """
 
     family: str
@@ -281,7 +281,7 @@ class _Translator:
         return Translation({**entry, **rest}, tuple(f"{path}: {why}" for path, why in self._ignored.items()))
 
     def _kind(self, profile: str) -> _Kind:
-        """What the class of a profile is here."""
+        """Return the counterpart of the class of a profile."""
         loc = f"$.profiles.{profile}.adapter_path"
         name = (self._flat(profile).adapter_path or "").rpartition(":")[2]
         if not name:
@@ -374,7 +374,7 @@ class _Translator:
         return found
 
     def _profile(self, name: str, kind: _Kind, own: _Draft, outputs: Mapping[str, int]) -> dict[str, Any] | None:
-        """What a profile has beside the default one. None for one of another family."""
+        """Return the differences of a profile from the default one; None for a profile of another family."""
         try:
             other = self._kind(name)
         except ValidationFailed as error:

@@ -1,4 +1,5 @@
-"""What a catalogue entry may make a worker run and read. The operator decides it, never the author of an entry.
+"""Trust in a catalogue entry: the code and the paths that it may make a worker run and read. The operator decides it,
+never the author of an entry.
 
     claims(entry)  code: load.trust_remote_code, weights.package, a family of another distribution
                    path: weights.path, golden and run.lora that name a path of the file system
@@ -37,7 +38,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Refused:
-    """Why an entry is refused, for people. It names no path of this machine."""
+    """Reason for the refusal of an entry, for people. It names no path of this machine."""
 
     reason: Literal["remote_code", "model_path"]
     loc: str
@@ -45,7 +46,7 @@ class Refused:
 
 
 def claims(entry: ModelEntry, families: Iterable[str]) -> list[Claim]:
-    """What an entry needs permission for. `families` are those of the distribution itself."""
+    """List the claims of an entry that need permission. `families` are those of the distribution itself."""
     weights = entry.weights
     source = weights.path or weights.package or f"{weights.hub}@{weights.revision}"
     claimed = []
@@ -104,8 +105,8 @@ class Trust:
         self._own = own
 
     def refused(self, entry: ModelEntry, *, is_here: bool) -> Refused | None:
-        """Why the entry is refused; None if it is allowed. `is_here`: its files are on this machine, and are searched
-        for links that lead out.
+        """Return why the entry is refused; None if it is allowed. `is_here`: its files are on this machine, and are
+        searched for links that lead out.
         """
         wanting = [claim for claim in claims(entry, self._families) if not self._is_allowed(claim, is_here=is_here)]
         if not wanting:

@@ -185,7 +185,7 @@ def load(
 
 
 def _complete_tracing(values: dict[str, Any], sources: dict[str, str], environ: Mapping[str, str]) -> None:
-    """What OpenTelemetry's variables say of each other where one is not set."""
+    """Complete OpenTelemetry's settings from its other variables."""
     if sources["OTEL_SERVICE_NAME"] == "default":
         attributes = dict(
             part.strip().partition("=")[::2] for part in environ.get("OTEL_RESOURCE_ATTRIBUTES", "").split(",")

@@ -23,8 +23,8 @@ class SettingError(Exception):
 
 @dataclass(frozen=True)
 class Row:
-    """What is known of one setting. `expected` completes "expected ..."; `waits_for` names the capability that will
-    read it.
+    """Definition of one setting. `expected` completes "expected ..."; `waits_for` names the capability that will read
+    it.
     """
 
     name: str

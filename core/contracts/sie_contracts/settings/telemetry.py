@@ -10,8 +10,8 @@ from sie_contracts.settings.values import BOOL, COLLECTOR, PROTOCOL, TEXT, choic
 
 @dataclass(frozen=True)
 class Tracing:
-    """What spans are made from, and where they go. `exporters` of otlp and console; `protocol` and `endpoint` are those
-    of otlp; `rate` is that of the sampler traceidratio; `propagates`: whether a client's trace context is taken up.
+    """Origin and destination of spans. `exporters` of otlp and console; `protocol` and `endpoint` are those of otlp;
+    `rate` is that of the sampler traceidratio; `propagates`: whether a client's trace context is taken up.
     """
 
     enabled: bool

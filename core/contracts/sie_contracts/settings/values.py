@@ -131,7 +131,7 @@ def _secret(text: str) -> Secret:
 
 
 def password(text: str) -> Secret:
-    """As it is, with the spaces around it: who compares it does not know that they mean nothing."""
+    """Read a password as it is, with the spaces around it: a comparison does not know that they mean nothing."""
     return Secret(text)
 
 
@@ -153,7 +153,9 @@ def _url(*schemes: str) -> Kind:
 
 @dataclass(frozen=True)
 class StoreUrl:
-    """Where objects are kept: `scheme` s3 or gs with bucket and prefix, or file with an absolute path and no bucket."""
+    """Address of an object store: `scheme` s3 or gs with bucket and prefix, or file with an absolute path and no
+    bucket.
+    """
 
     scheme: Literal["s3", "gs", "file"]
     bucket: str

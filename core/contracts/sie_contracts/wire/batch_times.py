@@ -1,4 +1,4 @@
-"""How long a batch takes, learnt from batches that ran: a fixed part and a part for each token. Pure."""
+"""Duration of a batch, learnt from batches that ran: a fixed part and a part for each token. Pure."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class BatchTimes:
         return max(0.0, (self._y - token_s * self._x) / self._n), token_s
 
     def fixed_tokens(self) -> float:
-        """How many tokens take as long as the fixed part of a batch; 0 while that is not known."""
+        """Compute how many tokens take as long as the fixed part of a batch; 0 while that is not known."""
         line = self.line()
         if line is None:
             return 0.0

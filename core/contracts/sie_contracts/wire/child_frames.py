@@ -35,7 +35,7 @@ class Unusable(msgspec.Struct, frozen=True, tag=True):
 
 
 class Frames(Generic[J, A]):
-    """Those of one kind of child. `jobs` and `answers` are the types that may come, or a union of them."""
+    """Codec for one kind of child. `jobs` and `answers` are the types that may come, or a union of them."""
 
     def __init__(self, jobs: Any, answers: Any) -> None:
         self._jobs: msgspec.msgpack.Decoder[J] = msgspec.msgpack.Decoder(jobs)

@@ -149,7 +149,7 @@ def _bundle(bundle: Bundle) -> dict[str, Any]:
 
 
 def resolution(catalogue: Catalogue, raw: bytes) -> dict[str, Any]:
-    """What a model name resolves to. Raises InvalidInput, ModelNotFound, BundleConflict."""
+    """Resolve a model name. Raises InvalidInput, ModelNotFound, BundleConflict."""
     try:
         body = plain.from_json(raw)
     except plain.Malformed as error:
@@ -215,8 +215,8 @@ def model_status(
     revision_at: Callable[[str], int | None],
     source: str,
 ) -> dict[str, Any]:
-    """Which gateways (epoch by id) and which workers serve which revision of a model. Its present revision was made at
-    the epoch `since`.
+    """Report the gateways (epoch by id) and the workers that serve each revision of a model. Its present revision was
+    made at the epoch `since`.
 
     `bundles`: those that can serve it, each with its hash and its workers; None for an alias, which only gateways have.
     A bundle without workers counts as acknowledged: a worker that starts reads the present catalogue. `revision_at`
@@ -265,7 +265,7 @@ def model_status(
 
 
 def _copy(beat: Heartbeat, model: str) -> dict[str, str]:
-    """What a worker has loaded of a model. A copy of an earlier revision stays until no request asks for it."""
+    """Describe the copy of a model on a worker. A copy of an earlier revision stays until no request asks for it."""
     copy = next((status for status in beat.models if status.model == model), None)
     return {
         "bundle": beat.bundle,

@@ -1,4 +1,4 @@
-"""What an adapter tells of its device beside its models: parts of `ipc.Description`."""
+"""Reports of an adapter on its device beside its models: parts of `ipc.Description`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sie_contracts.wire.messages import Operation
 
 
 class Shortages(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How often memory ran out for one model since the process started, and what was done about it."""
+    """Counts of memory shortages of one model since the process started, and of the actions on them."""
 
     model: str
     recoveries_attempted: int = 0

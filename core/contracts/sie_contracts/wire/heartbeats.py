@@ -1,4 +1,4 @@
-"""What workers and gateways announce about themselves over NATS. The rules of evolution are those of `messages`."""
+"""Announcements of workers and gateways about themselves over NATS. The rules of evolution are those of `messages`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ServedPrecision(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ServedEngine(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What computes the hidden states of a loaded model. `reason`: why it is this one."""
+    """Engine that computes the hidden states of a loaded model. `reason`: why it is this one."""
 
     served: str
     reason: str = ""
@@ -108,8 +108,8 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/
 
 
 class LaneTraffic(msgspec.Struct, frozen=True, array_like=True):
-    """What a gateway publishes at one priority of a lane: recent messages and tokens (halved each minute), tokens a
-    second, and tokens that wait in the gateway for their turn.
+    """Traffic of a gateway at one priority of a lane: recent messages and tokens (halved each minute), tokens a second,
+    and tokens that wait in the gateway for their turn.
     """
 
     messages: float

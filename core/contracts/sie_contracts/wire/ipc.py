@@ -105,7 +105,7 @@ class Side(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How the inputs of one operation become rows of token ids.
+    """Rows of token ids that the inputs of one operation become.
 
         text        prefix + text + suffix, a row for each input
         pair        (query, text) as the tokenizer's own template joins them; the text is cut

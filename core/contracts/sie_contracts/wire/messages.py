@@ -38,7 +38,7 @@ class Vectors(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, array: NDArray[Any]) -> Vectors:
-        """From an array [rows, width]."""
+        """Convert an array [rows, width]."""
         rows, width = array.shape
         return cls(rows, width, array.astype("<f4", copy=False).tobytes())
 
@@ -92,7 +92,7 @@ class Input(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a request asks of a model: the result of all precedence rules, which every path executes identically.
+    """Options of a request for a model: the result of all precedence rules, which every path executes identically.
 
     `prefix` and `suffix` are the prompt around a text, `query_prefix` and `query_suffix` the prompt around the query
     that the text is scored against. `pieces` is the template of a pair, for models that have one: each piece is literal
@@ -170,7 +170,7 @@ class Payload(msgspec.Struct, frozen=True, omit_defaults=True, tag="payload/1"):
 
 
 class ArraySlice(msgspec.Struct, frozen=True, array_like=True):
-    """Where an array lies in the block of bytes that is sent with it. `dtype` is written as numpy does, e.g. `<f4`."""
+    """Place of an array in the block of bytes that is sent with it. `dtype` is written as numpy does, e.g. `<f4`."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def distrusted(folder: Path) -> str:
-    """Why files in `folder` may come from another user; empty if only this user or root can write there.
+    """Return why files in `folder` may come from another user; empty if only this user or root can write there.
 
     Raises OSError for a folder that cannot be examined.
     """

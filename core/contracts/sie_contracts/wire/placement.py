@@ -1,4 +1,4 @@
-"""How many workers host a model of a lane: a pure function of demand, rate and the waiting time of work.
+"""Number of workers that host a model of a lane: a pure function of demand, rate and the waiting time of work.
 
     demand, rate, age ──replicas──► hosts wanted per model ──► `layout`: which workers these are
 
@@ -16,8 +16,8 @@ LOWER_AFTER_S = 60.0  # a shorter drop in demand lowers no count
 
 @dataclass(frozen=True)
 class Replicas:
-    """How many hosts a model is to have. `raised_s`: when the count was last raised. `below_s`: since when fewer would
-    be enough; None if they are not.
+    """Number of hosts that a model is to have. `raised_s`: when the count was last raised. `below_s`: since when fewer
+    would be enough; None if they are not.
     """
 
     count: int
@@ -37,7 +37,7 @@ def replicas(
     adopt_after_s: float,
     load_s: float,
 ) -> Replicas:
-    """How many hosts a model is to have.
+    """Compute the number of hosts that a model is to have.
 
     `demand`: tokens a second that arrive for it. `rate`: tokens a second of one busy worker, 0 if not known. `age_s`:
     age of its oldest waiting work. `all_resident`: whether every host has it loaded. `load_s`: duration of a load.

@@ -38,8 +38,8 @@ class Demand(msgspec.Struct, frozen=True, omit_defaults=True, tag="demand/1"):
 
 
 class Placement(msgspec.Struct, frozen=True, omit_defaults=True, tag="placement/1"):
-    """Which workers host which model of a lane: worker ids by model id. `at_s`: the broker's time of the last planning
-    step. `raised_s`: when each model last got one more host.
+    """Placement of the models of a lane: worker ids by model id. `at_s`: the broker's time of the last planning step.
+    `raised_s`: when each model last got one more host.
 
     A large table is stored in parts: `parts` are their stamps, and `hosts` is empty.
     """
@@ -59,7 +59,7 @@ class PlacementPart(msgspec.Struct, frozen=True, omit_defaults=True, tag="placem
 
 
 class PoolSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a reservation asks for: a minimum of GPUs of each machine profile, and a minimum of workers in all
+    """Demand of a reservation: a minimum of GPUs of each machine profile, and a minimum of workers in all
     (`minimum_worker_count`), of `bundle` if it names one. Its lease lasts `ttl_seconds`.
     """
 
@@ -96,7 +96,7 @@ class Reservations(msgspec.Struct, frozen=True, omit_defaults=True, tag="reserva
 
 
 class Assigned(msgspec.Struct, frozen=True, omit_defaults=True, tag="assigned/1"):
-    """Which worker is assigned to which reservation: pool by worker id."""
+    """Assignment of workers to reservations: pool by worker id."""
 
     workers: dict[str, str] = {}
 

@@ -87,8 +87,8 @@ def token(name: str) -> str:
 
 
 def _bounded(name: str, most: int = _MAX_NAME) -> str:
-    """At most `most` characters: a longer token is cut and ends in `_z` and a digest of the whole, which no other token
-    has.
+    """Bound a name to `most` characters: a longer token is cut and ends in `_z` and a digest of the whole, which no
+    other token has.
 
     Idempotent: a bounded token that is bounded again to fewer characters keeps the digest.
     """

@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 
 class Context(NamedTuple):
-    """What a span of another process is told by: the headers `traceparent` and `tracestate`. Empty: there is none."""
+    """Context of a trace for a span of another process: the headers `traceparent` and `tracestate`. Empty: there is
+    none.
+    """
 
     traceparent: str = ""
     tracestate: str = ""

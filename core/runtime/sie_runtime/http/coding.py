@@ -94,7 +94,7 @@ class _Gunzipped:
         return {"type": "http.request", "body": piece, "more_body": not self._is_complete}
 
     def _inflate(self, most: int, *, members: int) -> bytes:
-        """At most so many bytes, of so many members. What is left of the input is pending."""
+        """Inflate at most so many bytes, of so many members. The rest of the input is pending."""
         found = b""
         try:
             while self._pending and len(found) < most:

@@ -1,4 +1,4 @@
-"""Which host names a listener answers to, and which web pages may make it act.
+"""Host names that a listener answers to, and web pages that may make it act.
 
 A browser sends any request that a page asks for, to any address that it can reach: a form of a foreign page to this
 machine, or a request to a host name that was re-pointed to this machine (DNS rebinding). The browser says where a

@@ -143,7 +143,7 @@ class HttpServer:
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]), name=f"http:{self.port}")
 
     def leave(self) -> None:
-        """From now on each response is the last of its connection, and says so. Nothing else changes."""
+        """Mark each response from now on as the last of its connection. Nothing else changes."""
         self._state.leave()
 
     async def hang_up(self) -> None:

@@ -26,7 +26,7 @@ OTHER = "OTHER"  # errors beyond the codes that are counted apart
 
 
 class About(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a part says of itself, and what is counted in it."""
+    """Head of a part: its identity and its counts."""
 
     job: str
     shard: int
@@ -111,7 +111,7 @@ def shard_of(about: About, rows: Sequence[Row], answers: Sequence[Answer], keep:
 
 
 def counted(codes: Iterable[str]) -> dict[str, int]:
-    """How many there are of each code; the most frequent MAX_CODES by their names."""
+    """Count each code: the most frequent MAX_CODES by their names, the rest together as OTHER."""
     return most_frequent(Counter(codes))
 
 

@@ -184,7 +184,7 @@ def read(place: Place, what: Found, cut: Cut, names: Sequence[str], size: SpanSi
 
 
 def _values(array: Array) -> int:
-    """How many objects the values of an array are."""
+    """Count the objects that the values of an array are."""
     import pyarrow as pa
 
     if isinstance(array, pa.DictionaryArray) or not pa.types.is_nested(array.type):
@@ -193,7 +193,7 @@ def _values(array: Array) -> int:
 
 
 def _decoded_bytes(array: Array) -> int:
-    """What the values of an array take once each stands for itself."""
+    """Compute the bytes of the values of an array once each stands for itself."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

@@ -16,7 +16,7 @@ _PACKED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".snappy", ".zip", ".tar", ".tg
 
 
 def format_of(name: str) -> InputFormat | None:
-    """By the suffix of the name."""
+    """Return the format by the suffix of the name."""
     base = name.rpartition("/")[2].lower()
     return SUFFIXES.get(base[base.rfind(".") :]) if "." in base else None
 

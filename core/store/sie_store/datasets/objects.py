@@ -30,8 +30,9 @@ class Found:
 
 
 def tag_of(place: Place, meta: ObjectMeta) -> str:
-    """What another version of the object has not: its digest where that is known, else what the store promises. A
-    folder of the disk has its size and its time: its own tag has the inode too, which a copy of the folder changes.
+    """Return the tag that no other version of the object has: its digest where that is known, else the tag that the
+    store promises. A folder of the disk has its size and its time: its own tag has the inode too, which a copy of the
+    folder changes.
     """
     own = None if place.root is not None else meta.get("e_tag")
     return place.digest or own or f"{meta['size']}-{meta['last_modified'].timestamp():.6f}"
@@ -48,7 +49,7 @@ def changed(source: str) -> InvalidInput:
 
 
 async def found(place: Place, source: str, patience: Patience) -> Found:
-    """What the store knows of an object. Raises InvalidInput (reason input_missing), StoreError."""
+    """Query the store for an object. Raises InvalidInput (reason input_missing), StoreError."""
     import obstore
 
     key = place.key(source)
@@ -99,7 +100,7 @@ async def _next(stream: AsyncIterator[Any]) -> bytes | None:
 
 
 async def whole(place: Place, what: Found, patience: Patience, start: int = 0, end: int | None = None) -> bytes:
-    """As `pieces`, in one."""
+    """Read the bytes `start` to `end` at once; by default the whole object. See `pieces`."""
     return b"".join([piece async for piece in pieces(place, what, start, what.size if end is None else end, patience)])
 
 

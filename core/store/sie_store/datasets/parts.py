@@ -47,7 +47,7 @@ def encode(shard: Shard, format: OutputFormat) -> bytes:
 
 
 def inspect(data: bytes, format: OutputFormat) -> About:
-    """What a part says of itself; JSON Lines does not say the job, the number and the model. Raises PartFault."""
+    """Read the head of a part; JSON Lines has no job, number and model in it. Raises PartFault."""
     if format == "parquet":
         try:
             return tables.inspect(data)
@@ -103,7 +103,7 @@ def _exact(array: Array) -> Array:
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What became of a row, without its values."""
+    """Outcome of a row, without its values."""
 
     id: str
     tokens: int
@@ -114,7 +114,7 @@ _outcomes = msgspec.json.Decoder(Outcome)
 
 
 def outcomes(data: bytes, format: OutputFormat) -> list[Outcome]:
-    """What became of each row of a part, in order. Raises PartFault."""
+    """Return the outcome of each row of a part, in order. Raises PartFault."""
     try:
         if format == "parquet":
             return [Outcome(*row) for row in tables.outcomes(data)]

@@ -79,7 +79,7 @@ async def plan(
 
 
 class _Most(NamedTuple):
-    """Of a span: rows, and bytes of text."""
+    """Limits of a span: rows, and bytes of text."""
 
     rows: int
     bytes: int
@@ -129,7 +129,7 @@ def _is_input(name: str, input_format: InputFormat | None) -> bool:
 
 
 async def images(place: Place, patience: Patience, after: str = "", most: int | None = None) -> list[Found]:
-    """As `_listed`, those of images."""
+    """List the images below a folder; see `_listed`."""
     return await _listed(place, lambda name: format_of(name) == "images", patience, after, most)
 
 

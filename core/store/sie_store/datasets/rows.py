@@ -174,7 +174,7 @@ class _Maker:
 
 
 def _bytes_of(row: Row) -> int:
-    """What the texts of a row take; its lists and maps are counted by their values."""
+    """Compute the bytes that the texts of a row take; its lists and maps are counted by their values."""
     texts = (row.text, row.query, row.document, *row.images, *row.kept.values())
     return sum(sys.getsizeof(text) for text in texts if isinstance(text, str | bytes))
 

@@ -1,4 +1,4 @@
-"""How large the rows of a span may be in memory: values and bytes are counted before objects are made of them.
+"""Sizes of the rows of a span in memory: values and bytes are counted before objects are made of them.
 
 A gateway has at most three spans of each of its jobs in memory. A few bytes of a file may name millions of values:
 `[{},{},…]` in JSON, or a column of Parquet that repeats one value.
@@ -27,7 +27,7 @@ class TooManyValues(ValueError):
 
 
 class SpanSize:
-    """What a span has in memory so far."""
+    """Size of a span in memory so far."""
 
     def __init__(self, span: Span) -> None:
         self._span = span
@@ -59,7 +59,7 @@ def columns_of(line: bytes) -> dict[str, msgspec.Raw]:
 
 
 def values_of(value: bytes | msgspec.Raw) -> int:
-    """How many values some JSON has, itself and all that is in it: at least as many as that. Above MAX_ROW_VALUES it is
+    """Count the values of some JSON, itself and all that is in it: at least as many as that. Above MAX_ROW_VALUES it is
     any number above.
     """
     text = bytes(value)
@@ -72,14 +72,14 @@ def decoded(value: msgspec.Raw) -> Any:
 
 
 def _count(text: bytes, marks: bytes, most: int) -> int:
-    """How often one of the bytes `marks` is in the text; where that is more than `most`, as `count_outside`."""
+    """Count the bytes `marks` in the text; where that is more than `most`, as `count_outside`."""
     total = sum(text.count(marks[at : at + 1]) for at in range(len(marks)))
     return total if total <= most else count_outside(text, marks, most)
 
 
 def count_outside(text: bytes, marks: bytes, most: int) -> int:
-    """How often one of the bytes `marks` is in some JSON outside of strings; any number above `most` where it is more.
-    The loop over strings is no single call, in which no other thread would run.
+    """Count the bytes `marks` in some JSON outside of strings; any number above `most` where it is more. The loop over
+    strings is no single call, in which no other thread would run.
     """
     total = at = 0
     for string in _STRING.finditer(text):

@@ -75,8 +75,8 @@ def outcomes(data: bytes) -> list[tuple[str, int, dict[str, str] | None]]:
 
 
 def _inferred(values: list[Any]) -> pa.Array:
-    """Of the type that the values have; JSON where they have several. Where there are none, of the type null, which
-    schemas of other parts are unified with: their values may have any type.
+    """Build an array of the type that the values have; JSON where they have several. Without values its type is null,
+    which schemas of other parts are unified with: their values may have any type.
     """
     import pyarrow as pa
 

@@ -151,7 +151,7 @@ class QdrantSink:
 
 
 async def _body(response: httpx.Response) -> bytes:
-    """As it was sent: a compressed one, which was not asked for, is no JSON. Raises SinkUnsuitable."""
+    """Read a body as it was sent: a compressed one, which was not asked for, is no JSON. Raises SinkUnsuitable."""
     data = bytearray()
     async for piece in response.aiter_raw():
         data += piece

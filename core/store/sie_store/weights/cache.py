@@ -241,8 +241,8 @@ class LocalCache:
         return snapshots
 
     def used_s(self, repository: str, revision: str) -> float:
-        """When a use of the snapshot last began or ended, seconds since 1970; if it was never used, when it was made; 0
-        if it does not exist.
+        """Return when a use of the snapshot last began or ended, seconds since 1970; if it was never used, when it was
+        made; 0 if it does not exist.
         """
         for path in (self._lock_file(repository, revision, "use"), self.place(repository, revision)):
             with contextlib.suppress(OSError):
@@ -256,8 +256,8 @@ class LocalCache:
         return self.discard(Candidate(repository, revision, 0.0, is_partial=False))
 
     def candidates(self) -> list[Candidate]:
-        """What may be removed to make room, least recently used first: snapshots that SIE fetched, complete or not, and
-        partial folders; none of them in use now.
+        """List the snapshots and partial folders that may be removed to make room, least recently used first. Snapshots
+        are those that SIE fetched, complete or not. None of them is in use now.
         """
         going = []
         for snapshot in self._with_manifest():

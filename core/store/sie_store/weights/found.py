@@ -80,7 +80,7 @@ def _missing(path: Path, stored: object) -> str:
 
 
 def _wrong_with(path: Path) -> str:
-    """What is wrong with the length of a safetensors file: its header says where its last tensor ends."""
+    """Check the length of a safetensors file: its header says where its last tensor ends."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

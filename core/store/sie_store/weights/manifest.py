@@ -70,7 +70,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def bytes(self) -> int:
-        """Of all files together."""
+        """Total size of all files."""
         return sum(fact.bytes for fact in self.files.values())
 
 
@@ -181,8 +181,8 @@ def describe(
 def verify(
     folder: Path, manifest: Manifest, *, digests: bool = True, read: Callable[[int], None] = lambda _: None
 ) -> list[str]:
-    """What is wrong with the files in `folder`, a line for each; empty if all are there and right. Without `digests`
-    only sizes are compared.
+    """List the faults of the files in `folder`, a line each; empty if all are there and right. Without `digests` only
+    sizes are compared.
     """
     wrong = []
     for name, fact in manifest.files.items():

@@ -46,11 +46,11 @@ class Progress:
         self._step(0)
 
     def add(self, count: int) -> None:
-        """So many bytes arrived. Negative: bytes that arrived, or were there, must be fetched again."""
+        """Add bytes that arrived. Negative: bytes that arrived, or were there, must be fetched again."""
         self._step(count)
 
     def touch(self, _: int = 0) -> None:
-        """Nothing arrived, but work goes on: a file is being checked."""
+        """Note that work goes on without new bytes: a file is being checked."""
         self._step(0)
 
     def follow(self, fetched: Fetched) -> None:

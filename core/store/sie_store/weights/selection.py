@@ -1,4 +1,4 @@
-"""Which files of a repository a model needs, and which files every load of its family needs."""
+"""Files of a repository that a model needs, and files that every load of its family needs."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def has_safetensors(folder: Path) -> bool:
 
 
 def lacking(entry: ModelEntry) -> str:
-    """Why a folder is not a model of this family."""
+    """Return why a folder is not a model of this family."""
     if entry.family not in FAMILIES:
         return "is not a folder"
     family = FAMILIES[entry.family]
