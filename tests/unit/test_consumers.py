@@ -201,7 +201,7 @@ async def test_a_deleted_consumer_is_made_again_while_a_request_needs_it(server:
 
 
 async def test_a_deletion_in_the_middle_of_an_ensure_is_not_overlooked(server: MemoryServer) -> None:
-    """The broker says that it exists, it is deleted, the notice is handled, the first answer arrives: it is made again."""
+    """The broker says that it exists, it is deleted, the notice is handled, the answer arrives: it is made again."""
     clock = Clock()
 
     class Slow(MemoryBroker):
