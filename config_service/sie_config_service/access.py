@@ -1,4 +1,4 @@
-"""Who may do what at the config service: the scopes of `routes.ROUTES`, two tokens, and with SIE_AUTH_MODE=token the
+"""Access control of the config service: the scopes of `routes.ROUTES`, two tokens, and with SIE_AUTH_MODE=token the
 keys of clients.
 
 SIE_ADMIN_TOKEN may do everything, SIE_CONFIG_READ_TOKEN reads, a key what its scopes say. Nothing is open: a token that

@@ -1,4 +1,4 @@
-"""What keeps aliases and models in step: no write may leave an alias that holds now without what it names.
+"""Guard of aliases and models: no write may leave an alias that holds now without its targets.
 
     a write of an alias ──► its targets are there, and alike ──► stored together with its row of the index
     a write of a model  ──► does the index name it? ──► would those aliases still hold? ──► else 409, unless forced
@@ -34,7 +34,7 @@ _index = msgspec.json.Decoder(dict[str, tuple[str, ...]])
 
 @dataclass(frozen=True)
 class AliasIndex:
-    """What each alias names, and the bucket's revision of that for compare-and-set."""
+    """The targets of each alias, and the bucket's revision of this index for compare-and-set."""
 
     models: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     sequence: int = 0
@@ -60,9 +60,7 @@ class AliasIndex:
 
 @dataclass(frozen=True)
 class GuardedWrite:
-    """What goes with a write that may be done: the index if that must be as it was, and what the reply
-    tells otherwise.
-    """
+    """Additions to a permitted write: the index where that must be unchanged, and further fields of the reply."""
 
     index: Write | None = None
     reply_fields: dict[str, Any] = field(default_factory=dict)
@@ -192,9 +190,7 @@ def seeded(documents: Mapping[str, ModelEntry | Alias]) -> None:
 
 
 def index_of(models: Mapping[str, dict[str, Any] | None]) -> dict[str, Alias | None]:
-    """What a batch of documents, None for those that are removed, means for the index. Of a removed one it is not known
-    what it was.
-    """
+    """Map a batch of documents to aliases. None stands for a model, and for a removed document of either kind."""
     aliases: dict[str, Alias | None] = {}
     for name, entry in models.items():
         document = parse_document(entry) if entry is not None and is_alias(entry) else None

@@ -149,7 +149,7 @@ def _parsed(raw: Any, document: ParsedDocument, parse: Callable[[Any], T], kind:
 
 
 def _value_at(value: Any, path: str, message: str) -> str:
-    """What a message about a wrong type ends with: the text or number that stands at the path."""
+    """End of a message about a wrong type: the text or number that stands at the path."""
     if not _GOT.search(message):
         return ""
     while path:
@@ -238,8 +238,8 @@ def merged(target: Any, patch: Any) -> Any:
 
 
 def difference(before: Any, after: Any) -> list[dict[str, Any]]:
-    """What differs, field by field, at most MAX_DIFFERENCES: `path` with `before` and `after`, without the one that is
-    not there.
+    """List the fields that differ, at most MAX_DIFFERENCES: `path` with `before` and `after`; a side without the field
+    is left out.
     """
     changes: list[dict[str, Any]] = []
     for change in _differences(before, after, "$"):

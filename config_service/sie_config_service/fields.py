@@ -1,4 +1,4 @@
-"""What may stand in a field, for messages that tell what to write instead.
+"""Permitted values of fields, for messages that say how to correct a document.
 
 type of a document, path of a field ──► the type of the field ──► "expected one of …", "did you mean …"
 """
@@ -35,8 +35,8 @@ def described(kind: type, loc: str, message: str) -> tuple[str, str]:
 
 
 def _instead(kind: type, name: str, names: list[str]) -> str:
-    """What was meant by a name that is not among `names`: one that is like it, the same name elsewhere,
-    or any of them.
+    """Suggest a replacement of a name that is not among `names`: a similar name, the same name elsewhere, or
+    all names.
     """
     if like := difflib.get_close_matches(name, names, 1, 0.6):
         return f"did you mean `{like[0]}`?"

@@ -72,7 +72,7 @@ async def history(service: ConfigService, request: Request) -> Response:
 
 
 async def status(service: ConfigService, request: Request) -> Response:
-    """Which gateways and workers serve which revision of a model."""
+    """Report which gateways and workers serve which revision of a model."""
     model = request.path_params["id"]
     store = service.require()
     read = await store.snapshot()
@@ -256,7 +256,7 @@ def _if_match(request: Request) -> int | None:
 
 
 def _flags(request: Request, *names: str) -> list[bool]:
-    """Those of a write's address. Any other parameter is refused: a misspelt `dry_run` would write."""
+    """Read the flags in the address of a write. Any other parameter is refused: a misspelt `dry_run` would write."""
     for name in request.query_params:
         if name not in names:
             message = f"{name[:60]}: no such parameter of a write{did_you_mean(name, names)}"

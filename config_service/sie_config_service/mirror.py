@@ -1,5 +1,5 @@
-"""What a replica remembers of the bucket: read whole once, then what was written since, so that ten thousand models
-cost no more than one.
+"""A replica's copy of the bucket: read whole once, then only later writes, so that ten thousand models cost no more
+than one.
 
     bucket ── all models, at first ──► Mirror ◄── what was written since, in order ── bucket
                                          └─► Snapshot: all models at one epoch, and what each bundle has heard of
@@ -114,7 +114,7 @@ class CatalogueSnapshot:
         return f"{self.created}:{max(self.unknown, self.concerned.get(bundle, 0))}"
 
     def revisions(self, bundle: str) -> dict[str, int]:
-        """Of the models that a bundle can serve."""
+        """The revisions of the models that a bundle can serve."""
         return self._revisions.get(bundle, {})
 
     @cached_property
@@ -127,7 +127,7 @@ class CatalogueSnapshot:
 
     @cached_property
     def catalogue_epoch(self) -> ConfigEpoch:
-        """What whoever follows compares with what it has."""
+        """The epoch and hashes that followers compare with their own."""
         hashes = {bundle: configs.bundle_hash(revisions) for bundle, revisions in self._revisions.items()}
         return ConfigEpoch(
             self.epoch,
@@ -180,7 +180,7 @@ class Mirror:
 
     @property
     def last(self) -> CatalogueSnapshot | None:
-        """As it was read last, without asking; None before that and while all of it is to be read again."""
+        """The last snapshot, without asking the broker; None before the first read and while a whole read is due."""
         return self._now if self._now.epoch else None
 
     async def snapshot(self) -> CatalogueSnapshot:
@@ -259,7 +259,9 @@ class Mirror:
         )
 
     async def _since(self, last: int) -> list[Entry]:
-        """What was written since, up to revision `last` at least, or what is left of it. Raises BrokerUnavailable."""
+        """Read the writes since the last read, up to revision `last` at least, or those that the bucket still has.
+        Raises BrokerUnavailable.
+        """
         entries: list[Entry] = []
         for _ in range(int(BEHIND_S / _PAUSE_S)):
             entries = await self._bucket.use(lambda bucket: bucket.since(self._read))

@@ -47,8 +47,8 @@ Signature = Mapping[str, tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class Folders:
-    """What the folders say: models and aliases with where each is from, `packaged` or `overlay`, and the file of those
-    of the overlay.
+    """Contents of the folders: models and aliases with their origin, `packaged` or `overlay`, and the files of the
+    overlay.
     """
 
     models: Mapping[str, tuple[ModelEntry | Alias, str]]
@@ -70,7 +70,7 @@ class Overlay:
         self.last: Folders | None = None  # that could be read
 
     def describe(self) -> str:
-        """Which folder is in use, for the log of a start. Warns of one that somebody else may write to. Raises
+        """Describe the folder in use, for the log of a start. Warns of one that somebody else may write to. Raises
         SettingError, OSError.
         """
         if warning := examined(self._allowed):
@@ -83,7 +83,7 @@ class Overlay:
         )
 
     def trust(self) -> Trust:
-        """What an entry that is written over HTTP may ask for, as the package and the folder were read last."""
+        """Permissions of an entry that is written over HTTP, as the package and the folder were read last."""
         return Trust(self._allowed, read_bundles(packaged_folder() / "bundles").values(), self._entries)
 
     def _entries(self) -> list[ModelEntry]:
@@ -161,7 +161,7 @@ class Overlay:
         return {path: document for path, (_, document) in self._cached.items()}
 
     def _bodies(self, paths: Collection[str]) -> dict[str, bytes]:
-        """What is in these files, of too large ones enough to tell."""
+        """Read these files; of a file that is too large, one byte more than is allowed."""
         if self._bucket is not None:
             return self._bucket.read(paths, MAX_FILE_BYTES + 1)
         root = Path(self.name).expanduser()
@@ -169,7 +169,7 @@ class Overlay:
 
 
 def _document(path: str, body: bytes) -> ModelEntry | Alias | Bundle:
-    """What is in one file. Raises ValidationFailed naming it."""
+    """Parse one file. Raises ValidationFailed naming it."""
     try:
         if len(body) > MAX_FILE_BYTES:
             raise invalid("$", f"expected at most {MAX_FILE_BYTES} bytes, got {len(body)}")

@@ -23,8 +23,8 @@ WORKER_TIMEOUT_S = 15.0  # silence after which a worker no longer counts
 
 
 class ConfigService:
-    """What the routes share. `store` is None until the broker was reached and the catalogue seeded, also again after
-    the broker lost it.
+    """State that the routes share. `store` is None until the broker was reached and the catalogue seeded, also again
+    after the broker lost it.
     """
 
     def __init__(self, settings: Settings) -> None:

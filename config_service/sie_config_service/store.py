@@ -150,7 +150,7 @@ class CatalogueStore:
         return (await self.snapshot()).epoch
 
     async def catalogue_epoch(self) -> ConfigEpoch:
-        """Where the catalogue stands, for whoever follows."""
+        """The epoch of the catalogue, for followers."""
         return (await self.snapshot()).catalogue_epoch
 
     async def snapshot(self) -> CatalogueSnapshot:
@@ -159,7 +159,7 @@ class CatalogueStore:
 
     @property
     def last_read(self) -> CatalogueSnapshot | None:
-        """What was read last, without asking the broker."""
+        """The last snapshot, without asking the broker."""
         return self._mirror.last
 
     async def reconnected(self) -> None:
@@ -245,8 +245,8 @@ class CatalogueStore:
         return sorted(revisions, key=lambda revision: -revision.revision)
 
     async def revisions_at(self, model: str) -> Callable[[str], int | None]:
-        """What tells the revision that a model has at an epoch: 0 before there was one, None where it is not known any
-        more.
+        """Return a function from an epoch to the model's revision: 0 before the first one, None where the history is
+        gone.
         """
         created = (await self.snapshot()).created
         entries = await self._entries(f"history.{topology.token(model)}")
@@ -268,14 +268,14 @@ class CatalogueStore:
         return stored if stored is not None and stored.revision == revision else None
 
     async def backup(self) -> list[StoredModel]:
-        """What was written over the API, the revisions before it too: what no folder has."""
+        """List the models that were written over the API, earlier revisions included: no folder has them."""
         models = [
             name for name, held in (await self.snapshot()).held.items() if held.stored and held.stored.source == "api"
         ]
         return [stored for name in sorted(models) for stored in reversed(await self.history(name))]
 
     async def slot(self, key: str) -> ReplySlot:
-        """Where the reply to a write with the digest `key` is kept, or would be."""
+        """The slot of the reply to a write with the digest `key`, empty or not."""
         number = int(key[:8], 16) % REPLY_SLOTS
         entry = await self._bucket.get(_slot_key(number))
         return (
@@ -289,7 +289,7 @@ class CatalogueStore:
         await self._bucket.write([reply])
 
     async def alias_index(self) -> AliasIndex:
-        """What each alias names, as the broker's leader has it now."""
+        """The index of aliases, as the broker's leader has it now."""
         entry = await self._bucket.get(INDEX_KEY)
         return AliasIndex() if entry is None else AliasIndex.read(entry.value, entry.revision)
 

@@ -1,4 +1,4 @@
-"""Which workers and gateways live and how much of the catalogue each has seen, by their own accounts."""
+"""Live workers and gateways, and the part of the catalogue that each reports to have read."""
 
 from __future__ import annotations
 

@@ -198,14 +198,14 @@ class CatalogueWriter:
 
 
 def profiles_of(entry: dict[str, Any] | None) -> dict[str, Any]:
-    """What an entry has by profile; all that is not of a profile is the default's."""
+    """Fields of an entry by profile; a field outside of profiles belongs to the default."""
     if entry is None:
         return {}
     return {"default": {key: value for key, value in entry.items() if key != "profiles"}, **entry.get("profiles", {})}
 
 
 class Edits:
-    """What each operation makes of a model as it is.
+    """Operations that change the stored document of a model.
 
     All that is stored has passed `checked`, has a bundle that serves it, and asks for no code and no path that is not
     allowed.

@@ -78,7 +78,7 @@ def test_hadolint_has_nothing_to_say() -> None:
 
 @pytest.mark.parametrize("image", IMAGES)
 def test_an_image_runs_as_the_charts_user_with_a_health_check(image: str) -> None:
-    """P9: the process itself is the first one, with no shell before it that would keep signals."""
+    """The process itself is the first one, with no shell before it that would keep signals."""
     found = last_stage(image)
     words = [word for word, _ in found]
     told = dict(found)

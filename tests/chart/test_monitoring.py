@@ -28,7 +28,6 @@ ON = ("values-gke.yaml", "values-eks.yaml", "values-aks.yaml", "everything.yaml"
 
 @pytest.mark.parametrize("file", ON)
 def test_every_port_of_metrics_is_scraped(file: str) -> None:
-    """X12"""
     found = rendered(file)
     scraped = set()
     for monitor in of_kind("ServiceMonitor", found).values():
@@ -63,7 +62,7 @@ def test_every_port_of_metrics_is_scraped(file: str) -> None:
 
 
 def test_what_nobody_asked_for_is_not_there() -> None:
-    """P16: a cluster without those operators takes the default values."""
+    """A cluster without those operators takes the default values."""
     for file in set(FILES) - set(ON):
         for kind in ("ServiceMonitor", "PrometheusRule"):
             assert not of_kind(kind, rendered(file))
@@ -82,7 +81,6 @@ def test_every_alert_says_how_bad_it_is_and_what_to_do() -> None:
 
 
 def test_alerts_of_a_release_ask_for_no_other_one() -> None:
-    """A13"""
     services = of_kind("Service", rendered("values-gke.yaml"))
     for rule in rules():
         selectors = re.findall(r"sie_\w+(\{[^}]*\})?", rule["expr"])
@@ -147,7 +145,7 @@ ADDED = {"namespace", "service", "pod", "job", "instance"}  # by Prometheus, to 
 
 
 def test_every_name_and_label_in_a_query_is_of_the_table() -> None:
-    """B1, B8: parsed as Prometheus does it."""
+    """Parsed as Prometheus does it."""
     for query in [rule["expr"] for rule in rules()] + [expression for _, expression in panels()]:
         check(query)
 
@@ -176,7 +174,6 @@ def check(query: str) -> None:
 
 
 def test_every_alert_has_a_test_that_raises_it_and_one_that_clears_it() -> None:
-    """B1"""
     cases: dict[str, list[bool]] = {}
     for each in rule_tests()["tests"]:
         for case in each.get("alert_rule_test", ()):

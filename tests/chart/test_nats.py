@@ -103,7 +103,7 @@ def test_the_server_takes_its_configuration(file: str, tmp_path: Path) -> None:
 
 
 def test_what_is_written_is_on_the_disk_as_fast_as_with_serve() -> None:
-    """P4: and a server that does not come up never keeps the others from being replaced."""
+    """And a server that does not come up never keeps the others from being replaced."""
     text = of_kind("ConfigMap", objects(template(values=CHOSEN)))["sie-nats"]["data"]["nats.conf"]
     assert f'sync_interval: "{SYNC_INTERVAL}"' in text
     assert f"max_payload: {MAX_PAYLOAD_BYTES}\n" in text
@@ -132,8 +132,6 @@ def test_a_store_is_larger_than_what_is_written_to_it(file: str) -> None:
 
 
 def test_a_changed_configuration_replaces_the_pods() -> None:
-    """P17"""
-
     def checksum(values: dict[str, Any]) -> str:
         found = objects(template(values={**CHOSEN, **values}))
         return str(
@@ -250,7 +248,7 @@ async def test_strangers_stay_out(server: NatsServer, url: str) -> None:
 
 
 async def test_the_processes_do_all_their_work_as_their_users(server: NatsServer, tmp_path: Path) -> None:
-    """X3: catalogue, deltas, work, results, placement, demand, reservations, dead letters, keys; the server refuses
+    """Catalogue, deltas, work, results, placement, demand, reservations, dead letters, keys; the server refuses
     nothing of it. With SIE_NATS_STREAMS_PASSWORD the config service makes the streams and buckets of all.
     """
     before = len(violations(server))
@@ -550,7 +548,7 @@ FORBIDDEN_TO_HEAR = {
 
 @pytest.mark.parametrize("user", FORBIDDEN_TO_PUBLISH)
 async def test_each_component_is_refused_what_is_not_its_own(server: NatsServer, user: str) -> None:
-    """X3: by the broker, which says so; what was published reaches nobody."""
+    """By the broker, which says so; what was published reaches nobody."""
     heard: list[str] = []
 
     async def hear(message: CoreMessage) -> None:
@@ -578,7 +576,7 @@ async def test_each_component_is_refused_what_is_not_its_own(server: NatsServer,
 @pytest.mark.usefixtures("owner")
 @pytest.mark.parametrize("user", FORBIDDEN_TO_HEAR)
 async def test_nobody_hears_the_answers_to_somebody_else(server: NatsServer, user: str) -> None:
-    """X3: a listener on all that it may hear gets neither what the broker answers to the others nor what they answer to
+    """A listener on all that it may hear gets neither what the broker answers to the others nor what they answer to
     each other.
     """
     heard: list[str] = []

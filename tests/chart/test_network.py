@@ -10,7 +10,6 @@ from helm import CHOSEN, FILES, allowed, matches, objects, of_kind, rendered, te
 
 @pytest.mark.parametrize("file", FILES)
 def test_processes_reach_what_they_need_and_nothing_else(file: str) -> None:
-    """X13"""
     found = rendered(file)
     kinds = {
         name: "worker" if name.startswith("sie-worker") else name.removeprefix("sie-") for name in workloads(found)
@@ -72,7 +71,7 @@ def test_outside_is_reached_for_buckets_and_the_hub_alone() -> None:
 
 
 def test_clients_and_monitors_are_those_that_are_named() -> None:
-    """X12: metrics have a port of their own, which clients do not reach."""
+    """Metrics have a port of their own, which clients do not reach."""
     client = {"namespaceSelector": {"matchLabels": {"team": "search"}}}
     monitor = {"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}
     found = objects(template(values={**CHOSEN, "networkPolicy": {"clients": [client], "monitors": [monitor]}}))
@@ -109,7 +108,7 @@ def test_the_ingress_leads_to_the_gateway(path: str, root: str | None) -> None:
 
 
 def test_idle_connections_outlive_those_of_the_load_balancers() -> None:
-    """E10: a load balancer gives up an idle connection before a gateway does, and a slow request after it has ended."""
+    """A load balancer gives up an idle connection before a gateway does, and a slow request after it has ended."""
     from helm import container, variables
 
     from sie_runtime.http.server import KEEP_ALIVE_S

@@ -42,7 +42,7 @@ def found(request: pytest.FixtureRequest) -> tuple[dict[str, Any], ...]:
 
 
 def test_every_container_has_probes_and_resources(found: tuple[dict[str, Any], ...]) -> None:
-    """A9: a load of a model fails no probe: the adapter's ask whether its socket is there, the sidecar's liveness
+    """A load of a model fails no probe: the adapter's ask whether its socket is there, the sidecar's liveness
     whether it answers.
     """
     for name, spec, each in containers(found):
@@ -92,7 +92,7 @@ def test_pods_keep_to_the_restricted_standard(found: tuple[dict[str, Any], ...])
 
 
 def test_pods_end_later_than_the_longest_request(found: tuple[dict[str, Any], ...]) -> None:
-    """P3: the longest deadline is that of a request; gateways and config service first serve on until load balancers
+    """The longest deadline is that of a request; gateways and config service first serve on until load balancers
     know. The processes themselves do so: a `sleep` before SIGTERM would leave clients their connections until they are
     refused.
     """
@@ -119,7 +119,7 @@ def test_pods_end_later_than_the_longest_request(found: tuple[dict[str, Any], ..
 
 
 def test_the_adapter_ends_after_its_sidecar_has_drained(found: tuple[dict[str, Any], ...]) -> None:
-    """A3: a pod's containers are told to end at once, and batches need the adapter until the sidecar is done."""
+    """A pod's containers are told to end at once, and batches need the adapter until the sidecar is done."""
     for name, workload in workloads(found).items():
         if name.startswith("sie-worker"):
             sidecar, adapter = (container(found, name, each) for each in ("worker-sidecar", "adapter"))
@@ -136,7 +136,6 @@ def test_a_longer_request_gives_pods_more_time() -> None:
 
 
 def test_every_workload_has_a_budget_that_lets_nodes_drain(found: tuple[dict[str, Any], ...]) -> None:
-    """P6"""
     for workload in workloads(found).values():
         labels = workload["spec"]["template"]["metadata"]["labels"]
         budgets = [each["spec"] for each in of_kind("PodDisruptionBudget", found).values()]
@@ -148,7 +147,6 @@ def test_every_workload_has_a_budget_that_lets_nodes_drain(found: tuple[dict[str
 
 
 def test_one_account_for_each_component_that_may_do_nothing(found: tuple[dict[str, Any], ...]) -> None:
-    """X13"""
     accounts = of_kind("ServiceAccount", found)
     for name, workload in workloads(found).items():
         account = pod(workload)["serviceAccountName"]
@@ -219,7 +217,7 @@ def test_urls_name_services_and_ports_that_exist(found: tuple[dict[str, Any], ..
 
 
 def test_the_socket_is_in_a_folder_of_this_user_alone(found: tuple[dict[str, Any], ...]) -> None:
-    """X10, P11: mode 0700, the same path on both sides, on a volume that outlives either container."""
+    """Mode 0700, the same path on both sides, on a volume that outlives either container."""
     for name, workload in workloads(found).items():
         if not name.startswith("sie-worker"):
             continue
@@ -253,7 +251,6 @@ def test_a_worker_is_told_the_type_of_its_gpu_by_its_machine_profile_or_its_grou
 
 
 def test_one_adapter_for_each_gpu(found: tuple[dict[str, Any], ...]) -> None:
-    """A16"""
     for name, workload in workloads(found).items():
         if not name.startswith("sie-worker"):
             continue
@@ -296,7 +293,7 @@ def test_a_gpu_worker_asks_for_its_card_and_for_nothing_else_of_the_driver(group
 
 
 def test_secrets_are_named_and_never_written(found: tuple[dict[str, Any], ...]) -> None:
-    """X11, X14: no worker holds the admin token."""
+    """No worker holds the admin token."""
     assert not of_kind("Secret", found)
     named = SECRET if any(SECRET in json.dumps(each) for each in found) else "sie"
     for workload, _, each in containers(found):
@@ -323,7 +320,6 @@ def test_workers_look_at_the_operator_s_models_themselves(catalogue: dict[str, s
 
 
 def test_each_component_comes_to_the_broker_as_itself(found: tuple[dict[str, Any], ...]) -> None:
-    """X3"""
     for _, _, each in containers(found):
         user = {"gateway": "gateway", "config": "config", "worker-sidecar": "worker"}.get(each["name"])
         if user is not None:
@@ -377,7 +373,6 @@ def test_an_external_broker_gets_each_components_user_for_all_of_its_servers() -
     ],
 )
 def test_weights_are_on_a_volume_of_a_known_size(cache: dict[str, str], expected: dict[str, Any]) -> None:
-    """P12"""
     found = objects(template(values={**CHOSEN, "workers": {"common": {"cache": cache}}}))
     volume = next(each for each in pod(workloads(found)["sie-worker-cpu"])["volumes"] if each["name"] == "cache")
     assert volume == {"name": "cache", **expected}

@@ -31,7 +31,6 @@ OPERATORS = {"keda.sh/v1alpha1", "monitoring.coreos.com/v1"}
 
 @pytest.mark.parametrize("file", FILES)
 def test_helm_lint_is_content(file: str) -> None:
-    """P13"""
     said = helm.helm("lint", "--strict", str(CHART), *helm.arguments(file), values=CHOSEN)
     assert "0 chart(s) failed" in said
     assert "[WARNING]" not in said
@@ -77,7 +76,6 @@ def test_the_validation_refuses_a_field_that_does_not_exist() -> None:
 
 @pytest.mark.parametrize("file", FILES)
 def test_names_are_unique_and_labels_tell_releases_apart(file: str) -> None:
-    """A13"""
     seen = set()
     for found in rendered(file):
         key = (found["kind"], found["metadata"]["name"])
@@ -95,7 +93,6 @@ def test_names_are_unique_and_labels_tell_releases_apart(file: str) -> None:
 
 
 def test_hooks_are_not_used() -> None:
-    """P16"""
     assert all("helm.sh/hook" not in json.dumps(found) for file in FILES for found in rendered(file))
 
 
@@ -219,7 +216,7 @@ def groups(**own: Any) -> dict[str, Any]:
     ],
 )
 def test_what_is_missing_or_wrong_is_said(values: dict[str, Any], message: str) -> None:
-    """X2: without a choice of who may call nothing renders."""
+    """Without a choice of who may call nothing renders."""
     with pytest.raises(HelmError) as raised:
         template(values=values)
     told = str(raised.value)
@@ -246,7 +243,6 @@ def test_gpu_nodes_need_neither_ingress_nor_keda_nor_prometheus() -> None:
 
 @pytest.mark.parametrize("file", FILES)
 def test_no_number_of_replicas_under_autoscaling(file: str) -> None:
-    """A10"""
     found = rendered(file)
     scalers = of_kind("HorizontalPodAutoscaler", found) | of_kind("ScaledObject", found)
     scaled = {each["spec"]["scaleTargetRef"]["name"] for each in scalers.values()}

@@ -39,7 +39,7 @@ def scaled(found: tuple[dict[str, Any], ...] | list[dict[str, Any]]) -> dict[str
 
 @pytest.mark.parametrize("file", [*CLOUDS, "everything.yaml"])
 def test_every_field_is_one_that_keda_knows(file: str) -> None:
-    """A1, A14: there is no fallback, so that a gateway that cannot be asked changes no number, not even zero. A7: a
+    """There is no fallback, so that a gateway that cannot be asked changes no number, not even zero. A
     node that takes six minutes to come finds the pod that it came for.
     """
     found = rendered(file)
@@ -62,7 +62,7 @@ def test_every_field_is_one_that_keda_knows(file: str) -> None:
 
 @pytest.mark.parametrize("file", CLOUDS)
 def test_every_group_has_one_for_its_own_lane(file: str) -> None:
-    """A13: the address names the release and the namespace."""
+    """The address names the release and the namespace."""
     found = rendered(file)
     lanes = {}
     for workload, _, each in containers(found):
@@ -116,7 +116,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
 
 @pytest.mark.parametrize("file", [*CLOUDS, "everything.yaml"])
 async def test_every_object_asks_what_a_gateway_of_its_file_answers(file: str, cluster: InProcess) -> None:
-    """A2, A12: for each ScaledObject, at its own address, place and threshold, without any worker: 1. an empty lane
+    """For each ScaledObject, at its own address, place and threshold, without any worker: 1. an empty lane
     wants none; 2. what waits in its queue wants at least one, of this lane alone; 3. a reservation that no worker has
     joined yet wants its own on top.
     """
@@ -149,7 +149,7 @@ async def test_every_object_asks_what_a_gateway_of_its_file_answers(file: str, c
 
 
 async def test_a_running_gateway_answers_what_keda_asks(cluster: InProcess) -> None:
-    """A2, A6, A12. An empty lane wants nobody; a request without a worker wants one, then its demand does; a
+    """An empty lane wants nobody; a request without a worker wants one, then its demand does; a
     reservation wants its own, and more than the most that a group may have is not asked for. The port is the one
     without a token.
     """

@@ -399,7 +399,7 @@ def test_false_and_zero_of_a_group_win_over_common() -> None:
 
 
 def test_a_gateway_knows_the_machine_profiles_of_all_groups() -> None:
-    """A2: what names no machine profile goes to one that can be scaled from zero, the default one where there is."""
+    """What names no machine profile goes to one that can be scaled from zero, the default one where there is."""
     groups = {
         "b": {"machineProfile": "h100"},
         "a": {"machineProfile": "l4"},

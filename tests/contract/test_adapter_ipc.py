@@ -102,13 +102,12 @@ def test_golden_vectors(client: Client, tokenizer: Tokenizer) -> None:
 
 
 def test_a_ragged_batch_equals_the_oracle(client: Client, tokenizer: Tokenizer) -> None:
-    """W3."""
     texts = [*oracle.ragged_texts(40, 1), "", "a"]
     assert np.abs(encode(client, tokenizer, texts) - oracle.encode(texts)).max() <= 1e-5
 
 
 def test_a_text_is_the_same_alone_and_in_batches_of_any_size(client: Client, tokenizer: Tokenizer) -> None:
-    """W1, W4: sizes 2 to 64, random mates, every item against its solo result."""
+    """Sizes 2 to 64, random mates, every item against its solo result."""
     texts = oracle.ragged_texts(64, 7, longest=60)
     alone = np.stack([encode(client, tokenizer, [text])[0] for text in texts])
     rng = np.random.default_rng(8)
@@ -122,7 +121,7 @@ def test_a_text_is_the_same_alone_and_in_batches_of_any_size(client: Client, tok
 @pytest.mark.long
 @pytest.mark.precision
 def test_bfloat16_is_near_float32_in_batches_of_any_size(client: Client, tokenizer: Tokenizer) -> None:
-    """W4, in 16 bit. On a CPU without bfloat16 instructions the model runs in float32, and says so."""
+    """In 16 bit. On a CPU without bfloat16 instructions the model runs in float32, and says so."""
     ready = client.load("mini-16", {**ENTRY, "load": {"precision": "bfloat16"}})
     loaded = ready.loaded
     assert (loaded.precision, loaded.precision_reason) == (
@@ -138,7 +137,6 @@ def test_bfloat16_is_near_float32_in_batches_of_any_size(client: Client, tokeniz
 
 
 def test_options_of_a_group_apply_to_its_items_only(client: Client, tokenizer: Tokenizer) -> None:
-    """W18."""
     texts = oracle.ragged_texts(4, 3)
     groups = (ipc.Group(0, 1), ipc.Group(1, 2, RunOptions(dimensions=64)), ipc.Group(2, 4, RunOptions(normalize=False)))
     done = client.run(batch(token_ids(tokenizer, texts), groups=groups))
@@ -152,7 +150,7 @@ def test_options_of_a_group_apply_to_its_items_only(client: Client, tokenizer: T
 
 
 def test_two_connections_at_once_get_their_own_vectors(adapter: Adapter, client: Client, tokenizer: Tokenizer) -> None:
-    """W1: lanes share nothing but weights."""
+    """Lanes share nothing but weights."""
     texts = [oracle.ragged_texts(12, seed, longest=40) for seed in range(4)]
     expected = [oracle.encode(part) for part in texts]
     worst: list[float] = []
@@ -173,7 +171,7 @@ def test_two_connections_at_once_get_their_own_vectors(adapter: Adapter, client:
 
 
 def test_an_overflow_is_an_error_of_its_item_and_the_mates_are_right(client: Client, tmp_path: Path) -> None:
-    """W2: the state of the last position is infinite."""
+    """The state of the last position is infinite."""
     folder = toys.save(tmp_path / "toy", "bert")
     tensors = load_file(folder / "model.safetensors")
     tensors["embeddings.position_embeddings.weight"][270] = torch.inf
@@ -269,8 +267,8 @@ def refusal(client: Client, request: ipc.Request) -> ErrorInfo:
 
 
 def test_a_released_model_is_gone_and_a_changed_entry_is_served(client: Client, tmp_path: Path) -> None:
-    """C6: 1. a model pools by the mean; 2. its entry says otherwise; 3. what is answered, and the fingerprint, are of
-    the new one.
+    """A model pools by the mean; its entry says otherwise; what is answered, and the fingerprint, are of the new
+    one.
     """
     entry = toy(toys.save(tmp_path / "toy", "bert", marked=True))
     sequence = toys.random_ids([9])[0].tolist()
@@ -306,7 +304,7 @@ def test_a_model_says_how_its_rows_are_made(client: Client, tmp_path: Path) -> N
 
 
 def test_pairs_are_scored_like_the_stock_model(client: Client, tmp_path: Path) -> None:
-    """W3: with the token types of a pair."""
+    """With the token types of a pair."""
     folder = toys.save(tmp_path / "toy", "bert", auto=AutoModelForSequenceClassification, num_labels=1, marked=True)
     ready = client.load("cross", toy(folder, family="cross-encoder", outputs={"score": 0}))
     assert ready.rows == {"score": ipc.Rows("pair")}
@@ -392,7 +390,7 @@ def test_a_lora_that_is_not_there_is_refused(client: Client) -> None:
 
 @pytest.mark.serial
 def test_pings_are_quick_while_large_batches_and_a_load_run(adapter: Adapter, client: Client) -> None:
-    """S4, S20: p99 below 60 ms on the control connection."""
+    """The p99 is below 60 ms on the control connection."""
     large = batch([[101, *[2003] * 250, 102]] * 8)
     finished = threading.Event()
 
@@ -430,7 +428,6 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 def test_a_frame_cut_at_any_byte_ends_its_connection_and_nothing_else(adapter: Adapter, client: Client) -> None:
-    """S19."""
     whole = ipc.frame(batch([[101, 2003, 102]]))
     for cut in range(1, len(whole)):
         with adapter.connect() as broken:
@@ -442,7 +439,6 @@ def test_a_frame_cut_at_any_byte_ends_its_connection_and_nothing_else(adapter: A
 
 @pytest.mark.parametrize("head", [0, (1 << 32) - 1, ipc.MAX_FRAME_BYTES, ipc.MAX_REQUEST_BYTES + 1])
 def test_a_lying_length_ends_its_connection_at_once(head: int, adapter: Adapter, client: Client) -> None:
-    """S19."""
     with adapter.connect() as broken:
         broken.connection.sendall(struct.pack(">I", head))
         assert is_closed(broken.connection)
@@ -450,7 +446,7 @@ def test_a_lying_length_ends_its_connection_at_once(head: int, adapter: Adapter,
 
 
 def test_bytes_that_are_no_request_end_their_connection(adapter: Adapter, client: Client) -> None:
-    """S19, X1: random bodies, and replies where requests belong."""
+    """Random bodies, and replies where requests belong."""
     rng = np.random.default_rng(5)
     bodies = [rng.bytes(int(rng.integers(1, 60))) for _ in range(150)]
     frames = [struct.pack(">I", len(body)) + body for body in bodies] + [
@@ -474,7 +470,7 @@ def test_a_peer_that_leaves_during_its_batch_does_no_harm(
 
 
 def test_another_user_is_refused_even_if_the_socket_file_lets_it_in(adapter: Adapter, client: Client) -> None:
-    """X10. Only root may try this; another user sees that its own connection is served."""
+    """Only root may try this; another user sees that its own connection is served."""
     mode = stat.S_IMODE(adapter.path.stat().st_mode)
     assert mode == 0o600
     if os.getuid() != 0:
@@ -503,10 +499,9 @@ def test_another_user_is_refused_even_if_the_socket_file_lets_it_in(adapter: Ada
 @pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere the adapter serves in one process")
 def test_a_killed_adapter_is_replaced_by_a_fork(tmp_path: Path) -> None:
-    """P10, P11: 1. an adapter with a spare, whose imports asked nothing of CUDA and left no thread; 2. kill -9 of the
-    process that serves;
-    3. within a second another one answers at the same path and computes the same; 4. SIGTERM ends both with status 0,
-      without a socket.
+    """An adapter with a spare, whose imports asked nothing of CUDA and left no thread; kill -9 of the process that
+    serves; within a second another one answers at the same path and computes the same; SIGTERM ends both with status 0,
+    without a socket.
     """
     adapter = start(tmp_path / "a.sock", spare=True, before=WITHOUT_CUDA)
     try:
@@ -543,9 +538,7 @@ def test_a_second_adapter_on_a_socket_that_is_served_gives_up(adapter: Adapter) 
 
 
 def test_a_signal_lets_the_running_batch_finish(tmp_path: Path) -> None:
-    """P1: 1. a batch runs; 2. SIGTERM; 3. the batch is answered, the process ends with status 0 and
-    removes its socket.
-    """
+    """A batch runs; SIGTERM; the batch is answered, the process ends with status 0 and removes its socket."""
     with running(tmp_path / "a.sock") as adapter:
         with adapter.connect() as client:
             client.load()

@@ -129,8 +129,8 @@ async def ready(client: httpx.AsyncClient) -> None:
 async def test_a_catalogue_that_was_lost_with_its_broker_is_seeded_again(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """1. one model is changed over the API and the broker restarts, twice; 2. both replicas serve the folder's models
-    again, name what was lost, and take writes; 3. no replica takes back what was written after the loss.
+    """One model is changed over the API and the broker restarts, twice; both replicas serve the folder's models again,
+    name what was lost, and take writes; no replica takes back what was written after the loss.
     """
     caplog.set_level(logging.INFO, "sie.config")
     epoch = await site.shows({"org/a": 8, "org/b": 8})
@@ -148,7 +148,7 @@ async def test_a_catalogue_that_was_lost_with_its_broker_is_seeded_again(
 
 
 async def test_what_is_written_before_a_replica_has_seeded_again_stays(site: Site) -> None:
-    """1. the broker restarts; 2. both replicas are asked to write until one does; 3. that write stays."""
+    """The broker restarts; both replicas are asked to write until one does; that write stays."""
     epoch = await site.shows({"org/a": 8, "org/b": 8})
     await site.restart()
 
@@ -166,7 +166,7 @@ async def test_what_is_written_before_a_replica_has_seeded_again_stays(site: Sit
 async def test_a_folder_that_is_broken_meanwhile_is_seeded_as_it_was(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """1. a file breaks and the broker restarts; 2. the last good models are served; 3. the mended file is applied."""
+    """A file breaks and the broker restarts; the last good models are served; the mended file is applied."""
     epoch = await site.shows({"org/a": 8, "org/b": 8})
     (site.folder / "org-b.yaml").write_text("id: [\n")
     await site.restart()

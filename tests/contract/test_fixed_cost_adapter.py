@@ -110,8 +110,8 @@ def test_a_lane_goes_on_where_its_last_batch_ended() -> None:
 
 
 async def test_the_deadly_text_ends_the_process_after_the_device_took_the_batch(tmp_path: Path) -> None:
-    """1. a batch without it is answered; 2. one that holds it is started, which names the suspects, and then the
-    process is gone.
+    """A batch without it is answered; one that holds it is started, which names the suspects, and then the process is
+    gone.
     """
     part, path = process(tmp_path, Options(deadly="the end"))
     async with linked(part, path) as link:

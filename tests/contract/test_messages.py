@@ -116,7 +116,6 @@ def test_a_reply_is_no_request() -> None:
 
 @pytest.mark.parametrize("cut", [0, 1, 10, -1])
 def test_bytes_that_are_no_message_are_an_error(cut: int) -> None:
-    """X1."""
     data = encoded("result-1")[:cut]
     with pytest.raises(msgspec.DecodeError):
         messages.decode_result(data)

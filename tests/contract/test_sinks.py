@@ -305,7 +305,7 @@ async def finished(process: subprocess.Popen[str]) -> None:
 
 
 async def test_a_writer_that_was_killed_in_the_middle_is_run_again(database: Database, collection: str) -> None:
-    """1. It is killed after some of its calls. 2. It runs again, whole. 3. Each row is there once."""
+    """It is killed after some of its calls. It runs again, whole. Each row is there once."""
     first = writer(database.url, collection, 1000, 50)
     assert await said(first) == "prepared"
     for call in range(4):
@@ -330,8 +330,8 @@ async def becomes(watcher: asyncpg.Connection, count: str, expected: int) -> Non
 async def test_a_call_to_postgresql_is_carried_out_whole_or_not_at_all(
     postgres: PostgresServer, collection: str
 ) -> None:
-    """1. A table is locked. 2. A writer has sent its rows and waits for the lock. 3. It is killed. 4. Nothing of the
-    call is there, also when the lock is gone. 5. It runs again.
+    """A table is locked. A writer has sent its rows and waits for the lock. It is killed. Nothing of the call is there,
+    also when the lock is gone. It runs again.
     """
     database = Postgres(postgres)
     await opened(database.url, "SINK", QUICK).prepare(collection, DIMS, {})
@@ -372,8 +372,8 @@ async def test_a_writer_to_qdrant_that_was_killed_between_two_requests_of_a_call
 
 
 async def test_a_database_that_is_killed_and_started_again_is_waited_for(database: Database, collection: str) -> None:
-    """1. A writer writes. 2. The server is killed. 3. The writer asks again, until the server is back. 4. All rows are
-    there, those that were answered before the kill too.
+    """A writer writes. The server is killed. The writer asks again, until the server is back. All rows are there, those
+    that were answered before the kill too.
     """
     sink = opened(database.url, "SINK", LONG)
     await sink.prepare(collection, DIMS, {})

@@ -86,7 +86,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[CudaEngine]:
 def test_packed_states_on_cuda_equal_stock_states(
     kind: str, dtype: torch.dtype, tmp_path: Path, record: Record
 ) -> None:
-    """W3, W4: every architecture and precision, ragged, one pass against one by one."""
+    """Every architecture and precision, ragged, one pass against one by one."""
     if OVERFLOWS in kind and dtype == torch.float16:
         pytest.skip("its activations overflow float16")
     folder = toys.save(tmp_path / "toy", kind, initializer_range=0.05)
@@ -110,7 +110,7 @@ def test_vectors_on_cuda_equal_those_of_a_cpu(
     reference: Callable[[str], Served],
     record: Record,
 ) -> None:
-    """W3, W4: windows, bidirectional decoders and rotary tables of the parity checkpoints, ragged, from sentence to
+    """Windows, bidirectional decoders and rotary tables of the parity checkpoints, ragged, from sentence to
     vector.
     """
     if OVERFLOWS in name and precision == "float16":
@@ -132,7 +132,7 @@ def test_vectors_on_cuda_equal_those_of_a_cpu(
 def test_two_threads_and_two_streams_do_not_mix_their_texts(
     name: str, precision: str, folder: Callable[[str], Path]
 ) -> None:
-    """W2: the lanes of a second stream are not used today; nothing may depend on there being one."""
+    """The lanes of a second stream are not used today; nothing may depend on there being one."""
     engine = CudaEngine()
     served = engine.load(
         folder(name), cast(Precision, precision), width=ARCHITECTURES[name].width, max_tokens=MAX_TOKENS

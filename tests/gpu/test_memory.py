@@ -75,8 +75,8 @@ def encode(engine: AdapterEngine, lengths: list[int], seed: int) -> np.ndarray:
 def test_no_batch_fails_when_memory_does_and_what_was_learnt_outlives_the_engine(
     entry: ModelEntry, tmp_path: Path
 ) -> None:
-    """O3. 1. what was learnt is doubted at every batch: real failures, every vector right; 2. a second engine believes
-    it: hardly any.
+    """What was learnt is doubted at every batch: real failures, every vector right; a second engine believes it: hardly
+    any.
     """
     settings = Settings(device="cuda", local_cache=str(tmp_path))
     engine = AdapterEngine(settings)
@@ -107,7 +107,7 @@ def test_no_batch_fails_when_memory_does_and_what_was_learnt_outlives_the_engine
 
 
 def test_a_model_that_does_not_fit_beside_an_idle_one_takes_its_place(tmp_path: Path) -> None:
-    """O1: the limit of the process counts, whatever the card has free."""
+    """The limit of the process counts, whatever the card has free."""
     folder = toys.save(tmp_path / "bert", "bert", hidden_size=1024, intermediate_size=8192, num_hidden_layers=2)
     large = toys.entry(folder, outputs={"dense": 1024}, load=LoadOptions(precision="float32"))
     engine = AdapterEngine(Settings(device="cuda", local_cache=str(tmp_path)))

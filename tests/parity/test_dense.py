@@ -113,7 +113,7 @@ def check(
 def test_vectors_equal_the_reference(
     name: str, precision: str, serve: Serve, references: References, table: ParityTable
 ) -> None:
-    """W3, W4. In float32 `test_a_folder_is_served_as_its_own_files_say` compares every architecture."""
+    """In float32 `test_a_folder_is_served_as_its_own_files_say` compares every architecture."""
     check(name, precision, serve(name, precision), references, table)
 
 
@@ -249,7 +249,7 @@ def test_a_direction_that_the_class_does_not_take_is_refused(name: str, message:
 
 
 def test_a_folder_whose_texts_would_depend_on_their_mates_is_refused(tmp_path: Path) -> None:
-    """W4. config.json of an encoder says is_causal: stock sdpa follows that where nothing is padded, and the entry is
+    """config.json of an encoder says is_causal: stock sdpa follows that where nothing is padded, and the entry is
     silent.
     """
     architecture, engine = ARCHITECTURES["bert"], ParityEngine()
@@ -266,7 +266,7 @@ def test_a_direction_that_the_class_has_anyway_may_be_said(name: str, serve: Ser
 
 @pytest.mark.parametrize("name", ["llama longrope", "llama dynamic"])
 def test_a_rotary_embedding_that_changes_with_the_longest_text_is_refused(name: str, serve: Serve) -> None:
-    """W4. One token past the original length; at that length it is among the architectures above."""
+    """One token past the original length; at that length it is among the architectures above."""
     with pytest.raises(ModelLoadFailed, match=f"changes past {ORIGINAL_TOKENS} tokens") as refused:
         serve(name, "float32", max_tokens=ORIGINAL_TOKENS + 1)
     assert refused.value.extras["error_class"] == "INCOMPATIBLE"

@@ -205,7 +205,7 @@ def expected(folder: Path, lora: Path, auto: Any = AutoModel) -> np.ndarray:
 def test_a_lora_gives_what_peft_gives_and_leaves_the_base_alone(
     kind: str, part: str, engine: AdapterEngine, base: Folders, root: Path, table: ParityTable
 ) -> None:
-    """W15: also where query, key and value are one layer, and where the model runs padded. The base's bytes never
+    """Also where query, key and value are one layer, and where the model runs padded. The base's bytes never
     change.
     """
     attention, mlp = LAYERS[kind]
@@ -295,7 +295,7 @@ def test_blocked_layers_take_a_lora(engine: AdapterEngine, base: Folders, root: 
 
 @pytest.mark.long
 def test_base_and_loras_on_two_lanes_while_others_load(engine: AdapterEngine, base: Folders, root: Path) -> None:
-    """W15: each answer has the bytes of its own LoRA alone, whatever runs beside it and whatever is
+    """Each answer has the bytes of its own LoRA alone, whatever runs beside it and whatever is
     loaded meanwhile.
     """
     folder = base("bert")
@@ -328,7 +328,7 @@ def test_base_and_loras_on_two_lanes_while_others_load(engine: AdapterEngine, ba
 def test_the_digest_of_a_lora_is_that_of_its_configuration_and_its_matrices(
     engine: AdapterEngine, base: Folders, root: Path
 ) -> None:
-    """W12: by content, whatever the folder is called."""
+    """By content, whatever the folder is called."""
     served = serve(engine, base("bert"))
     lora = trained(base("bert"), root / "digest", ["query"])
     twice = edited(
@@ -441,7 +441,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("fault", REFUSED)
 def test_a_lora_that_would_be_wrong_is_refused(fault: str, engine: AdapterEngine, base: Folders, root: Path) -> None:
-    """W15: the message names what does not fit, nothing of it is kept, and the base answers as before."""
+    """The message names what does not fit, nothing of it is kept, and the base answers as before."""
     change, text = REFUSED[fault]
     folder = base("bert")
     served = serve(engine, folder)
@@ -485,7 +485,7 @@ def test_kinds_of_lora_that_are_more_than_two_matrices(
 
 
 def test_files_that_are_not_a_lora(engine: AdapterEngine, base: Folders, root: Path) -> None:
-    """X6: pickled weights are not read; a broken file is a failed load, not a failed process."""
+    """Pickled weights are not read; a broken file is a failed load, not a failed process."""
     folder = base("bert")
     served = serve(engine, folder)
     lora = trained(folder, root / "whole", ["query"])

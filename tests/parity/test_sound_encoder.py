@@ -157,7 +157,7 @@ def test_an_entry_that_does_not_fit_is_refused(
 
 
 def test_features_that_the_model_does_not_read_are_refused(cpu_engine: AdapterEngine, tmp_path: Path) -> None:
-    """1. The views of another kind of CLAP. 2. No file that says how sounds become features."""
+    """The views of another kind of CLAP. No file that says how sounds become features."""
     from parity import sound_checkpoints
 
     folder = sound_checkpoints.clap(tmp_path / "clap")

@@ -302,8 +302,8 @@ def test_half_the_bits_are_as_near_as_the_librarys(
 def test_a_batch_gives_entities_with_their_seconds(
     load: Callable[[str], Writing], expected: Callable[[str], list[list[Spoken]]]
 ) -> None:
-    """1. A text fails alone. 2. Two sounds give what the library writes, the language that it recognises, and how long
-    the answer is.
+    """A text fails alone. Two sounds give what the library writes, the language that it recognises, and how long the
+    answer is.
     """
     writing = load("few")
     files = [encoded(sound, rate=RATE, subtype="FLOAT") for sound in SOUNDS[:FEW]]

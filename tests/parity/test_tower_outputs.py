@@ -273,8 +273,8 @@ def run_short(served: Served, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_outputs_go_when_memory_ends_and_with_their_model(
     load: Callable[[str], Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """1. A pass behind the tower finds no memory. 2. All outputs go, and the pass is right. 3. Nothing is kept for a
-    while, so it does not happen again at once. 4. What is kept later goes when the model is unloaded.
+    """A pass behind the tower finds no memory. All outputs go, and the pass is right. Nothing is kept for a while, so
+    it does not happen again at once. What is kept later goes when the model is unloaded.
     """
     served = replace(load("qwen3-vl embedding"), asker="short")
     outputs, residency, name = served.engine.outputs, served.engine.residency, served.entry.id

@@ -108,9 +108,9 @@ class Load(threading.Thread):
 
 
 def test_a_flip_under_load_is_one_write_and_no_answer_is_of_two_models(cluster: Cluster) -> None:
-    """1. Both models are loaded. 2. Two clients of each gateway ask without a pause. 3. The alias is flipped again and
-    again, each time once both gateways follow. Result: every request succeeds; each answer's model, fingerprint and
-    vector are of one model; none goes back to the former one; the history has one revision for each flip.
+    """Both models are loaded. Two clients of each gateway ask without a pause. The alias is flipped again and again,
+    each time once both gateways follow. Result: every request succeeds; each answer's model, fingerprint and vector are
+    of one model; none goes back to the former one; the history has one revision for each flip.
     """
     known = {model: encode(cluster, model) for model in (MODEL, OTHER)}
     prints = {model: answer.headers["x-sie-fingerprint"] for model, answer in known.items()}

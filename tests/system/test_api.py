@@ -62,7 +62,7 @@ def post(client: httpx.Client, body: object, model: str = MODEL, **headers: str)
 
 
 def test_vectors_equal_those_of_sentence_transformers(client: httpx.Client) -> None:
-    """W3, W4: ragged texts in one request, default precision of the device against float32."""
+    """Ragged texts in one request, default precision of the device against float32."""
     texts = [*oracle.ragged_texts(40, seed=1), "", "Zürich, 東京 and 😀", "First line.\nSecond line."]
     answer = post(client, {"items": [{"text": text} for text in texts]})
     assert answer.status_code == 200
@@ -80,7 +80,7 @@ def test_the_models_are_listed_by_the_command(cluster: Cluster) -> None:
 
 
 def test_msgpack_and_json_hold_the_same(client: httpx.Client) -> None:
-    """E14: one rule for the format, equal values in both."""
+    """One rule for the format, equal values in both."""
     body = {"items": [{"id": "a", "text": "Hello", "metadata": {"n": 1}}, {"text": "World"}]}
     as_json = post(client, body, accept="application/json").json()
     answer = client.post(
@@ -101,7 +101,7 @@ def test_msgpack_and_json_hold_the_same(client: httpx.Client) -> None:
 
 
 def test_curl_gets_json_without_saying_so(client: httpx.Client) -> None:
-    """E14: curl sends `Accept: */*` and a form content type."""
+    """Curl sends `Accept: */*` and a form content type."""
     answer = post(
         client, {"items": ["Hello"]}, **{"content-type": "application/x-www-form-urlencoded", "accept": "*/*"}
     )
@@ -110,7 +110,7 @@ def test_curl_gets_json_without_saying_so(client: httpx.Client) -> None:
 
 
 def test_a_reply_says_where_the_time_went_and_who_served(client: httpx.Client) -> None:
-    """B6, B9: the stages and the rest add up; worker, revision, fingerprint and request id are told."""
+    """The stages and the rest add up; worker, revision, fingerprint and request id are told."""
     answer = post(client, {"items": ["Hello"]}, **{"x-request-id": "mine-1", "x-sie-explain": "1"})
     timing = answer.json()["timing"]
     stages = (
@@ -141,7 +141,7 @@ def test_a_reply_says_where_the_time_went_and_who_served(client: httpx.Client) -
 
 
 def test_truncation_is_never_silent(client: httpx.Client) -> None:
-    """W11: cut at the sentence model's own limit of 256, reported; NONE refuses the item and tells count and limit."""
+    """Cut at the sentence model's own limit of 256, reported; NONE refuses the item and tells count and limit."""
     long, short = "retrieval " * 400, "short"
     answer = post(client, {"items": [short, long]})
     assert answer.json()["usage"]["truncated_items"] == [1]
@@ -161,7 +161,7 @@ def test_truncation_is_never_silent(client: httpx.Client) -> None:
 
 
 def test_slots_keep_their_places_when_some_inputs_fail(client: httpx.Client) -> None:
-    """L1, E2: one slot per input, in order, whatever failed."""
+    """One slot per input, in order, whatever failed."""
     body = {"items": [{"text": "a"}, {"id": "x"}, {"text": "b"}, {"images": ["aGVsbG8="]}, {"text": ""}]}
     answer = post(client, body)
     assert answer.status_code == 200
@@ -179,7 +179,7 @@ def test_slots_keep_their_places_when_some_inputs_fail(client: httpx.Client) -> 
 
 
 def test_two_thousand_texts_come_back_in_order(client: httpx.Client) -> None:
-    """E19: 2,048 inputs are many messages and one answer."""
+    """2,048 inputs are many messages and one answer."""
     texts = [f"text number {number}" for number in range(2048)]
     answer = post(client, {"items": texts}, accept="application/msgpack")
     slots = arrays.unpack(arrays.decode_msgpack(answer.content))["items"]
@@ -191,7 +191,7 @@ def test_two_thousand_texts_come_back_in_order(client: httpx.Client) -> None:
 
 
 def test_model_names(client: httpx.Client) -> None:
-    """E13: mis-cased, escaped, with revision, with bundle; replies echo what was asked for."""
+    """Mis-cased, escaped, with revision, with bundle; replies echo what was asked for."""
     revision = "8b3219a92973c328a8e22fadcfa821b5dc75636a"
     for name in (MODEL.upper(), MODEL.replace("/", "%2F"), f"{MODEL}@{revision}", f"default:/{MODEL}", MODEL + "/"):
         answer = post(client, {"items": ["Hello"]}, name)
@@ -238,7 +238,7 @@ def test_health_names_what_is_in_use(cluster: Cluster, client: httpx.Client) -> 
 
 
 def test_an_unknown_model_is_refused_at_once_with_near_names(client: httpx.Client) -> None:
-    """E4, E8: before the body is looked at. 50 ms is the bound, 150 with the test's margin."""
+    """Before the body is looked at. 50 ms is the bound, 150 with the test's margin."""
     post(client, {"items": ["warm"]})
     took_s = []
     for _ in range(5):  # a machine that is busy elsewhere is not what is measured
@@ -284,7 +284,7 @@ BAD_JSON: list[tuple[object, str, str]] = [
 
 @pytest.mark.parametrize(("body", "reason", "param"), BAD_JSON, ids=range(len(BAD_JSON)))
 def test_bad_json_is_a_400_that_names_the_field(client: httpx.Client, body: object, reason: str, param: str) -> None:
-    """E5, E15, O12: one envelope for every reader, and the server serves on."""
+    """One envelope for every reader, and the server serves on."""
     check_refusal(client, post(client, body), reason, param)
 
 
@@ -305,7 +305,7 @@ BAD_MSGPACK: list[tuple[bytes, str, str]] = [
 
 @pytest.mark.parametrize(("body", "reason", "param"), BAD_MSGPACK, ids=range(len(BAD_MSGPACK)))
 def test_bad_msgpack_is_a_400_that_names_the_field(client: httpx.Client, body: bytes, reason: str, param: str) -> None:
-    """X1, E15: nothing is ever unpickled, and errors are JSON also to msgpack clients."""
+    """Nothing is ever unpickled, and errors are JSON also to msgpack clients."""
     check_refusal(client, post(client, body, **{"content-type": "application/msgpack"}), reason, param)
 
 
@@ -340,21 +340,21 @@ BAD_HEADERS = [
 
 @pytest.mark.parametrize(("name", "value"), BAD_HEADERS, ids=range(len(BAD_HEADERS)))
 def test_a_bad_header_is_named(client: httpx.Client, name: str, value: str) -> None:
-    """E3: a mistake that the client can fix is never a 5xx."""
+    """A mistake that the client can fix is never a 5xx."""
     answer = post(client, {"items": ["a"]}, **{name: value})
     assert answer.status_code in (400, 404, 415), answer.text
     assert answer.json()["error"]["param"].lower() in (name, "x-sie-pool")
 
 
 def test_what_no_message_can_hold_is_413_and_a_foreign_traceparent_is_dropped(client: httpx.Client) -> None:
-    """L11: permanent faults are not told as a full or absent queue."""
+    """Permanent faults are not told as a full or absent queue."""
     refused = post(client, {"items": ["a"], "params": {"instruction": "x" * 9_000_000}})
     assert (refused.status_code, refused.json()["error"]["param"]) == (413, "instruction")
     assert post(client, {"items": ["a"]}, traceparent="x" * 60_000).status_code == 200
 
 
 def test_a_text_of_ten_megabytes_is_answered_as_what_is_left_of_it(client: httpx.Client) -> None:
-    """L11 S24: no message of the broker holds it; `sie serve` keeps such inputs in a folder of its own. Nothing changes
+    """No message of the broker holds it; `sie serve` keeps such inputs in a folder of its own. Nothing changes
     for the others.
     """
     words = "the quick brown fox jumps over the lazy dog "
@@ -365,7 +365,7 @@ def test_a_text_of_ten_megabytes_is_answered_as_what_is_left_of_it(client: httpx
 
 
 def test_unknown_paths_and_methods_answer_in_the_envelope(client: httpx.Client) -> None:
-    """E5: no plain-text error exists."""
+    """No plain-text error exists."""
     assert client.get("/v1/nope").json()["code"] == "NOT_FOUND"
     answer = client.get(f"/v1/encode/{MODEL}")
     assert (answer.status_code, answer.json()["code"]) == (405, "METHOD_NOT_ALLOWED")
@@ -374,7 +374,6 @@ def test_unknown_paths_and_methods_answer_in_the_envelope(client: httpx.Client) 
 
 
 def test_unknown_options_are_named_and_strict_refuses_them(client: httpx.Client) -> None:
-    """E6"""
     body = {"items": ["a"], "params": {"normalise": True}}
     (warning,) = post(client, body).json()["warnings"]
     expected = (
@@ -387,7 +386,7 @@ def test_unknown_options_are_named_and_strict_refuses_them(client: httpx.Client)
 
 
 def test_no_input_reaches_the_log(cluster: Cluster, client: httpx.Client) -> None:
-    """X4: a canary through success and failure."""
+    """A canary through success and failure."""
     canary = "canary" + base64.b32encode(b"7-0-3-1").decode().strip("=")
     post(client, {"items": [canary]})
     post(client, {"items": [{"text": canary, "id": 5}]})
@@ -403,7 +402,7 @@ def test_openapi_and_docs_are_served(client: httpx.Client) -> None:
 
 
 def test_the_sync_client(cluster: Cluster) -> None:
-    """E20: what the README shows, for one item and for a list."""
+    """What the README shows, for one item and for a list."""
     with SIEClient(cluster.url) as client:
         single = client.encode(MODEL, Item(text="Hello", id="a"))
         several = client.encode(MODEL, [Item(text="Hello"), "World"])
@@ -415,7 +414,7 @@ def test_the_sync_client(cluster: Cluster) -> None:
 
 
 async def test_the_async_client(cluster: Cluster) -> None:
-    """E20: the same calls, the same results."""
+    """The same calls, the same results."""
     async with SIEAsyncClient(cluster.url) as client:
         single = await client.encode(MODEL, Item(text="Hello", id="a"))
         several = await client.encode(MODEL, [Item(text="Hello"), "World"])

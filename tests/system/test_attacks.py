@@ -264,8 +264,8 @@ def test_one_client_cannot_take_all_status_sockets(cluster: Cluster) -> None:
 
 
 def test_slow_and_half_closed_connections(cluster: Cluster) -> None:
-    """1. 300 connections drip heads, bodies and trailers; 2. complete requests of clients that send no more are
-    answered beside them.
+    """300 connections drip heads, bodies and trailers; complete requests of clients that send no more are answered
+    beside them.
     """
     body = json.dumps({"items": ["a"]}).encode()
     with contextlib.ExitStack() as held:

@@ -19,7 +19,7 @@ pytestmark = shared.OPEN
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("rounds", [3, pytest.param(200, marks=pytest.mark.long)])
 async def test_ragged_batches_equal_one_by_one(open_cluster: Cluster, rounds: int) -> None:
-    """W1, W4: concurrent requests of several clients, seen to have run in `rounds` forward passes, against each text
+    """Concurrent requests of several clients, seen to have run in `rounds` forward passes, against each text
     alone, float32.
     """
     rng = random.Random(5)

@@ -121,7 +121,7 @@ def asked_directly(cluster: Cluster, path: str, body: Mapping[str, Any]) -> http
 
 
 def check_batch_of(cluster: Cluster, client: openai.OpenAI, count: int, timeout_s: float) -> None:
-    """1. Upload, submit, poll, download. 2. Each answer is where its request was, as a direct call has it."""
+    """Upload, submit, poll, download. Each answer is where its request was, as a direct call has it."""
     expiry = {"anchor": "created_at", "seconds": 86_400}
     made = submitted(client, embeddings(count), metadata={"run": "nightly"}, output_expires_after=expiry)
     assert (made.object, made.status, made.endpoint, made.completion_window) == (
@@ -496,8 +496,8 @@ def leader_of(frail: Cluster) -> int:
 def test_every_request_is_answered_once_whatever_is_killed_on_the_way(
     frail: Cluster, frail_client: openai.OpenAI
 ) -> None:
-    """1. A gateway that leads is killed, twice; the broker is killed. 2. The batch completes. 3. Each custom_id is once
-    in the output or in the error file.
+    """A gateway that leads is killed, twice; the broker is killed. The batch completes. Each custom_id is once in the
+    output or in the error file.
     """
     lines = embeddings(HELD_LINES, MODEL)
     lines[100] = b"{no json"

@@ -94,7 +94,7 @@ async def publish_until_stored(broker: Broker, subject: str, body: bytes) -> Non
 async def test_fetching_goes_on_in_five_seconds_after_each_of_twenty_restarts_and_partitions(
     server: NatsServer,
 ) -> None:
-    """S1 S2 S5: restarted, killed, stopped, cut off and held back in turns; deliveries and a watch of a bucket go on
+    """Restarted, killed, stopped, cut off and held back in turns; deliveries and a watch of a bucket go on
     each time.
     """
     await _faults(server, 20)
@@ -103,7 +103,7 @@ async def test_fetching_goes_on_in_five_seconds_after_each_of_twenty_restarts_an
 @pytest.mark.long
 @pytest.mark.timeout(600)
 async def test_fetching_goes_on_after_each_of_fifty_restarts_and_partitions(server: NatsServer) -> None:
-    """S1: ten of each kind."""
+    """Ten of each kind."""
     await _faults(server, 50)
 
 
@@ -187,8 +187,8 @@ async def _reverified(queue: WorkQueue) -> None:
 async def test_a_black_holed_connection_is_noticed_in_thirty_seconds_and_left(
     server: NatsServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """S2: (1) the network swallows every byte, both ways, with no end of a connection; (2) two pings of 5 s go
-    unanswered; (3) the connection counts as lost and says so once; (4) the network is back: fetching again in 5 s.
+    """The network swallows every byte, both ways, with no end of a connection; two pings of 5 s go unanswered; the
+    connection counts as lost and says so once; the network is back: fetching again in 5 s.
     """
     received = Received()
     spec = topology.work_consumer(LANE, "interactive", "toy/a", 10.0)
@@ -213,9 +213,8 @@ async def test_a_black_holed_connection_is_noticed_in_thirty_seconds_and_left(
 
 @pytest.mark.timeout(60)
 async def test_a_slow_broker_costs_time_and_neither_work_nor_a_second_copy(server: NatsServer) -> None:
-    """L10: (1) half a second each way: stored at the first attempt. (2) Slower than an attempt waits: repeated under
-    the same id, stored once. (3) Slower than the budget: 503 inside it. (4) As fast as ever: the next request is
-    stored.
+    """Half a second each way: stored at the first attempt. Slower than an attempt waits: repeated under the same id,
+    stored once. Slower than the budget: 503 inside it. As fast as ever: the next request is stored.
     """
     async with TcpProxy(server.port) as proxy, connections() as opened:
         broker, judge = await connect(proxy.url, name="gateway"), await connect(server.url, name="judge")
@@ -255,7 +254,7 @@ async def test_a_slow_broker_costs_time_and_neither_work_nor_a_second_copy(serve
 
 @pytest.mark.timeout(60)
 async def test_a_publish_waits_out_a_partition_and_is_stored_once(server: NatsServer) -> None:
-    """L10: cut off for less than the patience of a publish: the request is stored when the network is back. Above its
+    """Cut off for less than the patience of a publish: the request is stored when the network is back. Above its
     budget: 503.
     """
     async with TcpProxy(server.port) as proxy, connections() as opened:
@@ -281,7 +280,7 @@ async def test_a_publish_waits_out_a_partition_and_is_stored_once(server: NatsSe
 async def test_a_broker_that_comes_back_with_small_messages_is_told_once_and_lived_with(
     server: NatsServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """L11: its limit is read again with the connection, and the gateway cuts requests for it."""
+    """Its limit is read again with the connection, and the gateway cuts requests for it."""
     async with connections() as opened:
         broker = await connect(server.url, name="gateway")
         opened.append(broker)
@@ -302,7 +301,7 @@ async def test_a_broker_that_comes_back_with_small_messages_is_told_once_and_liv
 
 @pytest.mark.timeout(60)
 def test_a_gateway_at_a_broker_with_small_messages_ends_with_one_clear_line(tmp_path: Path) -> None:
-    """L11 P: status 2, the setting, what was found and what to do."""
+    """Status 2, the setting, what was found and what to do."""
     with NatsServer(tmp_path / "nats", max_payload=32768) as server:
         ended = subprocess.run(
             [SIE, "gateway", "--port", "0", "--gateway-metrics-port", "0", "--nats-url", server.url],
@@ -326,7 +325,7 @@ def test_a_gateway_at_a_broker_with_small_messages_ends_with_one_clear_line(tmp_
 async def test_a_consumer_that_is_deleted_while_it_is_ensured_is_made_anew(
     server: NatsServer, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
-    """L17: the broker answers not found (10014) to the one, does not exist (10149) to the other."""
+    """The broker answers not found (10014) to the one, does not exist (10149) to the other."""
     async with connections() as opened:
         opened.append(broker := await connect(server.url, name="gateway"))
         opened.append(other := await connect(server.url, name="collector"))
@@ -366,7 +365,7 @@ async def _race(server: NatsServer, deletions: int, for_s: float) -> Outcome:
 
 @pytest.mark.timeout(120)
 async def test_no_work_is_orphaned_by_deletions_that_race_publishes(server: NatsServer) -> None:
-    """L17: as in test_consumers.py, at a real broker, for four seconds."""
+    """As in test_consumers.py, at a real broker, for four seconds."""
     outcome = await _race(server, 10_000, 4.0)
     assert outcome.deleted > 50
     assert outcome.longest_s < 15.0
@@ -375,6 +374,6 @@ async def test_no_work_is_orphaned_by_deletions_that_race_publishes(server: Nats
 @pytest.mark.long
 @pytest.mark.timeout(300)
 async def test_no_work_is_orphaned_in_a_minute_of_deletions_at_a_real_broker(server: NatsServer) -> None:
-    """L17. As many as this machine makes; test_consumers.py has ten thousand without a broker."""
+    """As many as this machine makes; test_consumers.py has ten thousand without a broker."""
     outcome = await _race(server, 10_000, 60.0)
     assert outcome.deleted > 750

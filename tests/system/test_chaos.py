@@ -13,9 +13,8 @@ from stack import Stack
 @pytest.mark.long
 @pytest.mark.timeout(180)
 async def test_nothing_is_lost_wrong_or_twice_while_parts_are_killed_and_frozen(tmp_path: Path) -> None:
-    """1. a cluster of 3 brokers, 2 gateways and 2 workers under load; 2. every 5 s a random part is killed or frozen,
-    and started again;
-    3. each accepted request was answered rightly by its deadline, once.
+    """A cluster of 3 brokers, 2 gateways and 2 workers under load; every 5 s a random part is killed or frozen, and
+    started again; each accepted request was answered rightly by its deadline, once.
     """
     stack = Stack(tmp_path / "stack", run.plan(minilm=False))
     with stack:

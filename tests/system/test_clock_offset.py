@@ -152,11 +152,10 @@ def _broker_state(stack: Stack) -> dict[str, Any]:
 @pytest.mark.long
 @pytest.mark.parametrize("gateway_s", [OFFSET_S, -OFFSET_S])
 async def test_clocks_that_are_a_minute_apart_change_nothing(tmp_path: Path, gateway_s: int) -> None:
-    """1. each process's clock is off, the other's the other way; 2. the device is busy for 1.8 s: a request with a
-    budget of a second is refused after that second, and work with such a budget that no gateway gives up is dropped by
-    the sidecar when the device is free, beside work that is in time; 3. ordinary requests are answered right, their
-    times are true; 4. nothing is left and nothing was delivered twice, the table has the broker's time, and nobody said
-    a word.
+    """Each process's clock is off, the other's the other way; the device is busy for 1.8 s: a request with a budget of
+    a second is refused after that second, and work with such a budget that no gateway gives up is dropped by the
+    sidecar when the device is free, beside work that is in time; ordinary requests are answered right, their times are
+    true; nothing is left and nothing was delivered twice, the table has the broker's time, and nobody said a word.
     """
     stack = Stack(tmp_path / "stack", Plan([MODEL], workers=(DEVICE,), environ=ENVIRON))
     (gateway,), (worker,) = stack.gateways, stack.workers

@@ -104,7 +104,7 @@ def fill(path: Path) -> None:
 
 
 async def test_the_kernel_ends_an_adapter_and_no_client_notices(node: Node, expected: Expected) -> None:
-    """X3, P7. The limit leaves less and less, in the end less than a batch takes: whoever sends what fits is answered,
+    """The limit leaves less and less, in the end less than a batch takes: whoever sends what fits is answered,
     also the large request itself, whose inputs fit one by one. No input is called poison. The kernel ends the child
     that serves, or all of the container, which then has another control group.
     """
@@ -131,7 +131,7 @@ async def test_the_kernel_ends_an_adapter_and_no_client_notices(node: Node, expe
 
 
 async def test_minutes_of_adversarial_batches_at_a_small_limit(expected: Expected) -> None:
-    """X3. At most MAX_KILLS, and nobody whose inputs fit one by one is refused; the sizes that fit outlive a restart
+    """At most MAX_KILLS, and nobody whose inputs fit one by one is refused; the sizes that fit outlive a restart
     of the container.
     """
     check_images()

@@ -91,13 +91,9 @@ def node(file: str, own: LocalModels) -> Iterator[Node]:
 
 
 def test_the_api_answers_and_nobody_without_a_token_does(node: Node, own: LocalModels) -> None:
-    """P9, X10, X13, X17.
-
-    1. All containers are ready; none was started twice.
-    2. The routes answer over the gateway's service, as the libraries do; the catalogue takes a write of the
-       administrator alone.
-    3. No component asked for a connection that the policies refuse.
-    4. Nothing was written but to volumes, within their limits.
+    """All containers are ready; none was started twice. The routes answer over the gateway's service, as the libraries
+    do; the catalogue takes a write of the administrator alone. No component asked for a connection that the policies
+    refuse. Nothing was written but to volumes, within their limits.
     """
     assert {each.starts for each in node.containers} == {1}, node.story()
     url = node.url(GATEWAY, 8080)
@@ -173,7 +169,7 @@ def check_extract(client: httpx.Client, own: LocalModels) -> None:
 
 
 def test_connections_are_those_of_the_rendered_policies(node: Node) -> None:
-    """X13. Of every pair of pods and every port: what is allowed works, all else is refused, within the release and
+    """Of every pair of pods and every port: what is allowed works, all else is refused, within the release and
     from and to a pod that is none of it.
     """
     refused = sum(node.network.refused().values())
@@ -208,7 +204,7 @@ def test_connections_are_those_of_the_rendered_policies(node: Node) -> None:
 
 
 async def test_a_container_that_is_killed_starts_again_and_no_request_is_lost(node: Node, expected: Expected) -> None:
-    """X3. One of each kind in turn, under 20 clients: kill -9 of its first process."""
+    """One of each kind in turn, under 20 clients: kill -9 of its first process."""
     async with crowd(node, expected) as clients:
         await answers(clients, CLIENTS)
         for container in one_of_each(node):
@@ -224,7 +220,7 @@ async def test_a_container_that_is_killed_starts_again_and_no_request_is_lost(no
 
 
 async def test_a_container_that_stands_still_costs_no_request(node: Node, expected: Expected) -> None:
-    """X3. One of each kind in turn, under 20 clients: frozen for 2, 8 and 15 s. The rendered liveness probes bear each
+    """One of each kind in turn, under 20 clients: frozen for 2, 8 and 15 s. The rendered liveness probes bear each
     of them, so none is started again for it.
     """
     for each in node.containers:
@@ -255,7 +251,7 @@ def one_of_each(node: Node) -> list[Container]:
 
 
 async def test_an_upgrade_by_tag_and_the_way_back_lose_nothing(file: str, node: Node, expected: Expected) -> None:
-    """P12. Each pod is replaced as its workload says, while 20 clients go on."""
+    """Each pod is replaced as its workload says, while 20 clients go on."""
     for name in ("gateway", "config", "sidecar", "adapter-cpu"):
         engine.podman("tag", f"sie-{name}:0.1.0", f"sie-{name}:{NEXT_TAG}")
     now = node.found

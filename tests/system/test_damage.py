@@ -190,7 +190,7 @@ def test_a_damaged_stream_is_named_and_mended(saved: Saved, tmp_path: Path, stre
 
 
 def test_a_backup_fills_an_empty_cluster_and_replaces_nothing_that_is_newer(saved: Saved, tmp_path: Path) -> None:
-    """1. Into an empty cluster. 2. Its job is there. 3. Again, after a key was revoked and the model changed."""
+    """Into an empty cluster. Its job is there. Again, after a key was revoked and the model changed."""
     folder = tmp_path / "stack"
     assert saved.backup.stat().st_mode & 0o777 == 0o600
     with Stack(folder, plan(saved.folder)) as stack:

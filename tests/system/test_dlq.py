@@ -97,11 +97,9 @@ async def sie(nats: NatsServer, *arguments: str, status: int = 0) -> str:
 async def test_a_dead_letter_survives_the_broker_and_gives_the_original_answer(
     nats: NatsServer, broker: Broker, adapter: DeadlyAdapter
 ) -> None:
-    """L22.
-
-    1. an input ends two adapters and its work is a dead letter; 2. the broker is killed and restarted; 3. replayed with
-    the fault still there it fails again and is kept; 4. replayed without, it gives the answer that it would have had,
-    and is gone.
+    """An input ends two adapters and its work is a dead letter; the broker is killed and restarted; replayed with the
+    fault still there it fails again and is kept; replayed without, it gives the answer that it would have had, and is
+    gone.
     """
     item, result = await answered(broker, "before", SECRET)
     assert reasons(result) == ["", "INFERENCE_ERROR poison"]

@@ -254,8 +254,8 @@ async def _alter(url: str) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_serve_of_this_machine_is_started_and_mended_as_told(tmp_path: Path) -> None:
-    """1. Nothing runs. 2. A stream is altered, the queue may grow above the disk. 3. It was killed, and another program
-    took a port.
+    """Nothing runs. A stream is altered, the queue may grow above the disk. It was killed, and another program took a
+    port.
     """
     data_dir, nowhere = tmp_path / "data", f"nats://127.0.0.1:{free_ports(1)[0]}"
     found = Examined(tmp_path, {"SIE_NATS_URL": nowhere})

@@ -57,7 +57,7 @@ def active_adapter(cluster: Cluster) -> int:
 
 
 async def test_a_killed_adapter_is_replaced_at_once(cluster: Cluster, load: Load) -> None:
-    """P10: no client sees an error. Nothing is imported again: the parent that forked it forks the next one."""
+    """No client sees an error. Nothing is imported again: the parent that forked it forks the next one."""
     (parent, *_), victim = cluster.pids("adapter"), active_adapter(cluster)
     killed_s = time.monotonic()
     os.kill(victim, signal.SIGKILL)
@@ -71,7 +71,7 @@ async def test_a_killed_adapter_is_replaced_at_once(cluster: Cluster, load: Load
 
 @pytest.mark.long
 async def test_a_killed_parent_of_the_adapter_takes_it_along_and_both_come_back(cluster: Cluster, load: Load) -> None:
-    """P10: slower, by the imports; no client sees an error."""
+    """Slower, by the imports; no client sees an error."""
     (parent, *_), victim = cluster.pids("adapter"), active_adapter(cluster)
     assert parent != victim
     killed_s = time.monotonic()
@@ -103,7 +103,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @pytest.mark.timeout(180)
 async def test_work_of_a_killed_sidecar_is_delivered_again(stack: Stack) -> None:
-    """L7, L9: its work is delivered once more, by its ledger or when the leases lapse, deliveries are reported, every
+    """Its work is delivered once more, by its ledger or when the leases lapse, deliveries are reported, every
     request is answered rightly.
     """
     async with under(Load(stack.urls, model=TOY, pause_s=TOY_PAUSE_S)) as load:
@@ -130,7 +130,7 @@ async def test_work_of_a_killed_sidecar_is_delivered_again(stack: Stack) -> None
 
 
 async def test_clients_of_a_killed_gateway_see_a_closed_connection_and_nobody_else_does(stack: Stack) -> None:
-    """L9: the worker's results for it are given up when their budget ends; the other gateway goes on."""
+    """The worker's results for it are given up when their budget ends; the other gateway goes on."""
     gateway = stack.gateways[0]
     async with under(Load(stack.urls, model=TOY, pause_s=TOY_PAUSE_S)) as load:
         killed_s = time.monotonic()
@@ -148,10 +148,8 @@ async def test_clients_of_a_killed_gateway_see_a_closed_connection_and_nobody_el
 
 @pytest.mark.timeout(180)
 async def test_a_stopped_worker_loses_its_work_to_another_and_its_late_answer_is_dropped(stack: Stack) -> None:
-    """W9, L20.
-
-    1. two workers, leases of 3 s; 2. the sidecar that serves is stopped; 3. the other answers; 4. the stopped
-    one resumes and its late results are counted and dropped.
+    """Two workers, leases of 3 s; the sidecar that serves is stopped; the other answers; the stopped one resumes and
+    its late results are counted and dropped.
     """
 
     def late() -> float:

@@ -208,8 +208,8 @@ def cleaned(cluster: Cluster, ahead_s: float) -> int:
 def test_a_gateway_that_is_killed_in_the_middle_of_an_upload_leaves_nothing_after_the_clean_up(
     cluster: Cluster,
 ) -> None:
-    """1. Parts of the object are stored. 2. The gateway is killed. 3. No gateway serves the file. 4. The clean-up of
-    later removes what is left.
+    """Parts of the object are stored. The gateway is killed. No gateway serves the file. The clean-up of later removes
+    what is left.
     """
     pid = next(pid for pid in cluster.pids("gateway") if str(cluster.port) in psutil.Process(pid).cmdline())
     stored, killed = threading.Event(), threading.Event()

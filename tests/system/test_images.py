@@ -181,9 +181,9 @@ def answers() -> bool:
 
 @pytest.mark.usefixtures("up")
 def test_compose_serves_survives_a_death_and_leaves_nothing() -> None:
-    """1. up; the quickstart's request is answered. 2. All health checks pass, and 100 requests are answered. 3. The
-    sidecar is killed; it is started again, and requests are answered. 4. SIGTERM: each process ends with 0. 5. down:
-    no container, volume or network is left.
+    """Up; the quickstart's request is answered. All health checks pass, and 100 requests are answered. The sidecar is
+    killed; it is started again, and requests are answered. SIGTERM: each process ends with 0. Down: no container,
+    volume or network is left.
     """
     until(answers, 300, "the first answer")
     for service in SERVICES:

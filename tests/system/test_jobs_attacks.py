@@ -33,8 +33,8 @@ def largest(file: str) -> dict[str, Any]:
 )
 @pytest.mark.timeout(600)
 def test_gateways_start_again_however_many_jobs_keys_have_sent(tmp_path: Path, keys: int, jobs: int) -> None:
-    """1. Keys send jobs with the largest records, more than each may have: the rest is refused with 429 and the number.
-    2. All gateways are killed at once, and are ready in 10 s. 3. All jobs are there.
+    """Keys send jobs with the largest records, more than each may have: the rest is refused with 429 and the number.
+    All gateways are killed at once, and are ready in 10 s. All jobs are there.
     """
     tokens = [f"token-{number}-of-a-test" for number in range(keys)]
     environ = {
@@ -125,8 +125,8 @@ def test_rows_of_many_values_fail_alone_and_take_little_memory(tmp_path: Path, r
 
 @pytest.mark.long
 def test_a_job_that_its_gateways_die_of_is_failed(tmp_path: Path) -> None:
-    """1. A gateway is killed whenever it has led a job for a moment, before a part of that is answered. 2. After three
-    times the job is failed and says why, and the fourth gateway stays. 3. A job beside it completes.
+    """A gateway is killed whenever it has led a job for a moment, before a part of that is answered. After three times
+    the job is failed and says why, and the fourth gateway stays. A job beside it completes.
     """
     environ = {"SIE_PAYLOAD_STORE_URL": str(tmp_path / "payloads")}
     with (
@@ -157,8 +157,8 @@ def test_a_job_that_its_gateways_die_of_is_failed(tmp_path: Path) -> None:
 
 
 def test_a_job_goes_on_from_a_copy_of_the_data_directory(tmp_path: Path) -> None:
-    """1. One job reads an uploaded file, another one a folder. 2. In the middle all is copied, as by a snapshot of the
-    disk, and killed. 3. From the copy, whose files have other inodes, both complete, and each row is there once.
+    """One job reads an uploaded file, another one a folder. In the middle all is copied, as by a snapshot of the disk,
+    and killed. From the copy, whose files have other inodes, both complete, and each row is there once.
     """
     folder, copy = tmp_path / "stack", tmp_path / "copy"
     count = 600

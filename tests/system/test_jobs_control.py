@@ -127,8 +127,8 @@ def test_a_job_says_when_it_will_be_done(jobs: JobClient) -> None:
 def test_the_cache_answers_what_did_not_change_and_equal_rows_are_computed_once(
     job_cluster: Stack, jobs: JobClient, job_folder: Path
 ) -> None:
-    """1. A run over 5,000 rows, of which a fifth are equal to others. 2. 1 % of the rows are others: only these are
-    computed. 3. Another fingerprint finds nothing. 4. What is kept is bounded.
+    """A run over 5,000 rows, of which a fifth are equal to others. 1 % of the rows are others: only these are computed.
+    Another fingerprint finds nothing. What is kept is bounded.
     """
     texts = [f"document {number % 4000:05}" for number in range(5000)]
     (job_folder / "rows.parquet").write_bytes(parquet_file([{"text": text} for text in texts]))

@@ -149,9 +149,9 @@ def check_whole(place: Place, manifest: dict[str, Any], count: int, failed: int 
 def test_while_all_is_killed_each_row_is_answered_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, every_s: float, shard_rows: int, token_us: float
 ) -> None:
-    """1. A job over Parquet in an object store. 2. Every few seconds a broker, a gateway, the config service, a sidecar
-    or an adapter is killed; once the whole cluster ends. 3. The output is whole. An input that was run by two adapters
-    that were killed, by the second one alone, is refused as what ended them: nothing tells it from one that did.
+    """A job over Parquet in an object store. Every few seconds a broker, a gateway, the config service, a sidecar or an
+    adapter is killed; once the whole cluster ends. The output is whole. An input that was run by two adapters that were
+    killed, by the second one alone, is refused as what ended them: nothing tells it from one that did.
     """
     seed = int(os.environ.get("SIE_TEST_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 31)
     print("seed", seed)

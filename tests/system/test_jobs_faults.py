@@ -72,8 +72,8 @@ def fill(place: Path) -> Path:
 def test_a_job_waits_for_a_disk_that_is_full_and_goes_on_by_itself(
     job_cluster: Stack, jobs: JobClient, small: Path
 ) -> None:
-    """1. No part fits. 2. The job says so, and computes nothing twice. 3. There is room: it completes. 4. One whose
-    disk stays full can be paused, resumed and cancelled.
+    """No part fits. The job says so, and computes nothing twice. There is room: it completes. One whose disk stays full
+    can be paused, resumed and cancelled.
     """
     filler = fill(small)
     file = jobs.upload("rows.jsonl", jsonl(rows_of(300)))

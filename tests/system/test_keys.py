@@ -159,9 +159,7 @@ def test_a_name_in_use_is_not_given_twice(stack: Stack) -> None:
 
 
 def test_while_the_broker_is_away_known_keys_pass_and_strangers_do_not(stack: Stack) -> None:
-    """1. a key is known; 2. the broker is killed; 3. it passes, others do not; 4. the broker is back, a revocation gets
-    through.
-    """
+    """A key is known; the broker is killed; it passes, others do not; the broker is back, a revocation gets through."""
     identifier, token = made(stack, "outlives the broker")
     (broker,) = stack.brokers
     broker.kill()

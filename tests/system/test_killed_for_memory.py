@@ -49,7 +49,7 @@ def answered(adapter: Adapter, group: MemoryGroup) -> ipc.BatchDone:
 def test_a_batch_that_the_kernel_killed_the_adapter_for_is_answered_by_the_next_one(
     tmp_path: Path, group: MemoryGroup
 ) -> None:
-    """X3. Also a start of everything anew, as after a container, keeps the limit."""
+    """Also a start of everything anew, as after a container, keeps the limit."""
     with running(tmp_path / "a.sock", spare=True, group=group) as adapter:
         with adapter.connect() as client:
             client.load()

@@ -87,9 +87,9 @@ async def frames_until_closed(socket: ClientConnection) -> tuple[int, int]:
 
 
 async def test_a_gateway_that_ends_costs_no_client_an_error(tmp_path: Path) -> None:
-    """P3: 1. clients keep connections to both gateways, busy and slow ones, and read long answers; 2. one gateway gets
-    SIGTERM, and the balancer learns of it a second later; 3. it serves on, unready, the next answer on each connection
-    says that it is the last, then it ends with 0: every request of every client was answered.
+    """Clients keep connections to both gateways, busy and slow ones, and read long answers; one gateway gets SIGTERM,
+    and the balancer learns of it a second later; it serves on, unready, the next answer on each connection says that it
+    is the last, then it ends with 0: every request of every client was answered.
     """
     with Stack(tmp_path, Plan(gateways=2, workers=(Device(width=WIDTH),))) as stack:
         ending = stack.gateways[0]
@@ -139,9 +139,8 @@ async def test_a_gateway_that_ends_costs_no_client_an_error(tmp_path: Path) -> N
 
 
 async def test_a_config_service_that_ends_answers_what_comes_and_finishes_what_it_has(tmp_path: Path) -> None:
-    """P1, P3: 1. SIGTERM: unready, and it answers, each connection once more; 2. half of a write has arrived, and the
-    next SIGTERM cuts its time short: it accepts nothing more; 3. the other half arrives: it is written, and the process
-    ends with 0.
+    """SIGTERM: unready, and it answers, each connection once more; half of a write has arrived, and the next SIGTERM
+    cuts its time short: it accepts nothing more; the other half arrives: it is written, and the process ends with 0.
     """
     with Stack(tmp_path, Plan(workers=(), gateways=0, environ={"SIE_ADMIN_TOKEN": "admin"})) as stack:
         config, port = stack.config, int(stack.config_url.rpartition(":")[2])

@@ -34,8 +34,8 @@ def check(answers: list[httpx.Response], texts: list[str]) -> None:
 
 @pytest.mark.long
 async def test_a_killed_sidecar_costs_its_restart_and_not_its_leases(tmp_path: Path) -> None:
-    """L7. 1. work is held behind a slow device; 2. kill -9; 3. restarted, the sidecar has all of it again long before
-    the ack wait.
+    """Work is held behind a slow device; kill -9; restarted, the sidecar has all of it again long before the ack
+    wait.
     """
     texts = [f"text {number}" for number in range(8)]
     plan = Plan(workers=(Device(batch_ms=1000.0),), environ={"SIE_ACK_WAIT_S": str(int(ACK_WAIT_S))})
@@ -55,8 +55,8 @@ async def test_a_killed_sidecar_costs_its_restart_and_not_its_leases(tmp_path: P
 
 @pytest.mark.long
 async def test_a_drain_in_the_middle_of_a_load_hands_its_work_back(tmp_path: Path) -> None:
-    """1. a model takes longer to load than a drain may; 2. SIGTERM: it ends in time, with status 0 and an empty ledger;
-    3. the next sidecar answers.
+    """A model takes longer to load than a drain may; SIGTERM: it ends in time, with status 0 and an empty ledger; the
+    next sidecar answers.
     """
     environ = {"SIE_ACK_WAIT_S": str(int(ACK_WAIT_S)), "SIE_LOAD_HOLD_S": "29"}
     plan = Plan(workers=(Device(load_s=DRAIN_S + 3),), preload=False, environ=environ)

@@ -102,7 +102,7 @@ def expected(lora: Path) -> np.ndarray:
 
 
 def test_a_request_and_a_profile_name_a_lora(client: httpx.Client, lora: Path) -> None:
-    """W15: its vectors are PEFT's, its fingerprint is its own, and those of the base do not change."""
+    """Its vectors are PEFT's, its fingerprint is its own, and those of the base do not change."""
     before = encode(client)
     by_request, by_profile = encode(client, lora_id=str(lora)), encode(client, f"{TUNED}:tuned")
     wanted = expected(lora)

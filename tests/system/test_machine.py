@@ -43,7 +43,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_another_user_cannot_reach_the_socket(tmp_path: Path) -> None:
-    """X10: neither through the folder nor, were that open, at the socket itself."""
+    """Neither through the folder nor, were that open, at the socket itself."""
     code = "import socket, sys; socket.socket(socket.AF_UNIX).connect(sys.argv[1])"
     with running(tmp_path / "data", "--standalone", "--no-spare") as cluster:
         path = cluster.data_dir / "run" / "worker-0.sock"
@@ -67,7 +67,7 @@ def test_another_user_cannot_reach_the_socket(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(180)
 async def test_a_full_queue_refuses_the_newest_and_loses_nothing(tmp_path: Path) -> None:
-    """L15, O18: the stream's bytes are used up; what was accepted is answered, the newest gets QUEUE_FULL, then all is
+    """The stream's bytes are used up; what was accepted is answered, the newest gets QUEUE_FULL, then all is
     well.
     """
     text = " ".join(TEXTS) * 30
@@ -99,7 +99,7 @@ async def test_a_full_queue_refuses_the_newest_and_loses_nothing(tmp_path: Path)
 
 @pytest.mark.timeout(180)
 def test_a_full_disk_is_a_typed_error_and_serving_goes_on_when_there_is_room(small_disk: Path, tmp_path: Path) -> None:
-    """P5: another program fills the disk, and the broker cannot write: each request ends inside its deadline with a
+    """Another program fills the disk, and the broker cannot write: each request ends inside its deadline with a
     retryable 503, the log says what to do, and doctor whose files they are.
     """
     with running(small_disk / "data", "--preload", MODEL, "--no-spare", "--queue-max-bytes", str(8 << 20)) as cluster:
@@ -204,7 +204,7 @@ def test_a_control_group_with_less_memory_than_a_start_takes_is_told(tmp_path: P
 
 
 def test_serves_with_no_network_but_loopback(tmp_path: Path) -> None:
-    """X17, P8: in a network namespace without any route, from start to first vector; nothing is looked up or
+    """In a network namespace without any route, from start to first vector; nothing is looked up or
     downloaded.
     """
     port, worker_port = free_ports(2)

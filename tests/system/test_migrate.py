@@ -172,9 +172,9 @@ def test_where_people_judged_both_models_are_measured(cluster: Cluster, corpus: 
 def test_an_index_never_gets_vectors_of_two_models(
     cluster: Cluster, corpus: Path, qdrant: QdrantServer, tmp_path: Path
 ) -> None:
-    """1. A job of the old model fills a collection. Result: a migration into it is refused before anything runs. 2. A
+    """A job of the old model fills a collection. Result: a migration into it is refused before anything runs. A
     collection of another width that no job made. Result: the database refuses, the job is paused, the command says how
-    to go on, and the alias is as it was. 3. A new collection. Result: it has each row once, and the alias is flipped.
+    to go on, and the alias is as it was. A new collection. Result: it has each row once, and the alias is flipped.
     """
     few = tmp_path / "few.jsonl"
     few.write_text("\n".join(corpus.read_text().splitlines()[:30]))
@@ -206,11 +206,11 @@ def test_an_index_never_gets_vectors_of_two_models(
 def test_a_migration_goes_on_after_a_killed_gateway_and_no_client_sees_it(
     cluster: Cluster, corpus: Path, tmp_path: Path
 ) -> None:
-    """1. A migration is to stop after the step embed; its gateway is killed in the middle of the job. Result: the
-    command waits for the next gateway, the job completes, the alias is as it was. 2. A client asks for the alias
-    without a pause; the same command is stopped by Ctrl-C in the step shadow, and then goes on. Result: the same job,
-    one shadow, the flip; each answer is of one of the two models. 3. Back. Result: the revision before the shadow; the
-    client saw no error.
+    """A migration is to stop after the step embed; its gateway is killed in the middle of the job. Result: the command
+    waits for the next gateway, the job completes, the alias is as it was. A client asks for the alias without a pause;
+    the same command is stopped by Ctrl-C in the step shadow, and then goes on. Result: the same job, one shadow, the
+    flip; each answer is of one of the two models. Back. Result: the revision before the shadow; the client saw no
+    error.
     """
     alias(cluster, "search", OLD)
     output = tmp_path / "vectors"

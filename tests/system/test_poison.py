@@ -206,7 +206,7 @@ def report(gaps: list[float], before: float, after: float) -> str:
 @pytest.mark.long
 @pytest.mark.timeout(300)
 async def test_one_input_of_600(cluster: Cluster) -> None:
-    """L4. A few seconds on each side are too short for more than a look at what requests cost."""
+    """A few seconds on each side are too short for more than a look at what requests cost."""
     gaps, before, after = await run_with_one_poison(cluster, 600)
     _logger.info("%s", report(gaps, before, after))
     assert after < 2 * before, report(gaps, before, after)
@@ -215,7 +215,7 @@ async def test_one_input_of_600(cluster: Cluster) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 async def test_one_input_of_10000(cluster: Cluster) -> None:
-    """L4, at its full size: long enough for what requests cost on both sides to be compared."""
+    """At its full size: long enough for what requests cost on both sides to be compared."""
     gaps, before, after = await run_with_one_poison(cluster, 10_000)
     _logger.info("%s", report(gaps, before, after))
     assert (1 - 3 * LESS) * after < before, report(gaps, before, after)

@@ -68,8 +68,8 @@ def free(stack: Stack) -> bool:
 
 
 def test_a_reserved_worker_serves_its_pool_alone_and_its_lease_gives_it_back(stack: Stack) -> None:
-    """1. Reserved over one gateway, served over both. 2. The lease ends: requests are told so, the worker is back, the
-    stream gone.
+    """Reserved over one gateway, served over both. The lease ends: requests are told so, the worker is back, the stream
+    gone.
     """
     until(lambda: free(stack), 30, "both workers serve the default pool")
     assert call(stack, "POST", "/v1/pools", json={**SPEC, "ttl_seconds": 6}).status_code == 201
@@ -117,8 +117,8 @@ def test_reservations_outlive_their_gateways_and_nobody_moves(stack: Stack) -> N
 
 @pytest.mark.long
 def test_the_death_of_its_worker_makes_it_pending_until_another_one_is_there(stack: Stack) -> None:
-    """1. Both workers are reserved, one each. 2. One dies: pending; requests wait, then are told that a worker has to
-    start. 3. The other reservation ends, and its worker takes the place.
+    """Both workers are reserved, one each. One dies: pending; requests wait, then are told that a worker has to start.
+    The other reservation ends, and its worker takes the place.
     """
     for name in ("team", "spare"):
         assert call(stack, "POST", "/v1/pools", json={**SPEC, "name": name}).status_code == 201

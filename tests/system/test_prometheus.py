@@ -75,7 +75,6 @@ def scraping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
 
 
 def test_every_panel_shows_something(scraping: Prometheus) -> None:
-    """B1"""
     left = dict.fromkeys(panels())
 
     def shown() -> bool:
@@ -119,7 +118,6 @@ def test_every_rule_is_evaluated_and_none_fires(scraping: Prometheus) -> None:
 
 
 def test_what_alerts_look_at_is_there(scraping: Prometheus) -> None:
-    """B1"""
     (group,) = scraping.ask("rules")["groups"]
     names = {
         part.name

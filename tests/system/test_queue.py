@@ -44,8 +44,8 @@ def load(stack: Stack) -> Load:
 async def test_a_request_waits_in_its_durable_consumer_while_the_sidecar_is_stopped(
     stack: Stack, sidecar: Part
 ) -> None:
-    """1. the sidecar is stopped; 2. a request is sent; 3. the broker's monitor shows it at its consumer; 4. resumed, it
-    is answered.
+    """The sidecar is stopped; a request is sent; the broker's monitor shows it at its consumer; resumed, it is
+    answered.
     """
     sidecar.pause()
     async with httpx.AsyncClient() as client:
@@ -80,12 +80,9 @@ async def test_a_lost_stream_is_made_again_and_its_open_requests_are_told(stack:
 
 @pytest.mark.timeout(180)
 async def test_accepted_work_survives_a_killed_broker(stack: Stack, sidecar: Part) -> None:
-    """L3, L10, S1, S2.
-
-    1. the sidecar is stopped and 100 requests are accepted by the broker; 2. 100 more are under way when the broker is
-    killed with -9; 3. it is restarted, the sidecar resumed; 4. every accepted one is answered rightly, the others
-    rightly or with a typed retryable error, none past its deadline; 5. every one sent 5 s after the restart is answered
-    rightly.
+    """The sidecar is stopped and 100 requests are accepted by the broker; 100 more are under way when the broker is
+    killed with -9; it is restarted, the sidecar resumed; every accepted one is answered rightly, the others rightly or
+    with a typed retryable error, none past its deadline; every one sent 5 s after the restart is answered rightly.
     """
     (broker,) = stack.brokers
     sidecar.pause()

@@ -352,14 +352,11 @@ def short() -> Iterator[Path]:
 
 
 def test_what_the_chart_renders_starts_and_serves(short: Path, tmp_path: Path) -> None:
-    """P9, P12, X10, X13, X17.
-
-    1. All containers start from their rendered commands, variables, files and users, and write nowhere but to their
-       volumes, of which less than the limit is used.
-    2. Models of the packaged catalogue and of the operator's ConfigMap answer over the gateway's service.
-    3. Nobody gets in without a token, and what changes the catalogue wants the administrator's.
-    4. The broker refused nothing, and refuses what is not a component's own.
-    5. Processes listen where the chart says, and connect where its policies let them.
+    """All containers start from their rendered commands, variables, files and users, and write nowhere but to their
+    volumes, of which less than the limit is used. Models of the packaged catalogue and of the operator's ConfigMap
+    answer over the gateway's service. Nobody gets in without a token, and what changes the catalogue wants the
+    administrator's. The broker refused nothing, and refuses what is not a component's own. Processes listen where the
+    chart says, and connect where its policies let them.
     """
     models = local_models.under(tmp_path)
     for name in ("cross", "gliner"):

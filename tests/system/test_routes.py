@@ -172,8 +172,8 @@ async def test_under_load_routes_differ_by_what_a_batch_may_change(cluster: Clus
 async def test_many_texts_in_one_call_come_in_order_and_leave_room_for_one(
     cluster: Cluster, client: httpx.Client
 ) -> None:
-    """1. 2,048 texts through the OpenAI route as bulk: all, in order, with their usage. 2. Meanwhile single texts: none
-    waits for the bulk request's end, only for batches that are at the adapter. 3. One more text is refused at once.
+    """2,048 texts through the OpenAI route as bulk: all, in order, with their usage. Meanwhile single texts: none waits
+    for the bulk request's end, only for batches that are at the adapter. One more text is refused at once.
     """
     texts = [f"number {number}" for number in range(AT_ONCE)]
     single: list[float] = []

@@ -50,7 +50,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @pytest.fixture(params=["sync", "async"])
 def using(request: pytest.FixtureRequest, stack: Stack) -> Callable[..., Any]:
-    """`using(function, **options)`: what `function(client)` gives, awaited where it is to be. E20"""
+    """`using(function, **options)`: what `function(client)` gives, awaited where it is to be."""
 
     def sync(function: Callable[[Any], Any], **options: Any) -> Any:
         with SIEClient(stack.urls[0], **options) as client:
@@ -140,8 +140,8 @@ def check(run: Run) -> None:
 def test_a_long_list_survives_a_gateway_that_is_killed(
     stack: Stack, tmp_path: Path, count: int, part_tokens: int, concurrency: int
 ) -> None:
-    """1. A fifth is answered. 2. kill -9 of the only gateway. 3. Started again. 4. All results, in order, once each;
-    the bar went on.
+    """A fifth is answered. kill -9 of the only gateway. Started again. All results, in order, once each; the bar went
+    on.
     """
     path = tmp_path / "vectors.npy"
     run = Run(stack.urls[0], count, path, terminal=True, part_tokens=part_tokens, concurrency=concurrency)

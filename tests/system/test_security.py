@@ -99,7 +99,7 @@ def refused(answer: httpx.Response, *codes: str) -> Json:
 
 
 def test_static_tokens_open_what_their_scopes_say(cluster: Cluster) -> None:
-    """X2, X14: also beside keys, of which there are none."""
+    """Also beside keys, of which there are none."""
 
     def status(token: str | None) -> int:
         headers = {"authorization": f"Bearer {token}"} if token else {}
@@ -117,7 +117,7 @@ def test_static_tokens_open_what_their_scopes_say(cluster: Cluster) -> None:
 
 
 def test_the_export_wants_the_read_or_the_admin_token(cluster: Cluster) -> None:
-    """X14: a user's token is not enough."""
+    """A user's token is not enough."""
     url = (
         httpx.get(f"{cluster.url}/health", headers={"authorization": USER}).json()["config_url"] + "/v1/configs/export"
     )
@@ -126,7 +126,7 @@ def test_the_export_wants_the_read_or_the_admin_token(cluster: Cluster) -> None:
 
 
 def test_no_process_but_those_that_need_it_has_the_admin_token(cluster: Cluster) -> None:
-    """X11, X14: neither in an environment of a worker or the broker, nor in any command line."""
+    """Neither in an environment of a worker or the broker, nor in any command line."""
     for role in ("sidecar", "adapter", "nats-server"):
         for pid in cluster.pids(role):
             values = environ_of(pid).values()
@@ -140,7 +140,7 @@ def test_no_process_but_those_that_need_it_has_the_admin_token(cluster: Cluster)
 
 
 def test_static_without_a_token_does_not_start() -> None:
-    """X2: fail closed, before a broker is asked. `sie serve` ends with its gateway: see test_config.py."""
+    """Fail closed, before a broker is asked. `sie serve` ends with its gateway: see test_config.py."""
     argv = [SIE, "gateway", "--auth-mode", "static", "--nats-url", "nats://127.0.0.1:9", "--port", "0"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 2, done.stderr
@@ -245,7 +245,7 @@ def messages() -> Iterator[tuple[str, str, Any, dict[str, str]]]:
 
 
 def test_what_clients_send_is_in_no_log_metric_or_error(cluster: Cluster, client: httpx.Client) -> None:
-    """X4, X11, B4, 27.8: every place of a request, in requests that are right and that are not; then every sink is
+    """Every place of a request, in requests that are right and that are not; then every sink is
     searched.
 
     1. requests with a mark in one place each; no error says it; 2. wrong tokens with the mark; 3. no process wrote it
@@ -390,7 +390,7 @@ def test_no_header_can_be_forged(cluster: Cluster, place: str, value: str) -> No
     ],
 )
 def test_names_are_names_and_nothing_else(cluster: Cluster, client: httpx.Client, name: str) -> None:
-    """X7, X9: in every path that has a name. Unknown, or refused; never another route, never a fault."""
+    """In every path that has a name. Unknown, or refused; never another route, never a fault."""
     for route in ("/v1/encode/{}", "/v1/score/{}", "/tei/{}/embed", "/tei/{}", "/v1/embeddings"):
         body = {"items": ["a"], "inputs": "a", "query": "a", "input": "a", "model": name}
         sent = head(
@@ -407,7 +407,7 @@ def test_names_are_names_and_nothing_else(cluster: Cluster, client: httpx.Client
 
 
 def test_headers_make_no_stream(cluster: Cluster, client: httpx.Client) -> None:
-    """X7: pools, machine profiles and bundles that do not exist are refused before anything is made for them."""
+    """Pools, machine profiles and bundles that do not exist are refused before anything is made for them."""
 
     def streams() -> set[str]:
         details = httpx.get(f"{cluster.access().broker_monitor_url}/jsz?streams=true").json()["account_details"]
@@ -486,7 +486,7 @@ def test_bodies_have_a_largest_size_whether_they_say_it_or_not(cluster: Cluster,
 
 
 def test_pickles_and_objects_are_no_arrays(client: httpx.Client, tmp_path: Path) -> None:
-    """X1, 27.8: nothing is ever run."""
+    """Nothing is ever run."""
     ran = tmp_path / "ran"
     pickled = b"cos\nsystem\n(S'touch " + str(ran).encode() + b"'\ntR."
     array = {b"nd": True, b"type": "|O", b"kind": b"O", b"shape": [1], b"data": pickled}
@@ -537,8 +537,8 @@ def test_connections_that_wait_or_never_finish_hold_nobody_up(cluster: Cluster, 
 
 
 async def test_half_sent_bodies_hold_nobody_up(cluster: Cluster) -> None:
-    """1. Almost as many clients as there are places send half a megabyte of a body and stop; 2. others are answered;
-    3. they leave, and nothing of them stays.
+    """Almost as many clients as there are places send half a megabyte of a body and stop; others are answered; they
+    leave, and nothing of them stays.
     """
     (pid,) = cluster.pids("gateway")
     before = psutil.Process(pid).memory_info().rss

@@ -56,7 +56,7 @@ def disk() -> Iterator[None]:
 
 
 def test_the_production_example_serves(bucket: Place, collector: Collector, disk: None, tmp_path: Path) -> None:
-    """1. a model is in the bucket: its entry in models/, its weights in weights/; 2. `sie serve` reads both, keeps the
+    """A model is in the bucket: its entry in models/, its weights in weights/; `sie serve` reads both, keeps the
     weights on the disk, logs JSON, and sends its traces to the collector.
     """
     replaced = {"=cuda": "=cpu", "my-bucket": BUCKET, "http://collector:4317": collector.url}

@@ -80,7 +80,7 @@ async def ended_under_load(process: subprocess.Popen[str], url: str, number: int
 
 
 async def test_sigterm_under_load_drains_and_exits_with_0(cluster: Cluster) -> None:
-    """P1, L24. The last test of this cluster."""
+    """The last test of this cluster."""
     assert cluster.process is not None
     await ended_under_load(cluster.process, cluster.url, signal.SIGTERM)
 
@@ -122,7 +122,7 @@ def unread(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
 async def test_ctrl_c_drains_a_standalone_serve_that_outlived_the_reader_of_its_output(
     unread: tuple[subprocess.Popen[str], str],
 ) -> None:
-    """P1, L24: the pipe breaks, children go on being relayed; SIGINT drains as SIGTERM does."""
+    """The pipe breaks, children go on being relayed; SIGINT drains as SIGTERM does."""
     await ended_under_load(*unread, signal.SIGINT)
 
 
@@ -220,7 +220,7 @@ def test_exit_with_parent_ends_serve_when_the_process_that_started_it_is_killed(
 
 
 def test_a_sidecar_that_waits_to_preload_ends_at_sigterm(tmp_path: Path) -> None:
-    """P1: no adapter ever answers at its socket."""
+    """No adapter ever answers at its socket."""
     stack = Stack(tmp_path, Plan())
     late = stack.workers.pop().sidecar
     with stack:
@@ -246,8 +246,8 @@ async def _in_progress(metrics_url: str) -> int:
 async def test_a_gateway_drains_as_long_as_a_request_may_take(
     tmp_path: Path, once: tuple[str, ...], code: str | None
 ) -> None:
-    """P3: 1. a request whose batch takes 12 s; 2. SIGTERM: it is answered, then the gateway ends with 0; a shorter
-    drain is one that its supervisor asked for, and refuses it with a code that says to ask elsewhere.
+    """A request whose batch takes 12 s; SIGTERM: it is answered, then the gateway ends with 0; a shorter drain is one
+    that its supervisor asked for, and refuses it with a code that says to ask elsewhere.
     """
     with Stack(tmp_path, Plan(workers=(Device(batch_ms=12_000),))) as stack:
         (gateway,), (url,) = stack.gateways, stack.urls

@@ -128,10 +128,10 @@ async def watch(stack: Stack, seen: list[dict[str, Any]]) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(300)
 async def test_a_load_of_a_minute_costs_others_no_batch_and_nobody_a_delivery(tmp_path: Path) -> None:
-    """1. Two models alone; 2. the same arrivals while a third one loads for 60 s, with requests that wait for it: their
-    p99 is less than one batch longer; 3. a request for the third is told to come again when it was held for long
-    enough, and in the end answered right;
-    4. it is loaded once, and no message was delivered twice, though some were held for several times the ack wait.
+    """Two models alone; the same arrivals while a third one loads for 60 s, with requests that wait for it: their p99
+    is less than one batch longer; a request for the third is told to come again when it was held for long enough, and
+    in the end answered right; it is loaded once, and no message was delivered twice, though some were held for several
+    times the ack wait.
     """
     device = Device(batch_ms=BATCH_MS, load_s_of={SLOW: LOAD_S})
     environ = {"SIE_PRELOAD_MODELS": ",".join(STEADY), "SIE_GATEWAY_REQUEST_TIMEOUT": "600"}

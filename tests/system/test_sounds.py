@@ -126,8 +126,8 @@ def whisper(open_cluster: Cluster, open_models: LocalModels) -> Path:
 def test_what_is_said_is_written_down_as_the_library_does_it(
     open_cluster: Cluster, whisper: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """1. The block of the page, of a recording of several windows. 2. One request: a text and a recording with
-    parameters. 3. A language that the model does not have.
+    """The block of the page, of a recording of several windows. One request: a text and a recording with parameters. A
+    language that the model does not have.
     """
     from parity.test_sound_reader import Oracle, asks
 

@@ -151,7 +151,7 @@ def test_the_start_message_says_where_to_look_and_how_a_token_is_sent(cluster: C
 def test_every_stable_metric_is_there_and_moves_with_requests(
     cluster: Cluster, client: httpx.Client, role: str, names: dict[str, tuple[set[str], str]]
 ) -> None:
-    """B1, B7: names and labels are those of the contract."""
+    """Names and labels are those of the contract."""
     url = metrics_url(cluster, role)
     moving = [name for name, (_, how) in names.items() if how == "moves"]
     until(
@@ -243,7 +243,7 @@ def test_the_gateway_shows_its_worker_as_the_worker_shows_itself(cluster: Cluste
 
 
 def test_upgrades_need_a_token_on_every_port_that_takes_them(cluster: Cluster) -> None:
-    """X14: plain 401 before the handshake; the worker knows the config read token alone, which `sie serve` makes for
+    """Plain 401 before the handshake; the worker knows the config read token alone, which `sie serve` makes for
     each run.
     """
     for path in ("/ws/cluster-status", "/ws/status"):
@@ -266,7 +266,7 @@ def test_upgrades_need_a_token_on_every_port_that_takes_them(cluster: Cluster) -
 @pytest.mark.long
 @pytest.mark.parametrize("arguments", [(), ("--standalone",)], ids=["cluster", "standalone"])
 def test_a_reader_that_stops_holds_up_neither_others_nor_the_end(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    """P1: 1001 to those who read, inside the grace period, with status 0, by all processes as by one gateway in
+    """1001 to those who read, inside the grace period, with status 0, by all processes as by one gateway in
     tests/unit/test_status.py.
     """
     environ = {"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKEN": TOKEN}

@@ -136,9 +136,7 @@ def data_bytes(cluster: Cluster) -> int:
 
 
 def budgets(models: LocalModels, expected: dict[str, np.ndarray], folder: Path, seconds: float) -> None:
-    """1. Room for both: each is loaded once. 2. Room for one, by what the first run held: they take turns, nothing
-    fails.
-    """
+    """Room for both: each is loaded once. Room for one, by what the first run held: they take turns, nothing fails."""
     cluster = served(models, folder / "both", _BOTH)
     try:
         cluster.start()

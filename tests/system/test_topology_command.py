@@ -100,9 +100,7 @@ def test_what_a_gateway_made_is_shown_and_found_to_be_right(server: NatsServer) 
 
 
 def test_an_older_topology_is_shown_field_by_field_and_migrated_without_loss(server: NatsServer) -> None:
-    """(1) check says what differs, (2) migrate shows the same and changes nothing, (3) --yes does it, (4) a
-    gateway agrees.
-    """
+    """Check says what differs, migrate shows the same and changes nothing, --yes does it, a gateway agrees."""
     older = dataclasses.replace(WANTED, max_per_subject=0, version=1)
     consumer = dataclasses.replace(topology.work_consumer(LANE, "interactive", "toy/a", 10.0), version=1)
     make(server, older, consumer, messages=500)

@@ -111,7 +111,7 @@ def whole(collector: Collector, trace: str) -> list[Seen]:
 def test_each_request_of_a_shared_batch_is_one_trace_down_to_the_device(
     client: httpx.Client, collector: Collector, verb: str
 ) -> None:
-    """B5: connected from the client's span on, with the stages of its reply; the batch is linked to all
+    """Connected from the client's span on, with the stages of its reply; the batch is linked to all
     that ran in it.
     """
     requests = sharing(client, verb)
@@ -165,7 +165,7 @@ def test_each_request_of_a_shared_batch_is_one_trace_down_to_the_device(
 def test_what_is_refused_is_a_trace_with_its_code_and_nothing_of_a_client_is_in_any(
     client: httpx.Client, cluster: Cluster, collector: Collector
 ) -> None:
-    """X4: the canary is in texts, ids, metadata, names, parameters, headers, paths and bodies that cannot be read."""
+    """The canary is in texts, ids, metadata, names, parameters, headers, paths and bodies that cannot be read."""
     item = {"text": CANARY, "id": CANARY, "metadata": {"a": CANARY}}
     path, headers = (
         "/v1/encode/test/mini",

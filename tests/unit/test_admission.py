@@ -70,7 +70,7 @@ async def tell(cluster: InProcess, heartbeat: Heartbeat) -> None:
 
 
 async def test_gateways_share_windows_by_count_and_agree_on_what_a_message_costs() -> None:
-    """O10: three gateways, then one says goodbye and one falls silent."""
+    """Three gateways, then one says goodbye and one falls silent."""
     server, now_s = MemoryServer(), 0.0
     brokers = [server.connect(f"g{number}") for number in range(3)]
     peers = [Peers(broker, lambda: {(LANE, "bulk"): 500}, lambda: now_s) for broker in brokers]
@@ -209,7 +209,7 @@ class Alone:
 
 @pytest.mark.parametrize("rounds", [6, pytest.param(100, marks=pytest.mark.long)])
 async def test_cancelled_requests_leave_every_permit_and_byte_free(rounds: int) -> None:
-    """S7: each is cancelled some steps of the loop after it began, wherever it then is; few may be in the queue at a
+    """Each is cancelled some steps of the loop after it began, wherever it then is; few may be in the queue at a
     time.
 
     Steps: 1. Rounds of 100 requests of three keys, of one to six chunks. 2. All cancelled, at random steps. 3.
@@ -247,7 +247,7 @@ async def test_cancelled_requests_leave_every_permit_and_byte_free(rounds: int) 
 
 
 async def test_a_request_whose_publishing_fails_ends_with_the_error_and_frees_its_permits(cluster: InProcess) -> None:
-    """L25: the stream takes so many of its chunks; the others, and those stored, are gone."""
+    """The stream takes so many of its chunks; the others, and those stored, are gone."""
     gateway = await cluster.gateway(
         SIE_CHUNK_COST="8192", SIE_QUEUE_MAX_BYTES=str(1 << 20), SIE_KEY_WINDOW_TOKENS=str(1 << 20)
     )
@@ -309,7 +309,7 @@ async def overloaded(
 
 
 async def test_what_would_wait_past_its_budget_is_refused_at_once_and_told_when_to_come(cluster: InProcess) -> None:
-    """S6, O18, E11: some 2.5 s of work are ahead. A budget of 1 s is refused for about as long, one of 40 s is not."""
+    """Some 2.5 s of work are ahead. A budget of 1 s is refused for about as long, one of 40 s is not."""
     gateway, open_ones = await overloaded(cluster, requests=60)
     answer = await gateway.encode("y" * 98, X_SIE_Timeout_Ms="1000")
     assert (answer.status_code, answer.json()["code"]) == (503, "QUEUE_FULL")
@@ -364,7 +364,7 @@ async def test_who_waits_and_turns_out_to_be_late_is_refused_before_its_time_is_
 
 
 async def test_the_concurrency_limit_tells_when_to_come_again(cluster: InProcess) -> None:
-    """E11: twenty requests are in progress, about as many end in a second. It grows with those who were
+    """Twenty requests are in progress, about as many end in a second. It grows with those who were
     refused before.
     """
     gateway, open_ones = await overloaded(cluster, requests=20, SIE_MAX_CONCURRENT_REQUESTS="20")
@@ -384,7 +384,7 @@ async def test_the_concurrency_limit_tells_when_to_come_again(cluster: InProcess
 
 
 async def test_a_lane_without_a_worker_is_held_and_then_told_to_be_starting(cluster: InProcess) -> None:
-    """A8, O11: 503 to everybody, 202 to the client that expects it; the work is withdrawn, and the demand stands at
+    """503 to everybody, 202 to the client that expects it; the work is withdrawn, and the demand stands at
     every gateway.
     """
     gateways = [await cluster.gateway(SIE_LOAD_HOLD_S="0.3") for _ in range(2)]
@@ -419,7 +419,6 @@ async def test_a_lane_without_a_worker_is_held_and_then_told_to_be_starting(clus
 async def test_a_worker_that_starts_within_the_hold_finds_the_work_and_the_start_is_a_slow_200(
     cluster: InProcess,
 ) -> None:
-    """A8"""
     gateway = await cluster.gateway(SIE_LOAD_HOLD_S="20")
     asked = asyncio.create_task(gateway.encode("x"))
     await until(lambda: STREAM in cluster.server.streams and cluster.server.streams[STREAM].messages, "queued work")
@@ -429,7 +428,7 @@ async def test_a_worker_that_starts_within_the_hold_finds_the_work_and_the_start
 
 
 async def test_a_model_that_is_being_loaded_says_so_when_the_hold_ends_and_never_a_time_out(cluster: InProcess) -> None:
-    """O6: the estimate is what is left of the time that its last load took."""
+    """The estimate is what is left of the time that its last load took."""
     adapter = await cluster.adapter()
     adapter.hold_loads = True
     gateway = await cluster.gateway(SIE_LOAD_HOLD_S="1")
@@ -455,7 +454,6 @@ async def test_a_ready_worker_that_has_not_begun_to_load_is_waited_for_to_the_en
 
 
 def test_the_time_that_is_left_of_a_load_is_told_by_the_last_one() -> None:
-    """E11"""
     now_s = 100.0
     fleet = Fleet(MemoryServer().connect("x"), settings_of(), lambda: now_s)
     fleet.note(beat("w1", state="loading"))
@@ -473,7 +471,7 @@ def test_the_time_that_is_left_of_a_load_is_told_by_the_last_one() -> None:
 
 
 def test_the_estimate_of_a_start_is_the_last_start_that_was_seen() -> None:
-    """A17: asked for at 0, ready by 40; asked for again at 1,000."""
+    """Asked for at 0, ready by 40; asked for again at 1,000."""
     now_s = 0.0
     settings, server = settings_of(), MemoryServer()
     fleet = Fleet(server.connect("x"), settings, lambda: now_s)
@@ -494,7 +492,7 @@ def test_the_estimate_of_a_start_is_the_last_start_that_was_seen() -> None:
 
 
 async def test_a_model_that_loads_for_long_delays_nobody_and_spends_no_delivery(tmp_path: Path) -> None:
-    """S3, L7, L8: 200 requests for a model whose load is held; 40 for another meanwhile run as before, one after the
+    """200 requests for a model whose load is held; 40 for another meanwhile run as before, one after the
     other at most a batch late; then the first are answered by their first delivery.
     """
     async with InProcess(tmp_path, toy_entry(), toy_entry("toy/slow")) as cluster:
@@ -540,7 +538,6 @@ async def test_a_model_that_loads_for_long_delays_nobody_and_spends_no_delivery(
 def test_wanted_replicas_follow_from_work_and_rate(
     backlog: float, arriving: float, rate: float, ready: int, reserved: int, demand: bool, expected: int
 ) -> None:
-    """A11"""
     found = wanted_replicas(
         backlog_cost=backlog, arriving=arriving, rate=rate, ready_workers=ready, reserved=reserved, demand=demand
     )
@@ -571,7 +568,7 @@ def test_more_work_never_wants_fewer_workers(
 
 
 async def test_a_record_of_demand_counts_for_a_minute_at_every_gateway_and_is_written_again_when_it_ages() -> None:
-    """A2, by the broker's clock. A broker that is away delays the record and does not lose it."""
+    """By the broker's clock. A broker that is away delays the record and does not lose it."""
     server, now_s = MemoryServer(), 1000.0
     brokers = [server.connect(f"g{number}") for number in range(2)]
     writer, reader = (DemandRecords(broker, lambda: now_s, storage="memory", replicas=1) for broker in brokers)
@@ -609,7 +606,7 @@ async def test_a_record_of_demand_counts_for_a_minute_at_every_gateway_and_is_wr
 
 
 async def test_the_backlog_is_unknown_and_not_zero_while_the_broker_is_away() -> None:
-    """A1, A4: by lane and priority, waiting and leased, models that share a consumer included."""
+    """By lane and priority, waiting and leased, models that share a consumer included."""
     server, now_s = MemoryServer(), 0.0
     broker = server.connect("g")
     backlog = Backlog(broker, {"_default"}, lambda: now_s)
@@ -643,7 +640,7 @@ async def test_the_backlog_is_unknown_and_not_zero_while_the_broker_is_away() ->
 
 
 async def test_a_lane_with_work_and_no_worker_wants_one_at_every_gateway_alike(cluster: InProcess) -> None:
-    """A4, A6, A11: what is leased counts as what waits; the oldest has an age; equal figures at three gateways."""
+    """What is leased counts as what waits; the oldest has an age; equal figures at three gateways."""
     gateways = [await cluster.gateway() for _ in range(3)]
     assert (await gateways[2].get(SCALING)).json()["wanted_replicas"] == 0
     asked = [asyncio.create_task(gateway.encode("x" * 392)) for gateway in gateways[:2]]
@@ -673,7 +670,7 @@ async def test_a_lane_with_work_and_no_worker_wants_one_at_every_gateway_alike(c
 
 
 async def test_scaling_answers_lanes_that_exist_and_never_zeros_for_what_it_cannot_know(cluster: InProcess) -> None:
-    """A1: 404 for an unknown lane, zeros for one without traffic, 503 without the broker."""
+    """404 for an unknown lane, zeros for one without traffic, 503 without the broker."""
     gateway = await cluster.gateway(SIE_GATEWAY_CONFIGURED_GPUS="L4, a100")
     for lane in ("_default.l4.default", "_default.a100.default", "_default._default.default"):
         answer = await gateway.client.get(f"/v1/scaling/{lane}")
@@ -692,7 +689,6 @@ async def test_scaling_answers_lanes_that_exist_and_never_zeros_for_what_it_cann
 
 
 async def test_scaling_needs_a_token_on_the_main_port_and_none_on_that_of_metrics(cluster: InProcess) -> None:
-    """X12"""
     gateway = await cluster.gateway(SIE_AUTH_MODE="static", SIE_AUTH_TOKEN="secret-good")
     assert (await gateway.client.get(SCALING)).status_code == 401
     assert (await gateway.client.get(SCALING, headers={"Authorization": "Bearer secret-good"})).status_code == 200
@@ -726,7 +722,7 @@ def tokens_of(batch: ipc.RunBatch) -> int:
 
 
 async def test_the_backlog_of_one_key_lets_the_requests_of_another_into_the_next_batch(cluster: InProcess) -> None:
-    """S9: key a has 40,960 texts of 60 tokens before it, key b asks one at a time. Steps: 1. ten requests of a; 2. when
+    """Key a has 40,960 texts of 60 tokens before it, key b asks one at a time. Steps: 1. ten requests of a; 2. when
     the device is busy, requests of b; each runs after at most what two full batches hold, of the 150 that are to come.
     3. The backlog ends as usual.
     """

@@ -304,7 +304,7 @@ async def held(cluster: InProcess, **environ: str) -> tuple[GatewayProcess, Fake
 
 
 async def test_work_of_a_client_that_stays_away_leaves_the_queue_and_workers_are_told(cluster: InProcess) -> None:
-    """O5, contract 2.7: not before the window ends; then permits, collector and messages are gone as well."""
+    """Contract 2.7: not before the window ends; then permits, collector and messages are gone as well."""
     gateway = await cluster.gateway()
     inference, told = inference_of(gateway), await cancels(cluster)
     client = await Connection.ask(gateway, "hello")
@@ -332,7 +332,7 @@ async def test_the_window_is_ten_seconds(cluster: InProcess) -> None:
 
 
 async def test_a_client_that_comes_back_gets_the_work_that_was_done_meanwhile(cluster: InProcess) -> None:
-    """O5: one batch at the device, one answer, after two clients gave up."""
+    """One batch at the device, one answer, after two clients gave up."""
     gateway, adapter = await held(cluster)
     inference = inference_of(gateway, window_s=60.0)
     for _ in range(2):
@@ -437,7 +437,7 @@ async def test_a_draining_gateway_does_not_wait_for_clients_that_left(cluster: I
 
 
 async def test_a_request_cancelled_at_any_point_leaves_nothing_behind(cluster: InProcess) -> None:
-    """S7: requests of 40 messages, each cancelled some turns of the loop later than the one before: no collector, no
+    """Requests of 40 messages, each cancelled some turns of the loop later than the one before: no collector, no
     permit, no message.
 
     The worker holds what it was given; its device stands still.
@@ -465,7 +465,7 @@ async def test_a_request_cancelled_at_any_point_leaves_nothing_behind(cluster: I
 
 
 async def test_a_chunk_that_cannot_be_stored_takes_its_siblings_along(tmp_path: Path) -> None:
-    """L25: of eight messages of 200 kB five fit into the stream; all are removed, workers are told, the client gets one
+    """Of eight messages of 200 kB five fit into the stream; all are removed, workers are told, the client gets one
     answer.
     """
     async with InProcess(tmp_path) as cluster:
@@ -491,7 +491,7 @@ async def test_a_chunk_that_cannot_be_stored_takes_its_siblings_along(tmp_path: 
 async def test_a_publish_that_is_cancelled_before_its_answer_came_is_withdrawn_all_the_same(
     tmp_path: Path, chunks: int
 ) -> None:
-    """S7 L10: at a real broker the message is stored, its sequence is not known yet; cancelled at each turn of the
+    """At a real broker the message is stored, its sequence is not known yet; cancelled at each turn of the
     loop.
     """
     lane = topology.Lane("_default", "cpu", "default")
@@ -521,8 +521,8 @@ async def test_a_publish_that_is_cancelled_before_its_answer_came_is_withdrawn_a
 
 
 async def test_what_lay_in_a_lost_stream_is_not_taken_from_the_one_that_took_its_place() -> None:
-    """1. A message is stored. 2. The stream is lost and made anew by another gateway, whose message has the same
-    sequence. 3. The first one's is withdrawn: the other's stays.
+    """A message is stored. The stream is lost and made anew by another gateway, whose message has the same sequence.
+    The first one's is withdrawn: the other's stays.
     """
     lane = topology.Lane("_default", "cpu", "default")
     server = MemoryServer()

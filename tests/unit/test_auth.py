@@ -131,7 +131,6 @@ def outcome(gate: Gate, method: str, path: str, token: str) -> type[Exception] |
 
 
 def test_every_route_and_method_has_the_documented_scope() -> None:
-    """X14."""
     documented = {}
     for line in DOCUMENTED.strip().splitlines():
         scope, method, *paths = line.split()
@@ -206,7 +205,7 @@ def test_another_method_than_a_path_has_is_refused_with_those_it_has(method: str
 
 
 async def test_every_credential_gets_into_what_its_scopes_say_and_nothing_else() -> None:
-    """X2, X14: each route, method and credential, in each mode, against a rule that is written here once more."""
+    """Each route, method and credential, in each mode, against a rule that is written here once more."""
     subsets = [combination for count in range(1, 6) for combination in itertools.combinations(SCOPES, count)]
     made = [(frozenset(scopes), *key_with(*scopes)) for scopes in subsets]
     expired_key, expired = key_with(*SCOPES, expires_s=time.time() - 1)
@@ -265,7 +264,7 @@ def test_pool_writes_are_for_users_or_for_administrators_alone() -> None:
 
 
 async def test_a_credential_is_told_what_its_scopes_let_it_do(cluster: InProcess) -> None:
-    """X2: in each mode, with every kind of credential; what is told is what the gate does."""
+    """In each mode, with every kind of credential; what is told is what the gate does."""
     bucket = await records.bucket_of(cluster.server.connect("operator"), 1).open()
     key, token = key_with("infer", "metrics")
     await bucket.write([Write(key.id, records.encode(key))])
@@ -292,7 +291,7 @@ async def test_a_credential_is_told_what_its_scopes_let_it_do(cluster: InProcess
 
 
 async def test_a_key_is_known_by_its_id_and_brings_its_limits() -> None:
-    """X15: no name of a key, in this process or in its logs, is part of a token."""
+    """No name of a key, in this process or in its logs, is part of a token."""
     limits = Limits(body_bytes=10, items=2, tokens_per_minute=30)
     key, token = key_with("infer", limits=limits)
     gate = Gate(settings_of(SIE_AUTH_MODE="token", **TOKENS), await keys_of(key))
@@ -334,7 +333,7 @@ def test_before_the_keys_are_read_an_unknown_token_is_not_yet_wrong() -> None:
 
 
 def test_keys_go_with_the_mode_token_alone(tmp_path: Path) -> None:
-    """X2: a process without a broker refuses to start."""
+    """A process without a broker refuses to start."""
     started = CliRunner().invoke(
         standalone, ["--data-dir", str(tmp_path), "--auth-mode", "token"], env={"SIE_AUTH_MODE": None}
     )
@@ -369,7 +368,7 @@ async def statuses(gateway: GatewayProcess, asked: list[tuple[str, str, str]]) -
 
 @pytest.mark.parametrize("mode", ["none", "static", "token"])
 async def test_over_http_every_route_refuses_who_has_not_its_scope(cluster: InProcess, mode: str) -> None:
-    """X2, X14: nobody, a wrong token, one with all scopes but this, one with this alone. Nothing but 401 and 403
+    """Nobody, a wrong token, one with all scopes but this, one with this alone. Nothing but 401 and 403
     refuses.
     """
     bucket = await records.bucket_of(cluster.server.connect("operator"), 1).open()

@@ -29,7 +29,7 @@ def runs(requests: list[TraceRequest], plan: ReplayPlan = PLAN, machine: Machine
 
 
 def test_a_lone_request_takes_its_forward_pass_and_nothing_else() -> None:
-    """S26: 10 ms and 100 tokens of 0.1 ms; the bounds of waiting and gathering do not matter where nothing is behind
+    """10 ms and 100 tokens of 0.1 ms; the bounds of waiting and gathering do not matter where nothing is behind
     it.
     """
     slow = dataclasses.replace(PLAN, max_wait_ms=500, min_quantum_ms=100, max_quantum_ms=500)
@@ -100,7 +100,7 @@ def test_two_workers_share_the_work_and_two_lanes_run_side_by_side() -> None:
 
 
 def test_bulk_work_lets_interactive_work_pass() -> None:
-    """S9: thirty bulk requests and one that is not, a moment later: it waits for what is at the device and ready, no
+    """Thirty bulk requests and one that is not, a moment later: it waits for what is at the device and ready, no
     longer.
     """
     plan = dataclasses.replace(PLAN, max_batch_requests=1)
@@ -123,7 +123,7 @@ def test_deliveries_that_come_one_by_one_are_gathered() -> None:
 
 
 def test_the_quantum_saves_calls_under_load_and_changes_nothing_at_idle() -> None:
-    """S27, as docs/replay.md has it: a trace beyond the device's capacity, and one far below it, with gathering and
+    """As docs/replay.md has it: a trace beyond the device's capacity, and one far below it, with gathering and
     without.
     """
     machine = Machine(0.004, 0.00002, call_s=0.000055, read_s=0.0000018, delivery_s=0.000025)

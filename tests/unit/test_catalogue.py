@@ -45,7 +45,7 @@ from sie_runtime.feed import packaged_catalogue, read_folder
     ],
 )
 def test_a_name_resolves(spec: str, canonical: str, requested: str) -> None:
-    """E13: bundle prefix, model in any case where one only is meant, revision, profile; echoed as asked, less the
+    """Bundle prefix, model in any case where one only is meant, revision, profile; echoed as asked, less the
     bundle.
     """
     found = CATALOGUE.resolve(spec)
@@ -69,7 +69,6 @@ def test_a_name_resolves(spec: str, canonical: str, requested: str) -> None:
     ],
 )
 def test_a_name_that_does_not_resolve_says_what_there_is(spec: str, reason: str, extras: dict[str, Any]) -> None:
-    """E4."""
     with pytest.raises(ModelNotFound) as caught:
         CATALOGUE.resolve(spec)
     assert caught.value.reason == reason
@@ -108,7 +107,6 @@ def test_a_revision_with_a_colon_is_not_taken_for_a_profile() -> None:
     ],
 )
 def test_near_names_are_suggested_best_first(name: str, first: str) -> None:
-    """E4."""
     assert CATALOGUE.near(name)[0] == first
     assert len(CATALOGUE.near(name)) <= 3
 
@@ -154,7 +152,7 @@ def test_profiles_with_equal_load_options_share_one_copy_of_the_weights() -> Non
 
 
 def test_resolving_one_variant_never_changes_another() -> None:
-    """W8: in any order, each result is its own."""
+    """In any order, each result is its own."""
     names = ["default", *PROFILES]
     alone = {name: CATALOGUE.resolve(f"org/rich:{name}") for name in names}
     for order in itertools.islice(itertools.permutations(names), 50):
@@ -164,7 +162,6 @@ def test_resolving_one_variant_never_changes_another() -> None:
 
 
 def test_the_profile_option_means_what_the_name_means() -> None:
-    """W7."""
     by_name = run_options(CATALOGUE.resolve("org/rich:cls"), {"items": ["x"]})
     by_option = run_options(CATALOGUE.resolve("org/rich"), {"items": ["x"], "options": {"profile": "cls"}})
     assert by_name[1] == by_option[1]
@@ -184,7 +181,6 @@ def test_a_profile_option_that_contradicts_the_name_or_is_unknown_is_refused() -
 
 
 def test_the_fingerprint_moves_with_all_that_moves_the_numbers_and_with_nothing_else() -> None:
-    """W12."""
     load = LoadOptions("float32")
     base = fingerprint(RICH, load, "float32")
     moved = {
@@ -221,7 +217,7 @@ def test_the_fingerprint_moves_with_all_that_moves_the_numbers_and_with_nothing_
 
 
 def test_the_fingerprint_of_weights_without_a_commit_is_that_of_their_files() -> None:
-    """W12: a folder of one's own may hold other weights tomorrow."""
+    """A folder of one's own may hold other weights tomorrow."""
 
     def found(**weights: object) -> str:
         return fingerprint(parse_entry({**msgspec.to_builtins(RICH), "weights": weights}), LoadOptions(), "float32")
@@ -233,7 +229,7 @@ def test_the_fingerprint_of_weights_without_a_commit_is_that_of_their_files() ->
 
 
 def test_the_fingerprint_is_the_same_everywhere_and_always() -> None:
-    """C7: a golden value; whoever changes how it is made changes every client's index."""
+    """A golden value; whoever changes how it is made changes every client's index."""
     assert fingerprint(entry(), LoadOptions(), "float32") == "526f6b4bbc25b313"
 
 
@@ -284,7 +280,6 @@ def raw(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_an_impossible_entry_is_refused_by_its_path(changes: dict[str, Any], path: str) -> None:
-    """C9."""
     with pytest.raises(ValidationFailed) as caught:
         parse_entry(raw(**changes))
     assert caught.value.param == path
@@ -311,7 +306,6 @@ def test_what_an_entry_says_of_itself() -> None:
 
 
 def test_a_snapshot_is_replaced_and_never_edited() -> None:
-    """W13, C6."""
     one = Catalogue({"a": entry("a")}, {"a": 1}, {}, "e:1")
     two = one.with_model("b", entry("b"), 2, "e:2")
     three = two.with_model("a", None, 3, "e:3")

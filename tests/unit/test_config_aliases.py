@@ -307,9 +307,7 @@ MENDS: list[tuple[str, str, Any]] = [
 async def test_a_stored_document_that_the_schema_refuses_now_is_mended_or_removed(
     api: Api, model: str, method: str, path: str, body: dict[str, Any] | None
 ) -> None:
-    """1. a model, or an alias, has a field that only an older schema knew; 2. a write over it is done, whatever was
-    there.
-    """
+    """A model, or an alias, has a field that only an older schema knew; a write over it is done, whatever was there."""
     documents = {"org/one": entry("org/one"), "search": {"id": "search", "alias": [{"model": "org/one"}]}}
     await api.call("POST", MODELS, documents["search"], 201)
     old = {**documents[model], "colour": "red"}

@@ -562,7 +562,7 @@ async def test_every_route_needs_its_token(method: str, path: str, reads: bool) 
 async def test_a_key_does_what_its_scopes_say_until_it_ends(
     scopes: tuple[str, ...], reads: int, writes: int, exports: int
 ) -> None:
-    """SIE_AUTH_MODE=token, X14: at the config service as at a gateway."""
+    """SIE_AUTH_MODE=token: at the config service as at a gateway."""
     now_s, server = 1000.0, MemoryServer()
     api = await Api(server, SIE_AUTH_MODE="token", **TOKENS).start()
     gate = api.service.gate = access.ConfigGate(settings_of(SIE_AUTH_MODE="token", **TOKENS), lambda: now_s)

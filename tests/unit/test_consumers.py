@@ -152,7 +152,7 @@ async def test_beyond_the_bound_models_share_slots_until_a_place_is_free(server:
 
 
 async def test_a_burst_of_new_models_does_not_pass_the_bound(server: MemoryServer) -> None:
-    """O20: places are taken when routes are given, and all maps stay within bound and budget."""
+    """Places are taken when routes are given, and all maps stay within bound and budget."""
     clock = Clock()
     stream = await gateway(server, clock, limit=256)
     routes = [routed(stream, f"toy/{number}", clock.now_s + 10.0) for number in range(10_000)]
@@ -167,7 +167,7 @@ async def test_a_burst_of_new_models_does_not_pass_the_bound(server: MemoryServe
 
 
 async def test_messages_of_both_ways_are_each_delivered_once(server: MemoryServer) -> None:
-    """L17: while a model moves between its own consumer and its slot, both hold messages, and neither gets those of the
+    """While a model moves between its own consumer and its slot, both hold messages, and neither gets those of the
     other.
     """
     broker = server.connect("test")
@@ -201,9 +201,7 @@ async def test_a_deleted_consumer_is_made_again_while_a_request_needs_it(server:
 
 
 async def test_a_deletion_in_the_middle_of_an_ensure_is_not_overlooked(server: MemoryServer) -> None:
-    """(1) the broker says that it exists, (2) it is deleted, (3) the notice is handled, (4) the answer of (1): it is
-    made again.
-    """
+    """The broker says that it exists, it is deleted, the notice is handled, the answer arrives: it is made again."""
     clock = Clock()
 
     class Slow(MemoryBroker):
@@ -277,8 +275,8 @@ async def test_consumers_at_rest_for_an_hour_are_deleted_and_others_kept(server:
 
 
 async def test_a_collector_that_dies_after_a_deletion_leaves_nothing_behind(server: MemoryServer) -> None:
-    """(1) a message arrives in the very moment of the deletion, (2) the collector dies before it counts, (3) any
-    gateway's next round.
+    """A message arrives in the very moment of the deletion, the collector dies before it counts, any gateway's next
+    round.
     """
     clock = Clock()
     collector, other = await gateway(server, clock, idle_s=0.0), await gateway(server, clock)
@@ -296,7 +294,7 @@ async def test_a_collector_that_dies_after_a_deletion_leaves_nothing_behind(serv
 
 @pytest.mark.parametrize("deletions", [1500, pytest.param(10_000, marks=pytest.mark.long)])
 async def test_no_work_is_orphaned_by_deletions_that_race_publishes(deletions: int) -> None:
-    """L17: consumers are deleted while they are idle, waiting and leased; every published message reaches a worker and
+    """Consumers are deleted while they are idle, waiting and leased; every published message reaches a worker and
     leaves.
     """
     server = MemoryServer()
@@ -356,7 +354,7 @@ async def test_a_stream_that_is_lost_keeps_no_round_from_the_others(server: Memo
 
 
 async def test_one_full_model_does_not_block_the_others() -> None:
-    """O18: its own share is used up: QUEUE_FULL for it, and the next model is served."""
+    """Its own share is used up: QUEUE_FULL for it, and the next model is served."""
     server = MemoryServer()
     queue = work_queue(server.connect("gateway"), SIE_QUEUE_MAX_BYTES=str(64 << 20))
     await queue.ensure_pool(LANE.pool)

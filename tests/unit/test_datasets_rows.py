@@ -202,8 +202,8 @@ async def test_an_uploaded_file_is_read_by_its_key_and_called_by_its_name(tmp_pa
 
 @pytest.mark.parametrize("keeps_times", [True, False])
 async def test_a_copy_of_a_folder_has_the_same_objects(tmp_path: Path, keeps_times: bool) -> None:
-    """1. A folder, and a file whose digest is known, are planned. 2. They are copied to another disk: other inodes.
-    3. With their times, all is read as planned; without, only what has a digest: nothing else tells that it is equal.
+    """A folder, and a file whose digest is known, are planned. They are copied to another disk: other inodes. With
+    their times, all is read as planned; without, only what has a digest: nothing else tells that it is equal.
     """
     names = ("a.jsonl", "b.csv", "c.parquet")
     first, second = tmp_path / "one", tmp_path / "two"
@@ -486,8 +486,8 @@ BOMBS = {
 
 @pytest.mark.parametrize("bomb", BOMBS)
 async def test_a_row_of_many_values_is_read_in_the_memory_of_its_text(tmp_path: Path, place: Place, bomb: str) -> None:
-    """1. Planning and reading take no more than some times the size of the text. 2. The rows beside it are read; the
-    one with too many values that would have to be made is a failed row, which says why.
+    """Planning and reading take no more than some times the size of the text. The rows beside it are read; the one with
+    too many values that would have to be made is a failed row, which says why.
     """
     data = b'{"t":"before"}\n%s\n{"t":"after"}\n' % BOMBS[bomb]
     (tmp_path / "a.jsonl").write_bytes(data)

@@ -69,10 +69,8 @@ async def write(broker: Broker, name: str, *, model: str = "toy/one", code: str 
 async def test_work_that_was_given_up_is_told_run_again_and_answered(
     cluster: InProcess, gateway: GatewayProcess, adapter: DeadlyAdapter, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """L22.
-
-    1. an input ends two adapters, and its work is a dead letter; 2. administrators are told of it, without the input;
-    3. replayed with the fault still there it fails, and is kept; 4. replayed without, it is answered, and is gone.
+    """An input ends two adapters, and its work is a dead letter; administrators are told of it, without the input;
+    replayed with the fault still there it fails, and is kept; replayed without, it is answered, and is gone.
     """
     caplog.set_level("INFO", "sie.gateway.dead_letters")
     sidecar = await cluster.sidecar(adapter)

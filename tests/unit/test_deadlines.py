@@ -119,7 +119,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[Direct]:
 
 @pytest.mark.parametrize("offset_s", [-30.0, 0.0, 30.0])
 async def test_a_clock_that_is_30_s_off_changes_nothing(tmp_path: Path, offset_s: float) -> None:
-    """O4. The broker's clock is ahead of ours, or behind it: work in time is answered, late work is dropped, as
+    """The broker's clock is ahead of ours, or behind it: work in time is answered, late work is dropped, as
     without.
     """
     async with Direct(tmp_path, ENTRY) as cluster:
@@ -194,7 +194,7 @@ async def test_a_redelivery_keeps_its_age(cluster: Direct) -> None:
 
 
 async def test_cancelled_work_that_is_not_at_the_device_never_runs(cluster: Direct) -> None:
-    """O5. While its model is loaded, while it waits; what the device has runs on, and all of it leaves the queue."""
+    """While its model is loaded, while it waits; what the device has runs on, and all of it leaves the queue."""
     adapter = await cluster.adapter()
     adapter.hold_loads = adapter.hold_batches = True
     sidecar = await cluster.sidecar(adapter, SIE_RUST_PIPELINE_DEPTH="1")

@@ -72,7 +72,7 @@ def test_the_drawing_is_the_tree() -> None:
 
 @each_leaf
 def test_a_leaf_has_its_documented_status_and_says_whether_to_retry(leaf: type[SIEError]) -> None:
-    """E3: retryable if and only if there is a time to retry after."""
+    """Retryable if and only if there is a time to retry after."""
     status, retry_after_s, _, _ = DOCUMENTED[leaf.code]
     error = leaf("what happened")
     assert (error.status, error.retry_after_s) == (status, retry_after_s)
@@ -82,7 +82,7 @@ def test_a_leaf_has_its_documented_status_and_says_whether_to_retry(leaf: type[S
 
 @each_leaf
 def test_every_family_has_what_its_clients_read_and_no_more(leaf: type[SIEError]) -> None:
-    """E5: `error` for SIE and OpenAI clients, `detail` for raw HTTP, top-level code and message for TypeScript and
+    """`error` for SIE and OpenAI clients, `detail` for raw HTTP, top-level code and message for TypeScript and
     Cohere, TEI's type.
     """
     _, _, kind, tei = DOCUMENTED[leaf.code]
@@ -163,13 +163,11 @@ def test_an_error_is_the_same_after_its_way_over_the_wire(leaf: type[SIEError]) 
 
 
 def test_a_time_to_retry_after_that_was_given_stays() -> None:
-    """E11."""
     assert SIEError.from_info(ModelLoading("m", retry_after_s=3).info()).retry_after_s == 3
     assert SIEError.from_info(ErrorInfo("MODEL_LOADING", "m")).retry_after_s == 5
 
 
 def test_a_code_of_a_newer_sender_becomes_an_internal_error_that_names_it() -> None:
-    """P2."""
     found = SIEError.from_info(ErrorInfo("TEAPOT", "short and stout", reason="r"))
     assert type(found) is InternalFailure
     assert (found.message, found.reason, found.status) == ("TEAPOT: short and stout", "r", 500)
@@ -186,7 +184,7 @@ def test_a_code_of_a_newer_sender_becomes_an_internal_error_that_names_it() -> N
     ],
 )
 def test_when_all_items_failed_the_worst_decides(codes: list[str], status: int, retry_after_s: int) -> None:
-    """E2: 503 if any may be retried, else 500 if any is 5xx, else 400."""
+    """503 if any may be retried, else 500 if any is 5xx, else 400."""
     failures = [SIEError.from_info(ErrorInfo(code, "m")) for code in codes]
     error = AllItemsFailed("all failed", failures=failures)
     assert (error.status, error.retryable, error.retry_after_s) == (status, retry_after_s > 0, retry_after_s)

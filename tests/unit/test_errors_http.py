@@ -566,7 +566,6 @@ def check_raised(case: Case, raised: client_errors.SIEError) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.provoke.__name__}-{case.status}")
 async def test_a_code_is_told_to_every_client_family(place: Place, case: Case) -> None:
-    """E3, E5, E8."""
     heard = await case.provoke(place)
     assert heard
     for family, response in heard:

@@ -143,7 +143,7 @@ async def test_deltas_of_two_writers_that_arrive_in_the_other_order_cost_one_loo
 
 
 async def test_an_export_that_is_older_than_a_delta_replaces_nothing(follow: Follow) -> None:
-    """C3: asked for before the write, answered after its delta was applied."""
+    """Asked for before the write, answered after its delta was applied."""
     reader = await follow(full_export_s=0.05, poll_s=0.02)
     reader.config.open.clear()
     await until(lambda: reader.config.exports == 2, "the full export")
@@ -158,7 +158,7 @@ async def test_an_export_that_is_older_than_a_delta_replaces_nothing(follow: Fol
 
 
 async def test_a_store_that_lost_writes_takes_nothing_back(follow: Follow, caplog: pytest.LogCaptureFixture) -> None:
-    """C3: never an older revision; told once, with what to do, and over as soon as the lost writes are there again."""
+    """Never an older revision; told once, with what to do, and over as soon as the lost writes are there again."""
     reader = await follow(poll_s=0.01)
     await reader.send(1, 7)
     await reader.counted("put", "applied")
@@ -186,7 +186,6 @@ async def test_a_new_bucket_is_taken_over(follow: Follow) -> None:
 async def test_neither_an_empty_export_nor_one_with_a_broken_model_replaces_anything(
     follow: Follow, models: tuple[ConfigModel, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """C3, C5, C6."""
     reader = await follow(poll_s=0.01)
     reader.config.models, reader.config.number = models, 2
     await until(lambda: reader.config.exports > 2, "looks")
@@ -197,7 +196,6 @@ async def test_neither_an_empty_export_nor_one_with_a_broken_model_replaces_anyt
 
 
 async def test_an_empty_catalogue_is_no_first_snapshot() -> None:
-    """C5."""
     config = Config()
     config.models = ()
     reader = Reader(MemoryServer(), config)
@@ -219,7 +217,7 @@ async def test_a_look_that_failed_is_tried_again_before_the_next_poll(follow: Fo
 
 
 async def test_a_reconnect_compares_epochs_at_once_and_reads_nothing_that_is_known(follow: Follow) -> None:
-    """C2: what was sent meanwhile is lost."""
+    """What was sent meanwhile is lost."""
     reader = await follow()
     reader.server.disconnect()
     reader.server.reconnect()
@@ -272,7 +270,6 @@ async def test_a_model_that_leaves_a_bundle_is_known_to_have_left_by_one_delta(f
 
 
 async def test_a_broken_model_of_an_export_is_named() -> None:
-    """C6."""
     with pytest.raises(ValidationFailed, match=r"^a/two: \$\.max_tokens"):
         await snapshot(
             ConfigExport("a:1", (ConfigModel("a/one", entry("a/one")), ConfigModel("a/two", entry("a/two", 0))))

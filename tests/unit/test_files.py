@@ -525,7 +525,7 @@ async def test_what_a_killed_writer_left_is_removed_when_nobody_can_be_writing_i
 
 
 async def test_a_removal_that_stops_half_way_is_completed(cluster: InProcess, tmp_path: Path) -> None:
-    """1. The store fails in between. 2. The file is not served. 3. The next clean-up removes it."""
+    """The store fails in between. The file is not served. The next clean-up removes it."""
     store = await store_of(cluster, tmp_path / "store")
 
     async def data() -> AsyncIterator[bytes]:

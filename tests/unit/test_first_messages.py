@@ -67,7 +67,7 @@ def test_a_path_that_is_like_no_route_names_the_page_of_all(path: str) -> None:
 
 
 def test_a_wait_that_every_start_has_is_not_told_and_one_that_lasts_is(caplog: pytest.LogCaptureFixture) -> None:
-    """1. processes that start together; 2. one that is slow; 3. one that never comes; 4. the next time."""
+    """Processes that start together; one that is slow; one that never comes; the next time."""
     now_s = 0.0
     trouble = Trouble(logging.getLogger("test"), "waiting", START_S, lambda: now_s)
     with caplog.at_level(logging.INFO):

@@ -202,7 +202,6 @@ async def side() -> AsyncIterator[Side]:
 
 
 async def test_a_result_that_no_message_holds_arrives_whole_and_is_acked_once(side: Side) -> None:
-    """L11."""
     collector = side.inbox.open("r", 2)
     large, small = result_of("r", 100), result_of("r", 1, 1)
     deliveries = await asyncio.gather(side.answer(large), side.answer(small))
@@ -213,7 +212,7 @@ async def test_a_result_that_no_message_holds_arrives_whole_and_is_acked_once(si
 
 
 async def test_a_lost_confirmation_costs_its_part_again_and_nothing_else(side: Side) -> None:
-    """L9: the third confirmation is lost."""
+    """The third confirmation is lost."""
     collector = side.inbox.open("r", 1)
     failpoints.arm("inbox.before_confirm=error")
     delivery = await side.answer(result_of("r", 40))
@@ -268,7 +267,7 @@ def parts_of(result: WorkResult, size: int = 50_000) -> list[Fragment]:
 
 
 async def test_the_first_terminal_outcome_wins_between_the_parts_of_two_attempts(side: Side) -> None:
-    """L20: a stale worker is half through when the second one finishes; its rest is a duplicate and is kept nowhere."""
+    """A stale worker is half through when the second one finishes; its rest is a duplicate and is kept nowhere."""
     collector = side.inbox.open("r", 1)
     stale, fresh = parts_of(result_of("r", 100)), parts_of(result_of("r", 100, seed=1))
     assert [await side.send(piece) for piece in stale[:4]] == ["part"] * 4
@@ -335,7 +334,7 @@ async def test_parts_that_were_forgotten_are_sent_again(side: Side) -> None:
 
 
 async def test_others_are_confirmed_while_a_large_result_is_checked(side: Side) -> None:
-    """S11 S17: the loop of the inbox hands over; the digest of 16 MB is not made on it."""
+    """The loop of the inbox hands over; the digest of 16 MB is not made on it."""
     large, small = side.inbox.open("large", 1), side.inbox.open("small", 1)
     pieces = parts_of(result_of("large", 4096), 60_000)
     for piece in pieces[:-1]:
@@ -349,7 +348,7 @@ async def test_others_are_confirmed_while_a_large_result_is_checked(side: Side) 
 
 
 async def test_a_dropped_result_fails_its_request_at_once_and_no_other() -> None:
-    """L12: the loop of the inbox stands still in a confirmation while more arrives than it may hold."""
+    """The loop of the inbox stands still in a confirmation while more arrives than it may hold."""
     server = MemoryServer(max_payload=2 << 20)
 
     class Stuck:
@@ -383,7 +382,7 @@ async def test_a_dropped_result_fails_its_request_at_once_and_no_other() -> None
 
 
 async def test_two_million_floats_pass_a_broker_of_64_kib_on_the_same_connections(tmp_path: Path) -> None:
-    """L11, nats.py#888: 2,048 x 1,024 floats as one result; no connection is made anew, as one that sends too much
+    """nats.py#888: 2,048 x 1,024 floats as one result; no connection is made anew, as one that sends too much
     would be.
     """
     with NatsServer(tmp_path / "nats", max_payload=1 << 16) as server:
@@ -432,7 +431,7 @@ class WideAdapter(FakeAdapter):
 
 
 async def test_an_answer_of_which_no_vector_fits_a_message_reaches_the_client(tmp_path: Path) -> None:
-    """L11: through the whole path at a broker of 64 KiB: one chunk of three texts with 8 MB each."""
+    """Through the whole path at a broker of 64 KiB: one chunk of three texts with 8 MB each."""
     entry = toy_entry(outputs={"dense": 8, "multivector": WIDTH})
     async with InProcess(tmp_path, entry, max_payload=1 << 16) as cluster:
         gateway = await cluster.gateway()

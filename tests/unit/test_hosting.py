@@ -229,8 +229,8 @@ async def test_so_many_models_fit_as_there_is_room_for_beside_what_else_the_devi
 
 
 async def test_a_load_that_fails_for_the_entry_of_before_says_nothing_of_the_present_one() -> None:
-    """1. A load is under way. 2. The entry changes, and work for the new one waits. 3. The load fails for good. 4. The
-    new one loads.
+    """A load is under way. The entry changes, and work for the new one waits. The load fails for good. The new one
+    loads.
     """
     sidecar = Sidecar()
     fails = asyncio.Event()

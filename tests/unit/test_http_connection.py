@@ -210,9 +210,7 @@ LENGTH = "content-length: 1000000"
 def test_a_body_that_comes_too_slowly_is_refused(
     run: Run, monkeypatch: pytest.MonkeyPatch, headers: tuple[str, ...]
 ) -> None:
-    """1. the client sends a byte now and then; 2. it is told why, its connection ends, and the handler hears that it
-    left.
-    """
+    """The client sends a byte now and then; it is told why, its connection ends, and the handler hears that it left."""
     monkeypatch.setattr(protocol, "RATE_S", 0.2)
 
     async def scenario() -> None:
@@ -306,8 +304,8 @@ def test_a_response_that_is_read_too_slowly_is_ended(run: Run, monkeypatch: pyte
 
 @pytest.mark.parametrize("rest", [b"z" * 1_000_000, b"z" * 999_999], ids=["all of the body", "less"])
 def test_an_answer_before_the_end_of_the_body_is_the_last_and_arrives(run: Run, rest: bytes) -> None:
-    """1. a client announces a body and is answered; 2. it sends on, as clients do that read later; 3. it reads the
-    answer, no reset.
+    """A client announces a body and is answered; it sends on, as clients do that read later; it reads the answer, no
+    reset.
     """
 
     async def scenario() -> None:

@@ -173,7 +173,7 @@ async def test_what_cannot_be_sent_rightly_closes_the_connection(path: str) -> N
 
 
 async def test_a_drain_ends_a_kept_connection_after_its_response() -> None:
-    """1. a request runs; 2. the server is told to stop; 3. the response arrives whole and the connection closes."""
+    """A request runs; the server is told to stop; the response arrives whole and the connection closes."""
     entered, go_on = asyncio.Event(), asyncio.Event()
 
     async def slow(scope: Scope, receive: Receive, send: Send) -> None:
@@ -237,7 +237,7 @@ async def patient(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def test_what_is_no_http_gets_the_envelope_and_a_closed_connection() -> None:
-    """E5: no plain text. Nothing that was sent is told again."""
+    """No plain text. Nothing that was sent is told again."""
     async with connected(patient) as (_, _, server):
         for name, sent in NO_HTTP.items():
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -249,7 +249,6 @@ async def test_what_is_no_http_gets_the_envelope_and_a_closed_connection() -> No
 
 
 async def test_a_fault_of_ours_gets_the_envelope_and_the_connection_stays() -> None:
-    """E5."""
     async with connected() as (reader, writer, _):
         writer.write(ask("/raises"))
         head, body = await response(reader)
@@ -260,7 +259,7 @@ async def test_a_fault_of_ours_gets_the_envelope_and_the_connection_stays() -> N
 
 
 async def test_what_follows_a_running_request_never_stands_for_its_answer() -> None:
-    """1. a request runs; 2. garbage comes behind it; 3. its own answer arrives, and the connection closes."""
+    """A request runs; garbage comes behind it; its own answer arrives, and the connection closes."""
     go_on = asyncio.Event()
 
     async def slow(scope: Scope, receive: Receive, send: Send) -> None:
@@ -338,9 +337,7 @@ async def test_a_head_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_a_response_that_nobody_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """1. a client asks for 16 MiB and reads none of it; 2. the connection is reset; 3. one that reads slowly gets it
-    all.
-    """
+    """A client asks for 16 MiB and reads none of it; the connection is reset; one that reads slowly gets it all."""
     monkeypatch.setattr(protocol, "WRITE_S", 0.4)
     async with connected() as (reader, writer, server):
         writer.transport.pause_reading()  # type: ignore[attr-defined]
@@ -410,7 +407,6 @@ async def test_one_connection_too_many_is_told_to_come_again(monkeypatch: pytest
 
 
 async def test_garbage_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    """B10."""
     caplog.set_level(logging.INFO)
     async with connected() as (_, _, server):
         for _ in range(30):
@@ -435,7 +431,6 @@ async def is_last(reader: asyncio.StreamReader) -> bool:
 
 @pytest.mark.parametrize("path", ["/whole", "/pieces"])
 async def test_a_server_that_leaves_says_so_in_the_next_response_of_each_connection(path: str) -> None:
-    """P3"""
     async with connected() as (reader, writer, server):
         writer.write(ask(path))
         assert not await is_last(reader)
@@ -449,8 +444,8 @@ async def test_a_server_that_leaves_says_so_in_the_next_response_of_each_connect
 
 
 async def test_a_request_that_arrives_as_its_connection_is_closed_is_answered() -> None:
-    """P3: 1. two connections are idle, as the server sees it; 2. a request of one stands in its buffer; 3. the server
-    hangs up: that is answered, the other connection closed.
+    """Two connections are idle, as the server sees it; a request of one stands in its buffer; the server hangs up: that
+    is answered, the other connection closed.
     """
     async with connected() as (_, _, server):
         with socket.create_connection(
@@ -473,8 +468,8 @@ async def test_a_request_that_arrives_as_its_connection_is_closed_is_answered() 
 
 
 async def test_a_server_stops_when_its_last_answer_was_read() -> None:
-    """1. a client has read nothing of a large answer; 2. the server stops: it waits until all was read, then the
-    connection ends.
+    """A client has read nothing of a large answer; the server stops: it waits until all was read, then the connection
+    ends.
     """
     async with connected() as (reader, writer, server):
         writer.transport.pause_reading()  # type: ignore[attr-defined]

@@ -80,7 +80,6 @@ FORMS: list[Any] = [
 
 @pytest.mark.parametrize("form", FORMS, ids=range(len(FORMS)))
 def test_every_form_gives_the_same_bytes(form: Any) -> None:
-    """E16."""
     assert images.read(form, "p") == images.read([form], "p") == ((DATA,), None, ())
     assert images.read([form, b"x", form], "p").files == (DATA, b"x", DATA)
 
@@ -137,7 +136,7 @@ def test_what_is_no_base64_fails_its_input_and_is_named(text: Any) -> None:
     ],
 )
 def test_an_address_is_kept_with_its_place_and_fails_the_request(address: str) -> None:
-    """X9: without a setting nothing is fetched (`test_image_urls`)."""
+    """Without a setting nothing is fetched (`test_image_urls`)."""
     for value in (address, [b"x", address], [{"data": address}], [f"{CANARY}!", address]):
         found = images.read(value, "p")
         item = Item(None, images=found.files, unfit=found.fault, links=found.links)
@@ -373,7 +372,7 @@ async def post(gateway: GatewayProcess, path: str, body: Any, *, msgpack: bool =
 
 
 async def test_files_reach_the_work_item_byte_for_byte(place: tuple[GatewayProcess, Worker]) -> None:
-    """E16: digest at the client is digest at the worker, in both transports, in a message and through the payload
+    """Digest at the client is digest at the worker, in both transports, in a message and through the payload
     store.
     """
     gateway, worker = place
@@ -422,7 +421,6 @@ async def test_a_query_may_be_an_image(place: tuple[GatewayProcess, Worker]) -> 
 async def test_one_bad_image_costs_its_own_input_alone(
     place: tuple[GatewayProcess, Worker], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """L14."""
     caplog.set_level(logging.DEBUG)
     gateway, worker = place
     items: list[Any] = [{"images": [b64(DATA)]} for _ in range(64)]

@@ -142,7 +142,7 @@ def test_an_image_of_a_row_that_is_not_there_is_refused() -> None:
 
 
 def test_images_have_keys_by_their_pixels_and_who_asked(tokenizer: ModelTokenizer) -> None:
-    """X16. Without a name nobody is known to have asked: such an image serves no other."""
+    """Without a name nobody is known to have asked: such an image serves no other."""
     asked = work(Input(images=(FILE, FILE, FILE)), _0=[prepared(0), prepared(1), prepared(0)])
     (made,) = layouts.make(tokenizer, LAYOUT, [asked])
     parts = [BatchPart(made.rows, asked, asker=asker) for asker in ("a", "b", "", "a")]

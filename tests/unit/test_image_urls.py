@@ -66,7 +66,7 @@ async def fault(urls: ImageUrls, url: str, **options: Any) -> tuple[str, dict[st
 
 
 async def test_a_file_at_a_url_is_that_file_and_nothing_of_the_client_is_sent(server: ImageServer) -> None:
-    """1. Files and URLs in one request. 2. Each URL is asked for once, at the address that was checked."""
+    """Files and URLs in one request. Each URL is asked for once, at the address that was checked."""
     urls, connections, counted = urls_of(server)
     given = [item(b"first", f"{AT}/a", b"last"), item(f"{AT}/a#part"), item(f"{AT}/a"), Item("a text")]
     found = await fetched(urls, *given)
@@ -397,8 +397,8 @@ async def test_a_request_has_bounds_of_urls_and_bytes(server: ImageServer, monke
 
 
 async def test_tls_verifies_the_name_of_the_url_and_not_the_address(tmp_path: Path) -> None:
-    """1. A certificate for one name. 2. The URL with this name is fetched. 3. One with another name, at the same
-    address, is not.
+    """A certificate for one name. The URL with this name is fetched. One with another name, at the same address, is
+    not.
     """
     certificate = certified(tmp_path, HOST)
     own = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

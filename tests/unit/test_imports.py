@@ -215,7 +215,7 @@ UNSAFE_LOADS = {("np", "load"), ("numpy", "load"), ("torch", "load"), ("yaml", "
 
 @pytest.mark.parametrize("package", FOLDERS)
 def test_nothing_can_execute_what_was_received(package: str) -> None:
-    """X1, X6: no pickle, no eval, no loader that runs code. Of pickle only the name of its error; torch.load only for
+    """No pickle, no eval, no loader that runs code. Of pickle only the name of its error; torch.load only for
     tensors.
     """
     for module, tree in files(package):

@@ -71,9 +71,8 @@ async def test_what_turns_out_too_large_is_refused_as_soon_as_it_does(declared: 
 
 
 async def test_large_bodies_share_a_budget_and_small_ones_always_pass() -> None:
-    """1. three clients send most of 4 MiB and stop; 2. the next large body has no room and is told to come again; 3.
-    small ones pass;
-    4. one of the three goes away, and there is room.
+    """Three clients send most of 4 MiB and stop; the next large body has no room and is told to come again; small ones
+    pass; one of the three goes away, and there is room.
     """
     intake, ever = BodyIntake(COPIES * 12 * MIB), asyncio.Event()
     stuck = [

@@ -63,8 +63,8 @@ def largest(kind: inspect.Type, path: str) -> Any:
 def test_each_field_of_a_client_has_a_bound_and_the_record_of_the_largest_request_is_below_that_of_a_record(
     kind: type[JobRequest] | type[BatchRequest],
 ) -> None:
-    """1. Each field at its bound alone is taken, or refused by name. 2. A request as large as one may be gives a record
-    that is small enough, also when its job has failed with the longest messages.
+    """Each field at its bound alone is taken, or refused by name. A request as large as one may be gives a record that
+    is small enough, also when its job has failed with the longest messages.
     """
     described = inspect.type_info(kind)
     assert isinstance(described, inspect.StructType)

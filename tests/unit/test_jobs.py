@@ -111,7 +111,7 @@ def texts(count: int) -> list[dict[str, Any]]:
 async def test_a_model_that_cannot_be_loaded_is_no_error_of_rows(
     place: Place, monkeypatch: pytest.MonkeyPatch, error_class: str, passes: bool
 ) -> None:
-    """1. A job waits where the load is tried again, and is paused where only people can help. 2. Then it goes on."""
+    """A job waits where the load is tried again, and is paused where only people can help. Then it goes on."""
     monkeypatch.setattr(models, "OTHER_COOL_DOWN_S", 0.1)
     place.adapter.refusals[MODEL] = ModelLoadFailed("no weights", extras={"error_class": error_class})
     job = (await place.submit({"file": await place.upload(texts(30)), "text": "{t}"}))["id"]
@@ -267,7 +267,7 @@ async def test_a_key_of_idempotency_that_comes_again_takes_nothing_of_a_forgotte
 
 
 async def test_a_part_that_is_there_with_other_rows_is_not_taken_over(place: Place) -> None:
-    """1. The job is planned and has no part yet. 2. Somebody puts a part of another run into its folder."""
+    """The job is planned and has no part yet. Somebody puts a part of another run into its folder."""
     place.adapter.hold_batches = True
     source = {"file": await place.upload(texts(5)), "text": "{t}"}
     job = (await place.submit(source, output={"url": f"{place.folder}/out", "format": "jsonl"}))["id"]
@@ -444,8 +444,8 @@ async def test_a_job_outside_of_its_window_waits_and_says_so(place: Place) -> No
 async def test_a_window_that_closes_lets_no_request_begin_that_was_in_line(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """1. One group is computed; nine of its shard wait for room. 2. The window closes; the group is answered. 3. It
-    opens again.
+    """One group is computed; nine of its shard wait for room. The window closes; the group is answered. It opens
+    again.
     """
     opens_in_s = 0.0
     monkeypatch.setattr(pace, "opens_in_s", lambda *_: opens_in_s)

@@ -289,7 +289,7 @@ def test_a_pipe_gets_a_line_for_each_change(server: JobServer) -> None:
 
 
 def test_a_terminal_gets_a_bar_in_place_and_ctrl_c_leaves_the_job_running(server: JobServer) -> None:
-    """1. Watch in a terminal. 2. The bar is there. 3. Ctrl-C: status 130, and what to do; the job was not touched."""
+    """Watch in a terminal. The bar is there. Ctrl-C: status 130, and what to do; the job was not touched."""
     server.add()
     server.script = [RUNNING]
     leader, follower = pty.openpty()

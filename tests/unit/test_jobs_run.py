@@ -195,7 +195,7 @@ async def test_a_job_runs_to_its_end_and_its_record_says_so(world: World, caplog
 
 
 async def test_two_gateways_never_run_a_job_together_and_the_next_goes_on_where_it_was(world: World) -> None:
-    """1. Two gateways; one leads and answers nothing yet. 2. It leaves. 3. The other one leads at once, and answers."""
+    """Two gateways; one leads and answers nothing yet. It leaves. The other one leads at once, and answers."""
     first, second = world.gateway("g1"), world.gateway("g2")
     await first.create(JOB)
     await until(lambda: len(world.output.computed) == runs.SHARDS_AT_ONCE, "a leader computes")
@@ -356,8 +356,8 @@ class Killing:
 
 
 async def test_a_job_that_its_leaders_die_of_is_failed_and_keeps_what_was_answered(world: World) -> None:
-    """1. Each gateway that begins the fifth shard dies. 2. After three of them the job is failed, with the reason and
-    the rows; what was answered before is in its output, and no fourth gateway begins that shard.
+    """Each gateway that begins the fifth shard dies. After three of them the job is failed, with the reason and the
+    rows; what was answered before is in its output, and no fourth gateway begins that shard.
     """
     killing = Killing(world, {4})
     await killing.run()
@@ -440,7 +440,7 @@ async def test_leaders_that_leave_a_job_have_not_died(world: World) -> None:
 
 
 async def test_a_leader_that_was_without_the_broker_says_that_it_lives(world: World) -> None:
-    """1. A leader loses the broker, and another gateway takes over: it counts as dead. 2. It is back: it does not."""
+    """A leader loses the broker, and another gateway takes over: it counts as dead. It is back: it does not."""
     first = world.gateway("g1")
     await first.create(JOB)
     await until(lambda: world.output.computed, "it leads")

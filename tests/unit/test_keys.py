@@ -80,7 +80,7 @@ async def test_a_key_is_found_by_its_token_alone(followed: Followed) -> None:
 
 
 async def test_a_revocation_is_known_within_a_second(followed: Followed) -> None:
-    """1. a key is good; 2. its record is written as revoked; 3. gateways know, without asking."""
+    """A key is good; its record is written as revoked; gateways know, without asking."""
     key, token = await followed.made()
     assert key.ended(time.time()) == ""
     began_s = time.monotonic()
@@ -124,7 +124,7 @@ async def test_a_field_of_a_newer_version_does_no_harm(followed: Followed) -> No
 
 
 async def test_while_the_broker_is_away_the_last_keys_stay_and_strangers_stay_out(followed: Followed) -> None:
-    """1. a key is known; 2. the broker goes; 3. it still is, and what nobody made is not; 4. the broker is back with a
+    """A key is known; the broker goes; it still is, and what nobody made is not; the broker is back with a
     revocation.
     """
     key, token = await followed.made()
@@ -140,7 +140,7 @@ async def test_while_the_broker_is_away_the_last_keys_stay_and_strangers_stay_ou
 
 
 async def test_a_bucket_that_was_lost_took_its_keys_with_it(followed: Followed) -> None:
-    """1. a key is known; 2. the bucket is gone and made anew; 3. the key is nobody's, a new one is known."""
+    """A key is known; the bucket is gone and made anew; the key is nobody's, a new one is known."""
     _, token = await followed.made()
     await asyncio.sleep(0.005)  # buckets are told apart by when they were made
     del followed.server.buckets[topology.KEYS_BUCKET]
@@ -170,9 +170,7 @@ class Behind:
 async def test_what_a_replica_of_the_broker_lacked_at_the_start_comes_by_the_watch(
     seen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """1. of two keys one is revoked; 2. a process starts and reads from a replica that has not seen that; 3. it hears
-    of it.
-    """
+    """Of two keys one is revoked; a process starts and reads from a replica that has not seen that; it hears of it."""
     broker = MemoryServer().connect("gateway")
     bucket = await records.bucket_of(broker, 1).open()
     (good, token), (bad, revoked) = (records.create("a test", ("infer",), now_s=1.0) for _ in range(2))
@@ -222,7 +220,7 @@ async def limited(cluster: InProcess, **limits: int) -> str:
 
 
 async def test_a_key_may_send_what_its_limits_say_and_another_key_more(cluster: InProcess) -> None:
-    """Size and number are refused as the limits for all are: coming again would not help. X11: no token
+    """Size and number are refused as the limits for all are: coming again would not help. No token
     in an answer.
     """
     narrow, wide = await limited(cluster, body_bytes=200, items=2), await limited(cluster)
@@ -255,9 +253,8 @@ async def _pieces(piece: bytes, count: int) -> AsyncIterator[bytes]:
 
 
 async def test_a_key_over_its_tokens_per_minute_is_told_when_to_come_again(cluster: InProcess) -> None:
-    """1. 60 tokens of 100 are used, as the worker counts them; 2. 50 more are 429; 3. 30 more pass; 4. another key is
-    not concerned;
-    5. 200 at once are 413: no minute allows them.
+    """60 tokens of 100 are used, as the worker counts them; 50 more are 429; 30 more pass; another key is not
+    concerned; 200 at once are 413: no minute allows them.
     """
     token, other = await limited(cluster, tokens_per_minute=100), await limited(cluster, tokens_per_minute=1000)
     gateway = await cluster.gateway(SIE_AUTH_MODE="token")
@@ -300,9 +297,7 @@ async def socket_frames(socket: ClientConnection) -> AsyncIterator[str | bytes]:
 
 
 async def test_a_websocket_ends_with_its_key(cluster: InProcess) -> None:
-    """1. frames come; 2. the key is revoked; 3. the next frame is a close that says why, and a new handshake is
-    refused.
-    """
+    """Frames come; the key is revoked; the next frame is a close that says why, and a new handshake is refused."""
     key, token = records.create("a test", ("read",), now_s=time.time())
     bucket = await records.bucket_of(cluster.server.connect("operator"), 1).open()
     await bucket.write([Write(key.id, records.encode(key))])
@@ -329,8 +324,8 @@ async def test_a_gateway_that_is_ready_knows_its_keys(cluster: InProcess) -> Non
 async def test_what_the_bucket_loses_its_copy_has_and_no_revocation_is_undone(
     followed: Followed, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """1. Two keys, one of them revoked. 2. Damage takes one, and brings the other back as it was. 3. Both are as they
-    were, and the log names them. 4. A writer that died between bucket and copy is no damage.
+    """Two keys, one of them revoked. Damage takes one, and brings the other back as it was. Both are as they were, and
+    the log names them. A writer that died between bucket and copy is no damage.
     """
     buckets = await KeyBuckets.open(followed.server.connect("operator"), 1)
     (kept, kept_token), (ended, ended_token), (young, young_token) = (

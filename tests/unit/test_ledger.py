@@ -28,8 +28,8 @@ def opened(path: Path, now_s: float = NOW_S) -> LeaseLedger:
 
 
 def test_what_a_killed_process_held_is_found_by_the_next(tmp_path: Path) -> None:
-    """1. a process notes three deliveries and settles one; 2. it is killed with nothing flushed; 3. the next one finds
-    the other two.
+    """A process notes three deliveries and settles one; it is killed with nothing flushed; the next one finds the other
+    two.
     """
     path = tmp_path / "w.leases"
     body = (
@@ -127,11 +127,9 @@ def test_more_than_it_has_room_for_is_not_noted(tmp_path: Path) -> None:
 
 
 async def test_what_a_killed_sidecar_held_comes_back_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """L7, S3.
-
-    1. a sidecar holds work that its adapter does not finish; 2. it is killed: its connection and its tasks end where
-    they are, its ledger stays; 3. the next one of that worker, long before the ack wait of 30 s is over, has it again
-    and answers.
+    """A sidecar holds work that its adapter does not finish; it is killed: its connection and its tasks end where they
+    are, its ledger stays; the next one of that worker, long before the ack wait of 30 s is over, has it again and
+    answers.
     """
     async with Direct(tmp_path, ENTRY) as cluster:
         adapter = await cluster.adapter("a.sock")

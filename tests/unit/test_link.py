@@ -55,7 +55,7 @@ def batch(ids: int = 1, name: str = "b") -> ipc.RunBatch:
 
 
 async def test_a_death_is_one_whichever_connection_notices_it_first(linked: Linked) -> None:
-    """L4: the batch that the device had is suspect also when the end of the control connection is read
+    """The batch that the device had is suspect also when the end of the control connection is read
     before its own.
     """
     link, adapter = linked

@@ -241,7 +241,7 @@ def test_nothing_is_made_for_a_level_that_is_off(caplog: pytest.LogCaptureFixtur
 async def test_refused_requests_are_counted_and_a_few_have_a_line(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """B10: 5,000 refusals of two kinds, and answers between them. Each answer has its line; of the refusals 20, and one
+    """5,000 refusals of two kinds, and answers between them. Each answer has its line; of the refusals 20, and one
     with the rest.
     """
     monkeypatch.setattr(telemetry, "INTERVAL_S", 0.2)

@@ -86,7 +86,7 @@ async def test_options_that_change_the_numbers_give_another_fingerprint_with_a_l
 
 
 async def test_the_fingerprint_is_that_of_the_files_of_a_lora(toy: Toy) -> None:
-    """W12: what its folder holds may change under one name, and may have several names."""
+    """What its folder holds may change under one name, and may have several names."""
     toy.adapter.digests = {"org/x": "1", "org/copy": "1", "org/y": "2"}
     prints = {
         name: (await toy.ask("a", name)).headers["x-sie-fingerprint"] for name in ("", "org/x", "org/copy", "org/y")
@@ -125,7 +125,7 @@ async def test_only_equal_loras_share_a_batch(toy: Toy) -> None:
 
 
 async def test_a_lora_that_was_dropped_while_its_batch_waited_is_loaded_again(toy: Toy) -> None:
-    """W15: the client sees its answer, not the eviction."""
+    """The client sees its answer, not the eviction."""
     toy.adapter.most_loras = 1
     toy.adapter.hold_batches = True
     first = asyncio.create_task(toy.ask("first"))

@@ -130,7 +130,7 @@ async def test_an_unusable_file_says_why_and_its_neighbours_are_prepared() -> No
 
 
 async def test_a_decoder_that_crashes_costs_one_image() -> None:
-    """1. The worker has an image. 2. It dies of SIGSEGV. 3. That image fails, those behind it do not."""
+    """The worker has an image. It dies of SIGSEGV. That image fails, those behind it do not."""
     async with pool_of() as pool:
         pid = await frozen(pool)
         first, *others = (asyncio.create_task(pool.prepare(GOOD, SMALL)) for _ in range(4))

@@ -89,7 +89,7 @@ def series(registry: CollectorRegistry) -> set[tuple[str, ...]]:
 
 
 def test_the_first_label_sets_keep_their_names_and_all_others_share_some() -> None:
-    """B4: also the same one again; and in the last resort all share one."""
+    """Also the same one again; and in the last resort all share one."""
     fold = Fold(Metric("m", "counter", "", ("model", "status"), most=6, rest=3))
     found = [fold((model, status)) for model in "abcab" for status in "xy"]
     assert found[:2] == [("a", "x"), ("a", "y")]
@@ -130,7 +130,7 @@ class Scraped:
 
 @pytest.mark.long
 def test_the_busiest_models_have_their_names_whoever_came_first_and_every_rate_is_whole() -> None:
-    """B4: Zipf's traffic over a thousand models, of which others are popular in the second half."""
+    """Zipf's traffic over a thousand models, of which others are popular in the second half."""
     told = Scraped()
     requests, seconds = told.make.counters("sie_requests"), told.make.histograms("sie_request_duration_seconds")
     table, chance = TABLE["worker"], random.Random(7)
@@ -201,7 +201,7 @@ def test_every_label_of_a_route_has_room_in_the_histogram_of_latencies() -> None
 
 @pytest.mark.parametrize("process", TABLE)
 def test_no_process_can_have_more_series_than_a_pod_may(process: Kind) -> None:
-    """B4: by what is declared, and by thousands of values of every label of every metric."""
+    """By what is declared, and by thousands of values of every label of every metric."""
     table = TABLE[process]
     assert sum(metric.series for metric in table.values()) <= MAX_SERIES
     make, scrape = Maker(process), Scrape(process)
@@ -238,7 +238,7 @@ def test_what_is_gone_makes_room_for_the_gauges_of_what_comes() -> None:
 
 
 def test_ten_thousand_models_make_a_bounded_number_of_series() -> None:
-    """B4: of a worker that ran all of them, and of the gateway that asked for them, for as many keys."""
+    """Of a worker that ran all of them, and of the gateway that asked for them, for as many keys."""
     worker, gateway = SidecarMetrics(), GatewayMetrics()
     done, note = BatchDone("b", (), b"", 1.0, padding=2), BatchNote(items=1, tokens=10)
     for number in range(10_000):
@@ -263,7 +263,7 @@ def test_ten_thousand_models_make_a_bounded_number_of_series() -> None:
 async def test_many_models_that_were_served_are_a_bounded_number_of_series(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """B4: by the whole way through a gateway and a worker; and the one that is asked most has its name."""
+    """By the whole way through a gateway and a worker; and the one that is asked most has its name."""
     models = [f"toy/{number}" for number in range(60)]
     monkeypatch.setattr(runtime_metrics, "TURN_S", 0.0)
     async with InProcess(tmp_path, *(toy_entry(model) for model in models)) as cluster:
@@ -363,12 +363,11 @@ def test_what_an_adapter_did_about_memory_is_counted_over_its_successors_too() -
 
 
 def test_the_epoch_is_told_as_the_number_that_grows() -> None:
-    """B8"""
     assert [epoch_number(epoch) for epoch in ("2026-11-20T15:00:00.5Z:42", "packaged", "")] == [42.0, 0.0, 0.0]
 
 
 def test_what_may_never_happen_has_its_series_from_the_start() -> None:
-    """B1: an alert on a rate needs the zero before the first one."""
+    """An alert on a rate needs the zero before the first one."""
     for metrics, name in (
         (GatewayMetrics(), "sie_gateway_queue_ack_failures_total"),
         (GatewayMetrics(), "sie_gateway_provisioning_responses_total"),
@@ -428,7 +427,6 @@ async def test_gauges_tell_of_what_is_there_now_and_of_nothing_that_is_gone(clus
 
 
 async def test_every_delta_is_counted_by_kind_and_result(cluster: InProcess) -> None:
-    """B3"""
     gateway = await cluster.gateway()
     removal = ConfigDelta("sie-config", cluster.source.present_epoch, "test:2", "toy/two", 2, None)
     stranger = ConfigDelta("somebody", "test:2", "test:3", "toy/two", 3, None)
@@ -447,7 +445,6 @@ async def test_every_delta_is_counted_by_kind_and_result(cluster: InProcess) -> 
 
 
 async def test_no_text_and_no_request_id_is_in_any_metric_or_frame(cluster: InProcess) -> None:
-    """X4"""
     gateway = await cluster.gateway()
     sidecar = await cluster.sidecar()
     answer = await gateway.encode(CANARY, X_Request_ID=f"{CANARY}-id")

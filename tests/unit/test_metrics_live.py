@@ -51,7 +51,7 @@ async def eventually(gateway: GatewayProcess, name: str, value: float | None = N
 async def test_the_age_of_the_queue_is_told_by_lane_priority_and_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """B2: of a priority that nobody serves; and it is zero again, not absent, once it is served."""
+    """Of a priority that nobody serves; and it is zero again, not absent, once it is served."""
     monkeypatch.setattr(lag, "EVERY_S", 0.1)
     model, lane = "toy/with.dots_and-More", {"pool": "_default", "machine_profile": "cpu", "bundle": "default"}
     async with InProcess(tmp_path, toy_entry(model)) as cluster:
@@ -79,7 +79,7 @@ async def test_the_age_of_the_queue_is_told_by_lane_priority_and_model(
 
 
 async def test_what_cannot_be_asked_is_absent() -> None:
-    """A1: never zero."""
+    """Never zero."""
     now_s = 0.0
     server = MemoryServer()
     broker = server.connect("gateway")
@@ -114,7 +114,7 @@ def test_the_lane_of_a_subject_is_read_back(name: str) -> None:
 
 
 async def test_tokens_and_device_time_are_told_by_key_and_no_token_is(tmp_path: Path) -> None:
-    """X4: nothing of a token, nor what it could be guessed by."""
+    """Nothing of a token, nor what it could be guessed by."""
     tokens = ("the-first-secret", "the-second-secret")
     async with InProcess(tmp_path) as cluster:
         gateway = await cluster.gateway(SIE_AUTH_MODE="static", SIE_AUTH_TOKENS=",".join(tokens), SIE_ADMIN_TOKEN=ADMIN)
@@ -179,7 +179,7 @@ async def exemplars(url: str, name: str) -> set[str]:
 
 
 async def test_a_certificate_that_misses_a_bound_is_counted(tmp_path: Path) -> None:
-    """B1: with a zero before the first one."""
+    """With a zero before the first one."""
     async with InProcess(tmp_path) as cluster:
         gateway, sidecar = await cluster.gateway(), await cluster.sidecar()
         assert await sidecar.metric("sie_certificates_total", result="failed") == 0
@@ -228,7 +228,7 @@ def test_a_route_of_the_config_service_has_one_name_whatever_its_path_names(path
 
 
 async def test_the_config_service_tells_of_its_requests_and_of_its_catalogue() -> None:
-    """B8: the epoch that gateways and workers are compared with; absent, not zero, before it is known."""
+    """The epoch that gateways and workers are compared with; absent, not zero, before it is known."""
     bundles = {"default": Bundle("default", families=("toy",))}
     api = config_api.Api(MemoryServer(), bundles, topology.config_subject("default"), SIE_ADMIN_TOKEN=ADMIN)
 

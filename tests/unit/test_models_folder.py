@@ -285,8 +285,8 @@ async def aliased(store: CatalogueStore, name: str, *models: str) -> None:
 async def test_an_alias_of_the_api_that_a_changed_folder_breaks_is_named(
     now: str, says: str, at_start: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """1. an alias is written over models of files; 2. a file is removed, or gives other vectors; 3. the log names that
-    alias alone.
+    """An alias is written over models of files; a file is removed, or gives other vectors; the log names that alias
+    alone.
     """
     for name in "abc":
         put(tmp_path, f"{name}.yaml", ENTRY.format(f"org/{name}", 8))

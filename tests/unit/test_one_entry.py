@@ -108,8 +108,8 @@ def test_an_adapter_does_not_run_a_batch_on_another_copy_than_its_own() -> None:
 async def test_a_gateway_understands_a_request_anew_when_its_workers_know_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """1. The worker knows the changed entry, the gateway reads it when the work comes back; the client sees one answer.
-    2. It never comes to know it: the client is told to come again.
+    """The worker knows the changed entry, the gateway reads it when the work comes back; the client sees one answer. It
+    never comes to know it: the client is told to come again.
     """
     monkeypatch.setattr(handler, "RENEWED_WITHIN_S", 0.05)
     own, workers = Source(ENTRY), Source(ENTRY)

@@ -121,7 +121,6 @@ def test_without_a_dense_output_the_only_one_is_meant() -> None:
 
 
 def test_a_request_never_changes_what_the_next_one_gets() -> None:
-    """W8."""
     before = options({})
     options({"normalize": False, "params": {"dimensions": 128, "options": {"profile": "cls"}}})
     assert options({}) == before
@@ -236,7 +235,7 @@ def test_a_width_that_no_entry_lists_is_refused_with_the_command_that_lists_it()
 
 
 def test_matryoshka_widths_are_the_native_one_and_those_of_the_profile() -> None:
-    """W18: 0 means the model's own."""
+    """0 means the model's own."""
     assert [options({"dimensions": width}).run.dimensions for width in (128, 256, 384, 128.0)] == [128, 256, 0, 128]
     assert options({"dimensions": 64}, "org/rich:short").run.dimensions == 64
     for width, spec in ((64, "org/rich"), (256, "org/rich:short"), (128, "org/Model"), (385, "org/rich")):
@@ -279,7 +278,7 @@ def test_truncation_has_three_ways_and_two_old_spellings(given: Any, expected: s
     ],
 )
 def test_a_bad_parameter_is_refused_by_its_path_at_every_level(name: str, value: Any, reason: str) -> None:
-    """E8: and the message repeats no text of the client."""
+    """And the message repeats no text of the client."""
     for level in LEVELS:
         error = refused(at(level, name, value))
         assert (error.reason, error.param) == (reason, level + name)
@@ -515,7 +514,6 @@ def test_a_query_and_its_documents_have_their_own_prompts() -> None:
 def test_a_pair_template_is_cut_into_pieces_that_no_instruction_can_change(
     spec: str, body: dict[str, Any], instruction: str
 ) -> None:
-    """X8."""
     run = options(body, spec, operation="score").run
     assert run.pieces == ((f"<i> {instruction} <q> ", "query", ""), (" <d> ", "document", ""))
     assert run.outputs == ()
@@ -662,7 +660,6 @@ def test_a_family_of_somebody_else_s_gets_all_options_that_no_route_knows(operat
     ],
 )
 def test_the_prompt_is_the_models_own(body: dict[str, Any], prefix: str, suffix: str) -> None:
-    """W6."""
     run = options(body).run
     assert (run.prefix, run.suffix) == (prefix, suffix)
 
@@ -733,7 +730,7 @@ def test_a_model_without_templates_takes_the_instruction_before_the_text() -> No
 
 @given(st.text(st.sampled_from("{}intrucotex_. 0!:"), min_size=1, max_size=60))
 def test_braces_of_a_client_mean_nothing(instruction: str) -> None:
-    """X8: a template is cut at its own places, and nothing is ever formatted."""
+    """A template is cut at its own places, and nothing is ever formatted."""
     run = options({"is_query": True, "instruction": instruction}).run
     assert run.prefix == "Instruct: " + instruction + "\nQuery: "
     assert run.suffix == " ?"
@@ -741,7 +738,6 @@ def test_braces_of_a_client_mean_nothing(instruction: str) -> None:
 
 @pytest.mark.parametrize("instruction", ["{text}", "{instruction}", "{0.__class__}", "{", "}", "%s", "{text!r:>1000}"])
 def test_placeholders_in_an_instruction_are_text(instruction: str) -> None:
-    """X8."""
     assert options({"is_query": True, "instruction": instruction}).run.prefix == f"Instruct: {instruction}\nQuery: "
     assert options({"instruction": instruction}, "org/Model").run.prefix == f"{instruction} "
 
@@ -751,7 +747,7 @@ def test_placeholders_in_an_instruction_are_text(instruction: str) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_unknown_option_is_a_warning_or_strictly_an_error(level: str) -> None:
-    """E6: at each level."""
+    """At each level."""
     body = {"is_query": False} | at(level, "temperature", 0.5)
     assert options(body).warnings == (f"{level}temperature: ignored, no such option of org/rich here",)
     error = refused(body, strict=True)
@@ -770,7 +766,6 @@ def test_what_is_known_or_belongs_to_the_request_is_no_option() -> None:
 
 
 def test_warnings_are_few_and_short() -> None:
-    """B10."""
     body = {"is_query": False} | {f"{'x' * 1000}{number}": 1 for number in range(1000)}
     found = options(body).warnings
     assert len(found) == 20
@@ -791,7 +786,6 @@ def test_warnings_are_few_and_short() -> None:
     ],
 )
 def test_a_value_in_a_message_is_told_by_its_kind(value: Any, text: str) -> None:
-    """X4."""
     assert describe(value) == text
 
 

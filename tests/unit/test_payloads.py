@@ -60,7 +60,7 @@ WORDS = "hello world "
     ],
 )
 def test_a_store_is_named_by_a_url_or_a_path(url: str, expected: StoreUrl) -> None:
-    """L21: this one parser serves the writer, the reader and the check of the setting."""
+    """This one parser serves the writer, the reader and the check of the setting."""
     assert store_url(url) == expected
     assert settings_of(SIE_PAYLOAD_STORE_URL=url).payload_store_url == url
 
@@ -131,7 +131,7 @@ async def test_what_is_not_there_is_missing_and_what_is_no_key_is_never_asked_fo
 
 
 async def test_the_old_goes_and_nothing_else(url: str) -> None:
-    """SIE_PAYLOAD_TTL_S, L21: a redelivery at the age limit of the stream still reads; whatever is no payload stays for
+    """SIE_PAYLOAD_TTL_S: a redelivery at the age limit of the stream still reads; whatever is no payload stays for
     ever.
     """
     store = opened(url)
@@ -374,7 +374,7 @@ async def test_the_inline_limit_decides_what_goes_through_the_store(
 
 
 async def test_ten_megabytes_give_the_vector_of_what_is_left_of_them(tmp_path: Path) -> None:
-    """A10 S24: as long as a book, at a broker of 1 MiB."""
+    """As long as a book, at a broker of 1 MiB."""
     url = str(tmp_path / "payloads")
     async with cluster(tmp_path, url, max_payload=1 << 20) as running:
         gateway = await running.gateway(SIE_PAYLOAD_STORE_URL=url)
@@ -393,7 +393,7 @@ async def test_without_a_store_the_refusal_names_the_setting(tmp_path: Path) -> 
 
 
 async def test_a_store_that_cannot_be_written_is_503_and_nothing_is_queued(tmp_path: Path) -> None:
-    """L21: never inline instead, which cannot fit."""
+    """Never inline instead, which cannot fit."""
     url = tmp_path / "payloads"
     async with cluster(tmp_path, str(url)) as running:
         gateway = await running.gateway(SIE_PAYLOAD_STORE_URL=str(url))
@@ -450,7 +450,7 @@ async def test_a_worker_without_the_store_hands_the_work_back_and_says_why_in_th
 
 @pytest.mark.serial
 async def test_a_blocked_store_delays_no_other_work(tmp_path: Path, s3: S3) -> None:
-    """S17: the store stands still; texts of the same model, and of another, are answered as before, and the large one
+    """The store stands still; texts of the same model, and of another, are answered as before, and the large one
     after it.
     """
     url = f"s3://bucket/{tmp_path.name}"

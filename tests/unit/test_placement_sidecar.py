@@ -141,8 +141,8 @@ async def test_a_model_is_loaded_ahead_once_and_not_soon_again(tmp_path: Path) -
 
 
 async def test_with_an_old_table_a_worker_that_has_a_model_takes_work_of_it_that_waits(tmp_path: Path) -> None:
-    """1. The table is older than 15 s and names another host. 2. Work waits at two looks. 3. It is pulled; with a fresh
-    table it is not.
+    """The table is older than 15 s and names another host. Work waits at two looks. It is pulled; with a fresh table it
+    is not.
     """
     async with InProcess(tmp_path) as cluster:
         await put(cluster, {"a": ("w2",), "b": ("w2",)}, at_s=100.0)
@@ -173,8 +173,8 @@ async def test_with_an_old_table_a_worker_that_has_a_model_takes_work_of_it_that
 
 @pytest.mark.parametrize("workers", [2, 4])
 async def test_workers_of_a_new_installation_load_each_model_once(cluster: InProcess, workers: int) -> None:
-    """1. Work of twelve models waits, and there never was a table. 2. Workers start together. 3. No model is loaded by
-    two of them.
+    """Work of twelve models waits, and there never was a table. Workers start together. No model is loaded by two of
+    them.
     """
     gateway = await cluster.gateway()
     sent = [
@@ -209,8 +209,8 @@ async def test_each_model_is_loaded_by_its_host_alone(cluster: InProcess) -> Non
 
 
 async def test_a_load_on_one_worker_locks_no_work_away_from_another_that_has_the_model(cluster: InProcess) -> None:
-    """1. w1 has the model. 2. w0 becomes a host as well and loads it for as long as the test lasts. 3. All work is
-    answered by w1; w0 holds none and no delivery is spent.
+    """The worker w1 has the model. w0 becomes a host as well and loads it for as long as the test lasts. All work is answered by
+    w1; w0 holds none and no delivery is spent.
     """
     gateway = await cluster.gateway(SIE_ADOPT_AFTER_MS="600000")
     slow, quick = [await cluster.adapter(f"{name}.sock") for name in ("slow", "quick")]
@@ -299,8 +299,8 @@ async def test_models_that_are_placed_elsewhere_are_the_first_to_make_room(clust
 
 
 async def test_a_model_that_makes_room_takes_no_work(cluster: InProcess) -> None:
-    """1. The first model runs a batch, and is closed for the second one's load. 2. The batch ends, the load goes on. 3.
-    What comes for the first stays in the queue, where another host may take it: here it would wait for two loads.
+    """The first model runs a batch, and is closed for the second one's load. The batch ends, the load goes on. What
+    comes for the first stays in the queue, where another host may take it: here it would wait for two loads.
     """
     gateway, adapter = await cluster.gateway(), await cluster.adapter()
     sidecar = await cluster.sidecar(adapter, SIE_SWAP_AFTER_MS="1")
@@ -346,8 +346,8 @@ async def test_a_model_that_makes_room_takes_no_work(cluster: InProcess) -> None
 async def test_a_probe_that_brought_nothing_to_load_for_is_followed_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """1. The only host asks for one message, whose sender knows an older entry: it is sent back. 2. So are the next
-    ones, and what comes behind them is answered, without the look of once a second.
+    """The only host asks for one message, whose sender knows an older entry: it is sent back. So are the next ones, and
+    what comes behind them is answered, without the look of once a second.
     """
     monkeypatch.setattr(process, "REFILL_S", 3600.0)
     async with Direct(tmp_path) as cluster:

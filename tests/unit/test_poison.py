@@ -33,7 +33,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[Direct]:
 
 
 async def test_one_input_among_many_costs_two_deaths_and_its_own_answer(cluster: Direct) -> None:
-    """L4: mates in the same work item, in the same batch and in other batches are all answered rightly."""
+    """Mates in the same work item, in the same batch and in other batches are all answered rightly."""
     adapter = await cluster.deadly("bad")
     adapter.hold_batches = True
     await cluster.sidecar(adapter)
@@ -110,7 +110,6 @@ async def test_a_suspect_of_another_worker_runs_alone_and_one_death_more_is_enou
 
 
 async def test_a_poison_leaves_a_dead_letter_with_the_whole_item(cluster: Direct) -> None:
-    """L22"""
     adapter = await cluster.deadly("bad")
     await cluster.sidecar(adapter)
     item = await cluster.publish("good", "bad", "bad")
@@ -151,8 +150,8 @@ async def test_work_that_nobody_knows_is_given_up_as_a_dead_letter(cluster: Dire
 
 
 async def test_deliveries_to_a_worker_that_stopped_make_no_input_a_suspect(cluster: Direct) -> None:
-    """1. a holder gets the same work five times and does nothing with it; 2. a worker answers it: no death, no mark, no
-    dead letter.
+    """A holder gets the same work five times and does nothing with it; a worker answers it: no death, no mark, no dead
+    letter.
     """
     items = [await cluster.publish(f"text {number}") for number in range(3)]
     stopped = cluster.server.connect("stopped")

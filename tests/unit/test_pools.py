@@ -129,7 +129,7 @@ def test_of_each_bundle_one_worker_stays_for_everybody(
 def test_what_is_asked_for_would_meet_a_reservation(
     case: tuple[list[Reservation], dict[str, AssignableWorker], dict[str, str]],
 ) -> None:
-    """A12: also with no worker at all."""
+    """Also with no worker at all."""
     reservations, workers, _ = case
     for each in reservations:
         held = [worker for worker in workers.values() if worker.fits(each.spec)]
@@ -307,9 +307,8 @@ def code(answer: httpx.Response) -> tuple[int, str]:
 
 
 async def test_a_reservation_takes_a_worker_serves_its_requests_and_gives_it_back(town: Town) -> None:
-    """1. Both workers serve the default pool. 2. One is reserved over one gateway, and works for the pool alone. 3.
-    Both gateways route to it, by header and by `pool/gpu`. 4. It is deleted over the other gateway, and both workers
-    are back.
+    """Both workers serve the default pool. One is reserved over one gateway, and works for the pool alone. Both
+    gateways route to it, by header and by `pool/gpu`. It is deleted over the other gateway, and both workers are back.
     """
     one, two = town.gateways
     await town.worker()
@@ -413,8 +412,8 @@ async def test_at_most_so_many_reservations_also_when_all_gateways_make_them_at_
 
 
 async def test_a_reservation_without_workers_is_a_cold_lane_and_asks_for_them(town: Town) -> None:
-    """A12. 1. Two are reserved with nobody there: pending, and two workers are wanted. 2. A request is told to wait. 3.
-    One worker comes: it is left to the others. 4. The second comes: active.
+    """Two are reserved with nobody there: pending, and two workers are wanted. A request is told to wait. One worker
+    comes: it is left to the others. The second comes: active.
     """
     one, two = town.gateways
     assert (await one.client.post("/v1/pools", json={**SPEC, "gpus": {"l4": 2}})).status_code == 201
@@ -466,9 +465,9 @@ async def test_an_end_fails_what_waits_and_leaves_nothing_behind(town: Town) -> 
 
 
 async def test_the_last_worker_that_serves_everybody_stays_for_everybody(town: Town) -> None:
-    """1. Somebody without the scope admin reserves the only worker: pending, and the pool says why; one worker more is
-    wanted. 2. A second worker comes: active, the first one goes on serving everybody. 3. An administrator's reservation
-    takes that one too.
+    """Somebody without the scope admin reserves the only worker: pending, and the pool says why; one worker more is
+    wanted. A second worker comes: active, the first one goes on serving everybody. An administrator's reservation takes
+    that one too.
     """
     one, two = town.gateways
     await town.worker()
@@ -589,8 +588,8 @@ async def test_reservations_that_are_lost_with_their_broker_are_gone_and_their_w
 
 
 async def test_reservations_that_cannot_be_read_are_left_as_they_are_until_somebody_repairs_them(town: Town) -> None:
-    """1. a reservation is there; 2. its record is damaged: the last known one stays, and no change is written over the
-    damage; 3. the record is removed, and reservations can be made again.
+    """A reservation is there; its record is damaged: the last known one stays, and no change is written over the
+    damage; the record is removed, and reservations can be made again.
     """
     client = town.gateways[0].client
     assert (await client.post("/v1/pools", json=SPEC)).status_code == 201
@@ -606,7 +605,7 @@ async def test_reservations_that_cannot_be_read_are_left_as_they_are_until_someb
 
 
 async def test_writing_pools_takes_the_scope_or_the_role_that_is_set(tmp_path: Path) -> None:
-    """SIE_POOL_WRITE_ROLE; X14: a user token is enough unless the operator says otherwise."""
+    """SIE_POOL_WRITE_ROLE: a user token is enough unless the operator says otherwise."""
     async with InProcess(tmp_path) as cluster:
         tokens = {
             "SIE_AUTH_MODE": "static",

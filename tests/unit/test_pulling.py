@@ -59,7 +59,7 @@ async def publish(broker: MemoryBroker, priority: str, count: int) -> None:
 
 
 async def test_bulk_work_that_is_held_takes_no_credit_from_interactive_work(broker: MemoryBroker) -> None:
-    """S9: otherwise a search box waits at the broker until a batch of bulk work has left."""
+    """Otherwise a search box waits at the broker until a batch of bulk work has left."""
     taking = Taking(broker)
     taking.loads[True] = Load(2000, 20, 1)
     await publish(broker, "bulk", 40)

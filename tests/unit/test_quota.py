@@ -38,7 +38,7 @@ def test_a_key_may_use_its_tokens_at_once_and_then_as_they_come_back() -> None:
 
 
 def test_a_time_to_retry_after_is_when_it_goes() -> None:
-    """E11: exact to the second, for any sequence of requests."""
+    """Exact to the second, for any sequence of requests."""
     chance, clock = random.Random(7), Clock()
     quotas, refused = quotas_of(clock), 0
     for _ in range(300):
@@ -58,7 +58,7 @@ def test_a_time_to_retry_after_is_when_it_goes() -> None:
 
 
 def test_what_no_minute_allows_is_refused_for_good() -> None:
-    """E3: a retry could never help."""
+    """A retry could never help."""
     with pytest.raises(PayloadTooLarge) as caught:
         quotas_of(Clock()).charge("a", Limits(tokens_per_minute=1000)).spend(1001)
     assert not caught.value.retryable

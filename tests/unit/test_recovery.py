@@ -24,7 +24,7 @@ def test_the_stream_that_a_broker_does_not_end_reading_is_known_by_what_it_print
 
 
 def test_doctor_names_the_stream_and_its_command_sets_the_files_aside(tmp_path: Path) -> None:
-    """1. `sie serve` wrote down which stream its broker does not end reading. 2. It is stopped, the command is run."""
+    """`sie serve` wrote down which stream its broker does not end reading. It is stopped, the command is run."""
     data_dir = tmp_path / "data"
     files = data_dir / "nats" / "jetstream" / "$G" / "streams" / "KV_sie_keys"
     (files / "msgs").mkdir(parents=True)

@@ -257,7 +257,7 @@ def test_the_bytes_of_pixels_bound_a_batch_too(padded: bool) -> None:
 
 
 def test_the_loras_of_a_model_take_turns() -> None:
-    """S10: a backlog of one LoRA does not hold the others, and no batch mixes two."""
+    """A backlog of one LoRA does not hold the others, and no batch mixes two."""
     backlog = [Job(key(lora="a"), 1, number / 1000, "a") for number in range(8)]
     others = [Job(key(lora=lora), 1, 0.1 + number / 1000, lora) for number, lora in enumerate("bbbc")]
     assert formed([*backlog, *others], BOUNDS) == ["aa", "bb", "c", "aa", "b", "aa", "aa"]
@@ -298,7 +298,7 @@ def test_where_rows_are_padded_jobs_of_like_cost_run_together() -> None:
 
 
 def test_like_cost_overtakes_within_the_age_bound_only() -> None:
-    """S10: the odd one out goes when it is the oldest, and nothing that came later than the bound passes it."""
+    """The odd one out goes when it is the oldest, and nothing that came later than the bound passes it."""
     spaced = [
         Job(key(padded=True), 100 if number == 1 else 10, number / 10, "L" if number == 1 else "s")
         for number in range(6)
@@ -308,7 +308,7 @@ def test_like_cost_overtakes_within_the_age_bound_only() -> None:
 
 
 def test_a_batch_that_may_be_overtaken_no_more_goes_as_it_is() -> None:
-    """S9: bulk work that is neither full nor due, while full interactive batches come one after the other."""
+    """Bulk work that is neither full nor due, while full interactive batches come one after the other."""
     waiting: Waiting[str] = Waiting()
     waiting.add(Job(key(), 1, 0.0, "b", bulk=True))
     for number in range(20):

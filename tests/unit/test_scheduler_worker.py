@@ -133,7 +133,7 @@ async def test_deliveries_on_their_way_are_gathered_and_tokenised_together(tmp_p
 
 
 async def test_a_lone_request_is_not_held_back(tmp_path: Path) -> None:
-    """S26: with nothing behind it a delivery is prepared at once, however long the quantum."""
+    """With nothing behind it a delivery is prepared at once, however long the quantum."""
     async with Wired(tmp_path) as cluster:
         gateway = await cluster.gateway()
         adapter = await cluster.adapter()
@@ -176,8 +176,8 @@ async def test_what_ran_is_recorded_as_lengths_and_times_and_can_be_replayed(
 
 
 async def test_the_heartbeat_tells_what_is_held_for_how_long_and_how_fast_the_device_is(cluster: InProcess) -> None:
-    """1. A batch runs: the rate is known. 2. Batches are held: their tokens, and the age of the oldest by model. 3. All
-    gone again.
+    """A batch runs: the rate is known. Batches are held: their tokens, and the age of the oldest by model. All gone
+    again.
     """
     gateway = await cluster.gateway()
     adapter = await cluster.adapter()

@@ -151,9 +151,7 @@ TEN_A_PART = 20  # tokens: each of these texts counts as two
 
 
 def test_parts_run_so_many_at_a_time_and_their_results_are_in_order(server: Server, using: Callable[..., Any]) -> None:
-    """1. Ten parts, four at a time, some slower than others. 2. Four are under way at once, never five. 3.
-    All in order.
-    """
+    """Ten parts, four at a time, some slower than others. Four are under way at once, never five. All in order."""
     together = threading.Barrier(4)
 
     def special(method: str, path: str, body: Any, number: int) -> None:
@@ -394,8 +392,8 @@ def test_a_reservation_whose_lease_lapsed_is_made_again(
 def test_the_end_of_a_reservation_is_bounded_and_keeps_the_block_s_own_error(
     server: Server, using: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """1. A renewal hangs, and so does the delete. 2. The block fails. 3. Its error is raised soon, and the log says
-    what is left.
+    """A renewal hangs, and so does the delete. The block fails. Its error is raised soon, and the log says what is
+    left.
     """
     monkeypatch.setattr(cluster, "RENEW_EVERY_S", 0.01)
     monkeypatch.setattr(cluster, "CLOSE_S", 0.1)

@@ -336,7 +336,7 @@ def download(folder: Path, **more: Any) -> Callable[[Any, Callable[[Any], Any]],
 
 
 def test_all_parts_arrive_and_none_comes_twice(server: JobServer, using: Callable[..., Any], tmp_path: Path) -> None:
-    """1. A part is cut off twice. 2. All are there. 3. Of the second call only the part that was spoilt is fetched."""
+    """A part is cut off twice. All are there. Of the second call only the part that was spoilt is fetched."""
     finished(server)
     server.cuts["part-00003.parquet"] = 2
     told: list[sie_client.Progress] = []

@@ -194,7 +194,6 @@ def test_a_threshold_may_be_the_least_and_the_most_percent(variable: str, percen
 
 
 def test_the_table_holds_every_documented_setting_and_no_other() -> None:
-    """C16."""
     assert set(DOCUMENTED) == set(BY_NAME)
     assert len(BY_NAME) == len(ROWS) == len({row.field for row in ROWS}) == len({row.flag for row in ROWS})
 
@@ -210,7 +209,7 @@ def test_a_row_says_what_it_is_for(row: Row) -> None:
 
 @each_row
 def test_a_setting_has_its_documented_default(row: Row) -> None:
-    """C16: also where everything else is set."""
+    """Also where everything else is set."""
     others = {name: documented.good for name, documented in DOCUMENTED.items() if name != row.name}
     # what these say changes the defaults of others, on purpose
     others = {
@@ -226,7 +225,7 @@ def test_a_setting_has_its_documented_default(row: Row) -> None:
 
 @each_row
 def test_a_bad_or_out_of_range_value_ends_the_start_with_the_name_of_the_variable(row: Row) -> None:
-    """C10; those of OpenTelemetry are below."""
+    """Variables of OpenTelemetry are below."""
     for raw in DOCUMENTED[row.name].bad:
         for source in ({"environ": {row.name: raw}}, {"environ": {}, "flags": {row.name: raw}})[row.is_standard :]:
             with pytest.raises(SettingError) as caught:
@@ -255,7 +254,7 @@ def test_a_standard_value_that_means_nothing_here_is_ignored_with_one_warning(ro
 
 @each_row
 def test_an_empty_value_is_unset_where_unset_is_the_default_and_an_error_elsewhere(row: Row) -> None:
-    """C10; of OpenTelemetry an empty variable is always unset."""
+    """An empty variable of OpenTelemetry is always unset."""
     if row.default is None or row.is_standard:
         found = load(environ={row.name: "  "})
         assert getattr(found.settings, row.field) == row.default
@@ -336,7 +335,6 @@ def test_derived_defaults_follow_what_they_are_derived_from() -> None:
     ],
 )
 def test_values_that_contradict_each_other_end_the_start(environ: dict[str, str], name: str) -> None:
-    """C9, C10, X2."""
     with pytest.raises(SettingError) as caught:
         load(environ=environ)
     assert caught.value.name == name
@@ -397,7 +395,6 @@ SECRET_ENVIRON = {**{name: DOCUMENTED[name].good for name in SECRETS}, **WITH_CR
 
 
 def test_no_secret_has_a_flag_so_none_shows_in_a_process_list() -> None:
-    """X11."""
     assert {row.name for row in ROWS if row.secret} == SECRETS
     options = {
         option
@@ -411,7 +408,7 @@ def test_no_secret_has_a_flag_so_none_shows_in_a_process_list() -> None:
 
 
 def test_secrets_and_credentials_of_urls_are_in_no_printed_form() -> None:
-    """X11: repr and str of everything that holds them, the table, and errors about them."""
+    """Repr and str of everything that holds them, the table, and errors about them."""
     found = load(environ=SECRET_ENVIRON)
     assert found.settings.auth_token == Secret(CANARY)
     assert found.settings.nats_url is not None
@@ -438,7 +435,6 @@ def test_secrets_and_credentials_of_urls_are_in_no_printed_form() -> None:
     ],
 )
 def test_an_error_about_a_secret_does_not_repeat_it(name: str, raw: str) -> None:
-    """X11."""
     with pytest.raises(SettingError) as caught:
         load(environ={name: raw})
     assert "got ***" in str(caught.value)
@@ -492,11 +488,10 @@ def test_every_setting_has_its_flag_on_the_command_line_and_the_flag_wins() -> N
         assert told[name]["default"] == DOCUMENTED[name].default
         assert told[name]["flag"] == row.flag
     assert all(told[name]["flag"] == "" for name in set(told) - flagged)
-    assert dict(os.environ) == before, "nothing is written back (C10)"
+    assert dict(os.environ) == before, "nothing is written back"
 
 
 def test_the_settings_command_shows_value_source_and_meaning_and_no_secret() -> None:
-    """X11, C16."""
     for arguments in (["settings"], ["settings", "--json"], ["settings", "--standalone"]):
         answer = CliRunner().invoke(
             main, arguments, env={**SECRET_ENVIRON, "SIE_CHUNK_COST": "77", "SIE_MACHINE_PROFILE": "cpu"}
@@ -553,7 +548,7 @@ async def started(*arguments: str, **environ: str) -> tuple[int, str, str]:
 
 
 async def test_a_real_process_with_a_bad_value_exits_2_and_names_it(tmp_path: Path) -> None:
-    """C10: one of each kind of value, and each process of the cluster."""
+    """One of each kind of value, and each process of the cluster."""
 
     async def check(command: str, name: str, raw: str) -> str:
         more = ["--data-dir", str(tmp_path)] if command in ("serve", "standalone") else []

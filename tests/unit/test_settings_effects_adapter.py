@@ -199,7 +199,7 @@ def test_weights_come_from_the_cluster_cache_before_the_hub(tmp_path: Path, hub:
 
 
 def test_without_the_fallback_the_hub_is_never_asked(tmp_path: Path, hub: HubStub) -> None:
-    """SIE_HF_FALLBACK, P8: the failure names the variable; with it the hub sees the pinned commit."""
+    """SIE_HF_FALLBACK: the failure names the variable; with it the hub sees the pinned commit."""
     cache = {"SIE_LOCAL_CACHE": str(tmp_path)}
     refused = str(weights_of(HUB_ENTRY, SIE_HF_FALLBACK="false", **cache))
     assert refused.startswith("NOT_FOUND: ")
@@ -400,9 +400,7 @@ def test_as_many_batches_are_tokenised_at_once_as_there_are_preprocessor_workers
 
 
 def test_texts_are_prepared_while_the_lane_runs_another_batch() -> None:
-    """1. a batch holds the only lane; 2. another one comes on another connection: it is prepared, though no lane is
-    free.
-    """
+    """A batch holds the only lane; another one comes on another connection: it is prepared, though no lane is free."""
     held, prepared, done = threading.Event(), threading.Event(), BatchDone("b", (), b"", 1.0)
 
     def hold(message: RunBatch) -> Reply:

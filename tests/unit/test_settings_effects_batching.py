@@ -71,7 +71,7 @@ def sent_at(arrivals: Sequence[Job[int]], bounds: BatchLimits) -> list[tuple[flo
 
 @pytest.mark.parametrize("mode", ["queue", "standalone"])
 def test_max_batch_cost_bounds_the_tokens_of_a_batch(mode: Mode) -> None:
-    """SIE_MAX_BATCH_COST: 32 texts of 512 tokens are one batch, or four; one item over the budget runs alone (S18)."""
+    """SIE_MAX_BATCH_COST: 32 texts of 512 tokens are one batch, or four; one item over the budget runs alone."""
     roomy = {"SIE_MAX_BATCH_REQUESTS": "64", "SIE_BATCHER_MAX_BATCH_REQUESTS": "64"}
     assert sizes(jobs(32, 512), limits(mode, **roomy)) == [32]
     assert sizes(jobs(32, 512), limits(mode, SIE_MAX_BATCH_COST="4096", **roomy)) == [8, 8, 8, 8]
@@ -121,7 +121,7 @@ def order_of(waiting: Sequence[Job[int]], bounds: BatchLimits) -> str:
 
 @pytest.mark.parametrize(("variable", "overtakes"), [({}, 4), ({"SIE_BULK_MAX_OVERTAKES": "2"}, 2)])
 def test_bulk_work_is_overtaken_at_most_this_often(variable: dict[str, str], overtakes: int) -> None:
-    """SIE_BULK_MAX_OVERTAKES, S9: both priorities saturated; the oldest bulk batch goes after so many
+    """SIE_BULK_MAX_OVERTAKES: both priorities saturated; the oldest bulk batch goes after so many
     interactive ones.
     """
     bounds = limits(SIE_BATCHER_MAX_BATCH_REQUESTS="1", **variable)

@@ -216,7 +216,7 @@ async def test_without_a_config_service_the_packaged_catalogue_serves_and_nothin
 async def test_queued_work_survives_the_broker_in_files_and_not_in_memory(
     nats: NatsServer, adapter: FakeAdapter, models: str, processes: Processes, variable: dict[str, str], status: int
 ) -> None:
-    """SIE_STREAM_STORAGE, L3.
+    """SIE_STREAM_STORAGE.
 
     1. a request is queued, no worker is up; 2. the broker is killed with -9 and started again; 3. a worker starts;
     4. the request is answered from the file; of what was in memory the client hears QUEUE_UNAVAILABLE.
@@ -242,7 +242,7 @@ async def test_queued_work_survives_the_broker_in_files_and_not_in_memory(
 async def test_a_stream_that_stands_otherwise_at_the_broker_is_a_named_refusal(
     nats: NatsServer, processes: Processes
 ) -> None:
-    """SIE_STREAM_STORAGE, L16."""
+    """SIE_STREAM_STORAGE."""
     await processes.gateway(SIE_NATS_URL=nats.url)
     with pytest.raises(SettingError, match=r"^SIE_STREAM_STORAGE: WORK__default: storage is 'file' at the broker"):
         await processes.gateway(SIE_NATS_URL=nats.url, SIE_STREAM_STORAGE="memory")

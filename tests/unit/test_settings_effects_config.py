@@ -83,7 +83,7 @@ def reads(token: str, **environ: str) -> bool | type[SIEError]:
 
 
 def test_the_export_is_read_with_the_read_token_or_the_admin_token_and_nothing_else() -> None:
-    """SIE_CONFIG_READ_TOKEN, X14: where neither is configured nobody reads, and the read token writes nothing."""
+    """SIE_CONFIG_READ_TOKEN: where neither is configured nobody reads, and the read token writes nothing."""
     tokens = {"SIE_CONFIG_READ_TOKEN": "reader", "SIE_ADMIN_TOKEN": "root", "SIE_AUTH_TOKEN": "user"}
     assert [reads(token, **tokens) for token in ("reader", "root", "user", "")] == [
         True,

@@ -61,7 +61,7 @@ async def test_a_request_is_cut_into_messages_of_about_the_chunk_cost_with_equal
 async def test_a_request_may_have_this_many_items_and_not_one_more(
     cluster: InProcess, variable: dict[str, str], limit: int
 ) -> None:
-    """SIE_MAX_ITEMS_PER_REQUEST, E19: one more is refused before anything is queued."""
+    """SIE_MAX_ITEMS_PER_REQUEST: one more is refused before anything is queued."""
     gateway = await cluster.gateway(**variable)
     refused = await gateway.encode(*["x"] * (limit + 1))
     assert refused.status_code == 400
@@ -252,7 +252,7 @@ async def test_text_over_the_inline_limit_is_refused_with_the_limit(tmp_path: Pa
 
 
 async def test_a_full_work_stream_refuses_the_newest_and_answers_all_it_accepted(tmp_path: Path) -> None:
-    """SIE_QUEUE_MAX_BYTES, L15: the smallest, 1 MiB, holds five texts of 200 kB."""
+    """SIE_QUEUE_MAX_BYTES: the smallest, 1 MiB, holds five texts of 200 kB."""
     async with InProcess(tmp_path) as cluster:
         gateway = await cluster.gateway(SIE_QUEUE_MAX_BYTES=str(1 << 20))
         accepted = [asyncio.create_task(gateway.encode("x" * 200_000)) for _ in range(5)]
@@ -289,7 +289,7 @@ async def test_a_root_path_is_stripped_and_named_in_the_document(cluster: InProc
 
 
 async def test_metrics_have_a_port_of_their_own_that_is_never_behind_a_token(cluster: InProcess) -> None:
-    """SIE_GATEWAY_METRICS_PORT, X12: probes answer on both ports, data on the main one, metrics on this one."""
+    """SIE_GATEWAY_METRICS_PORT: probes answer on both ports, data on the main one, metrics on this one."""
     gateway = await cluster.gateway(SIE_AUTH_MODE="static", SIE_AUTH_TOKEN="good")
     assert str(gateway.settings.gateway_metrics_port) in gateway.side_url
     assert "sie_gateway_requests_in_progress 0.0" in (await gateway.get("/metrics")).text
@@ -477,7 +477,7 @@ async def test_the_gateway_makes_consumers_with_the_ack_wait(cluster: InProcess)
 async def test_the_work_stream_is_made_with_storage_and_replicas_and_never_changed_behind_the_operator(
     cluster: InProcess,
 ) -> None:
-    """SIE_STREAM_STORAGE, SIE_STREAM_REPLICAS, L16: what stands at the broker otherwise is a refusal that names the
+    """SIE_STREAM_STORAGE, SIE_STREAM_REPLICAS: what stands at the broker otherwise is a refusal that names the
     variable.
     """
     await cluster.gateway(SIE_STREAM_STORAGE="memory", SIE_STREAM_REPLICAS="3")
@@ -503,7 +503,7 @@ def allowed(gate: Gate, token: str, method: str = "POST", path: str = "/v1/encod
 
 
 def test_the_auth_mode_decides_whether_a_token_is_needed() -> None:
-    """SIE_AUTH_MODE, X2."""
+    """SIE_AUTH_MODE."""
     assert allowed(Gate(settings_of()), "") is True
     assert allowed(Gate(settings_of(SIE_AUTH_MODE="none", SIE_AUTH_TOKEN="a")), "") is True
     for tokenless in ({}, {"SIE_AUTH_TOKEN": ""}):
@@ -531,7 +531,7 @@ def test_routes_have_the_scopes_of_the_contract() -> None:
 
 
 def test_the_auth_token_passes_user_routes_and_no_admin_route() -> None:
-    """SIE_AUTH_TOKEN, X14: with or without the word Bearer."""
+    """SIE_AUTH_TOKEN: with or without the word Bearer."""
     gate = Gate(settings_of(SIE_AUTH_MODE="static", SIE_AUTH_TOKEN="a"))
     gate.check("GET", "/v1/models", "a")
     assert allowed(gate, "a", "GET", "/v1/models") is True
@@ -548,7 +548,7 @@ def test_every_one_of_the_auth_tokens_passes_until_it_is_dropped() -> None:
 
 
 def test_the_admin_token_passes_everywhere_and_without_one_admin_routes_are_closed() -> None:
-    """SIE_ADMIN_TOKEN, X14: in mode none too; unset fails closed."""
+    """SIE_ADMIN_TOKEN: in mode none too; unset fails closed."""
     write = ("POST", "/v1/configs/models")
     for mode in ({}, {"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKEN": "user"}):
         gate = Gate(settings_of(SIE_ADMIN_TOKEN="root", **mode))
@@ -561,7 +561,7 @@ def test_the_admin_token_passes_everywhere_and_without_one_admin_routes_are_clos
 
 
 async def test_a_refusal_tells_how_to_authenticate_and_holds_no_token(cluster: InProcess) -> None:
-    """SIE_AUTH_TOKEN, X11: over HTTP."""
+    """SIE_AUTH_TOKEN: over HTTP."""
     gateway = await cluster.gateway(
         SIE_AUTH_MODE="static", SIE_AUTH_TOKEN="secret-good", SIE_GATEWAY_REQUEST_TIMEOUT="0.1"
     )

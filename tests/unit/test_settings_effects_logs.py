@@ -78,7 +78,7 @@ async def test_each_process_writes_json_lines_or_plain_ones(tmp_path: Path) -> N
 
 
 async def test_what_python_itself_writes_is_a_line_too_and_quotes_nobody() -> None:
-    """SIE_LOG_JSON, X4: warnings, exceptions that nobody catches, and names that are no text."""
+    """SIE_LOG_JSON: warnings, exceptions that nobody catches, and names that are no text."""
     code = f"""
 import logging, threading, warnings
 from sie_runtime.process import own_stderr
@@ -116,7 +116,7 @@ def json_logs() -> Iterator[None]:
 async def test_a_request_is_one_line_with_its_id_model_and_latency_and_no_input(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """SIE_LOG_JSON, X4: successes and failures; the canary is in inputs, ids, metadata, tokens and bad bodies."""
+    """SIE_LOG_JSON: successes and failures; the canary is in inputs, ids, metadata, tokens and bad bodies."""
     with json_logs():
         async with InProcess(tmp_path) as cluster:
             gateway = await cluster.gateway(SIE_AUTH_MODE="static", SIE_AUTH_TOKEN=f"{CANARY}-token")

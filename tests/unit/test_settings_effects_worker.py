@@ -153,7 +153,7 @@ async def test_a_worker_on_a_cpu_has_a_batch_for_each_lane_unless_somebody_wrote
 async def test_the_pool_has_so_many_connections_and_one_for_control(
     cluster: InProcess, environ: dict[str, str], connections: int
 ) -> None:
-    """SIE_IPC_POOL_SIZE, S20: unset it follows SIE_MAX_CONCURRENT_BATCHES."""
+    """SIE_IPC_POOL_SIZE: unset it follows SIE_MAX_CONCURRENT_BATCHES."""
     await cluster.gateway()
     adapter = await cluster.adapter()
     await cluster.sidecar(adapter, **environ)
@@ -195,7 +195,7 @@ async def test_the_adapter_is_pinged_at_the_interval(cluster: InProcess) -> None
 
 
 async def test_a_frozen_adapter_makes_the_worker_unready_after_so_many_intervals(cluster: InProcess) -> None:
-    """SIE_WORKER_READYZ_STALE_MULT, S4: after three intervals, by default, and later where more are allowed."""
+    """SIE_WORKER_READYZ_STALE_MULT: after three intervals, by default, and later where more are allowed."""
     await cluster.gateway()
     soon, late = await cluster.adapter("soon.sock"), await cluster.adapter("late.sock")
     quick = await cluster.sidecar(soon, SIE_WORKER_PING_INTERVAL_MS="100")
@@ -222,7 +222,7 @@ async def test_a_frozen_adapter_makes_the_worker_unready_after_so_many_intervals
 async def test_the_worker_id_is_in_results_heartbeats_and_logs(
     cluster: InProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """SIE_WORKER_ID, B9."""
+    """SIE_WORKER_ID."""
     caplog.set_level(logging.INFO)
     gateway = await cluster.gateway()
     await cluster.sidecar(SIE_WORKER_ID="Rack-7.gpu-1")
@@ -512,7 +512,7 @@ class LoadsAtOnce:
 
 
 async def test_a_model_is_idle_when_its_last_use_is_that_long_ago_and_nothing_is_held_for_it() -> None:
-    """SIE_IDLE_EVICT_S, S15: 300 on a virtual clock; a request every 299 s keeps it."""
+    """SIE_IDLE_EVICT_S: 300 on a virtual clock; a request every 299 s keeps it."""
     now_s = 0.0
     idle_s = settings_of(SIE_IDLE_EVICT_S="300").idle_evict_s
     assert idle_s is not None

@@ -280,14 +280,14 @@ def names_used(tree: ast.AST) -> set[str]:
 
 
 def test_nothing_but_the_settings_reads_the_environment() -> None:
-    """C10: what is allowed is listed by file, with the reason, and is used."""
+    """What is allowed is listed by file, with the reason, and is used."""
     reads = {file for file, tree in all_trees() for node in ast.walk(tree) if _is_os(node, ENVIRON_READS)}
     assert reads == set(READS_ENVIRON)
     assert {file for file, tree in all_trees() if names_used(tree) & HOME_READS} == set(READS_HOME)
 
 
 def test_nothing_writes_the_environment() -> None:
-    """C10: what is allowed is listed by file, with the reason, and is used."""
+    """What is allowed is listed by file, with the reason, and is used."""
     assert {file for file, tree in all_trees() if any(writes_environ(node) for node in ast.walk(tree))} == set(
         WRITES_ENVIRON
     )
@@ -374,7 +374,7 @@ def readers() -> dict[str, frozenset[str]]:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_a_setting_is_read_where_its_row_says_and_nowhere_else(row: Row) -> None:
-    """C16: a setting that waits for its capability is read nowhere, and says so."""
+    """A setting that waits for its capability is read nowhere, and says so."""
     expected = (
         set()
         if row.waits_for
@@ -390,7 +390,6 @@ def test_what_is_only_checked_is_checked() -> None:
 
 
 def test_every_setting_has_a_test_of_its_effect_or_waits_for_something() -> None:
-    """C16."""
     assert EFFECTS.keys() | WAITING.keys() == BY_NAME.keys()
     assert not EFFECTS.keys() & WAITING.keys()
 

@@ -85,7 +85,7 @@ class _Refusing:
 
 
 async def test_a_remembered_failure_is_told_anew_each_time() -> None:
-    """L6: one load; and no exception that collects the frames of all who met it."""
+    """One load; and no exception that collects the frames of all who met it."""
     link = _Refusing()
     hosting = Hosting(link, lambda: 0.0, lambda: None)  # type: ignore[arg-type]
     entry = ModelEntry(

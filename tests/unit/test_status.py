@@ -115,7 +115,7 @@ async def test_the_cluster_frame_holds_what_health_holds(cluster: InProcess) -> 
 
 
 async def test_the_cluster_frame_tells_of_work_that_has_no_worker(cluster: InProcess) -> None:
-    """A6: the broker tells of it. What it has not told is null, not zero."""
+    """The broker tells of it. What it has not told is null, not zero."""
     gateway = await cluster.gateway(SIE_GATEWAY_CONFIGURED_GPUS="l4")
     async with looking(gateway, "/ws/cluster-status") as socket:
         assert {name: (await frame(socket))[name] for name in ("queues", "model_queues")} == {
@@ -143,7 +143,6 @@ def _is_idle(cluster: InProcess) -> bool:
 
 
 async def test_health_without_a_worker_is_degraded_and_hides_credentials(cluster: InProcess) -> None:
-    """X11"""
     gateway = await cluster.gateway(
         SIE_NATS_URL="nats://user:secret@one:4222", SIE_CONFIG_SERVICE_URL="http://u:secret@config:8081"
     )
@@ -156,7 +155,7 @@ async def test_health_without_a_worker_is_degraded_and_hides_credentials(cluster
 
 
 async def test_an_upgrade_is_refused_before_the_handshake_by_the_rules_of_other_calls(cluster: InProcess) -> None:
-    """X14: 401 and 403 are plain HTTP responses in the envelope, and so is an unknown path."""
+    """401 and 403 are plain HTTP responses in the envelope, and so is an unknown path."""
     gateway = await cluster.gateway(SIE_AUTH_MODE="static", SIE_AUTH_TOKEN="good")
     for path in ("/ws/cluster-status", "/ws/status", "/ws/nothing"):
         status, body, kind = await refusal(gateway, path)
@@ -515,7 +514,6 @@ async def test_in_mode_ws_workers_are_known_by_their_sockets_and_in_mode_nats_by
 
 
 def test_a_socket_that_tells_nothing_is_an_unhealthy_worker_without_credentials() -> None:
-    """X11"""
     seen = of_socket("http://user:secret@worker:9095", None)
     assert (seen.info.name, seen.info.healthy) == ("http://worker:9095", False)
 
@@ -598,7 +596,7 @@ async def test_answers_are_counted_and_told(cluster: InProcess) -> None:
 async def test_dead_letters_are_counted_from_the_stream_that_keeps_them(
     cluster: InProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """B3: the same at every gateway, whoever wrote them."""
+    """The same at every gateway, whoever wrote them."""
     monkeypatch.setattr(statuses, "DEAD_EVERY_S", 0.02)
     gateway = await cluster.gateway()
     assert await gateway.metric("sie_gateway_dlq_events_total") == 0
@@ -612,5 +610,4 @@ async def test_dead_letters_are_counted_from_the_stream_that_keeps_them(
 
 
 def test_a_gateway_of_before_says_nothing_of_its_rate() -> None:
-    """P2"""
     assert heartbeats.decode_gateway(messages.encode(GatewayBeat("g"))).qps == 0.0

@@ -128,7 +128,7 @@ async def test_two_busy_models_take_turns_and_every_item_runs_on_its_own() -> No
 def test_loads_of_a_few_seconds_take_half_of_the_time_at_most_and_every_model_has_its_turn(
     load_s: float, models: int, swap_after_s: float
 ) -> None:
-    """S14: under virtual time, with work for all of them all the time. Nobody waits longer than a round of loads and
+    """Under virtual time, with work for all of them all the time. Nobody waits longer than a round of loads and
     turns and a load.
     """
     turn_s = max(min(load_s, MAX_TURN_S), swap_after_s)
@@ -298,7 +298,7 @@ async def test_work_that_holds_what_others_wait_for_does_not_wait_before_the_gat
 
 
 async def test_a_load_that_nobody_waits_for_any_more_takes_no_room() -> None:
-    """1. b waits for a's work to end. 2. Its own work is withdrawn. 3. a ends, and stays: loading b would evict it for
+    """B waits for a's work to end. Its own work is withdrawn. a ends, and stays: loading b would evict it for
     nobody.
     """
     worker = Worker(1000.0)

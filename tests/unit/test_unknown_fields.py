@@ -43,7 +43,7 @@ async def refused(gateway: GatewayProcess, path: str, body: Any, **headers: str)
 @pytest.mark.parametrize("route", ["encode", "score", "extract"])
 @pytest.mark.parametrize("field", ["itmes", "item", "Items"])
 async def test_a_field_in_place_of_the_items_is_named(gateway: GatewayProcess, route: str, field: str) -> None:
-    """E6: with a body that has only it, and beside others."""
+    """With a body that has only it, and beside others."""
     for body in ({field: ["secret"]}, {"params": {}, "query": "secret", field: ["secret"], "labels": ["secret"]}):
         error = await refused(gateway, f"/v1/{route}/{ONE}", body)
         assert (error["code"], error["reason"], error["param"]) == ("INVALID_INPUT", "empty_items", "items")
@@ -100,7 +100,7 @@ async def test_a_field_in_place_of_the_query_or_of_a_text_is_named(gateway: Gate
 async def test_a_field_beside_the_items_is_a_warning_and_strictly_an_error(
     gateway: GatewayProcess, body: dict[str, Any], path: str, meant: str
 ) -> None:
-    """E6: contract 5.3."""
+    """Contract 5.3."""
     end = f"; did you mean `{meant}`?" if meant else ""
     answer = await gateway.client.post(f"/v1/encode/{ONE}", json={"items": [{"text": "a", "note": 1}], **body})
     assert answer.status_code == 200, answer.text

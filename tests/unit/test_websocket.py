@@ -78,7 +78,7 @@ async def deaf(port: int) -> socket.socket:
 
 
 async def test_a_peer_that_does_not_read_is_sent_nothing_more_and_then_cut_off() -> None:
-    """O20: what waits for it stays below the buffers of one connection, whatever the number of frames."""
+    """What waits for it stays below the buffers of one connection, whatever the number of frames."""
     made = 0
     text = "x" * (256 << 10)
 
@@ -103,7 +103,7 @@ async def test_a_peer_that_does_not_read_is_sent_nothing_more_and_then_cut_off()
 
 
 async def test_a_server_that_ends_says_that_it_goes_away_and_waits_for_no_slow_reader() -> None:
-    """P1: close code 1001 to who reads; who does not is cut off, where the server would wait 5 s for its connection to
+    """Close code 1001 to who reads; who does not is cut off, where the server would wait 5 s for its connection to
     close.
     """
     made = 0

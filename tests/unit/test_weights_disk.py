@@ -156,7 +156,7 @@ def test_what_was_used_longest_ago_goes_above_the_threshold(
 def test_a_limit_below_the_disk_s_counts_the_cache_alone(
     limit: int, gone: list[str], cache: LocalCache, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIE_DISK_CACHE_BYTES, P12: as on a volume with a size limit, which the file system does not know: half of the
+    """SIE_DISK_CACHE_BYTES: as on a volume with a size limit, which the file system does not know: half of the
     disk is free.
     """
     disk.others_bytes = 200 * MIB
@@ -428,7 +428,6 @@ def real(size: int) -> Callable[[Path, Progress], Manifest]:
 
 
 def test_on_a_real_file_system_the_right_one_goes(small: Path) -> None:
-    """P12."""
     cache = limited(small, 80.0)
     for name in ("org/a", "org/b", "org/c"):
         cache.obtain(name, REVISION, real(24 * MIB), name)

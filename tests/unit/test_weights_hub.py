@@ -219,7 +219,7 @@ def test_a_token_opens_what_is_gated(hub: HubStub, tmp_path: Path, monkeypatch: 
 
 
 def test_offline_means_that_the_hub_is_not_asked(hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """P8: also where Hugging Face's own variable says it."""
+    """Also where Hugging Face's own variable says it."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     from huggingface_hub.utils import close_session  # type: ignore[attr-defined]
 
@@ -260,7 +260,7 @@ def test_a_profile_that_runs_code_has_it_fetched(hub: HubStub, tmp_path: Path) -
 def test_what_the_hubs_own_client_completed_counts_by_its_listing(
     hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """C13: it writes the listing first, so what it did not complete is known; SIE completes it, with the bytes that are
+    """It writes the listing first, so what it did not complete is known; SIE completes it, with the bytes that are
     there.
     """
     from huggingface_hub import snapshot_download
@@ -365,7 +365,6 @@ def was_interrupted(folder: Path) -> None:
 def test_a_copy_that_contradicts_itself_is_refused_while_nobody_can_be_asked(
     damage: Callable[[Path], None], says: str, tmp_path: Path
 ) -> None:
-    """C13."""
     damage(by_hand(tmp_path))
     with pytest.raises(ModelLoadFailed) as raised:
         WeightSources(tmp_path, False).folder(entry())

@@ -1,4 +1,4 @@
-"""Processes that are killed while they fetch or remove a snapshot, and several at once: C13, A15."""
+"""Processes that are killed while they fetch or remove a snapshot, and several at once."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def killed_at(hub: HubStub, cache: Path, offset: int) -> None:
 
 @pytest.mark.long
 def test_what_was_killed_at_any_byte_goes_on_there(hub: HubStub, tmp_path: Path) -> None:
-    """C13: at 20 points of the download nothing counts as cached, and no byte that is on the disk is
+    """At 20 points of the download nothing counts as cached, and no byte that is on the disk is
     asked for again.
     """
     resumed = set()
@@ -105,7 +105,7 @@ def test_killed_twice_it_goes_on_twice(hub: HubStub, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_killed_before_any_change_of_the_disk_the_next_start_completes(hub: HubStub, tmp_path: Path) -> None:
-    """C13: between two effects: what counts as there is right, and what does not is completed."""
+    """Between two effects: what counts as there is right, and what does not is completed."""
     count = 0
     while True:
         count += 1
@@ -136,7 +136,7 @@ def test_a_removal_that_was_killed_leaves_no_half_of_a_snapshot(hub: HubStub, tm
 
 
 def test_of_several_processes_one_fetches(hub: HubStub, tmp_path: Path) -> None:
-    """A15: twenty would be the same as four: those who wait hold nothing but a file."""
+    """Twenty would be the same as four: those who wait hold nothing but a file."""
     begun, go = threading.Event(), threading.Event()
 
     def held(name: str, sent: int) -> None:

@@ -128,7 +128,7 @@ def test_a_key_has_one_window_over_all_models_of_a_lane_and_priority() -> None:
 
 
 def test_the_turn_is_kept_while_there_is_no_room_and_a_turns_tokens_may_pass() -> None:
-    """S10: a large chunk is not passed for ever by small ones that fit where it does not, of one key or of many."""
+    """A large chunk is not passed for ever by small ones that fit where it does not, of one key or of many."""
     one = window()
     holder = Ticket("h", [100])
     one.join(holder)
@@ -148,7 +148,6 @@ def test_the_turn_is_kept_while_there_is_no_room_and_a_turns_tokens_may_pass() -
 
 
 def test_a_chunk_above_every_bound_goes_alone() -> None:
-    """S18"""
     one = window()
     large = Ticket("a", [10 * QUANTUM])
     one.join(large)
@@ -159,7 +158,6 @@ def test_a_chunk_above_every_bound_goes_alone() -> None:
 
 
 def test_a_small_request_of_a_key_does_not_wait_for_its_large_ones_and_these_end_one_by_one() -> None:
-    """S8"""
     one = window()
     large, next_one, small = (Ticket("a", [QUANTUM] * count) for count in (9, 9, 1))
     one.join(large)
@@ -183,7 +181,7 @@ def test_a_request_of_one_chunk_passes_only_where_nobody_waits() -> None:
 
 
 class Turns(RuleBasedStateMachine):
-    """S7: whatever happens in whatever order, what is counted is what is held, bounds hold, and at the end everything
+    """Whatever happens in whatever order, what is counted is what is held, bounds hold, and at the end everything
     is free.
     """
 
@@ -382,7 +380,7 @@ def p99(values: list[float]) -> float:
     ("batch_s", "token_s"), [(0.005, 20e-6), (0.0, 20e-6), (0.002, 1e-6), (0.05, 0.0), (0.05, 3e-6)]
 )
 def test_a_backlog_of_one_key_costs_another_two_batches_and_the_device_nothing(batch_s: float, token_s: float) -> None:
-    """S9: 100,000 texts of 64 tokens of one key, small requests of another that was there before: p99 <= 2 x unloaded
+    """100,000 texts of 64 tokens of one key, small requests of another that was there before: p99 <= 2 x unloaded
     p99 + two batches.
 
     Throughput stays within a tenth of what the backlog alone gives, whether batches cost by tokens or by number.

@@ -40,8 +40,8 @@ async def written(cluster: InProcess, **environ: str) -> FakeAdapter:
 
 
 async def test_what_is_written_holds_no_lane(cluster: InProcess) -> None:
-    """1. more pages than are written at once, each a work item; 2. all that have a place run, one item each; 3. a text
-    of another model comes: it waits for none of them; 4. they are let go, and all are answered.
+    """More pages than are written at once, each a work item; all that have a place run, one item each; a text of
+    another model comes: it waits for none of them; they are let go, and all are answered.
     """
     gateway, adapter = await cluster.gateway(), await written(cluster)
     pages = WRITTEN_AT_ONCE + WRITTEN_READY + 5

@@ -162,8 +162,8 @@ class ClientVersions:
         self._met: set[str] = set()
 
     def met(self, version: str) -> None:
-        """What a client says of itself: of it only `1.2` of `1.2.3` is looked at and told, so nothing else of it
-        reaches the log.
+        """Log a client's version once: only `1.2` of `1.2.3` is read, so no other text of the client reaches
+        the log.
         """
         match = _MINOR.match(version)
         if match is not None and match[0] not in self._met and len(self._met) < MAX_VERSIONS:

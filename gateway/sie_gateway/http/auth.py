@@ -1,4 +1,4 @@
-"""Who may do what: each row of `routes.ROUTES` has a scope, and credentials have scopes.
+"""Access control: each row of `routes.ROUTES` has a scope, and credentials have scopes.
 
     method, path ──► row of ROUTES ──► its scope ──► does the credential have it? ──► Grant
                        └ none: NotFound, or 405 with `Allow`, to whoever may read

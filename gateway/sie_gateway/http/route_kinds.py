@@ -1,4 +1,4 @@
-"""What a row of the routes of a gateway is, and the parameters that several rows share."""
+"""Type of a row of the gateway's routes, and the parameters that several rows share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client sent becomes plain values: transport decoding with its limits, and the items of a request.
+"""Decoding of request bodies to plain values: transport decoding with its limits, and the items of a request.
 
     bytes ──decode──► map ──items──► tuple[Item]
 
@@ -130,7 +130,7 @@ def items(body: Mapping[str, Any], *, limit: int) -> tuple[Item, ...]:
 
 
 def query(body: Mapping[str, Any]) -> Item:
-    """What the items are scored against. Raises InvalidInput with reason schema."""
+    """Read the query that the items are scored against. Raises InvalidInput with reason schema."""
     raw = body.get("query")
     if raw is None:
         message = f"query: expected a map or a string, got null{in_its_place(body, 'query', FIELDS)}"
@@ -139,8 +139,8 @@ def query(body: Mapping[str, Any]) -> Item:
 
 
 def in_its_place(body: Mapping[str, Any], name: str, fields: Collection[str]) -> str:
-    """What a message ends with that `name` is missing: the unknown field that is like it, or that others call it. Any
-    other may be content, which no error repeats.
+    """End of a message that `name` is missing: an unknown field with a similar name, or with the name in another API.
+    Any other name may be content, which no error repeats.
     """
     unknown = (str(key)[:MAX_KEY] for key in itertools.islice((key for key in body if key not in fields), MAX_KEYS))
     elsewhere = _ELSEWHERE.get(name, {})
@@ -216,8 +216,8 @@ def _item(value: Any, path: str) -> Item:
 
 
 def ignored(items: Sequence[Item], query: Item | None) -> tuple[str, ...]:
-    """What is told of fields of inputs whose names are nearly right, each name once. Any other is the client's own, and
-    nothing is said.
+    """Warn of fields of inputs whose names are nearly right, each name once. Any other name is the client's own and
+    causes no warning.
     """
     places = itertools.chain(
         (("query", query),) if query else (), ((f"items[{index}]", item) for index, item in enumerate(items))
@@ -232,7 +232,7 @@ def ignored(items: Sequence[Item], query: Item | None) -> tuple[str, ...]:
 
 
 def unread_texts(items: Sequence[Item], model: str) -> tuple[str, ...]:
-    """What is told of the texts of inputs that have files too, for a model that reads only the files of these."""
+    """Warn of the texts of inputs that also have files, for a model that reads only the files."""
     texts = [item for item in items if item.text]
     counts = {
         "images": sum(bool(item.images) for item in texts),

@@ -94,7 +94,7 @@ class Call:
         return self.headers.get("x-sie-explain") == "1"
 
     def digest(self) -> bytes:
-        """What its client is known by when it sends the same again."""
+        """Digest by which a repeated request of the same client is recognised."""
         parts = (
             self.key,
             self.client,
@@ -106,7 +106,7 @@ class Call:
 
     @property
     def work_id(self) -> str:
-        """What its work is called: another name at each attempt, so that nothing of an earlier one counts."""
+        """Id of its work: a new id at each attempt, so that no result of an earlier attempt counts."""
         return f"{self.id}-{self.attempt}" if self.attempt else self.id
 
     @property
@@ -116,8 +116,8 @@ class Call:
 
 
 def route_key(call: Call | None) -> str:
-    """What of a call always gets the same target of an alias: its X-SIE-Route-Key, else its API key, else the address
-    of its client.
+    """The key by which calls get the same target of an alias: X-SIE-Route-Key, else the API key, else the client's
+    address.
 
     A named one counts whoever sends it, so the writer and the readers of an index can agree on one. Empty for nobody's
     call, which gets the heaviest target. Raises InvalidInput.
@@ -149,8 +149,8 @@ class EncodedReply:
 
 @dataclass(frozen=True)
 class InferRequest:
-    """What is asked of a model, whichever client family wrote it. `parameters` is a map as a native body has it
-    (contract 5).
+    """A request to a model, independent of the client's API. `parameters` is a map as a native body has it (contract
+    5).
 
     `run` stands for all parameters where the operation takes none of a model's. `side` is that of texts whose side no
     parameter names: none on the routes of other servers, which then give what the model's own library gives.

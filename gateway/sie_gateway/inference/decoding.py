@@ -15,7 +15,7 @@ LARGE_BYTES = 256 << 10
 
 
 async def beside(body: bytes, work: Callable[[], T]) -> T:
-    """What `work` makes of a body, of a large one in a thread."""
+    """Run `work` on a body, in a thread if it is large."""
     return work() if len(body) <= LARGE_BYTES else await asyncio.to_thread(work)
 
 

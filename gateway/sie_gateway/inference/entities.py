@@ -15,8 +15,8 @@ _PATH = "metadata.entities"
 
 
 def mentions(item: Item) -> tuple[Mention, ...]:
-    """Those of an item with a text, in the client's order; none if it names none. Raises InvalidInput naming the path
-    within the item.
+    """Read the entities of an item with a text, in the client's order; empty if it has none. Raises InvalidInput naming
+    the path within the item.
     """
     entities = item.metadata.get("entities") if isinstance(item.metadata, dict) else None
     if entities is None:

@@ -83,7 +83,7 @@ class Inference:
 
     @property
     def catalogue(self) -> Catalogue:
-        """What can be asked for. Raises NotReady before it is there."""
+        """The catalogue of models. Raises NotReady before it is loaded."""
         if not self._feed.loaded:
             raise NotReady("the catalogue is not loaded yet")
         return self._feed.catalogue
@@ -245,7 +245,7 @@ class Inference:
         return await self.execute(call, self.understand(call, request))
 
     async def execute(self, call: Call, request: PlannedRequest) -> RequestResult:
-        """As `run`, for what was understood before. The images that are at URLs are fetched."""
+        """Run a request that is planned already. Images at URLs are fetched."""
         reads = "image" in request.resolved.entry.inputs and request.operation in ("encode", "score", "extract")
         if not reads or not links(request.items, request.query):
             return await self._execute(call, request)
@@ -342,7 +342,7 @@ def _pool_name(value: str) -> str:
 
 
 def _error_mode(call: Call) -> str:
-    """What a failed input does unless the body says: the header, else the dialect of the client. Raises
+    """Mode of errors of single inputs, unless the body sets it: the header, else the dialect of the client. Raises
     InvalidInput.
     """
     mode = call.headers.get("x-sie-on-item-error") or call.dialect.on_item_error

@@ -130,8 +130,8 @@ async def resolved(host: str, port: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Network:
-    """What this gateway reaches others by. `resolve` gives the addresses of a host, `connections` connects to one;
-    `tls` makes what certificates are verified with.
+    """The network as this gateway uses it. `resolve` gives the addresses of a host, `connections` connects to an
+    address; `tls` makes the context that verifies certificates.
     """
 
     resolve: Callable[[str, int], Awaitable[Sequence[str]]] = resolved
@@ -259,7 +259,7 @@ class ImageUrls:
             yield answer
 
     def _target(self, url: str) -> httpx.URL:
-        """What is asked for. Raises _Unfetched."""
+        """Parse and check the URL. Raises _Unfetched."""
         if len(url) > MAX_URL:
             raise _Unfetched(f"the URL has {len(url)} characters, at most {MAX_URL} are allowed", limit=MAX_URL)
         try:
@@ -307,7 +307,7 @@ def _with(item: Item, fetched: dict[str, bytes | _Unfetched]) -> Item:
 
 
 def _joined(target: httpx.URL, answer: httpcore.Response) -> str:
-    """Where a redirect leads."""
+    """Resolve the target of a redirect. Raises _Unfetched."""
     try:
         return str(target.join(_header(answer, b"location").decode("ascii")))
     except (httpx.InvalidURL, ValueError):
@@ -427,6 +427,6 @@ def is_public(address: str) -> bool:
 
 
 def links(items: Sequence[Item], query: Item | None) -> Sequence[Link]:
-    """Those of all inputs."""
+    """Links of all inputs and of the query."""
     urls = [link for item in items if item.links for link in item.links]
     return [*urls, *query.links] if query else urls

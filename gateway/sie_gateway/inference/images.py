@@ -1,4 +1,4 @@
-"""What the first bytes of an image file say of it: no pixel is decoded. For replies that describe their images."""
+"""Headers of image files, read from the first bytes: no pixel is decoded. For replies that describe their images."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Header(NamedTuple):
 
 
 def pixels(data: bytes) -> int:
-    """Of a file, as its header says; 0 where that cannot be read here."""
+    """Count the pixels of a file by its header; 0 where that cannot be read here."""
     image = header(data)
     return image.width * image.height if image is not None else 0
 

@@ -1,4 +1,4 @@
-"""Where results come back. One subscription per gateway; it decodes, hands over and confirms, and does nothing else.
+"""Inbox of results. One subscription per gateway; it only decodes, hands over and confirms.
 
     result ───────────────────────────────► its request's Collector ──► first outcome of a chunk wins ──► confirmation:
     the sidecar acks part of one ──► kept until all are there ──► digest checked in a thread ──┘
@@ -234,7 +234,7 @@ class Inbox:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def address(self, request: str) -> str:
-        """Where results of this request are sent."""
+        """Subject to which results of this request are sent."""
         return f"{self.subject}.{request}"
 
     def open(self, request: str, chunks: int, pool: str = "") -> Collector:
@@ -251,7 +251,7 @@ class Inbox:
 
     @property
     def unfinished_bytes(self) -> int:
-        """What parts of results hold that are not whole yet."""
+        """Bytes that parts of incomplete results hold."""
         return self._fragments.held_bytes
 
     def fail_pool(self, pool: str, error: SIEError) -> None:
@@ -296,7 +296,7 @@ class Inbox:
     # results in parts
 
     def _keep(self, part: Fragment, reply: str) -> Verdict | None:
-        """What to answer a part with; None while the whole is checked."""
+        """Verdict on a part; None while the digest of the whole is checked."""
         collector = self._open.get(part.request)
         if collector is None:
             return "unknown"

@@ -52,7 +52,7 @@ class ClientGone(Exception):
 
 
 class Caller(Protocol):
-    """What is known of a client. `receive` None: it cannot be told whether it is still there."""
+    """A client as its request describes it. `receive` None: a disconnect cannot be noticed."""
 
     path: str
     headers: Any

@@ -141,8 +141,8 @@ def _step(values: Sequence[Any], numbers: int) -> int:
 def body_of(
     body: dict[str, Any], values: int, *, msgpack: bool, row: Row | None = None, late: Late | None = None
 ) -> tuple[Body, str]:
-    """As `encode`, in pieces where there are many `values`: a large one takes 600 ms, in which nobody else would be
-    served.
+    """Encode a body as `encode` does, in pieces where there are many `values`: a large body takes 600 ms, which would
+    block the event loop.
 
     `row` makes a slot of each of the `items`, when it is its turn; `late` the one entry that is written last.
     """

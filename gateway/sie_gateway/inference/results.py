@@ -45,7 +45,7 @@ FOUND_VALUES = 20  # of something that was found in a text, as many numbers as a
 
 @dataclass(frozen=True)
 class PlannedRequest:
-    """What is asked, with every parameter merged and the lane chosen."""
+    """A request with every parameter merged and the lane chosen."""
 
     operation: Operation
     resolved: Resolved
@@ -97,7 +97,7 @@ class RequestResult:
 
     @cached_property
     def worker_results(self) -> list[WorkResult]:
-        """What workers sent."""
+        """Results that workers sent."""
         return [result for result in self._results if result.chunk >= 0]
 
     @cached_property
@@ -215,7 +215,7 @@ class RequestResult:
         return [timings.get(result.chunk, none) for result, _ in self.outcomes]
 
     def shared(self, *, explain: bool) -> dict[str, Any]:
-        """What every reply that is a map tells beside its results and `timing`, which is written last."""
+        """Fields of every reply that is a map, beside its results and `timing`, which is written last."""
         fields: dict[str, Any] = {"usage": self.usage, "fingerprint": self.fingerprint}
         if warnings := [*self.request.options.warnings, *self._half_read()]:
             fields["warnings"] = warnings
@@ -235,7 +235,7 @@ class RequestResult:
         return fields
 
     def _half_read(self) -> list[str]:
-        """What is told of image files with several images."""
+        """Warn of image files with several images."""
         count = sum(isinstance(outcome, Ok) and outcome.first_of_several for _, outcome in self.outcomes)
         if not count:
             return []
@@ -243,7 +243,7 @@ class RequestResult:
         return [f"images: {count} of {total} inputs have a file of several images, of which the first was read"]
 
     def headers(self, timing: Mapping[str, float]) -> dict[str, str]:
-        """What every success says of itself in headers."""
+        """Headers of every success."""
         resolved, truncated = self.request.resolved, len(self.usage["truncated_items"])
         failed = sum(isinstance(outcome, Failed) for _, outcome in self.outcomes)
         fetch_ms = self.last.stages.fetch_ms if self.last else 0.0

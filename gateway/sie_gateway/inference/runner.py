@@ -291,8 +291,8 @@ def _has_images(items: Sequence[Item], query: Item | None) -> bool:
 
 
 class _Takers:
-    """Which models of the catalogue take a modality, for the messages of one request. Computed when a message needs
-    it.
+    """Models of the catalogue that take a modality, for the messages of one request. Computed when a message
+    needs it.
     """
 
     def __init__(self, feed: CatalogueFeed, operation: Operation) -> None:
@@ -301,7 +301,7 @@ class _Takers:
         self._told: dict[str, str] = {}
 
     def models_of(self, modality: str) -> str:
-        """What a message ends with: the first few of them."""
+        """End of a message: the first few models that take the modality."""
         if modality not in self._told:
             able = (
                 entry.id

@@ -69,7 +69,7 @@ class Mean:
 
 @dataclass
 class ShadowFigures:
-    """What was measured of a shadow since this gateway started: the metrics fold aliases beyond a number of them."""
+    """Measurements of a shadow since this gateway started: the metrics fold aliases beyond a number of them."""
 
     model: str
     copies: Counter[Result] = field(default_factory=Counter)
@@ -127,7 +127,7 @@ class Shadows:
             _logger.exception("a request of %s could not be copied", finished.request.resolved.alias)
 
     def figures(self, alias: str, model: str) -> ShadowFigures:
-        """Of the shadow that an alias has; another model begins anew."""
+        """Measurements of the alias's shadow; they begin anew for another model."""
         figures = self._figures.get(alias)
         if figures is None or figures.model != model:
             figures = self._figures[alias] = ShadowFigures(model)
@@ -260,8 +260,8 @@ def _has_room(beat: Heartbeat) -> bool:
 
 
 def cosines(finished: RequestResult, copied: RequestResult) -> list[float]:
-    """Of each input's dense vectors, where both have one of the same width in floats; else there is
-    nothing to compare.
+    """Cosine of the two dense vectors of each input, where both are floats of the same width; other inputs
+    are skipped.
     """
     runs = [result.request.options.run for result in (finished, copied)]
     if any("dense" not in run.outputs or run.dtype not in _COMPARED for run in runs):

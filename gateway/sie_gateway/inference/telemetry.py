@@ -1,4 +1,4 @@
-"""What the gateway's log and its traces say of one request. Nothing of it comes from a body or a credential: names of
+"""The line in the gateway's log and the spans of one request. Nothing of it comes from a body or a credential: names of
 the catalogue, codes of the contract, numbers, the client's trace context, and ids that were made here or have the form
 of one.
 

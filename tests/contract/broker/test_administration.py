@@ -13,7 +13,7 @@ from sie_contracts.wire.topology import TOPOLOGY_VERSION
 
 
 async def test_the_owner_creates_and_everybody_else_compares(harness: Harness) -> None:
-    """L16: in either order there is one stream or a named refusal, and a refusal changes nothing."""
+    """In either order there is one stream or a named refusal, and a refusal changes nothing."""
     gateway, sidecar = await harness.connect("gateway"), await harness.connect("sidecar")
     with pytest.raises(BrokerError, match=STREAM.name):
         await sidecar.ensure_stream(STREAM, owner=False)
@@ -37,7 +37,7 @@ async def test_the_owner_creates_and_everybody_else_compares(harness: Harness) -
 
 
 async def test_a_newer_topology_is_applied_by_the_owner_only(harness: Harness) -> None:
-    """L16 L18: messages stay; what the broker cannot change in place is refused by name; an older one is refused from
+    """Messages stay; what the broker cannot change in place is refused by name; an older one is refused from
     then on.
     """
     broker = await harness.connect()
@@ -59,7 +59,7 @@ async def test_a_newer_topology_is_applied_by_the_owner_only(harness: Harness) -
 
 
 async def test_a_durable_is_compared_and_updated_from_an_older_topology_only(broker: Broker) -> None:
-    """L16 L18: a mismatch names the field and keeps the delivery state."""
+    """A mismatch names the field and keeps the delivery state."""
     spec = consumer_of("a", ack_wait_s=20.0)
     box, pulls = await pulling(broker, spec, published=2, wanted=1)
     (first,) = await box.fill(1)
@@ -80,7 +80,7 @@ async def test_a_durable_is_compared_and_updated_from_an_older_topology_only(bro
 
 
 async def test_consumers_are_listed_and_watched(broker: Broker, harness: Harness) -> None:
-    """L18: a deleted durable takes its leases along; its successor delivers what was left, and acks of the old leases
+    """A deleted durable takes its leases along; its successor delivers what was left, and acks of the old leases
     are void.
     """
     events: Box[tuple[str, bool]] = Box()

@@ -12,7 +12,7 @@ from sie_broker import BrokerUnavailable, CoreMessage, NoResponder
 
 
 async def test_a_request_is_confirmed_by_whoever_listens(harness: Harness) -> None:
-    """L10: one of a queue group answers; without a listener the request fails at once, not at its time-out."""
+    """One of a queue group answers; without a listener the request fails at once, not at its time-out."""
     caller, worker = await harness.connect("caller"), await harness.connect("worker")
     handled: Box[CoreMessage] = Box()
 
@@ -43,7 +43,7 @@ async def test_a_listener_that_never_answers_ends_in_a_time_out(harness: Harness
 
 
 async def test_messages_of_a_subscription_are_handled_one_by_one_and_survive_failures(harness: Harness) -> None:
-    """L12 L23: a stalled handler loses nothing; one that raises, or awaits something cancelled, costs only its own
+    """A stalled handler loses nothing; one that raises, or awaits something cancelled, costs only its own
     message.
     """
     sender, receiver = await harness.connect("sender"), await harness.connect("receiver")
@@ -79,7 +79,7 @@ async def test_messages_of_a_subscription_are_handled_one_by_one_and_survive_fai
 
 @pytest.mark.parametrize("limit", [{"held_messages": 10}, {"held_bytes": 10_100}])
 async def test_what_a_full_subscription_drops_is_told_with_its_subject(harness: Harness, limit: dict[str, int]) -> None:
-    """L12: ten of a kilobyte wait for a handler that holds one more; the connection goes on."""
+    """Ten of a kilobyte wait for a handler that holds one more; the connection goes on."""
     sender, receiver = await harness.connect("sender"), await harness.connect("receiver")
     box: Box[str] = Box()
     dropped: list[str] = []
@@ -107,7 +107,6 @@ async def test_what_a_full_subscription_drops_is_told_with_its_subject(harness: 
 
 
 async def test_stopping_a_subscription_handles_what_has_arrived(harness: Harness) -> None:
-    """L13"""
     broker = await harness.connect()
     box: Box[bytes] = Box()
 

@@ -21,7 +21,7 @@ INFO = {
 
 
 async def test_an_attempt_that_the_deadline_cuts_short_does_not_hide_what_the_broker_said_before() -> None:
-    """1. a broker that refuses the credentials; 2. the same, too busy to say anything."""
+    """A broker that refuses the credentials; the same, too busy to say anything."""
     attempts = 0
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

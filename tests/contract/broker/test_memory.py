@@ -11,7 +11,7 @@ from sie_contracts.wire.topology import StreamSpec
 
 
 async def test_the_broker_in_memory_obeys_a_clock_of_the_test() -> None:
-    """L7 L19: lease, delay and duplicate window pass without waiting."""
+    """Lease, delay and duplicate window pass without waiting."""
     now_s = 1000.0
     server = MemoryServer(clock=lambda: now_s)
     broker = server.connect("test")
@@ -42,7 +42,7 @@ async def test_the_broker_in_memory_obeys_a_clock_of_the_test() -> None:
 
 
 async def test_the_broker_in_memory_loses_answers_and_streams_on_demand() -> None:
-    """L10: the publish happened, its publisher does not know, and repeating it is safe."""
+    """The publish happened, its publisher does not know, and repeating it is safe."""
     server = MemoryServer()
     broker = server.connect("test")
     created = (await broker.ensure_stream(STREAM, owner=True)).created
@@ -77,7 +77,6 @@ def test_patterns_match_as_the_broker_does(pattern: str, subject: str, match: bo
 
 
 def test_patterns_overlap_both_ways() -> None:
-    """L17"""
     for one, other, expected in (
         ("a.*", "*.b", True),
         ("a.>", "*.*.c", True),
@@ -88,5 +87,4 @@ def test_patterns_overlap_both_ways() -> None:
 
 
 def test_a_spec_without_a_limit_equals_one_that_says_so() -> None:
-    """L16"""
     assert StreamSpec("x", ("x",)) == StreamSpec("x", ("x",), max_bytes=-1, max_per_subject=0)

@@ -34,7 +34,7 @@ async def connections(harness: NatsHarness) -> int:
 
 
 async def test_a_reachable_broker_is_required_to_connect(caplog: pytest.LogCaptureFixture) -> None:
-    """S2: refused within the time-out, and the credentials of the URL are in no log and no error."""
+    """Refused within the time-out, and the credentials of the URL are in no log and no error."""
     with caplog.at_level(logging.DEBUG), pytest.raises(BrokerUnavailable) as refusal:
         await connect(f"nats://user:canary@127.0.0.1:{free_port()}", name="test", timeout_s=0.5)
     assert "canary" not in caplog.text + str(refusal.value)
@@ -47,7 +47,7 @@ async def test_a_reachable_broker_is_required_to_connect(caplog: pytest.LogCaptu
 async def test_credentials_of_the_url_are_used(
     nats: Callable[..., Awaitable[NatsHarness]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """S2: percent-encoded as in any URL; a refusal by the broker names itself."""
+    """Percent-encoded as in any URL; a refusal by the broker names itself."""
     with caplog.at_level(logging.DEBUG):
         server = (await nats(extra='authorization { users: [{user: "gateway", password: "p@ss:canary"}] }')).server
         address = server.url.removeprefix("nats://")
@@ -60,7 +60,7 @@ async def test_credentials_of_the_url_are_used(
 
 
 async def test_closing_does_not_wait_for_a_silent_broker(nats: Callable[..., Awaitable[NatsHarness]]) -> None:
-    """L24 S2: more is buffered than the socket takes and nobody reads it; the process still ends."""
+    """More is buffered than the socket takes and nobody reads it; the process still ends."""
     harness = await nats()
     broker = await harness.connect()
     harness.server.pause()
@@ -74,7 +74,7 @@ async def test_closing_does_not_wait_for_a_silent_broker(nats: Callable[..., Awa
 async def test_a_limit_of_the_broker_is_read_and_the_connection_kept(
     nats: Callable[..., Awaitable[NatsHarness]],
 ) -> None:
-    """L11: a broker with 64 KiB per message, headers included; the number of connections it ever saw
+    """A broker with 64 KiB per message, headers included; the number of connections it ever saw
     does not change.
     """
     harness = await nats(max_payload=65536)
@@ -90,7 +90,7 @@ async def test_a_limit_of_the_broker_is_read_and_the_connection_kept(
 
 
 async def test_a_broker_in_memory_storage_is_noticed_to_be_new(nats: Callable[..., Awaitable[NatsHarness]]) -> None:
-    """L3 C2: `created` changes when a restart lost the stream; a watch begins anew with the bucket that replaced its
+    """`created` changes when a restart lost the stream; a watch begins anew with the bucket that replaced its
     own.
     """
     spec = dataclasses.replace(STREAM, storage="memory")
@@ -118,9 +118,8 @@ async def test_a_broker_in_memory_storage_is_noticed_to_be_new(nats: Callable[..
 
 
 async def test_a_broker_that_falls_silent_is_left_and_found_again(nats: Callable[..., Awaitable[NatsHarness]]) -> None:
-    """S1 S2: (1) the server stops answering with every connection open, (2) more is sent than the socket takes, (3) the
-    connection counts as lost in 30 s, (4) the server goes on, (5) what it hands to pulls of the lost connection comes
-    again after the ack wait.
+    """The server stops answering with every connection open, more is sent than the socket takes, the connection counts
+    as lost in 30 s, the server goes on, what it hands to pulls of the lost connection comes again after the ack wait.
     """
     spec = consumer_of("a", ack_wait_s=1.0)
     box: Box[Delivery] = Box()
@@ -166,7 +165,7 @@ async def test_a_durable_of_an_earlier_topology_keeps_its_files(nats: Callable[.
 async def test_a_watch_whose_reader_brings_nothing_looks_for_itself(
     nats: Callable[..., Awaitable[NatsHarness]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """S1: what the broker sends is lost on the way, for ever and without a word; the watch compares revisions and reads
+    """What the broker sends is lost on the way, for ever and without a word; the watch compares revisions and reads
     again.
     """
     harness = await nats()
@@ -184,7 +183,7 @@ async def test_a_watch_whose_reader_brings_nothing_looks_for_itself(
 
 
 def test_the_client_library_is_one_that_this_suite_has_seen() -> None:
-    """S5: the broker works around faults of this version and uses seams that are not promised; look at both before this
+    """The broker works around faults of this version and uses seams that are not promised; look at both before this
     line changes.
     """
     assert importlib.metadata.version("nats-py").startswith("2.16.")
@@ -212,9 +211,9 @@ def test_facts_of_a_delivery_are_read_from_both_forms_of_its_ack_subject() -> No
 async def test_a_holder_that_stopped_takes_work_until_its_pulls_expire_and_none_of_it_twice(
     nats: Callable[..., Awaitable[NatsHarness]],
 ) -> None:
-    """1. two holders have credit for all; the network to one swallows everything, as if it were stopped; 2. messages
-    come for three times as long as its pulls last; 3. those after its pulls are the other's at once, and those before
-    are the other's after the ack wait, as their second delivery.
+    """Two holders have credit for all; the network to one swallows everything, as if it were stopped; messages come for
+    three times as long as its pulls last; those after its pulls are the other's at once, and those before are the
+    other's after the ack wait, as their second delivery.
     """
     harness = await nats()
     broker = await harness.connect()

@@ -25,7 +25,7 @@ from sie_contracts.wire.topology import ConsumerSpec
 
 
 async def test_a_published_message_is_stored_once_per_id(broker: Broker) -> None:
-    """L10 L19: a repeated publish is answered with the first one's sequence and says so."""
+    """A repeated publish is answered with the first one's sequence and says so."""
     first = await broker.publish(subject_of("a"), b"work", "id-1")
     again = await broker.publish(subject_of("a"), b"work", "id-1")
     other = await broker.publish(subject_of("a"), b"work", "id-2")
@@ -43,7 +43,7 @@ async def test_many_publishers_in_flight_all_get_their_own_answer(broker: Broker
 
 
 async def test_a_full_subject_refuses_the_newest_while_others_go_on(harness: Harness) -> None:
-    """L15: nothing stored is dropped, and a refused message id is not remembered as stored."""
+    """Nothing stored is dropped, and a refused message id is not remembered as stored."""
     broker = await harness.connect()
     await broker.ensure_stream(dataclasses.replace(STREAM, max_per_subject=3), owner=True)
     sequences = await publish(broker, "busy", 3)
@@ -59,7 +59,6 @@ async def test_a_full_subject_refuses_the_newest_while_others_go_on(harness: Har
 
 
 async def test_a_full_stream_refuses_the_newest_and_keeps_the_oldest(harness: Harness) -> None:
-    """L15"""
     broker = await harness.connect()
     await broker.ensure_stream(dataclasses.replace(STREAM, max_bytes=4096), owner=True)
 
@@ -83,7 +82,7 @@ async def test_publishing_where_no_stream_listens_is_unavailable_at_once(broker:
 
 
 async def test_a_message_above_the_limit_is_refused_without_harm_to_the_connection(broker: Broker) -> None:
-    """L11: the limit is the one that the broker announces, and the refusal is typed."""
+    """The limit is the one that the broker announces, and the refusal is typed."""
     with pytest.raises(PayloadTooBig):
         await broker.publish(subject_of("a"), bytes(broker.max_payload + 1), "1")
     with pytest.raises(PayloadTooBig):
@@ -97,7 +96,7 @@ async def test_a_message_above_the_limit_is_refused_without_harm_to_the_connecti
 
 
 async def test_pulls_deliver_no_more_than_wanted_and_in_order(broker: Broker) -> None:
-    """L8 S5: credit is used up by deliveries, and what waits in the stream is not touched."""
+    """Credit is used up by deliveries, and what waits in the stream is not touched."""
     spec = consumer_of("a")
     box, pulls = await pulling(broker, spec, published=10, wanted=4)
     await box.fill(4)
@@ -120,7 +119,7 @@ async def test_pulls_deliver_no_more_than_wanted_and_in_order(broker: Broker) ->
 
 
 async def test_credit_is_topped_up_while_pulls_are_open(broker: Broker) -> None:
-    """S5: several open pulls of a consumer are filled in turns, and their sum is what was wanted."""
+    """Several open pulls of a consumer are filled in turns, and their sum is what was wanted."""
     spec = consumer_of("a")
     await broker.ensure_consumer(spec)
     box: Box[Delivery] = Box()
@@ -143,7 +142,7 @@ async def test_credit_is_topped_up_while_pulls_are_open(broker: Broker) -> None:
 
 
 async def test_a_handler_that_tops_up_itself_gets_everything_once(broker: Broker) -> None:
-    """L8 L12 S5: the way of a scheduler: each delivery is acknowledged and asked for again, over several consumers at
+    """The way of a scheduler: each delivery is acknowledged and asked for again, over several consumers at
     once.
     """
     models = [f"m/{number}" for number in range(5)]
@@ -189,7 +188,7 @@ async def test_an_ack_removes_the_message(broker: Broker) -> None:
 
 
 async def test_a_nak_delays_the_next_delivery(broker: Broker) -> None:
-    """L5 L8: the count grows by one, nothing limits it, and other messages are not held up."""
+    """The count grows by one, nothing limits it, and other messages are not held up."""
     spec = consumer_of("a")
     box, pulls = await pulling(broker, spec, published=2, wanted=1)
     (first,) = await box.fill(1)
@@ -207,7 +206,6 @@ async def test_a_nak_delays_the_next_delivery(broker: Broker) -> None:
 
 
 async def test_naks_without_delay_never_reach_a_delivery_limit(broker: Broker) -> None:
-    """L5"""
     spec = consumer_of("a")
     await broker.ensure_consumer(spec)
     await publish(broker, "a", 1)
@@ -226,7 +224,7 @@ async def test_naks_without_delay_never_reach_a_delivery_limit(broker: Broker) -
 async def test_an_expired_lease_is_delivered_again_and_a_stale_ack_still_removes(
     broker: Broker, harness: Harness
 ) -> None:
-    """L7: (1) a holder falls silent, (2) another connection gets the message, (3) the first one's ack removes it."""
+    """A holder falls silent, another connection gets the message, the first one's ack removes it."""
     spec = consumer_of("a", ack_wait_s=0.5)
     await broker.ensure_consumer(spec)
     await publish(broker, "a", 1)
@@ -254,7 +252,7 @@ async def test_an_expired_lease_is_delivered_again_and_a_stale_ack_still_removes
 
 
 async def test_in_progress_extends_a_lease(broker: Broker) -> None:
-    """L7: refreshed every third of the ack wait it is delivered once; left alone it is delivered again with a count of
+    """Refreshed every third of the ack wait it is delivered once; left alone it is delivered again with a count of
     2.
     """
     spec = consumer_of("a", ack_wait_s=0.6)
@@ -275,7 +273,6 @@ async def test_in_progress_extends_a_lease(broker: Broker) -> None:
 
 
 async def test_a_terminated_message_is_gone(broker: Broker) -> None:
-    """L5"""
     spec = consumer_of("a", ack_wait_s=0.5)
     box, pulls = await pulling(broker, spec, published=1, wanted=2)
     (delivery,) = await box.fill(1)
@@ -287,7 +284,7 @@ async def test_a_terminated_message_is_gone(broker: Broker) -> None:
 
 
 async def test_work_waits_for_its_consumer_and_is_shared_by_its_workers(broker: Broker, harness: Harness) -> None:
-    """L8 L18: published first, then a consumer, then workers, each message to one of them; ensuring again changes
+    """Published first, then a consumer, then workers, each message to one of them; ensuring again changes
     nothing.
     """
     await publish(broker, "a", 40)
@@ -312,7 +309,7 @@ async def test_work_waits_for_its_consumer_and_is_shared_by_its_workers(broker: 
 
 
 async def test_overlapping_consumers_are_refused(broker: Broker) -> None:
-    """L17: on creation, and as the update of a consumer whose topology is older."""
+    """On creation, and as the update of a consumer whose topology is older."""
     await broker.ensure_consumer(consumer_of("a"))
     with pytest.raises(BrokerError):
         await broker.ensure_consumer(ConsumerSpec(STREAM.name, "wide", f"sie.work.{LANE.pool}.>"))
@@ -327,7 +324,7 @@ async def test_overlapping_consumers_are_refused(broker: Broker) -> None:
 
 
 async def test_an_open_pull_outlives_its_expiry_and_lowering_takes_effect(broker: Broker, harness: Harness) -> None:
-    """S1 S5 L8: after the broker's own expiry the next message is handed over at once, with a delivery count of 1."""
+    """After the broker's own expiry the next message is handed over at once, with a delivery count of 1."""
     for model in ("a", "b"):
         await broker.ensure_consumer(consumer_of(model))
     box: Box[Delivery] = Box()
@@ -353,7 +350,7 @@ async def test_an_open_pull_outlives_its_expiry_and_lowering_takes_effect(broker
 
 @pytest.mark.serial
 async def test_handing_over_to_an_idle_pull_is_immediate(broker: Broker) -> None:
-    """S5: 200 cycles of an empty wait, then a publish; the hand-off p99 stays below 50 ms."""
+    """200 cycles of an empty wait, then a publish; the hand-off p99 stays below 50 ms."""
     spec = consumer_of("a")
     await broker.ensure_consumer(spec)
     box: Box[Delivery] = Box()
@@ -374,8 +371,8 @@ async def test_handing_over_to_an_idle_pull_is_immediate(broker: Broker) -> None
 
 
 async def test_stopping_pulls_loses_nothing(broker: Broker, harness: Harness) -> None:
-    """L13 L18 L24: (1) a worker pulls under load, (2) stops, (3) what it was given plus what the next one gets is
-    everything, each once, long before any lease ends.
+    """A worker pulls under load, stops, what it was given plus what the next one gets is everything, each once, long
+    before any lease ends.
     """
     spec = consumer_of("a")
     await broker.ensure_consumer(spec)
@@ -412,7 +409,7 @@ async def test_stopping_pulls_loses_nothing(broker: Broker, harness: Harness) ->
 
 
 async def test_an_ack_before_close_arrives(broker: Broker, harness: Harness) -> None:
-    """L24: long before any lease ends."""
+    """Long before any lease ends."""
     spec = consumer_of("a")
     await broker.ensure_consumer(spec)
     await publish(broker, "a", 200)
@@ -429,7 +426,6 @@ async def test_an_ack_before_close_arrives(broker: Broker, harness: Harness) -> 
 
 
 async def test_a_failing_handler_of_pulls_costs_only_its_own_message(broker: Broker) -> None:
-    """L23"""
     spec = consumer_of("a")
     await broker.ensure_consumer(spec)
     box: Box[Delivery] = Box()

@@ -12,9 +12,9 @@ from sie_broker import Broker, BrokerUnavailable, CoreMessage, Delivery, Entry, 
 
 
 async def test_a_lost_broker_is_survived_with_everything_it_stored(broker: Broker, harness: Harness) -> None:
-    """L3 L7 S1 S2: (1) messages wait and are leased, one of them for the second time, (2) the broker is killed, (3) it
-    is back, (4) its consumers are ensured again, as gateways do, and open pulls work within 5 s, (5) what was leased is
-    delivered again: with its counts by a broker that kept them, from one without, (6) nothing is lost.
+    """Messages wait and are leased, one of them for the second time, the broker is killed, it is back, its consumers
+    are ensured again, as gateways do, and open pulls work within 5 s, what was leased is delivered again: with its
+    counts by a broker that kept them, from one without, nothing is lost.
     """
     spec = consumer_of("a", ack_wait_s=2.0)
     idle = consumer_of("idle", ack_wait_s=2.0)
@@ -67,7 +67,7 @@ async def test_a_lost_broker_is_survived_with_everything_it_stored(broker: Broke
 
 
 async def test_a_publish_with_a_lost_answer_is_stored_once_when_repeated(broker: Broker, harness: Harness) -> None:
-    """L10: the broker dies under a hundred publishes in flight; each is answered or unavailable within its time, and
+    """The broker dies under a hundred publishes in flight; each is answered or unavailable within its time, and
     repeating is safe.
     """
 
@@ -91,7 +91,7 @@ async def test_a_publish_with_a_lost_answer_is_stored_once_when_repeated(broker:
 
 
 async def test_an_ack_without_a_connection_is_sent_with_the_next(broker: Broker, harness: Harness) -> None:
-    """L24: the work is done and answered, so its ack is right whenever it arrives."""
+    """The work is done and answered, so its ack is right whenever it arrives."""
     spec = consumer_of("a")
     box, pulls = await pulling(broker, spec, published=2, wanted=1)
     (delivery,) = await box.fill(1)
@@ -104,7 +104,7 @@ async def test_an_ack_without_a_connection_is_sent_with_the_next(broker: Broker,
 
 
 async def test_a_watch_goes_on_over_a_lost_broker(harness: Harness) -> None:
-    """C2 S1: idle before, written after, each revision once and in order; the handlers of a reconnect run in the order
+    """Idle before, written after, each revision once and in order; the handlers of a reconnect run in the order
     of their entry.
     """
     broker = await harness.connect()
@@ -139,7 +139,7 @@ async def test_a_watch_goes_on_over_a_lost_broker(harness: Harness) -> None:
 
 
 async def test_core_subscriptions_go_on_over_a_lost_broker(harness: Harness) -> None:
-    """S1: and requests in flight fail when the connection does, not at their time-out."""
+    """And requests in flight fail when the connection does, not at their time-out."""
     broker = await harness.connect()
     box: Box[CoreMessage] = Box()
     await broker.subscribe("beats", box.take)
@@ -157,8 +157,6 @@ async def test_core_subscriptions_go_on_over_a_lost_broker(harness: Harness) -> 
 
 
 async def test_a_crashed_task_of_a_connection_shows_as_not_connected(broker: Broker) -> None:
-    """L23"""
-
     async def crash() -> None:
         raise RuntimeError("planted")
 

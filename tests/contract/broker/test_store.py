@@ -137,7 +137,7 @@ async def test_many_keys_are_read_in_one_go(harness: Harness) -> None:
 
 
 async def test_a_watch_sees_each_write_once_in_order(harness: Harness) -> None:
-    """C2: from the given revision on, removals included, from other connections too; a failing handler
+    """From the given revision on, removals included, from other connections too; a failing handler
     does not end it.
     """
     broker, writer = await harness.connect("reader"), await harness.connect("writer")
@@ -166,7 +166,7 @@ async def test_a_watch_sees_each_write_once_in_order(harness: Harness) -> None:
 
 
 async def test_a_watch_that_falls_behind_ends_at_the_newest_value(harness: Harness) -> None:
-    """C2: what was overwritten before it was handed over may be left out; what is seen is in order."""
+    """What was overwritten before it was handed over may be left out; what is seen is in order."""
     broker = await harness.connect()
     bucket = await broker.key_value("things")
     box: Box[Entry] = Box()

@@ -78,7 +78,7 @@ async def test_stored_messages_are_found_in_order_also_while_they_are_leased(bro
 
 
 async def test_a_stream_of_dead_letters_drops_the_oldest_when_it_is_full(broker: Broker) -> None:
-    """L22: it never refuses the newest, and nothing leaves it by being read."""
+    """It never refuses the newest, and nothing leaves it by being read."""
     spec = dataclasses.replace(dead_letter_stream("_default", storage="file", replicas=1), max_bytes=4096)
     await broker.ensure_stream(spec, owner=True)
     for number in range(8):
@@ -92,7 +92,7 @@ async def test_a_stream_of_dead_letters_drops_the_oldest_when_it_is_full(broker:
 
 
 async def test_waiting_and_leased_messages_are_deleted_by_sequence(broker: Broker) -> None:
-    """L19: a cancelled message is not delivered again, and its holder's late settlement does no harm."""
+    """A cancelled message is not delivered again, and its holder's late settlement does no harm."""
     assert not await broker.delete(STREAM.name, 1)
     spec = consumer_of("a", ack_wait_s=0.5)
     await broker.ensure_consumer(spec)
@@ -142,7 +142,7 @@ async def test_subjects_are_counted_with_and_without_consumers(broker: Broker) -
 
 
 async def test_messages_age_out(harness: Harness) -> None:
-    """L15: only by the age that the owner of the stream chose."""
+    """Only by the age that the owner of the stream chose."""
     broker = await harness.connect()
     await broker.ensure_stream(dataclasses.replace(STREAM, max_age_s=0.5), owner=True)
     stored_s = time.monotonic()

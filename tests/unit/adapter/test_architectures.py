@@ -1,4 +1,4 @@
-"""Any transformers encoder through the packed path equals the stock model, one sequence at a time. W3, W4."""
+"""Any transformers encoder through the packed path equals the stock model, one sequence at a time."""
 
 from __future__ import annotations
 

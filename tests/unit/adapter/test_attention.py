@@ -211,7 +211,7 @@ def test_keywords_that_would_change_the_numbers_are_refused() -> None:
 
 
 def test_a_layer_that_contradicts_its_mask_is_refused() -> None:
-    """W3: a bidirectional model on a causal engine gives plausible, wrong vectors."""
+    """A bidirectional model on a causal engine gives plausible, wrong vectors."""
     for changes in ({"is_causal": True}, {"sliding_window": 8}):
         with pytest.raises(AttentionUnsupported, match="its mask says"):
             attend(MaskRequest(masks.bidirectional_mask_function, None), **changes)
@@ -220,7 +220,7 @@ def test_a_layer_that_contradicts_its_mask_is_refused() -> None:
 
 
 def test_a_mask_that_shows_another_window_than_its_layer_says_is_followed_if_all_do() -> None:
-    """W3: stock attention computes what the mask shows. Bidirectional Mistral: 64 keys on each side for
+    """Stock attention computes what the mask shows. Bidirectional Mistral: 64 keys on each side for
     a window of 64.
     """
     trial, window = Trial(), MaskRequest(masks.sliding_window_bidirectional_mask_function(7), 7)

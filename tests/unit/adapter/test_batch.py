@@ -206,7 +206,6 @@ def tokens(done: BatchDone) -> list[int]:
 
 @given(st.lists(st.lists(st.integers(0, 89), min_size=1, max_size=9), min_size=1, max_size=30))
 def test_each_item_gets_its_own_mean(sequences: list[list[int]]) -> None:
-    """W1."""
     got = results(run(sequences))
     np.testing.assert_allclose(got, [[np.mean(ids), 1, 2, 3] for ids in sequences], rtol=1e-6)
 
@@ -295,7 +294,7 @@ def test_idf_queries_alone_make_no_pass_at_all() -> None:
 
 @pytest.mark.parametrize("mates", [0, 3])
 def test_an_idf_query_keeps_its_weights_when_another_output_needs_the_pass(mates: int) -> None:
-    """W1: also alone."""
+    """Also alone."""
     query = RunOptions(outputs=("sparse", "dense"), normalize=False, is_query=True)
     encoder = FakeEncoder(idf=True)
     done = run([[5], *[[8, 9]] * mates], encoder, groups=(Group(0, 1, query), Group(1, 1 + mates, RAW)))
@@ -399,7 +398,6 @@ def test_pieces_and_pairs_have_a_row_for_each_input() -> None:
 
 
 def test_a_family_that_answers_an_input_less_fails_the_batch_and_never_shifts() -> None:
-    """W1."""
     encoder = FakeEncoder()
     encoder.answer = lambda message, group, query, rows, places: item_results.vectors(group.options, rows)[1:]  # type: ignore[method-assign]
     with pytest.raises(InternalFailure, match="1 answers for 2 inputs"):
@@ -425,7 +423,6 @@ def test_a_typed_error_in_the_place_of_an_answer_is_that_input_s() -> None:
 
 
 def test_an_overflow_is_tried_alone_and_then_is_an_error_of_that_item_only() -> None:
-    """W2."""
     encoder = FakeEncoder()
     got = results(run([[7], [8, POISON], [9]], encoder))
     assert got == [[7, 1, 2, 3], "non_finite", [9, 1, 2, 3]]
@@ -433,8 +430,6 @@ def test_an_overflow_is_tried_alone_and_then_is_an_error_of_that_item_only() -> 
 
 
 def test_what_overflows_with_mates_and_not_alone_is_right() -> None:
-    """W2."""
-
     class Touchy(FakeEncoder):
         def forward(self, packed: PackedBatch) -> torch.Tensor:
             states = super().forward(packed)
@@ -448,8 +443,6 @@ def test_what_overflows_with_mates_and_not_alone_is_right() -> None:
 
 
 def test_a_vector_that_is_zero_or_too_large_to_normalise_never_leaves() -> None:
-    """W2."""
-
     class Zero(FakeEncoder):
         def forward(self, packed: PackedBatch) -> torch.Tensor:
             ids = torch.from_numpy(packed.ids)
@@ -473,7 +466,7 @@ def test_items_that_must_not_reach_the_device_are_errors_of_their_own() -> None:
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError, MemoryError])
 def test_out_of_memory_splits_by_cost_until_it_fits(error: type[Exception]) -> None:
-    """O3, O17: a long item is parted from the short ones at once."""
+    """A long item is parted from the short ones at once."""
     encoder = FakeEncoder(limit=40, error=error)
     got = results(run([[5] * 40, [1], [2], [3], [4]], encoder))
     assert got == [[value, 1, 2, 3] for value in (5, 1, 2, 3, 4)]
@@ -481,9 +474,7 @@ def test_out_of_memory_splits_by_cost_until_it_fits(error: type[Exception]) -> N
 
 
 def test_room_is_made_before_a_batch_is_split() -> None:
-    """O3: 1. the batch does not fit; 2. an idle model goes and it does; 3. nothing is split, and every
-    answer is right.
-    """
+    """The batch does not fit; an idle model goes and it does; nothing is split, and every answer is right."""
     encoder = FakeEncoder(limit=1)
     calls: list[int] = []
 
@@ -506,8 +497,8 @@ def test_once_there_is_no_room_to_make_the_batch_is_split() -> None:
 
 
 def test_what_ran_out_of_memory_once_is_parted_before_the_next_pass(tmp_path: Path) -> None:
-    """O3: 1. 8 tokens do not fit, 4 do; 2. the next batch of this model is run in fours at once; 3. another model knows
-    nothing of it.
+    """8 tokens do not fit, 4 do; the next batch of this model is run in fours at once; another model knows nothing of
+    it.
     """
     batch_limits = BatchLimits(tmp_path / "frontier", lambda: 0.0)
     batch = message([[number] for number in range(8)])
@@ -553,8 +544,6 @@ def test_other_errors_of_the_device_are_not_swallowed() -> None:
 
 
 def test_a_family_that_returns_a_state_less_fails_the_batch_and_never_shifts() -> None:
-    """W1."""
-
     class Short(FakeEncoder):
         def forward(self, packed: PackedBatch) -> torch.Tensor:
             return super().forward(packed)[:-1]
@@ -564,8 +553,6 @@ def test_a_family_that_returns_a_state_less_fails_the_batch_and_never_shifts() -
 
 
 def test_a_head_that_returns_a_row_less_fails_the_batch_and_never_shifts() -> None:
-    """W1."""
-
     class Short(DenseHead):
         def reduce(self, states: States, sequences: Int64) -> Reduced:
             reduced = super().reduce(states, sequences)

@@ -80,9 +80,7 @@ def test_a_restart_knows_the_edge(device: Device) -> None:
 
 
 def test_what_a_neighbour_took_is_used_again_slowly(device: Device) -> None:
-    """O3: 1. a neighbour leaves a quarter of the device; 2. it goes; 3. one step at a time the limit is at the old size
-    again.
-    """
+    """A neighbour leaves a quarter of the device; it goes; one step at a time the limit is at the old size again."""
     device.run(3900)
     device.room = 1000
     device.run(3900)
@@ -114,7 +112,7 @@ def test_a_device_that_is_too_small_is_tried_ever_more_rarely(device: Device) ->
 
 
 def test_a_neighbour_who_comes_and_goes_costs_little(device: Device) -> None:
-    """O3: two hours at random; passes are at least 70 % as large as there is room for."""
+    """Two hours at random; passes are at least 70 % as large as there is room for."""
     generator = np.random.default_rng(7)
     used, passes = 0.0, 0
     for _ in range(720):
@@ -231,7 +229,7 @@ def test_threads_leave_one_consistent_edge(device: Device) -> None:
 def test_parts_hold_every_item_once_and_stay_within_the_limit(
     lengths: list[int], limit: int | None, data: st.DataObject
 ) -> None:
-    """O8: exceeded only by an item that is alone."""
+    """Exceeded only by an item that is alone."""
     chosen = np.array(sorted(data.draw(st.sets(st.integers(0, len(lengths) - 1)))), np.int64)
     tokens, rest, seen = np.array(lengths, np.int64), chosen, []
     while len(rest):

@@ -99,8 +99,8 @@ def received(ours: socket.socket) -> ipc.Reply:
 
 
 def test_a_text_waits_for_no_more_than_the_step_that_runs(engine: AdapterEngine) -> None:
-    """1. a page is written, and one of its steps does not end; 2. texts come, and are answered; 3. the step ends, and
-    the page is what it would have been.
+    """A page is written, and one of its steps does not end; texts come, and are answered; the step ends, and the page
+    is what it would have been.
     """
     gate = Gate()
     put(engine, "reader", Reader(Sums(fails=gate)))

@@ -134,7 +134,7 @@ def _layer_norm(tensors: dict[str, Tensor]) -> None:
 
 
 def test_a_corrupt_layer_norm_is_refused(copy: ModelEntry) -> None:
-    """W3: by the digest, and where there is none by the golden vectors."""
+    """By the digest, and where there is none by the golden vectors."""
     with_weights(Path(copy.weights.path), _layer_norm)
     error = refusal(copy)
     assert error.extras["error_class"] == "CERTIFICATE"
@@ -146,7 +146,6 @@ def test_a_corrupt_layer_norm_is_refused(copy: ModelEntry) -> None:
 
 
 def test_another_pooling_in_the_entry_is_refused(copy: ModelEntry) -> None:
-    """W3."""
     error = refusal(changed(copy, run=msgspec.structs.replace(copy.run, pooling="cls")))
     assert (error.extras["error_class"], "run.pooling is cls, its 1_Pooling says mean" in error.message) == (
         "CERTIFICATE",
@@ -171,7 +170,7 @@ def test_another_pooling_or_prompt_is_served_where_it_is_accepted_without_proof(
 
 
 def test_another_pooling_in_the_folder_is_refused(copy: ModelEntry) -> None:
-    """W3: by the digest, by what the entry says, by the golden vectors."""
+    """By the digest, by what the entry says, by the golden vectors."""
     (Path(copy.weights.path) / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_cls_token": True}))
     bare = without_digests(copy)
     says = changed(bare, run=msgspec.structs.replace(bare.run, pooling="mean"))
@@ -187,7 +186,6 @@ def test_another_pooling_in_the_folder_is_refused(copy: ModelEntry) -> None:
 
 @pytest.mark.parametrize("prompts", [{}, {"query": "{text}"}, {"query": "w9 {text}"}])
 def test_a_prompt_that_the_model_has_and_the_entry_lacks_is_refused(prompts: dict[str, str], copy: ModelEntry) -> None:
-    """W6."""
     error = refusal(changed(copy, prompts=prompts))
     assert error.extras["error_class"] == "CERTIFICATE"
     assert f"prompts.query is {prompts.get('query', '{text}')!r}" in error.message
@@ -205,7 +203,6 @@ def test_a_default_prompt_that_the_entry_lacks_is_refused(copy: ModelEntry) -> N
 
 
 def test_a_prompt_that_was_changed_in_both_places_is_refused_by_the_golden_vectors(copy: ModelEntry) -> None:
-    """W6."""
     (Path(copy.weights.path) / "config_sentence_transformers.json").write_text(
         json.dumps({"prompts": {"query": "w50 w60 w70 "}})
     )
@@ -219,7 +216,7 @@ def test_an_instruction_takes_the_place_of_a_stored_prompt(copy: ModelEntry) -> 
 
 
 def test_a_head_without_its_tensor_is_refused(tmp_path: Path) -> None:
-    """W5: it would be made up."""
+    """It would be made up."""
     folder = toys.save(tmp_path / "cross", "bert", auto=AutoModelForSequenceClassification, num_labels=1, marked=True)
     entry = toys.entry(folder, family="cross-encoder", outputs={"score": 0})
     found = loader().load(resolved(entry)).certificate
@@ -231,7 +228,7 @@ def test_a_head_without_its_tensor_is_refused(tmp_path: Path) -> None:
 
 
 def test_files_of_another_revision_are_refused(good: ModelEntry, copy: ModelEntry, tmp_path: Path) -> None:
-    """W12: a folder with other weights, and a cache that holds another commit."""
+    """A folder with other weights, and a cache that holds another commit."""
     folder = Path(copy.weights.path)
     with_weights(folder, lambda tensors: tensors.update({name: tensor * 1.01 for name, tensor in tensors.items()}))
     assert "of another revision" in refusal(copy).message
@@ -283,7 +280,7 @@ def _less_one_key(
 def test_a_kernel_that_is_wrong_and_not_the_one_that_was_tried_is_refused(
     precision: str, copy: ModelEntry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """W3: the trial of a load ran another kernel; nothing but the packed path differs, so neither files nor weights
+    """The trial of a load ran another kernel; nothing but the packed path differs, so neither files nor weights
     show it.
     """
     monkeypatch.setitem(attention._GROUPED, Kernel.BLOCKS, _less_one_key)

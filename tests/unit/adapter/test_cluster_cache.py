@@ -69,7 +69,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def test_what_one_node_pushes_another_one_fetches(place: Place, source: Path, tmp_path: Path) -> None:
-    """A8 5: nested, empty and oddly named files; the manifest of the local cache says where it came from."""
+    """Nested, empty and oddly named files; the manifest of the local cache says where it came from."""
     assert opened(place).fetch(REPOSITORY, COMMIT) is None
     assert push(place, source) == Pushed(5, 0, 1_000_003 + 5)
     progress = Progress("it")
@@ -276,7 +276,7 @@ BROKEN = {
 def test_what_is_broken_is_a_typed_error_that_a_push_repairs(
     place: Place, source: Path, tmp_path: Path, broken: Callable[[Place], None]
 ) -> None:
-    """A8 4, C13: nothing of it counts as a snapshot; what was right of it is kept for the next try, and `--force`
+    """Nothing of it counts as a snapshot; what was right of it is kept for the next try, and `--force`
     repairs it.
     """
     push(place, source)
@@ -336,7 +336,7 @@ def test_several_parts_are_read_at_once_and_no_more(faulty: Place, source: Path,
 
 
 def test_a_fetch_that_was_cut_goes_on_where_it_was(faulty: Place, source: Path, tmp_path: Path) -> None:
-    """C13: twice; no byte is read again that was written, and the result is right."""
+    """Twice; no byte is read again that was written, and the result is right."""
     push(faulty, source)
     for cut_after in (300_000, 500_000):
         faulty.server.faults = Faults(cut_after=cut_after)
@@ -376,7 +376,7 @@ print(LocalCache(Path(folder)).obtain(repository, commit, fetch, "it"), flush=Tr
 
 
 def test_a_fetch_that_is_killed_twice_is_right_in_the_end(faulty: Place, source: Path, tmp_path: Path) -> None:
-    """A8 5: kill -9 in the middle, twice; what was read before the second one is not read again."""
+    """Kill -9 in the middle, twice; what was read before the second one is not read again."""
     push(faulty, source)
     argv = [sys.executable, "-c", FETCHER, faulty.url, str(tmp_path / "cache"), REPOSITORY, COMMIT]
     before = 0

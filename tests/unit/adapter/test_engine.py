@@ -136,7 +136,7 @@ def test_a_bug_in_a_family_refuses_its_batch_without_its_text(engine: AdapterEng
 
 
 def test_a_lost_device_ends_the_process(engine: AdapterEngine, lost: list[str]) -> None:
-    """O2: nothing is served from a dead context."""
+    """Nothing is served from a dead context."""
     encoder = Broken()
     encoder.failure = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
     reply_of(engine, encoder)
@@ -214,7 +214,6 @@ def test_a_device_that_is_lost_while_a_model_is_warmed_up_ends_the_process(
 
 
 def test_errors_of_the_device_are_told_apart_by_type() -> None:
-    """O17."""
     fatal = torch.AcceleratorError("CUDA error: device-side assert triggered")
     full = torch.OutOfMemoryError("CUDA out of memory")
     assert is_device_fatal(fatal)

@@ -70,7 +70,7 @@ def load_error(entry: Resolved) -> ModelLoadFailed:
 
 @pytest.mark.parametrize("change", ["missing", "unexpected", "shape"])
 def test_weights_that_do_not_fit_the_architecture_fail_the_load(change: str, bert: Path, tmp_path: Path) -> None:
-    """W5: nothing is ever freshly initialised."""
+    """Nothing is ever freshly initialised."""
     folder = copied(bert, tmp_path / "toy")
     tensors = load_file(folder / "model.safetensors")
     name = "encoder.layer.1.attention.self.query.weight"
@@ -98,7 +98,6 @@ def test_a_pooler_may_be_absent_because_it_is_never_run(bert: Path, tmp_path: Pa
 
 
 def test_pickled_weights_are_not_read(bert: Path, tmp_path: Path) -> None:
-    """X6."""
     folder = copied(bert, tmp_path / "toy")
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
@@ -155,7 +154,7 @@ def without(folder: Path, target: Path, *names: str, **added: torch.Tensor) -> P
     ],
 )
 def test_a_head_that_lacks_a_tensor_fails_the_load(kind: str, auto: Any, dropped: str, tmp_path: Path) -> None:
-    """W5: a random head answers politely."""
+    """A random head answers politely."""
     folder = toys.save(tmp_path / "toy", kind, auto=auto)
     model_of(folder, auto)
     with pytest.raises(ModelLoadFailed, match=re.escape(dropped)) as raised:
@@ -190,7 +189,7 @@ def test_a_language_model_may_be_used_without_its_head(kind: str, auto: Any, tmp
 
 
 def test_a_classifier_is_not_a_language_head(tmp_path: Path) -> None:
-    """W5: a model that was trained to classify is not an encoder with something to spare."""
+    """A model that was trained to classify is not an encoder with something to spare."""
     folder = toys.save(tmp_path / "toy", "bert", auto=AutoModelForSequenceClassification)
     with pytest.raises(ModelLoadFailed, match=r"2 unexpected keys: classifier\.bias, classifier\.weight"):
         model_of(folder)
@@ -215,7 +214,7 @@ def test_an_encoder_with_a_decoder_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "override"), [("qwen2", False), ("qwen2 bidirectional", True), ("llama", False)])
 def test_an_entry_overrides_the_direction_of_attention(kind: str, override: bool, tmp_path: Path) -> None:
-    """W3: with it, the state of the first token does or does not depend on the last token; packed like the reference
+    """With it, the state of the first token does or does not depend on the last token; packed like the reference
     path.
     """
     folder = toys.save(tmp_path / "toy", kind)
@@ -282,7 +281,6 @@ def test_the_pooling_of_a_model_is_read_from_its_own_files(
 def test_a_module_that_would_be_left_out_fails_the_load(
     kinds: tuple[str, ...], config: dict[str, Any], text: str, tmp_path: Path
 ) -> None:
-    """W3."""
     with pytest.raises(ModelLoadFailed, match=text):
         read_modules(modules(tmp_path, *kinds, pooling=config))
 
@@ -323,7 +321,7 @@ WEIGHT, BIAS = torch.randn(8, 32, generator=torch.Generator().manual_seed(3)), t
 def test_a_dense_layer_is_part_of_the_model(
     config: Any, tensors: Any, expected: Any, bert: Path, tmp_path: Path
 ) -> None:
-    """W3: the vectors of a folder with a Dense are those of the pooled states through it."""
+    """The vectors of a folder with a Dense are those of the pooled states through it."""
     folder = dense(copied(bert, tmp_path / "toy"), config, linear_weight=WEIGHT, **tensors)
     encoder = toys.load(folder, outputs={"dense": 8})
     sequences = toys.random_ids([5, 17])
@@ -353,7 +351,6 @@ def test_a_dense_layer_is_part_of_the_model(
     ],
 )
 def test_a_dense_layer_that_is_not_whole_fails_the_load(config: Any, tensors: Any, text: str, tmp_path: Path) -> None:
-    """W5."""
     with pytest.raises(ModelLoadFailed, match=text):
         read_modules(dense(tmp_path, config, **tensors))
 

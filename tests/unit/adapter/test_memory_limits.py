@@ -48,8 +48,8 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fail_and_learn(folder: Path, cache: Path, batches: int, min_failures: int, timeout_s: float) -> None:
-    """1. What was learnt is doubted at every batch: real failures, no client sees one; 2. after a restart it is
-    believed: hardly any.
+    """What was learnt is doubted at every batch: real failures, no client sees one; after a restart it is believed:
+    hardly any.
     """
     doubting = child("allocation_failures.py", folder, cache, _HEADROOM_MIB, batches, 1, 3000, timeout_s=timeout_s)
     assert list(doubting["codes"]) == ["ok"]
@@ -65,21 +65,20 @@ def fail_and_learn(folder: Path, cache: Path, batches: int, min_failures: int, t
 @pytest.mark.long
 @pytest.mark.timeout(240)
 def test_no_batch_fails_when_memory_does_and_what_was_learnt_outlives_the_process(wide: Path, tmp_path: Path) -> None:
-    """O3."""
     fail_and_learn(wide, tmp_path, 20, 4, 180)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_hundreds_of_adversarial_batches_at_the_limit(wide: Path, tmp_path: Path) -> None:
-    """O3. Each kind of batch comes scores of times; a batch takes a seventh of a second of a processor."""
+    """Each kind of batch comes scores of times; a batch takes a seventh of a second of a processor."""
     fail_and_learn(wide, tmp_path, 300, 20, 1000)
 
 
 @pytest.mark.long
 def test_a_thread_that_onednn_has_given_up_serves_on() -> None:
-    """1. The code of a new primitive finds no memory; 2. with all of it free again, oneDNN still refuses that thread,
-    and we do not.
+    """The code of a new primitive finds no memory; with all of it free again, oneDNN still refuses that thread, and we
+    do not.
     """
     told = child("unusable_thread.py", timeout_s=60)
     assert told["refusal"] == "could not create a primitive"
@@ -108,14 +107,14 @@ def cycle(folder: Path, layers: int, cycles: int, timeout_s: float) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(240)
 def test_unloading_gives_the_memory_back(tmp_path: Path) -> None:
-    """O13: two cycles of a model of more than 150 MB."""
+    """Two cycles of a model of more than 150 MB."""
     cycle(tmp_path, 3, 2, 200)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_twenty_cycles_give_the_memory_back(tmp_path: Path) -> None:
-    """O13: of a model of more than 500 MB. What leaks in each cycle is above the bound, 5 % of the weights, when it is
+    """Of a model of more than 500 MB. What leaks in each cycle is above the bound, 5 % of the weights, when it is
     a four-hundredth of them.
     """
     cycle(tmp_path, 10, 20, 800)

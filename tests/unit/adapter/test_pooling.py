@@ -56,7 +56,6 @@ def test_the_mean_of_cuda_is_the_same_number() -> None:
 @pytest.mark.parametrize("dimensions", [0, 4, 16])
 @pytest.mark.parametrize("normalize", [True, False])
 def test_vectors_are_cut_and_then_normalised(dimensions: int, normalize: bool) -> None:
-    """W18."""
     pooled = torch.randn(5, 16, generator=torch.Generator().manual_seed(2))
     options = RunOptions(dimensions=dimensions, normalize=normalize)
     found = vectors(options, {"dense": list(pooled)})
@@ -68,7 +67,7 @@ def test_vectors_are_cut_and_then_normalised(dimensions: int, normalize: bool) -
 
 
 def test_a_vector_that_is_not_finite_or_zero_is_named_and_its_mates_are_not() -> None:
-    """W2: also one that only its cut makes zero."""
+    """Also one that only its cut makes zero."""
     pooled = torch.ones(6, 4)
     pooled[1, 2], pooled[2, 0], pooled[3], pooled[4, :3] = torch.nan, torch.inf, 0.0, 0.0
     found = vectors(RunOptions(dimensions=3), {"dense": list(pooled)})

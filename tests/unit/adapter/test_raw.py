@@ -112,7 +112,7 @@ def test_texts_become_vectors_with_the_options_of_their_group() -> None:
 
 
 def test_errors_stand_in_the_place_of_their_text_and_nothing_that_is_not_finite_leaves() -> None:
-    """W2: an error of the family, a NaN, an output that is not there, and a zero vector."""
+    """An error of the family, a NaN, an output that is not there, and a zero vector."""
     three = RunOptions(outputs=("dense", "multivector"), normalize=False)
     done = run(
         "encode", ["a", "bad", "nan", "only dense", "b", "zzz"], Group(0, 3, RAW), Group(3, 5, three), Group(5, 6, RAW)
@@ -123,7 +123,7 @@ def test_errors_stand_in_the_place_of_their_text_and_nothing_that_is_not_finite_
 
 @pytest.mark.parametrize("output", ["sparse", "multivector", "dense"])
 def test_a_nan_in_any_output_stays_inside(output: str) -> None:
-    """W2: also where an encoding is made of it."""
+    """Also where an encoding is made of it."""
     options = RunOptions(outputs=(output,), muvera=Muvera(2, 1, None, None) if output == "dense" else None)
     text = f"nan in {'multivector' if output == 'dense' else output}"
     done = run("encode", [text, "abc"], Group(0, 2, options))
@@ -167,7 +167,6 @@ def test_all_groups_are_extracted_from_in_one_call() -> None:
 
 @pytest.mark.parametrize("operation", ["encode", "score", "extract"])
 def test_a_result_less_fails_the_batch_and_never_shifts(operation: str) -> None:
-    """W1."""
     with pytest.raises(InternalFailure) as caught:
         run(operation, ["a", "b", "c"], Group(0, 3, RAW), family=Letters(lost=1))
     assert caught.value.reason == "wrong_length"

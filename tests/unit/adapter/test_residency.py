@@ -156,7 +156,7 @@ def test_no_permission_outlives_its_request() -> None:
 
 @pytest.mark.parametrize("again", ["used", "asked for"])
 def test_a_model_that_is_used_or_asked_for_after_the_request_began_stays(again: str) -> None:
-    """1. A load fetches its files, which may take minutes. 2. A model that it may drop gets work. 3. Another goes."""
+    """A load fetches its files, which may take minutes. A model that it may drop gets work. Another goes."""
     world = World(sizes={"a": 400, "b": 400, "c": 400}, known=True)
     world.ensure("a")
     world.ensure("b")
@@ -198,7 +198,7 @@ def test_pressure_drops_what_was_not_used_since_and_is_looked_at_once_a_second()
 
 
 def test_the_weights_to_come_count_before_they_are_loaded() -> None:
-    """O15: what would not fit evicts first, and what fits does not."""
+    """What would not fit evicts first, and what fits does not."""
     world = World(sizes={"a": 400, "b": 400, "c": 100}, known=True)
     world.ensure("a")
     assert world.ensure("b", may_drop=("a",)) == ()
@@ -311,7 +311,6 @@ def test_what_the_allocator_keeps_is_given_back_before_anything_is_unloaded() ->
 
 
 def test_room_is_made_whatever_the_pressure_and_only_from_idle_models() -> None:
-    """O16."""
     world = World(sizes={"a": 1, "b": 1, "c": 1})
     for model in "abc":
         world.ensure(model)
@@ -396,7 +395,6 @@ def test_a_pass_without_memory_waits_for_the_load_that_took_it() -> None:
 
 
 def test_weights_and_the_peak_of_the_warm_up_are_reported() -> None:
-    """O15."""
     world = World(sizes={"a": 300})
     world.ensure("a")
     (loaded,) = world.residency.describe()
@@ -514,7 +512,7 @@ def test_an_entry_that_needs_other_weights_loads_them_and_another_one_is_only_no
     ],
 )
 def test_what_a_family_keeps_of_its_entry_is_read_again_when_it_changes(changes: dict[str, Any]) -> None:
-    """C6: its heads and the way that rows are made would else be those of the old entry, under the new fingerprint."""
+    """Its heads and the way that rows are made would else be those of the old entry, under the new fingerprint."""
     world = World()
     world.ensure("a")
     world.ensure("a", **changes)

@@ -57,7 +57,7 @@ def test_outputs_come_in_the_order_of_their_images() -> None:
 
 
 def test_nothing_is_shared_that_has_another_key_size_or_tower() -> None:
-    """X16. The key names who asked. Equal pixels may come of pictures of different sizes, at which a tower may look."""
+    """The key names who asked. Equal pixels may come of pictures of different sizes, at which a tower may look."""
     shared, read = TowerOutputs(1000), Counting()
     outputs = shared.of_tower()
     outputs.for_images([image(1), image(1, b"other"), image(1, height=11)], read)
@@ -196,7 +196,6 @@ def test_two_threads_read_a_page_once(max_bytes: int) -> None:
 
 @pytest.mark.timeout(20)
 def test_who_waits_reads_the_page_if_the_other_failed() -> None:
-    """O3."""
     held, read = Held(MemoryError()), Counting()
     outputs, found = TowerOutputs(1000).of_tower(), [0.0][:0]
     first = ask(outputs, image(5), held, found)
