@@ -388,7 +388,7 @@ def test_labels_that_cannot_be_used_fail_their_items_alone(models: dict[str, Gli
     assert isinstance(good, dict)
     assert isinstance(other, dict)
     assert_equal(other["entities"], good["entities"])
-    for result, text in ((empty, "at least one"), (reserved, "<<ENT>>"), (long, "of 1536 tokens")):
+    for result, text in ((empty, "at least one"), (reserved, "<<ENT>>"), (long, "of 3072 tokens")):
         assert text in failed(result, InvalidInput).message
 
 

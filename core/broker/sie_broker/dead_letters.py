@@ -71,8 +71,8 @@ class Letters:
         sequence = after + 1
         while (stored := await self._queue.first_stored(self._stream, sequence)) is not None:
             sequence = stored.sequence + 1
-            if (found := self._read(stored)) is not None:
-                yield found
+            if (letter := self._read(stored)) is not None:
+                yield letter
 
     async def newest(self, before: int = 0) -> AsyncGenerator[Found, None]:
         """Every letter below the sequence `before`, or all of now without one, the newest first.
@@ -99,8 +99,8 @@ class Letters:
                     break
                 together.append(stored)
             for each in reversed(together):
-                if (found := self._read(each)) is not None:
-                    yield found
+                if (letter := self._read(each)) is not None:
+                    yield letter
             high = low - 1
 
     async def at(self, sequence: int) -> Found | None:
@@ -110,11 +110,11 @@ class Letters:
 
     async def named(self, begin: str) -> list[Found]:
         """List the letters whose id begins with `begin`."""
-        return [each async for each in self.all() if each.letter.id.startswith(begin)]
+        return [letter async for letter in self.all() if letter.letter.id.startswith(begin)]
 
-    async def remove(self, found: Found) -> bool:
+    async def remove(self, letter: Found) -> bool:
         """Forget a letter, with the inputs in it. False if it does not exist any more."""
-        return await self._queue.delete(self._stream, found.sequence)
+        return await self._queue.delete(self._stream, letter.sequence)
 
     def _read(self, stored: Stored) -> Found | None:
         try:

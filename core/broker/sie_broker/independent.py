@@ -14,13 +14,13 @@ async def independently(calls: Iterable[Callable[[], Awaitable[R]]]) -> list[R]:
     """Make one call after another. One that fails, such as that of a stream which is lost or has no leader, stops none
     of the others. Returns what they returned. Raises the last BrokerError when all were made.
     """
-    found: list[R] = []
+    results: list[R] = []
     failure: BrokerError | None = None
     for call in calls:
         try:
-            found.append(await call())
+            results.append(await call())
         except BrokerError as error:
             failure = error
     if failure is not None:
         raise failure
-    return found
+    return results

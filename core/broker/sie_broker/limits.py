@@ -14,16 +14,16 @@ STOP_TIMEOUT_S = 5.0
 HELD_MESSAGES, HELD_BYTES = 1 << 18, 512 << 20
 
 
-def check_room(spec: StreamSpec, found: int, counts: Mapping[str, int]) -> None:
-    """Refuse a limit per subject that is lower than `found` (0: none) if it could drop messages: a broker drops what is
-    above a new limit.
+def check_room(spec: StreamSpec, held_bytes: int, counts: Mapping[str, int]) -> None:
+    """Refuse a limit per subject that is lower than `held_bytes` (0: none) if it could drop messages: a broker
+    drops what is above a new limit.
 
     Publishers go on meanwhile, so half of the new limit must be free. Raises BrokerError.
     """
     limit = spec.max_per_subject
-    if limit <= 0 or 0 < found <= limit:
+    if limit <= 0 or 0 < held_bytes <= limit:
         return
-    subject, count = max(counts.items(), key=lambda each: each[1], default=("", 0))
+    subject, count = max(counts.items(), key=lambda pair: pair[1], default=("", 0))
     if count > limit // 2:
         raise BrokerError(
             f"{spec.name} is not updated yet: {subject} holds {count} messages, too many for its new limit of {limit}"

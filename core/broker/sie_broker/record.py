@@ -244,8 +244,8 @@ class Record(Generic[T]):
         try:
             value = None if entry.value is None else self._decode(entry)
         except ValueError as error:
-            what = "so it counts as removed" if self._drops_unreadable else "so its value before stays"
-            _logger.error("%s: key %s cannot be read, %s: %s", self.bucket.name, entry.key, what, error)
+            outcome = "so it counts as removed" if self._drops_unreadable else "so its value before stays"
+            _logger.error("%s: key %s cannot be read, %s: %s", self.bucket.name, entry.key, outcome, error)
             if not self._drops_unreadable:
                 return
             value = None

@@ -153,8 +153,8 @@ class StoredTable:
         if not self._sizes or sum(self._sizes.values()) <= WHOLE_BYTES // 2:
             whole = messages.encode(table)
             if len(whole) <= min(WHOLE_BYTES, limit):
-                gone = [Write(topology.part_key(self.key, number), None) for number in sorted(self._parts)]
-                return Change([*gone, Write(self.key, whole, self.revision)], table, table, {}, {})
+                removals = [Write(topology.part_key(self.key, number), None) for number in sorted(self._parts)]
+                return Change([*removals, Write(self.key, whole, self.revision)], table, table, {}, {})
         parts, encoded = self._split(table, min(PART_BYTES, limit))
         head = Placement(table.at_s, parts=tuple(parts[number].stamp for number in range(len(parts))))
         writes = [Write(topology.part_key(self.key, number), data) for number, data in encoded.items()]
@@ -186,9 +186,9 @@ class StoredTable:
         rows: list[list[str]] = [[] for _ in range(count)]
         for model in table.hosts:
             rows[_part_of(model, count)].append(model)
-        made = {number: _part(table, models) for number, models in enumerate(rows)}
-        return {number: part for number, (part, _) in made.items()}, {
-            number: data for number, (_, data) in made.items()
+        encoded_parts = {number: _part(table, models) for number, models in enumerate(rows)}
+        return {number: part for number, (part, _) in encoded_parts.items()}, {
+            number: data for number, (_, data) in encoded_parts.items()
         }
 
     def _renewed(self, table: Placement, before: Placement) -> tuple[dict[int, PlacementPart], dict[int, bytes]]:

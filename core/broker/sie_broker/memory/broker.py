@@ -62,10 +62,10 @@ class Bucket:
         self.age()
         for write in writes:
             last = self.entries.get(write.key)
-            found = last.revision if last is not None else 0
+            revision = last.revision if last is not None else 0
             absent = last is None or last.value is None
-            if write.expected is not None and write.expected != found and not (write.expected == 0 and absent):
-                raise WrongRevision(f"{write.key}: the revision is {found}, not {write.expected}")
+            if write.expected is not None and write.expected != revision and not (write.expected == 0 and absent):
+                raise WrongRevision(f"{write.key}: the revision is {revision}, not {write.expected}")
         for write in writes:
             self.revision += 1
             entry = self.entries[write.key] = Entry(write.key, write.value, self.revision)
@@ -204,11 +204,11 @@ class MemoryStore(MemoryConnection):
         removed_age_s: float = 0.0,
     ) -> KeyValue:
         await self.reach(API_TIMEOUT_S)
-        found = self._server.buckets.get(bucket)
-        if found is None:
+        opened = self._server.buckets.get(bucket)
+        if opened is None:
             stamp, clock = self._server.stamp(), self._server.clock
-            found = self._server.buckets[bucket] = Bucket(stamp, clock, max_age_s, removed_age_s)
-        return MemoryKeyValue(self, found, self._watches)
+            opened = self._server.buckets[bucket] = Bucket(stamp, clock, max_age_s, removed_age_s)
+        return MemoryKeyValue(self, opened, self._watches)
 
 
 class MemoryBroker(MemoryAdministration, MemoryStore):

@@ -84,8 +84,8 @@ class MemoryDelivery:
     def _held(self) -> Consumer | None:
         """The consumer, if it still exists and the message is not settled: later settlements have no effect."""
         consumer = self._consumer
-        known = consumer.stream.consumers.get(self.consumer) is consumer
-        return consumer if known and self.sequence in consumer.delivered else None
+        is_registered = consumer.stream.consumers.get(self.consumer) is consumer
+        return consumer if is_registered and self.sequence in consumer.delivered else None
 
 
 def parse_reply(reply: str) -> tuple[str, str, int]:
@@ -205,18 +205,18 @@ class MemoryQueue(MemoryBus):
     async def release(self, reply: str) -> None:
         stream, consumer, sequence = parse_reply(reply)
         self.require()
-        found = self._server.streams[stream].consumers.get(consumer) if stream in self._server.streams else None
-        if found is not None and sequence in found.delivered:
-            found.postpone(sequence, 0.0)
+        registered = self._server.streams[stream].consumers.get(consumer) if stream in self._server.streams else None
+        if registered is not None and sequence in registered.delivered:
+            registered.postpone(sequence, 0.0)
 
     async def first_stored(self, stream: str, sequence: int = 0, subject: str = ">") -> Stored | None:
         await self.reach(API_TIMEOUT_S)
         messages = self._server.stream(stream).messages.values()
         return next(
             (
-                Stored(each.sequence, each.subject, each.data, each.sent_s)
-                for each in messages
-                if each.sequence >= sequence and matches(subject, each.subject)
+                Stored(message.sequence, message.subject, message.data, message.sent_s)
+                for message in messages
+                if message.sequence >= sequence and matches(subject, message.subject)
             ),
             None,
         )
@@ -248,13 +248,13 @@ class MemoryAdministration(MemoryQueue):
             stream = self._server.add_stream(spec)
         if stream is None:
             raise BrokerError(f"there is no stream {spec.name}: its owner has not created it yet")
-        found = stream.spec
-        field = next((field for field in _STREAM_FIELDS if normal(found, field) != normal(spec, field)), None)
-        if owner and found.version < spec.version and (field is None or spec.storage == found.storage):
-            check_room(spec, found.max_per_subject, stream.counts)
+        current = stream.spec
+        field = next((field for field in _STREAM_FIELDS if normal(current, field) != normal(spec, field)), None)
+        if owner and current.version < spec.version and (field is None or spec.storage == current.storage):
+            check_room(spec, current.max_per_subject, stream.counts)
             self._server.change_stream(stream, spec)
         elif field is not None:
-            raise TopologyMismatch(spec.name, field, getattr(found, field), getattr(spec, field))
+            raise TopologyMismatch(spec.name, field, getattr(current, field), getattr(spec, field))
         return stream.state()
 
     async def delete_stream(self, stream: str) -> bool:
@@ -274,14 +274,14 @@ class MemoryAdministration(MemoryQueue):
             self._server.serve(consumer)
             self._server.advise(spec.stream, spec.name, exists=True)
             return
-        found = consumer.spec
+        current = consumer.spec
         field = next(
-            (field for field in ("subject", "ack_wait_s") if getattr(found, field) != getattr(spec, field)), None
+            (field for field in ("subject", "ack_wait_s") if getattr(current, field) != getattr(spec, field)), None
         )
-        if found.version < spec.version and field not in _NEVER_UPDATED:
+        if current.version < spec.version and field not in _NEVER_UPDATED:
             consumer.spec = spec
         elif field is not None:
-            raise TopologyMismatch(spec.name, field, getattr(found, field), getattr(spec, field))
+            raise TopologyMismatch(spec.name, field, getattr(current, field), getattr(spec, field))
 
     async def delete_consumer(self, stream: str, name: str) -> bool:
         await self.reach(API_TIMEOUT_S)

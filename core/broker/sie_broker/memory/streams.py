@@ -21,14 +21,14 @@ _DELIVERIES_A_TURN = 64
 
 def matches(pattern: str, subject: str) -> bool:
     """Does a subject fall under a pattern, where `*` is any one token and a final `>` is one or more?"""
-    wanted, tokens = pattern.split("."), subject.split(".")
-    if wanted[-1] == ">":
-        wanted.pop()
-        if len(tokens) <= len(wanted):
+    parts, tokens = pattern.split("."), subject.split(".")
+    if parts[-1] == ">":
+        parts.pop()
+        if len(tokens) <= len(parts):
             return False
-    elif len(tokens) != len(wanted):
+    elif len(tokens) != len(parts):
         return False
-    return all(want in ("*", token) for want, token in zip(wanted, tokens, strict=False))
+    return all(want in ("*", token) for want, token in zip(parts, tokens, strict=False))
 
 
 def overlap(one: str, other: str) -> bool:
@@ -358,9 +358,9 @@ class StreamServer:
         return stream
 
     def add_stream(self, spec: StreamSpec) -> Stream:
-        for other in self.streams.values():
-            if any(overlap(one, two) for one in spec.subjects for two in other.spec.subjects):
-                raise BrokerError(f"{spec.name}: its subjects overlap those of {other.spec.name}")
+        for existing in self.streams.values():
+            if any(overlap(first, two) for first in spec.subjects for two in existing.spec.subjects):
+                raise BrokerError(f"{spec.name}: its subjects overlap those of {existing.spec.name}")
         stream = self.streams[spec.name] = Stream(self, spec)
         return stream
 

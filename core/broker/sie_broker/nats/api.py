@@ -128,20 +128,20 @@ _decode_ack = msgspec.json.Decoder(Ack).decode
 class Refusal(BrokerError):
     """The JetStream API refused a request. `number` is its error code."""
 
-    def __init__(self, what: str, error: ApiError) -> None:
-        super().__init__(f"{what}: {error.description} ({error.err_code})")
+    def __init__(self, act: str, error: ApiError) -> None:
+        super().__init__(f"{act}: {error.description} ({error.err_code})")
         self.number = error.err_code
 
 
-def error_of(what: str, error: ApiError) -> BrokerError:
+def error_of(act: str, error: ApiError) -> BrokerError:
     full = "maximum" in error.description and "exceeded" in error.description
     if error.err_code in _FULL or full:
-        return StreamFull(f"{what}: {error.description}")
+        return StreamFull(f"{act}: {error.description}")
     if error.err_code in _WRONG_SEQUENCE:
-        return WrongRevision(f"{what}: {error.description}")
+        return WrongRevision(f"{act}: {error.description}")
     if error.code == 503 or error.err_code == _BATCH_INCOMPLETE:
-        return BrokerUnavailable(f"{what}: {error.description}")
-    return Refusal(what, error)
+        return BrokerUnavailable(f"{act}: {error.description}")
+    return Refusal(act, error)
 
 
 def is_no_responder(answer: Any) -> bool:
@@ -203,11 +203,11 @@ def consumer_config(spec: ConsumerSpec) -> dict[str, Any]:
     }
 
 
-def update_of(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
+def update_of(current: dict[str, Any], desired: dict[str, Any]) -> dict[str, Any]:
     """The configuration that updates an existing stream or consumer: other settings, and foreign metadata, stay."""
-    config = {**found, **wanted, "metadata": {**(found.get("metadata") or {}), **wanted["metadata"]}}
-    if "mem_storage" in wanted:
-        config["mem_storage"] = found.get("mem_storage", False)  # the broker refuses to change it
+    config = {**current, **desired, "metadata": {**(current.get("metadata") or {}), **desired["metadata"]}}
+    if "mem_storage" in desired:
+        config["mem_storage"] = current.get("mem_storage", False)  # the broker refuses to change it
     return config
 
 
@@ -227,18 +227,18 @@ def bucket_config(name: str, bucket: str) -> dict[str, Any]:
     }
 
 
-def differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    """The settings of `wanted` that differ at the broker, which leaves out values that are zero."""
+def differences(current: dict[str, Any], desired: dict[str, Any]) -> list[str]:
+    """The settings of `desired` that differ at the broker, which leaves out values that are zero."""
     return [
         name
-        for name, value in wanted.items()
-        if name not in _NEVER_COMPARED and found.get(name, type(value)()) != value
+        for name, value in desired.items()
+        if name not in _NEVER_COMPARED and current.get(name, type(value)()) != value
     ]
 
 
-def difference(found: dict[str, Any], wanted: dict[str, Any]) -> str | None:
+def difference(current: dict[str, Any], desired: dict[str, Any]) -> str | None:
     """The first of `differences`."""
-    return next(iter(differences(found, wanted)), None)
+    return next(iter(differences(current, desired)), None)
 
 
 def version_of(config: dict[str, Any]) -> int:
@@ -247,8 +247,8 @@ def version_of(config: dict[str, Any]) -> int:
     return int(text) if text.isdigit() else 0
 
 
-def mismatch(name: str, field: str, found: dict[str, Any], wanted: dict[str, Any]) -> TopologyMismatch:
-    return TopologyMismatch(name, _SPEC_FIELDS.get(field, field), found.get(field), wanted[field])
+def mismatch(name: str, field: str, current: dict[str, Any], desired: dict[str, Any]) -> TopologyMismatch:
+    return TopologyMismatch(name, _SPEC_FIELDS.get(field, field), current.get(field), desired[field])
 
 
 def state_of(info: StreamInfo) -> StreamState:

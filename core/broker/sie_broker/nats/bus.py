@@ -52,15 +52,15 @@ class NatsBus(NatsConnection):
         held_bytes: int | None = None,
         on_dropped: Callable[[str], None] | None = None,
     ) -> Subscription:
-        what = f"{self.name}: the handler of {subject}"
+        handler_name = f"{self.name}: the handler of {subject}"
 
-        said = _pattern(subject)
+        pattern = _pattern(subject)
 
         async def arrived(message: Any) -> None:
-            if said.fullmatch(message.subject) is None:
+            if pattern.fullmatch(message.subject) is None:
                 log.error("%s: a delivery of %s came on %s: dropped", self.name, message.subject[:200], subject)
                 return
-            await guarded(what, handler(CoreMessage(message.subject, message.data, message.reply)))
+            await guarded(handler_name, handler(CoreMessage(message.subject, message.data, message.reply)))
 
         await self.reach(API_TIMEOUT_S)
         try:

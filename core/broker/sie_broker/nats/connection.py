@@ -65,7 +65,7 @@ class Answers:
         """Fail the requests on a subject that this user may not publish to: nothing answers them. Returns whether there
         were any.
         """
-        tokens = [token for token, asked in self._subjects.items() if asked.lower() == subject.lower()]
+        tokens = [token for token, subscribed in self._subjects.items() if subscribed.lower() == subject.lower()]
         for token in tokens:
             if not self._waiting[token].done():
                 reason = f"this user of the broker may not publish to {self._subjects[token]}"
@@ -269,8 +269,8 @@ class NatsConnection:
             return
         if self.live:
             is_eof = isinstance(error, UnexpectedEOF)
-            told = "the broker closed the connection; its own log says why" if is_eof else repr(error)
-            log.warning("%s: %s", self.name, told)
+            reason = "the broker closed the connection; its own log says why" if is_eof else repr(error)
+            log.warning("%s: %s", self.name, reason)
             return
         self._failed_attempts += 1
         self._client.options["reconnect_time_wait"] = min(1.0, FIRST_RETRY_S * 1.2 ** min(self._failed_attempts, 20))

@@ -63,20 +63,20 @@ class NatsKeyValue:
         return Entry(key, None if removed else stored.message.data, stored.message.seq)
 
     async def entries(self, within: str = "") -> list[Entry]:
-        found = await self._read(1, within)
-        return sorted((entry for entry in found if entry.value is not None), key=lambda entry: entry.key)
+        entries = await self._read(1, within)
+        return sorted((entry for entry in entries if entry.value is not None), key=lambda entry: entry.key)
 
     async def since(self, revision: int) -> list[Entry]:
         return sorted(await self._read(revision + 1), key=lambda entry: entry.revision)
 
     async def _read(self, first: int, within: str = "") -> list[Entry]:
         """All entries from revision `first` on, removed keys too."""
-        found: dict[str, Entry] = {}
+        entries: dict[str, Entry] = {}
         complete: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
         def arrived(delivery: NatsDelivery) -> None:
             entry = self.entry(delivery)
-            found[entry.key] = entry
+            entries[entry.key] = entry
             if not delivery.pending and not complete.done():
                 complete.set_result(True)
             elif not pulls.outstanding(delivery.consumer):
@@ -92,26 +92,26 @@ class NatsKeyValue:
             try:
                 if pending:
                     pulls.want(reader, pending)
-                    await self._progress(complete, found)
+                    await self._progress(complete, entries)
             finally:
                 await pulls.stop()
                 await self.close_reader(reader)
-        return list(found.values())
+        return list(entries.values())
 
-    async def _progress(self, complete: asyncio.Future[bool], found: Mapping[str, Entry]) -> None:
+    async def _progress(self, complete: asyncio.Future[bool], entries: Mapping[str, Entry]) -> None:
         """Wait until a read is complete. However large the bucket is: what ends it is that nothing comes."""
         before = -1
         while not complete.done():
-            if len(found) == before:
+            if len(entries) == before:
                 raise BrokerUnavailable(
                     f"{self._stream}: {before} keys were read, then none for {API_TIMEOUT_S} s; if that lasts, its "
                     f"files are damaged: run `sie repair {self._stream}`"
                 )
-            before = len(found)
+            before = len(entries)
             await asyncio.wait({complete}, timeout=API_TIMEOUT_S)
         if not complete.result():
             raise BrokerUnavailable(
-                f"{self._stream}: the connection was lost while its keys were read, after {len(found)} of them"
+                f"{self._stream}: the connection was lost while its keys were read, after {len(entries)} of them"
             )
 
     async def write(self, writes: list[Write]) -> int:
@@ -349,7 +349,7 @@ class NatsStore(JetStream):
         removed_age_s: float = 0.0,
     ) -> KeyValue:
         name = f"KV_{bucket}"
-        wanted = bucket_config(name, bucket)
+        desired = bucket_config(name, bucket)
         window_s = min(DUPLICATE_WINDOW_S, max_age_s or DUPLICATE_WINDOW_S)
         chosen = {
             "storage": storage,
@@ -361,10 +361,10 @@ class NatsStore(JetStream):
         request = StreamRequest(
             name, storage=storage, replicas=replicas, max_age_s=max_age_s, removed_age_s=removed_age_s
         )
-        info = await self.create_stream(request, {**wanted, **chosen})
+        info = await self.create_stream(request, {**desired, **chosen})
         if info is None:
             raise BrokerUnavailable(f"{name} was deleted while it was opened")
-        field = difference(info.config, wanted)
+        field = difference(info.config, desired)
         if field is not None:
-            raise mismatch(name, field, info.config, wanted)
+            raise mismatch(name, field, info.config, desired)
         return NatsKeyValue(self, bucket, removed_age_s if info.config.get("allow_msg_ttl") else 0.0)

@@ -105,15 +105,15 @@ async def damage(broker: NatsBroker, info: StreamInfo) -> str:
 async def salvage(broker: NatsBroker, stream: str) -> list[Entry]:
     """The entries of a damaged bucket that can be read, in order of their revisions. Raises BrokerError."""
     bucket, prefix = stream.removeprefix("KV_"), f"$KV.{stream.removeprefix('KV_')}."
-    found: list[Entry] = []
+    entries: list[Entry] = []
     for subject in await broker.subject_counts(stream, ">"):
         try:
             entry = await NatsKeyValue(broker, bucket).get(subject.removeprefix(prefix))
         except Refusal:  # its message is damaged
             continue
         if entry is not None:
-            found.append(entry)
-    return sorted(found, key=lambda entry: entry.revision)
+            entries.append(entry)
+    return sorted(entries, key=lambda entry: entry.revision)
 
 
 async def remake(broker: NatsBroker, info: StreamInfo) -> None:
@@ -136,9 +136,9 @@ def plan(facts: Facts, spec: StreamSpec, ack_wait_s: float) -> list[Step]:
 
 
 def _stream_step(facts: Facts, info: StreamInfo, spec: StreamSpec) -> Iterable[Step]:
-    found, wanted = info.config, stream_config(spec)
-    changes = _changes(found, wanted)
-    reason = _newer(found) or _fixed(changes)
+    current, desired = info.config, stream_config(spec)
+    changes = _changes(current, desired)
+    reason = _newer(current) or _fixed(changes)
     lower_age = any(
         change.field == "max_age" and 0 < change.wanted < (change.found or float("inf")) for change in changes
     )
@@ -146,15 +146,15 @@ def _stream_step(facts: Facts, info: StreamInfo, spec: StreamSpec) -> Iterable[S
         reason = "a shorter age would drop messages: let the queue run empty first"
     if not reason:
         try:
-            check_room(spec, max(0, found.get("max_msgs_per_subject", 0)), facts.counts)
+            check_room(spec, max(0, current.get("max_msgs_per_subject", 0)), facts.counts)
         except BrokerError as error:
             reason = str(error)
-    yield from _step("stream", spec.name, spec.name, found, wanted, changes, reason)
+    yield from _step("stream", spec.name, spec.name, current, desired, changes, reason)
 
 
 def _consumer_step(info: ConsumerInfo, stream: str, ack_wait_s: float) -> Iterable[Step]:
-    found = info.config
-    spec = served_by(found.get("filter_subject", ""), ack_wait_s)
+    current = info.config
+    spec = served_by(current.get("filter_subject", ""), ack_wait_s)
     if spec is None or spec.name != info.name:
         yield Step(
             "refuse",
@@ -164,9 +164,9 @@ def _consumer_step(info: ConsumerInfo, stream: str, ack_wait_s: float) -> Iterab
             reason="not made by SIE: it takes work that no worker then gets; delete it",
         )
         return
-    wanted = consumer_config(spec)
-    changes = _changes(found, wanted)
-    yield from _step("consumer", info.name, stream, found, wanted, changes, _newer(found) or _fixed(changes))
+    desired = consumer_config(spec)
+    changes = _changes(current, desired)
+    yield from _step("consumer", info.name, stream, current, desired, changes, _newer(current) or _fixed(changes))
 
 
 def served_by(filter_subject: str, ack_wait_s: float) -> ConsumerSpec | None:
@@ -191,24 +191,24 @@ def _step(
     kind: Literal["stream", "consumer"],
     name: str,
     stream: str,
-    found: dict[str, Any],
-    wanted: dict[str, Any],
+    current: dict[str, Any],
+    desired: dict[str, Any],
     changes: tuple[Change, ...],
     reason: str,
 ) -> Iterable[Step]:
-    version = version_of(found)
+    version = version_of(current)
     if version != TOPOLOGY_VERSION:
         changes = (Change("topology version", version, TOPOLOGY_VERSION), *changes)
     if changes:
-        yield Step("refuse" if reason else "update", kind, name, stream, changes, reason, update_of(found, wanted))
+        yield Step("refuse" if reason else "update", kind, name, stream, changes, reason, update_of(current, desired))
 
 
-def _changes(found: dict[str, Any], wanted: dict[str, Any]) -> tuple[Change, ...]:
-    return tuple(Change(name, found.get(name), wanted[name]) for name in differences(found, wanted))
+def _changes(current: dict[str, Any], desired: dict[str, Any]) -> tuple[Change, ...]:
+    return tuple(Change(name, current.get(name), desired[name]) for name in differences(current, desired))
 
 
-def _newer(found: dict[str, Any]) -> str:
-    version = version_of(found)
+def _newer(current: dict[str, Any]) -> str:
+    version = version_of(current)
     return (
         f"topology {version} is newer than this version's {TOPOLOGY_VERSION}: use the newer `sie`"
         if version > TOPOLOGY_VERSION

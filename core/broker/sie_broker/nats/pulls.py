@@ -352,7 +352,7 @@ class NatsPulls:
         status = headers.get("Status", "")
         if len(parts) != 3 or status == "100":
             return
-        index, issued, asked = map(int, parts)
+        index, issued, requested = map(int, parts)
         entry = self._by_index.get(index)
         if entry is None or issued <= entry.written_off:
             return
@@ -366,9 +366,9 @@ class NatsPulls:
             # every pull of the consumer ended, and no status says how many deliveries were left
             entry.write_off(issued)
         else:
-            entry.settle(asked)
+            entry.settle(requested)
         if "Exceeds MaxBytes" in reason:
-            entry.single = left is not None and int(left) == asked
+            entry.single = left is not None and int(left) == requested
             self._consider(entry)
         elif status in ("404", "408") or "Leadership" in reason:
             entry.retry_s = 0.0

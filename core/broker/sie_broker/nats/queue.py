@@ -84,8 +84,8 @@ class NatsQueue(JetStream):
         answer = await self.find(f"STREAM.MSG.GET.{stream}", query, StoredAnswer, *NO_MESSAGE)
         if answer is None:
             return None
-        found = answer.message
-        return Stored(found.seq, found.subject, found.data, found.time.timestamp())
+        stored = answer.message
+        return Stored(stored.seq, stored.subject, stored.data, stored.time.timestamp())
 
     async def server_time(self, stream: str) -> float:
         info = await self.api(f"STREAM.INFO.{stream}", {}, StreamInfo)
@@ -116,7 +116,7 @@ class NatsAdministration(NatsQueue):
     """The protocol `Administration`, and the infos that operator commands show."""
 
     async def ensure_stream(self, spec: StreamSpec, *, owner: bool) -> StreamState:
-        wanted = stream_config(spec)
+        desired = stream_config(spec)
         request = StreamRequest(
             spec.name,
             spec.storage,
@@ -127,32 +127,32 @@ class NatsAdministration(NatsQueue):
             spec.duplicate_window_s,
             version=spec.version,
         )
-        info = await (self.create_stream(request, wanted) if owner else self.stream_info(spec.name))
+        info = await (self.create_stream(request, desired) if owner else self.stream_info(spec.name))
         if info is None:
             raise BrokerError(f"there is no stream {spec.name}: its owner has not created it yet")
         is_older = version_of(info.config) < spec.version
         if owner and is_older and await self.ask_owner(request):
             info, is_older = await self.api(f"STREAM.INFO.{spec.name}", {}, StreamInfo), False
-        field = difference(info.config, wanted)
+        field = difference(info.config, desired)
         if owner and is_older:
             if spec.max_per_subject > 0:
                 check_room(
                     spec, max(0, info.config.get("max_msgs_per_subject", 0)), await self.subject_counts(spec.name, ">")
                 )
-            return state_of(await self._update_stream(spec.name, info.config, wanted, field))
+            return state_of(await self._update_stream(spec.name, info.config, desired, field))
         if field is not None:
-            raise mismatch(spec.name, field, info.config, wanted)
+            raise mismatch(spec.name, field, info.config, desired)
         return state_of(info)
 
     async def _update_stream(
-        self, name: str, found: dict[str, Any], wanted: dict[str, Any], field: str | None
+        self, name: str, current: dict[str, Any], desired: dict[str, Any], field: str | None
     ) -> StreamInfo:
         try:
-            return await self.api(f"STREAM.UPDATE.{name}", update_of(found, wanted), StreamInfo)
+            return await self.api(f"STREAM.UPDATE.{name}", update_of(current, desired), StreamInfo)
         except Refusal as refusal:
             if field is None:
                 raise
-            raise mismatch(name, field, found, wanted) from refusal
+            raise mismatch(name, field, current, desired) from refusal
 
     async def delete_stream(self, stream: str) -> bool:
         return await self.find(f"STREAM.DELETE.{stream}", {}, Answer, NO_STREAM) is not None
@@ -168,40 +168,42 @@ class NatsAdministration(NatsQueue):
 
     async def _ensure_consumer(self, spec: ConsumerSpec) -> None:
         """Raises Refusal with one of CONSUMER_GONE if it is deleted meanwhile."""
-        wanted = consumer_config(spec)
+        desired = consumer_config(spec)
         verb = f"CONSUMER.CREATE.{spec.stream}.{spec.name}.{spec.subject}"
-        create = {"stream_name": spec.stream, "action": "create", "config": wanted}
+        create = {"stream_name": spec.stream, "action": "create", "config": desired}
         if await self.find(verb, create, ConsumerInfo, CONSUMER_EXISTS) is not None:
             return
-        found = (await self.api(f"CONSUMER.INFO.{spec.stream}.{spec.name}", {}, ConsumerInfo)).config
-        field = difference(found, wanted)
-        if version_of(found) < spec.version and field not in NEVER_UPDATED:
+        current = (await self.api(f"CONSUMER.INFO.{spec.stream}.{spec.name}", {}, ConsumerInfo)).config
+        field = difference(current, desired)
+        if version_of(current) < spec.version and field not in NEVER_UPDATED:
             try:
-                await self.api(verb, {**create, "action": "update", "config": update_of(found, wanted)}, ConsumerInfo)
+                await self.api(
+                    verb, {**create, "action": "update", "config": update_of(current, desired)}, ConsumerInfo
+                )
             except Refusal as refusal:
                 if field is None or refusal.number in CONSUMER_GONE:
                     raise
-                raise mismatch(spec.name, field, found, wanted) from refusal
+                raise mismatch(spec.name, field, current, desired) from refusal
         elif field is not None:
-            raise mismatch(spec.name, field, found, wanted)
+            raise mismatch(spec.name, field, current, desired)
 
     async def consumer_states(self, stream: str) -> list[ConsumerState]:
         return [consumer_state_of(info) for info in await self.consumer_infos(stream)]
 
     async def consumer_infos(self, stream: str) -> list[ConsumerInfo]:
         """All consumers of a stream, with their configurations."""
-        found: list[ConsumerInfo] = []
+        infos: list[ConsumerInfo] = []
         while True:
-            page = await self.api(f"CONSUMER.LIST.{stream}", {"offset": len(found)}, Consumers)
-            found += page.consumers or ()
-            if not page.consumers or len(found) >= page.total:
-                return found
+            page = await self.api(f"CONSUMER.LIST.{stream}", {"offset": len(infos)}, Consumers)
+            infos += page.consumers or ()
+            if not page.consumers or len(infos) >= page.total:
+                return infos
 
     async def stream_infos(self) -> list[StreamInfo]:
         """All streams of the account, with their configurations."""
-        found: list[StreamInfo] = []
+        infos: list[StreamInfo] = []
         while True:
-            page = await self.api("STREAM.LIST", {"offset": len(found)}, Streams)
-            found += page.streams or ()
-            if not page.streams or len(found) >= page.total:
-                return found
+            page = await self.api("STREAM.LIST", {"offset": len(infos)}, Streams)
+            infos += page.streams or ()
+            if not page.streams or len(infos) >= page.total:
+                return infos
