@@ -56,7 +56,7 @@ def _private(path: str, flags: int) -> int:
 
 
 class InUse(SettingError):
-    """Another `sie serve` has the data directory, which serves at `url`."""
+    """Data directory in use by another `sie serve`, which serves at `url`."""
 
     def __init__(self, data_dir: Path, url: str = "") -> None:
         at = f" at {url}" if url else ""

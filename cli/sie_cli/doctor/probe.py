@@ -46,7 +46,7 @@ class CheckSkipped(Exception):
 
 
 class NotApplicable(Exception):
-    """There is nothing here for a check to look at: the reason."""
+    """Reason why this cluster or machine has nothing for a check to look at."""
 
 
 @dataclass(frozen=True)

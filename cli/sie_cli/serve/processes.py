@@ -418,7 +418,7 @@ def _reachable(host: str) -> str:
 
 
 def _command() -> list[str]:
-    """This program, in a form that shows its role in a process list."""
+    """Return the command of this program, in a form that shows its role in a process list."""
     script = Path(sys.argv[0])
     return (
         [sys.executable, str(script)] if script.name == "sie" and script.exists() else [sys.executable, "-m", "sie_cli"]

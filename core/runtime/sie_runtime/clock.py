@@ -63,7 +63,7 @@ class BrokerClock:
         return self._clock() + self._offset_s
 
     def ahead_s(self) -> float | None:
-        """This machine's wall clock minus the broker's, within `margin_s`; None before the first answer."""
+        """Return this machine's wall clock minus the broker's, within `margin_s`; None before the first answer."""
         return None if math.isinf(self.margin_s) else time.time() - self.now_s()
 
     async def measure(self) -> None:

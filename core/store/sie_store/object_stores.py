@@ -80,11 +80,11 @@ class StoreError(Exception):
 
 
 class ObjectMissing(StoreError):
-    """There is no such object."""
+    """Absence of an object."""
 
 
 class BucketMissing(StoreError):
-    """There is no such bucket."""
+    """Absence of a bucket."""
 
 
 class AccessRefused(StoreError):

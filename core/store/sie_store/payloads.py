@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 
 class PayloadMissing(StoreError):
-    """There is no such object, or its contents do not match its key. Another attempt does not help."""
+    """Absence of an object, or contents that do not match its key. Another attempt does not help."""
 
 
 class PayloadStore:

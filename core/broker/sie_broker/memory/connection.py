@@ -128,7 +128,7 @@ class Follower(Protocol):
     """A watch of a bucket, as its connection sees it."""
 
     def catch_up(self) -> None:
-        """There is a connection again: read what was missed."""
+        """Read what was missed, once there is a connection again."""
 
     def abandon(self) -> None: ...
 
@@ -156,7 +156,7 @@ class MemoryConnection:
 
     @property
     def live(self) -> bool:
-        """There is a connection. `connected` also says that none of its tasks crashed."""
+        """Return whether there is a connection. `connected` also says that none of its tasks crashed."""
         return self._live
 
     @property

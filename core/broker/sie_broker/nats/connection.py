@@ -38,7 +38,7 @@ class Inbox(Protocol):
         """The connection is lost: leave the inbox."""
 
     def wake(self) -> None:
-        """There is a connection again."""
+        """Resume, once there is a connection again."""
 
 
 class Answers:
@@ -206,7 +206,7 @@ class NatsConnection:
 
     @property
     def live(self) -> bool:
-        """There is a connection. `connected` also says that none of its tasks crashed."""
+        """Return whether there is a connection. `connected` also says that none of its tasks crashed."""
         return bool(self._live and self._client.is_connected)
 
     @property

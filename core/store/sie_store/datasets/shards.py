@@ -27,7 +27,7 @@ _PATIENCE = Patience()
 
 
 class PartDamaged(StoreError):
-    """There is an object in the place of a part, and it is none. Another attempt helps once somebody has moved it."""
+    """Object in the place of a part that is no part. Another attempt helps once somebody has moved it."""
 
 
 async def claim(place: Place, owner: str, patience: Patience = _PATIENCE) -> None:

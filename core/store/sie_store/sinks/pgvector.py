@@ -80,7 +80,7 @@ class PgvectorSink:
             await self._done(functools.partial(self._written, records=records), bound_s)
 
     async def close(self) -> None:
-        """There is nothing to release."""
+        """Release nothing: there is no resource."""
 
     async def _written(self, connection: Any, records: list[tuple[str, bytes, str]]) -> None:
         await connection.set_type_codec("vector", schema=self._extension, encoder=bytes, decoder=bytes, format="binary")

@@ -32,7 +32,7 @@ FetchErrorClass = Literal["GATED", "NOT_FOUND", "INCOMPATIBLE", "NETWORK", "UNKN
 
 
 class ManifestError(ValueError):
-    """This is not a manifest, or it names a file that it must not name."""
+    """File that is no manifest, or a manifest with a file name that is not allowed."""
 
 
 class FetchFailed(Exception):

@@ -54,7 +54,7 @@ class Progress:
         self._step(0)
 
     def follow(self, fetched: Fetched) -> None:
-        """Another process fetches it, with this progress."""
+        """Follow the fetch of another process, with this progress."""
         with self._lock:
             self._total_bytes, self._had_bytes, self._followed_per_s = (
                 fetched.total_bytes,
