@@ -209,8 +209,8 @@ async def test_each_model_is_loaded_by_its_host_alone(cluster: InProcess) -> Non
 
 
 async def test_a_load_on_one_worker_locks_no_work_away_from_another_that_has_the_model(cluster: InProcess) -> None:
-    """The worker w1 has the model. w0 becomes a host as well and loads it for as long as the test lasts. All work is answered by
-    w1; w0 holds none and no delivery is spent.
+    """The worker w1 has the model. w0 becomes a host as well and loads it for as long as the test lasts. All work is
+    answered by w1; w0 holds none and no delivery is spent.
     """
     gateway = await cluster.gateway(SIE_ADOPT_AFTER_MS="600000")
     slow, quick = [await cluster.adapter(f"{name}.sock") for name in ("slow", "quick")]
