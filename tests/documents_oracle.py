@@ -23,7 +23,7 @@ from sie_contracts.settings import Settings
 from sie_contracts.wire.ipc import Group, RunBatch
 from sie_contracts.wire.messages import Ok, RunOptions
 from sie_runtime.feed import read_folder
-from sie_store.sources import WeightSources
+from sie_store.weights.sources import WeightSources
 
 PAGES = (("Invoice number 17", "Total 12.50"), ("Thank you",))
 

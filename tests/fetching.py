@@ -22,7 +22,7 @@ REPOSITORY = "org/model"
 END_S = 60.0  # far above what is expected
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(
-    ["fetching", "sie_store.hub", "sie_store.cache", "huggingface_hub.hf_api", "huggingface_hub.utils"]
+    ["fetching", "sie_store.weights.hub", "sie_store.weights.cache", "huggingface_hub.hf_api", "huggingface_hub.utils"]
 )
 # of `os`: what changes the disk for others to see
 EFFECTS = (
@@ -82,9 +82,9 @@ def obtain(hub: HubStub, cache: Path) -> Path:
     """
     from huggingface_hub import constants
 
-    from sie_store.cache import LocalCache
-    from sie_store.hub import hub_fetch
-    from sie_store.selection import common
+    from sie_store.weights.cache import LocalCache
+    from sie_store.weights.hub import hub_fetch
+    from sie_store.weights.selection import common
 
     before, constants.ENDPOINT = constants.ENDPOINT, hub.url
     try:
@@ -96,11 +96,11 @@ def obtain(hub: HubStub, cache: Path) -> Path:
 def _run(news: Connection, endpoint: str, cache: Path, dies_at: int, removes: bool) -> None:
     from huggingface_hub import constants
 
-    from sie_store.cache import LocalCache
-    from sie_store.hub import hub_fetch
-    from sie_store.manifest import FetchFailed
-    from sie_store.progress import Progress
-    from sie_store.selection import common
+    from sie_store.weights.cache import LocalCache
+    from sie_store.weights.hub import hub_fetch
+    from sie_store.weights.manifest import FetchFailed
+    from sie_store.weights.progress import Progress
+    from sie_store.weights.selection import common
 
     class Telling(Progress):
         """Tells once that another process fetches."""

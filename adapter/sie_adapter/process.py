@@ -121,7 +121,7 @@ def _require_device(name: str) -> None:
 def _serve(path: Path, listener: socket.socket, settings: Settings, wake: socket.socket, waker: socket.socket) -> None:
     from sie_adapter.engine.engine import AdapterEngine
     from sie_adapter.server import AdapterServer
-    from sie_store import disk
+    from sie_store.weights import disk
 
     tracer = tracing.start(settings.tracing, "adapter")
     engine = AdapterEngine(settings)

@@ -52,7 +52,7 @@ def create_app(service: ConfigService) -> App:
     async def edge(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        path = plain_path(scope["path"])
+        path = plain_path(scope["path"], scope.get("raw_path") or b"")
         scope = {**scope, "path": path}
         if not path.startswith(("/v1/", "/docs", "/openapi.json")):
             await inner(scope, receive, send)

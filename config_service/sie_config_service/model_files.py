@@ -11,7 +11,7 @@ from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.entries import ModelEntry, parse_document
 from sie_contracts.settings import Settings
 from sie_store.entry_faults import Fault, fault
-from sie_store.sources import WeightSources
+from sie_store.weights.sources import WeightSources
 
 _logger = logging.getLogger("sie.config")
 

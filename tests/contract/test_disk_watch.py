@@ -8,9 +8,9 @@ import pytest
 from adapter_process import running
 from cluster import until
 
-from sie_store.cache import LocalCache
-from sie_store.manifest import FileFact, Manifest
-from sie_store.progress import Progress
+from sie_store.weights.cache import LocalCache
+from sie_store.weights.manifest import FileFact, Manifest
+from sie_store.weights.progress import Progress
 
 LOOKS_OFTEN = "from sie_store import disk; disk.LOOK_S = 0.1"
 REVISION = "a" * 40

@@ -29,9 +29,9 @@ from transformers import (
     Owlv2Processor,
 )
 
+from sie_adapter.detectors import owlv2
+from sie_adapter.detectors.detector import Detector
 from sie_adapter.engine.engine import AdapterEngine
-from sie_adapter.families import owlv2
-from sie_adapter.families.detector import Detector
 from sie_adapter.packed.packing import Shown
 from sie_client import draw
 from sie_contracts.errors import ErrorInfo, ModelLoadFailed

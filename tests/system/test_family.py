@@ -31,7 +31,7 @@ VECTORS = np.random.default_rng(0).standard_normal((len(WORDS), 16)).astype(np.f
 def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the two packages that a family touches, with its file and its row."""
     folder = tmp_path_factory.mktemp("code")
-    for package in (Path(CLASS).parents[1], Path(TABLE).parent):
+    for package in (Path(CLASS).parents[1], Path(TABLE).parents[1]):
         shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "catalog").symlink_to(ROOT / "catalog")
     (folder / CLASS).write_text(BLOCKS[CLASS])
@@ -54,7 +54,7 @@ def cluster(code: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cl
     file = folder / ENTRY
     file.parent.mkdir(parents=True)
     file.write_text(yaml.safe_dump({**yaml.safe_load(BLOCKS[ENTRY]), "weights": {"path": str(weights)}}))
-    path = os.pathsep.join(str(code / Path(name).parts[0]) for name in (CLASS, TABLE))
+    path = os.pathsep.join(str(code / folder) for folder in ("adapter", "core/contracts"))
     arguments = ["--models-dir", str(folder / "models"), "--no-spare", "--standalone"]
     with running(folder / "data", *arguments, environ={"PYTHONPATH": path}) as cluster:
         yield cluster

@@ -20,8 +20,8 @@ from cluster import Cluster, until
 from hub_stub import COMMIT, HubStub
 from unit.adapter import toys
 
-from sie_store.cache import LocalCache
-from sie_store.manifest import verify
+from sie_store.weights.cache import LocalCache
+from sie_store.weights.manifest import verify
 
 WIDTH, WAIT_S = 128, 90.0
 REPOSITORY, BIG = "org/model", "model.safetensors"

@@ -27,7 +27,7 @@ from sie_contracts.models.catalogue import fingerprint, profile_fingerprint
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.settings import Settings, load
 from sie_store.configured import weight_sources
-from sie_store.manifest import MANIFEST, FileFact, Manifest, digest, encode
+from sie_store.weights.manifest import MANIFEST, FileFact, Manifest, digest, encode
 
 COMMIT, LORA_COMMIT = "1" * 40, "2" * 40
 CARD = "---\nlicense: apache-2.0\ntags: [x]\n---\n# A model\n"

@@ -19,7 +19,7 @@ import pytest
 from sie_cli.airgap import archive, placing
 from sie_cli.airgap.archive import INDEX, SUMS, ArchiveIndex, ArchiveReader, encode, sums, write
 from sie_cli.refusal import CommandRefused
-from sie_store.manifest import FileFact
+from sie_store.weights.manifest import FileFact
 
 ENTRY = {
     "id": "my/model",

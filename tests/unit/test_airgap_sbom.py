@@ -13,7 +13,7 @@ from packageurl import PackageURL
 
 from sie_cli.airgap import sbom
 from sie_contracts.models.entries import parse_entry
-from sie_store.manifest import FileFact
+from sie_store.weights.manifest import FileFact
 
 ENTRIES = [
     {

@@ -26,7 +26,7 @@ from sie_contracts.models.families import FAMILIES
 from sie_contracts.models.options import run_options
 from sie_contracts.settings import Settings
 from sie_runtime.feed import packaged_catalogue
-from sie_store.sources import WeightSources
+from sie_store.weights.sources import WeightSources
 
 MODELS = packaged_folder() / "models"
 CATALOGUE = packaged_catalogue()

@@ -306,6 +306,10 @@ def test_slashes_that_say_nothing(path: str) -> None:
     assert plain_path(path) == PATHS[path]
 
 
+def test_an_escaped_slash_belongs_to_a_name() -> None:
+    assert plain_path("/v1/models//", b"/v1/models/%2F") == "/v1/models//"
+
+
 @pytest.mark.parametrize("path", ["//v1/models", "/v1//models/", "/v1/pools//", "//v1/admin/dead-letters", "//metrics"])
 async def test_doubled_slashes_need_the_same_key(tmp_path: Any, path: str) -> None:
     async with InProcess(tmp_path, toy_entry("toy/one")) as cluster:

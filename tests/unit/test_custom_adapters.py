@@ -25,7 +25,7 @@ from sie_adapter.loading.loading import Loader
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.entries import ModelEntry, parse_entry
-from sie_store.sources import WeightSources
+from sie_store.weights.sources import WeightSources
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "custom-adapters.md"
 FILES = dict(re.findall(r"^```\w+\n# (\S+)\n(.*?)^```$", DOCUMENT.read_text(), re.DOTALL | re.MULTILINE))

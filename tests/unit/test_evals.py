@@ -18,14 +18,13 @@ from scipy.stats import spearmanr
 
 from sie_cli.evals import evaluation, opened, outputs, quality, report, results, targets, tasks
 from sie_cli.evals.evaluation import EvalSpec
-from sie_cli.evals.kept import ResultCache
 from sie_cli.evals.load import LoadFailure, LoadRequest, Send
 from sie_cli.evals.mteb_tasks import Mteb
 from sie_cli.evals.outputs import DENSE, VectorOutput
 from sie_cli.evals.perf import LoadPlan
 from sie_cli.evals.quality import Measurement
 from sie_cli.evals.servers import BATCH, DIALECTS, MAX_ANSWER_BYTES, ServerSource
-from sie_cli.evals.steps import EvalStep, EvalWork
+from sie_cli.evals.steps import EvalStep, EvalWork, ResultCache
 from sie_cli.evals.targets import ScoreTarget
 from sie_cli.evals.tasks import Retrieval, Similarity, Texts
 from sie_cli.refusal import CommandRefused

@@ -26,7 +26,7 @@ from sie_contracts.models.entries import ModelEntry, Weights
 from sie_contracts.settings import load
 from sie_gateway.http.auth import Gate
 from sie_runtime.process import QUIET_S, START_S, Trouble
-from sie_store.sources import WeightSources
+from sie_store.weights.sources import WeightSources
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_contracts.settings import Settings
-from sie_store.sources import WeightSources
+from sie_store.weights.sources import WeightSources
 
 WEIGHTS = "model.safetensors"
 COPY = "copy tokenizer.json and tokenizer_config.json from the repository that the weights come from"

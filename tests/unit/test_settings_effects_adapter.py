@@ -44,8 +44,8 @@ from sie_contracts.wire.device_reports import RanBatch
 from sie_contracts.wire.ipc import BatchDone, Group, Refused, Reply, RunBatch, frame
 from sie_contracts.wire.messages import Failed
 from sie_store.cluster import ClusterCache
-from sie_store.manifest import MANIFEST, describe, encode
-from sie_store.progress import Progress
+from sie_store.weights.manifest import MANIFEST, describe, encode
+from sie_store.weights.progress import Progress
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 HUB_ENTRY = parse_entry(

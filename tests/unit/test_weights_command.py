@@ -18,9 +18,9 @@ from hub_stub import COMMIT, HubStub
 from object_stores import Faults, Place
 
 from sie_cli.main import main
-from sie_store.cache import LocalCache
 from sie_store.cluster import ClusterCache
-from sie_store.manifest import MANIFEST, describe, encode
+from sie_store.weights.cache import LocalCache
+from sie_store.weights.manifest import MANIFEST, describe, encode
 
 HEADER = b'{"x":{"dtype":"U8","shape":[100000],"data_offsets":[0,100000]}}'
 SAFETENSORS = len(HEADER).to_bytes(8, "little") + HEADER + os.urandom(100_000)

@@ -26,12 +26,12 @@ from sie_adapter.engine.engine import AdapterEngine
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.entries import ModelEntry, RunDefaults, Weights
 from sie_contracts.settings import Settings, load
-from sie_store.cache import LocalCache
 from sie_store.configured import weight_sources
-from sie_store.disk import Usage, limited
-from sie_store.manifest import FetchFailed, FileFact, Manifest
-from sie_store.progress import Progress
-from sie_store.sources import WeightSources
+from sie_store.weights.cache import LocalCache
+from sie_store.weights.disk import Usage, limited
+from sie_store.weights.manifest import FetchFailed, FileFact, Manifest
+from sie_store.weights.progress import Progress
+from sie_store.weights.sources import WeightSources
 
 MIB = 1 << 20
 TOTAL = 1000 * MIB  # of the disk that is made up
@@ -499,8 +499,8 @@ def test_on_a_full_disk_a_model_that_is_there_is_served(small: Path) -> None:
 OTHER = """
 import os, sys
 from pathlib import Path
-from sie_store.disk import limited
-from sie_store.manifest import FileFact, Manifest
+from sie_store.weights.disk import limited
+from sie_store.weights.manifest import FileFact, Manifest
 os.chdir(sys.argv[1])  # no folder above it need let the other user in
 os.setgid(65534), os.setuid(65534)
 cache = limited(Path("."), 100.0)  # however full the disk is

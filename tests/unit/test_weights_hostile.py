@@ -20,11 +20,11 @@ from object_stores import aws_environ
 
 from sie_contracts.errors import LoraLoadFailed, ModelLoadFailed
 from sie_contracts.models.entries import ModelEntry, Weights
-from sie_store import hub
 from sie_store.cluster import ClusterCache
-from sie_store.download import Limits
-from sie_store.manifest import MAX_MANIFEST_BYTES, FileFact, Manifest, encode
-from sie_store.sources import WeightSources
+from sie_store.weights import hub
+from sie_store.weights.download import Limits
+from sie_store.weights.manifest import MAX_MANIFEST_BYTES, FileFact, Manifest, encode
+from sie_store.weights.sources import WeightSources
 
 FILES = {"config.json": b'{"a": 1}', "model.safetensors": bytes(100_000)}
 ENTRY = ModelEntry(

@@ -21,13 +21,13 @@ from object_stores import Place
 from sie_contracts.errors import LoraLoadFailed, ModelLoadFailed
 from sie_contracts.models.entries import LoadOptions, ModelEntry, Profile, RunDefaults, Weights
 from sie_runtime.process import configure_logging
-from sie_store.cache import LocalCache
 from sie_store.cluster import ClusterCache
-from sie_store.download import Limits
-from sie_store.hub import commit_of
-from sie_store.manifest import MANIFEST, FetchFailed, ManifestError, describe, encode, verify
-from sie_store.progress import Progress
-from sie_store.sources import WeightSources
+from sie_store.weights.cache import LocalCache
+from sie_store.weights.download import Limits
+from sie_store.weights.hub import commit_of
+from sie_store.weights.manifest import MANIFEST, FetchFailed, ManifestError, describe, encode, verify
+from sie_store.weights.progress import Progress
+from sie_store.weights.sources import WeightSources
 
 BIG = "model.safetensors"
 

@@ -14,9 +14,9 @@ from cluster import until
 from fetching import END_S, REPOSITORY, fetcher, obtain
 from hub_stub import COMMIT, Asked, HubStub
 
-from sie_store.cache import LocalCache
 from sie_store.durable import PART
-from sie_store.manifest import verify
+from sie_store.weights.cache import LocalCache
+from sie_store.weights.manifest import verify
 
 BIG = "model.safetensors"
 BIG_BYTES = 640 << 10

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sie_store.manifest import (
+from sie_store.weights.manifest import (
     MANIFEST,
     MAX_FILES,
     MAX_MANIFEST_BYTES,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 
 from sie_contracts.wire.heartbeats import Fetched
-from sie_store.manifest import FetchFailed
-from sie_store.progress import Progress
+from sie_store.weights.manifest import FetchFailed
+from sie_store.weights.progress import Progress
 
 MIB = 1 << 20
 

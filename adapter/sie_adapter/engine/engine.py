@@ -40,7 +40,7 @@ from sie_contracts.settings import Settings
 from sie_contracts.wire import ipc
 from sie_contracts.wire.ipc import BatchDone, Refused, Reply, RunBatch
 from sie_store.configured import weight_sources
-from sie_store.sources import named_loras
+from sie_store.weights.sources import named_loras
 
 _logger = logging.getLogger("sie.adapter")
 DEVICE_LOST_STATUS = 70

@@ -35,7 +35,7 @@ from sie_contracts.models.entries import HeadOptions, ModelEntry, parse_entry
 from sie_contracts.models.load_errors import load_failed
 from sie_store.entry_faults import MODEL_FILE, positions
 from sie_store.folder_files import line_of, read_json, read_value, reading
-from sie_store.selection import FILES, PICKLED
+from sie_store.weights.selection import FILES, PICKLED
 
 _DECIDING = tuple(pattern for pattern in FILES if pattern != "README.md")  # of what a download fetches
 _PARTS = ("text_config", "vlm_config")  # of a configuration, which may have a dtype of their own

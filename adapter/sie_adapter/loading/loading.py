@@ -40,8 +40,8 @@ from sie_contracts.models.entries import ModelEntry, Precision
 from sie_contracts.models.families import FAMILIES
 from sie_contracts.models.load_errors import load_failed
 from sie_contracts.settings import Settings
-from sie_store.locks import Lock
-from sie_store.sources import Located, WeightSources
+from sie_store.weights.locks import Lock
+from sie_store.weights.sources import Located, WeightSources
 
 _logger = logging.getLogger("sie.adapter")
 

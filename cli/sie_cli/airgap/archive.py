@@ -22,7 +22,7 @@ import msgspec
 
 from sie_cli.refusal import CommandRefused
 from sie_contracts.models.bundles import BUNDLE_ID, Bundle
-from sie_store.manifest import FileFact, is_safe
+from sie_store.weights.manifest import FileFact, is_safe
 
 INDEX, SUMS, BILL = "airgap.json", "SHA256SUMS", "sbom.cdx.json"
 VERSION = 1

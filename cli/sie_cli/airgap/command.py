@@ -136,7 +136,7 @@ def load_command(file: Path, folder: Path, at: Path | None, expected: str | None
     the command after any failure. The folder holds entries (models/), weights/, licences/, sbom.cdx.json, SHA256SUMS
     for `sha256sum -c`, and serve.env.
     """
-    from sie_store.selection import runs_code
+    from sie_store.weights.selection import runs_code
 
     folder = folder.absolute()
     place = (at or folder).absolute()

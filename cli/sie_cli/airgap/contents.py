@@ -33,11 +33,11 @@ from sie_contracts.models.catalogue import Catalogue, packaged_folder
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.wire.topology import token
 from sie_runtime.feed import read_bundles
-from sie_store.locks import Lock
-from sie_store.manifest import MANIFEST, FileFact, Manifest, ManifestError, decode, encode
-from sie_store.manifest import digest as digest_of_file
-from sie_store.selection import LORA_FILES, wanted_by
-from sie_store.sources import WeightSources
+from sie_store.weights.locks import Lock
+from sie_store.weights.manifest import MANIFEST, FileFact, Manifest, ManifestError, decode, encode
+from sie_store.weights.manifest import digest as digest_of_file
+from sie_store.weights.selection import LORA_FILES, wanted_by
+from sie_store.weights.sources import WeightSources
 
 _BACKBONE_FILES = ("*.json", "*.model", "*.txt")  # a configuration and a tokenizer
 

@@ -27,7 +27,7 @@ from sie_contracts.models.aliases import Alias
 from sie_contracts.models.entries import ModelEntry, parse_document, parse_entry
 from sie_contracts.wire.topology import token
 from sie_store import durable
-from sie_store.manifest import Manifest, verify
+from sie_store.weights.manifest import Manifest, verify
 
 ENVIRONMENT = "serve.env"
 

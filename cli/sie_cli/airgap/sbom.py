@@ -23,7 +23,7 @@ from urllib.parse import quote
 import msgspec
 
 from sie_contracts.models.entries import ModelEntry
-from sie_store.manifest import FileFact
+from sie_store.weights.manifest import FileFact
 
 OURS = "sie-cluster"
 SOFTWARE = f"{OURS}[serve]"

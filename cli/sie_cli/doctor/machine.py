@@ -38,7 +38,7 @@ async def disk(probe: ClusterProbe) -> CheckResult:
 
 
 def _disks(probe: ClusterProbe) -> CheckResult:
-    from sie_store.disk import usage
+    from sie_store.weights.disk import usage
 
     settings, findings, notes = probe.settings, [], []
     cache = settings.cache_folder

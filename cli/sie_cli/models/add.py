@@ -129,7 +129,7 @@ def _check_weights(entry: ModelEntry, settings: Settings) -> None:
     """
     from sie_adapter.loading.certificate import check_files
     from sie_adapter.loading.comparison import compare_files
-    from sie_store.sources import WeightSources
+    from sie_store.weights.sources import WeightSources
 
     try:
         located = WeightSources(settings.cache_folder, may_download=False).locate(entry)

@@ -120,8 +120,8 @@ def _commit(settings: Settings, hub: str, revision: str | None) -> str:
         return cached[0].name
     if not settings.hf_fallback:
         raise CommandRefused(f"which commit of {hub}? give --revision COMMIT: downloads are off (SIE_HF_FALLBACK)")
-    from sie_store.hub import commit_of
-    from sie_store.manifest import FetchFailed
+    from sie_store.weights.hub import commit_of
+    from sie_store.weights.manifest import FetchFailed
 
     try:
         return commit_of(hub, revision)

@@ -18,14 +18,14 @@ from sie_cli.options import loaded, named_options, refuse
 from sie_cli.refusal import CommandRefused, refusing
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.settings import SettingError, Settings
-from sie_store.manifest import FetchFailed, Manifest, ManifestError, check_names, describe, encode, verify
+from sie_store.weights.manifest import FetchFailed, Manifest, ManifestError, check_names, describe, encode, verify
 
 if TYPE_CHECKING:
-    from sie_store.bucket import Stored
-    from sie_store.cache import LocalCache
     from sie_store.cluster import ClusterCache
-    from sie_store.locks import Lock
-    from sie_store.progress import Progress
+    from sie_store.weights.bucket import Stored
+    from sie_store.weights.cache import LocalCache
+    from sie_store.weights.locks import Lock
+    from sie_store.weights.progress import Progress
 
 F = TypeVar("F", bound=Callable[..., Any])
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
@@ -136,7 +136,7 @@ def push(names: tuple[str, ...], name: str | None, revision: str | None, force: 
         sie weights push ./my-model --as my/model
         weights: {hub: my/model, revision: ...}
     """
-    from sie_store.push import PushRefused
+    from sie_store.weights.push import PushRefused
 
     settings = loaded(values).settings
     if len(names) > 1 and (name or revision):
@@ -261,7 +261,7 @@ def _weights_source(settings: Settings, reference: str, name: str | None, revisi
     """What MODEL_OR_FOLDER names. Raises CommandRefused, click.UsageError, ModelLoadFailed, FetchFailed, ManifestError,
     OSError.
     """
-    from sie_store.locks import Lock
+    from sie_store.weights.locks import Lock
 
     folder = Path(reference).expanduser()
     if folder.is_dir():
@@ -278,7 +278,7 @@ def _weights_source(settings: Settings, reference: str, name: str | None, revisi
     hub, commit = entry.weights.hub, entry.weights.revision
     manifest = _cache(settings).manifest(hub, commit) if located.folder == _cache(settings).place(hub, commit) else None
     if manifest is None:
-        from sie_store.selection import wanted_by
+        from sie_store.weights.selection import wanted_by
 
         with _bar(f"read {hub}@{commit}") as progress:
             progress.expect(sum(path.stat().st_size for path in located.folder.rglob("*") if path.is_file()))
@@ -346,7 +346,7 @@ def _only_commit(settings: Settings, hub: str) -> str:
 
 
 def _cache(settings: Settings) -> LocalCache:
-    from sie_store.cache import LocalCache
+    from sie_store.weights.cache import LocalCache
 
     return LocalCache(settings.cache_folder)
 
@@ -378,7 +378,7 @@ def _stored_here(settings: Settings) -> list[Stored]:
     """The local cache in the words of the bucket's list. What has a manifest is there with what names and sizes show to
     be wrong. What the hub's own client put there has none: it is there if its listing tells that it is complete.
     """
-    from sie_store.bucket import Stored
+    from sie_store.weights.bucket import Stored
 
     cache, copies = _cache(settings), []
     for folder in sorted(cache.hub.glob("models--*/snapshots/*")):
@@ -449,7 +449,7 @@ def _refusing(settings: Settings) -> Iterator[None]:
 @contextlib.contextmanager
 def _bar(label: str) -> Iterator[Progress]:
     """How far a transfer is: a bar on a terminal, nothing anywhere else."""
-    from sie_store.progress import Progress
+    from sie_store.weights.progress import Progress
 
     progress = Progress(label)
     with display.transfers() as bars:

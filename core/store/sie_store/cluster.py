@@ -19,13 +19,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from sie_store import object_stores
-from sie_store.bucket import Bucket, BucketSource, Stored
-from sie_store.cache import Fetch
-from sie_store.download import Digests, Download, Limits, Reader, RemoteFile, each_file
-from sie_store.manifest import FetchFailed, Manifest, check_names, encode
 from sie_store.object_stores import AccessRefused, BucketMissing, StoreError
-from sie_store.progress import Progress
-from sie_store.push import Push, Pushed
+from sie_store.weights.bucket import Bucket, BucketSource, Stored
+from sie_store.weights.cache import Fetch
+from sie_store.weights.download import Digests, Download, Limits, Reader, RemoteFile, each_file
+from sie_store.weights.manifest import FetchFailed, Manifest, check_names, encode
+from sie_store.weights.progress import Progress
+from sie_store.weights.push import Push, Pushed
 
 _T = TypeVar("_T")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 
 from sie_contracts.settings import Settings
-from sie_store.disk import limited, usage
-from sie_store.sources import WeightSources
+from sie_store.weights.disk import limited, usage
+from sie_store.weights.sources import WeightSources
 
 
 def weight_sources(settings: Settings) -> WeightSources:

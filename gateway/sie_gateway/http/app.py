@@ -196,7 +196,7 @@ class Edge:
             return
         received_s: float = scope.get(FIRST_BYTE) or time.perf_counter()  # an upgrade has no first byte
         headers = headers_of(scope)
-        path = plain_path(scope["path"])
+        path = plain_path(scope["path"], scope.get("raw_path") or b"")
         if self._root and (path + "/").startswith(self._root + "/"):
             path = path[len(self._root) :] or "/"
         if path in PROBES and not is_socket:

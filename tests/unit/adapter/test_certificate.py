@@ -30,7 +30,7 @@ from sie_contracts.models.catalogue import Catalogue, Resolved
 from sie_contracts.models.entries import ModelEntry, Weights
 from sie_contracts.settings import Settings
 from sie_runtime.feed import packaged_catalogue
-from sie_store.sources import WeightSources
+from sie_store.weights.sources import WeightSources
 
 TEXTS = [
     " ".join(f"w{(17 * start + step) % 100 + 6}" for step in range(length))

@@ -18,12 +18,12 @@ from cluster import until
 from object_stores import BUCKET, S3, Faults, Google, Moto, Place, Request, aws_environ, google_account
 from selection import long_but
 
-from sie_store.cache import LocalCache
 from sie_store.cluster import ClusterCache
-from sie_store.download import Limits
-from sie_store.manifest import MANIFEST, FetchFailed, FileFact, Manifest, decode, describe, encode, verify
-from sie_store.progress import Progress
-from sie_store.push import Pushed, PushRefused
+from sie_store.weights.cache import LocalCache
+from sie_store.weights.download import Limits
+from sie_store.weights.manifest import MANIFEST, FetchFailed, FileFact, Manifest, decode, describe, encode, verify
+from sie_store.weights.progress import Progress
+from sie_store.weights.push import Pushed, PushRefused
 
 REPOSITORY, COMMIT = "org/model", "0123456789abcdef0123456789abcdef01234567"
 PLACE = f"models--org--model/{COMMIT}"
@@ -366,9 +366,9 @@ def test_a_part_that_was_damaged_on_the_disk_is_read_again(place: Place, source:
 FETCHER = """
 import sys
 from pathlib import Path
-from sie_store.cache import LocalCache
+from sie_store.weights.cache import LocalCache
 from sie_store.cluster import ClusterCache
-from sie_store.download import Limits
+from sie_store.weights.download import Limits
 url, folder, repository, commit = sys.argv[1:]
 fetch = ClusterCache(url, Limits(part_bytes=1 << 16, parts_at_once=1)).fetch(repository, commit)
 print(LocalCache(Path(folder)).obtain(repository, commit, fetch, "it"), flush=True)

@@ -24,7 +24,7 @@ from sie_contracts.media.documents import Document
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.entries import ModelEntry, Weights
 from sie_contracts.settings import Settings
-from sie_store.sources import WeightSources
+from sie_store.weights.sources import WeightSources
 
 ENTRY = ModelEntry("org/parser", Weights(package="docling-slim"), "docling", {"data": 0}, 512, inputs=("document",))
 RESOLVED = Catalogue.resolve_profile(ENTRY, "default", ENTRY.id)

@@ -38,7 +38,7 @@ from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.catalogue import Catalogue, fingerprint
 from sie_contracts.models.entries import Engine, LoadOptions, ModelEntry, parse_entry
 from sie_contracts.settings import Settings
-from sie_store.sources import WeightSources
+from sie_store.weights.sources import WeightSources
 
 pytest.importorskip("openvino")
 TEXTS = EngineFacts("cpu", reads_text=True)

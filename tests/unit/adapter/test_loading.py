@@ -41,7 +41,7 @@ from sie_contracts.models.catalogue import Catalogue, Resolved
 from sie_contracts.models.entries import LoadOptions
 from sie_contracts.models.families import FAMILIES
 from sie_contracts.settings import Settings
-from sie_store.sources import WeightSources
+from sie_store.weights.sources import WeightSources
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from hub_stub import HubStub
 
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.entries import ModelEntry, Weights
-from sie_store.sources import WeightSources, package_folder
+from sie_store.weights.sources import WeightSources, package_folder
 
 COMMIT = "8b3219a92973c328a8e22fadcfa821b5dc75636a"
 HUB = "sentence-transformers/all-MiniLM-L6-v2"
@@ -122,6 +122,6 @@ def test_the_hub_is_asked_last_and_only_if_allowed(tmp_path: Path, monkeypatch: 
 
 def test_what_looks_for_weights_needs_no_torch() -> None:
     """The command line uses it too."""
-    modules = "sie_store.sources, sie_store.hub, sie_store.cluster"
+    modules = "sie_store.weights.sources, sie_store.weights.hub, sie_store.cluster"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -163,7 +163,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             ignores_text_beside_images=True,
         ),
         "detector": Family(
-            implementation="sie_adapter.families.detector:Detector",
+            implementation="sie_adapter.detectors.detector:Detector",
             parameters=frozenset({"threshold", "box_threshold", "text_threshold", "score_threshold"}),
             transformers_class="AutoModelForZeroShotObjectDetection",
             ignores_text_beside_images=True,

@@ -167,10 +167,12 @@ class Table(Generic[R]):
         return self._heads[head] if head is not None else ""
 
 
-def plain_path(path: str) -> str:
-    """The path of a request, with one slash where it has several, and none at its end. Whoever lets a request in and
-    whoever serves it see this one.
+def plain_path(path: str, raw_path: bytes = b"") -> str:
+    """Return the path of a request with one slash where it has several, and none at its end. Authorisation and handlers
+    both see this one. An escaped slash in `raw_path` belongs to a name, so such a path stays as it is.
     """
+    if b"%2f" in raw_path.lower():
+        return path
     if "//" in path:
         path = _SLASHES.sub("/", path)
     return path[:-1] if len(path) > 1 and path.endswith("/") else path

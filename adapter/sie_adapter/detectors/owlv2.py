@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForZeroShotObjectDetection
 
+from sie_adapter.detectors.boxes import Float32, ImageFrame, Sight
 from sie_adapter.engine.device import Compute, to_device
-from sie_adapter.families.boxes import Float32, ImageFrame, Sight
 from sie_adapter.families.extraction import bytes_of, labels_refused
 from sie_adapter.loading.checkpoint import empty_model, load_model
 from sie_adapter.loading.tokenizer import fault, fitted, load_tokenizer

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForZeroShotObjectDetection
 from transformers.modeling_outputs import BackboneOutput
 
+from sie_adapter.detectors.boxes import ImageFrame, Sight
 from sie_adapter.engine.device import Compute, to_device
-from sie_adapter.families.boxes import ImageFrame, Sight
 from sie_adapter.families.extraction import bytes_of, labels_refused
 from sie_adapter.loading.checkpoint import empty_model, load_model
 from sie_adapter.loading.tokenizer import fault, fitted, load_tokenizer

@@ -29,12 +29,12 @@ from sie_contracts.models import families
 from sie_contracts.models.entries import ModelEntry, Weights
 from sie_contracts.models.load_errors import load_failed, lora_failed, lora_not_found, lora_rejected
 from sie_contracts.wire.heartbeats import Fetched
-from sie_store.cache import LocalCache
-from sie_store.hub import commit_of, hub_fetch
-from sie_store.locks import Lock
-from sie_store.manifest import FetchFailed, ManifestError, is_safe
-from sie_store.progress import Progress
-from sie_store.selection import LORA_FILES, has_safetensors, is_model, lacking, of_lora, wanted_by
+from sie_store.weights.cache import LocalCache
+from sie_store.weights.hub import commit_of, hub_fetch
+from sie_store.weights.locks import Lock
+from sie_store.weights.manifest import FetchFailed, ManifestError, is_safe
+from sie_store.weights.progress import Progress
+from sie_store.weights.selection import LORA_FILES, has_safetensors, is_model, lacking, of_lora, wanted_by
 
 if TYPE_CHECKING:
     from sie_store.cluster import ClusterCache

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from sie_store import object_stores
-from sie_store.bucket import Bucket, place
-from sie_store.manifest import MANIFEST, FetchFailed, FileFact, Manifest, digest, encode
 from sie_store.object_stores import ObjectMissing, StoreError, WrittenMeanwhile
-from sie_store.progress import Progress
+from sie_store.weights.bucket import Bucket, place
+from sie_store.weights.manifest import MANIFEST, FetchFailed, FileFact, Manifest, digest, encode
+from sie_store.weights.progress import Progress
 
 if TYPE_CHECKING:
     from obstore import PutMode

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from sie_store.durable import PART
-from sie_store.manifest import FetchFailed, FileFact
 from sie_store.object_stores import Patience, StoreError
-from sie_store.progress import Progress
+from sie_store.weights.manifest import FetchFailed, FileFact
+from sie_store.weights.progress import Progress
 
 _logger = logging.getLogger("sie.store")
 _T = TypeVar("_T")

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sie_store import object_stores
-from sie_store.download import PIECE_BYTES, Limits, Piece, RemoteFile
-from sie_store.manifest import MANIFEST, MAX_MANIFEST_BYTES, FetchFailed, Manifest, ManifestError, decode
 from sie_store.object_stores import ObjectMissing, Patience, RangeMissing, StoreError
+from sie_store.weights.download import PIECE_BYTES, Limits, Piece, RemoteFile
+from sie_store.weights.manifest import MANIFEST, MAX_MANIFEST_BYTES, FetchFailed, Manifest, ManifestError, decode
 
 if TYPE_CHECKING:
     from obstore import GetOptions, PutMode, UpdateVersion

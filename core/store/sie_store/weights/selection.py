@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.families import FAMILIES
-from sie_store.manifest import MANIFEST
+from sie_store.weights.manifest import MANIFEST
 
 FILES = (
     "*.json",

@@ -28,11 +28,21 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from sie_contracts.wire.heartbeats import Fetched
-from sie_store import durable, found
-from sie_store.locks import Lock, taken
-from sie_store.manifest import MANIFEST, FetchFailed, Manifest, ManifestError, check_names, decode, encode, verify
-from sie_store.progress import Progress
-from sie_store.selection import LORA_FILES, Wanted, common
+from sie_store import durable
+from sie_store.weights import found
+from sie_store.weights.locks import Lock, taken
+from sie_store.weights.manifest import (
+    MANIFEST,
+    FetchFailed,
+    Manifest,
+    ManifestError,
+    check_names,
+    decode,
+    encode,
+    verify,
+)
+from sie_store.weights.progress import Progress
+from sie_store.weights.selection import LORA_FILES, Wanted, common
 
 _logger = logging.getLogger("sie.store")
 

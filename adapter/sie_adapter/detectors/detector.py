@@ -12,11 +12,11 @@ from typing import Any, ClassVar, Protocol
 import torch
 from tokenizers import Tokenizer
 
+from sie_adapter.detectors.boxes import ImageFrame, Sight, objects
+from sie_adapter.detectors.grounding_dino import GroundingDino
+from sie_adapter.detectors.owlv2 import Owlv2
 from sie_adapter.engine.device import Compute
-from sie_adapter.families.boxes import ImageFrame, Sight, objects
 from sie_adapter.families.extraction import ExtractOptions, Result, by_options
-from sie_adapter.families.grounding_dino import GroundingDino
-from sie_adapter.families.owlv2 import Owlv2
 from sie_adapter.packed.packing import Shown
 from sie_contracts.errors import InferenceFailed, InvalidInput
 from sie_contracts.media.images import Recipe

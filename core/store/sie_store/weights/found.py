@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from sie_store.selection import Wanted
+from sie_store.weights.selection import Wanted
 
 _HEADER_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit

@@ -19,12 +19,12 @@ from urllib.parse import quote
 import msgspec
 
 import sie_contracts
-from sie_store.cache import Fetch
-from sie_store.download import Download, Limits, Piece, RemoteFile
-from sie_store.manifest import MAX_MANIFEST_BYTES, FetchFailed, Manifest, ManifestError, check_paths, is_safe
 from sie_store.object_stores import StoreError
-from sie_store.progress import Progress
-from sie_store.selection import Wanted, of_lora
+from sie_store.weights.cache import Fetch
+from sie_store.weights.download import Download, Limits, Piece, RemoteFile
+from sie_store.weights.manifest import MAX_MANIFEST_BYTES, FetchFailed, Manifest, ManifestError, check_paths, is_safe
+from sie_store.weights.progress import Progress
+from sie_store.weights.selection import Wanted, of_lora
 
 _T = TypeVar("_T")
 

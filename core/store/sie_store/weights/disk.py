@@ -20,9 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from sie_store.cache import REMOVAL_S, Candidate, LocalCache
-from sie_store.locks import Lock, taken
-from sie_store.manifest import FetchFailed
+from sie_store.weights.cache import REMOVAL_S, Candidate, LocalCache
+from sie_store.weights.locks import Lock, taken
+from sie_store.weights.manifest import FetchFailed
 
 _logger = logging.getLogger("sie.store")
 _POLL_S = 0.2

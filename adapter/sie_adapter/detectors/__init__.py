@@ -1,0 +1,1 @@
+"""Families that detect objects in images by a text."""
