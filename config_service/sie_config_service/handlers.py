@@ -72,7 +72,7 @@ async def history(service: ConfigService, request: Request) -> Response:
 
 
 async def status(service: ConfigService, request: Request) -> Response:
-    """Which gateways and workers serve which revision of a model."""
+    """Report which gateways and workers serve which revision of a model."""
     model = request.path_params["id"]
     store = service.require()
     read = await store.snapshot()

@@ -129,7 +129,7 @@ class WorkerHealth:
         self._listens = True
 
     async def _on_asked(self, message: CoreMessage) -> None:
-        """Do nothing: delivery alone shows that the broker reaches this worker."""
+        """Do nothing: a listener on the subject is the answer by itself."""
 
     async def publish(self) -> None:
         try:
