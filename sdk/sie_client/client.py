@@ -103,8 +103,8 @@ class SIEClient:
         self, model: str, items: Sequence[Item | str], **params: Unpack[ExtractParams]
     ) -> Results[ExtractResult]: ...
     def extract(self, model: str, items: Item | str | Sequence[Item | str], **params: Unpack[ExtractParams]) -> Any:
-        """What is found in one item (a result) or in a list (a list of results, in order). An item that failed carries
-        `error`.
+        """Extract from one item (returns a result) or from a list (returns a list of results, in order). An item that
+        failed carries `error`.
         """
         listed = transport.as_list(items)
         results = self._driver.run(verbs.extract(model, listed, params, self._session), params, len(listed))
@@ -119,7 +119,7 @@ class SIEClient:
         return self._driver.run(cluster.get_model(model, self._session))
 
     def health(self) -> dict[str, Any]:
-        """What the cluster says of itself."""
+        """Report the health of the cluster."""
         return self._driver.run(cluster.health(self._session))
 
     def get_capacity(self, gpu: str | None = None) -> Capacity:
@@ -127,7 +127,7 @@ class SIEClient:
         return self._driver.run(cluster.capacity(gpu, self._session))
 
     def get_scaling(self, lane: str) -> dict[str, Any]:
-        """What a lane, `pool.machine_profile.bundle`, has to do, and how many workers it wants."""
+        """Report the load of a lane, `pool.machine_profile.bundle`, and how many workers it needs."""
         return self._driver.run(cluster.scaling(lane, self._session))
 
     def wait_for_capacity(self, model: str, **options: Unpack[CallOptions]) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class Job(SeenJob):
         return self
 
     def pause(self) -> Job:
-        """What runs is finished, and nothing more begins."""
+        """Pause the job: parts that run are finished, and none begins."""
         self.info = self._driver.run(jobs.steered(self.id, "pause", self._session))
         return self
 

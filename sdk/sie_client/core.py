@@ -169,7 +169,7 @@ class Patience:
 
 
 class LoggedWarnings:
-    """Which warnings of the server a client has logged: each once, however many replies have it."""
+    """The server's warnings that a client has logged: each once, however many replies have it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -209,7 +209,7 @@ class Hedges:
 
 @dataclass(frozen=True)
 class Session:
-    """What all calls of a client share, and `for_call` the same with what one call wants otherwise. Raises
+    """State that all calls of a client share; `for_call` returns a copy with the options of one call. Raises
     InvalidInputError.
     """
 
@@ -273,7 +273,7 @@ class Session:
         return max(SERVER_DEADLINE_S, self.timeout_s or 0.0) + GRACE_S
 
     def sent_headers(self) -> dict[str, str]:
-        """Of every request, but for the format of its body."""
+        """Headers of every request, without those of the format of its body."""
         headers = {"x-sie-client-version": __version__}
         if self.api_key:
             headers["authorization"] = f"Bearer {self.api_key.strip()}"
@@ -333,7 +333,7 @@ def call(request: Send, policy: Policy, patience: Patience | None = None) -> Pla
 
 
 def _in_a_line(answer: Received | TransportFailed) -> str:
-    """What went wrong with an attempt that no code names."""
+    """Describe in one line an attempt that failed without a code."""
     if isinstance(answer, Received):
         return f"HTTP {answer.status}"
     return " ".join(f"{type(answer.cause).__name__}: {answer.cause}".split())[:MAX_ERROR]
@@ -408,7 +408,7 @@ def failure_of(answer: Received) -> SIEError:
 
 @contextlib.contextmanager
 def reading(headers: Mapping[str, str]) -> Iterator[None]:
-    """What a reply should have and has not is the server's fault: ServerError."""
+    """Raise ServerError where a reply lacks what it should have."""
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError, msgspec.DecodeError, RecursionError) as error:

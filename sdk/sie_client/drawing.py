@@ -1,4 +1,4 @@
-"""What an extraction found in an image, drawn on a copy of it with Pillow."""
+"""Drawing of the results of an extraction on a copy of the image, with Pillow."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _readable_on(colour: str) -> str:
 
 
 def _bytes_of(image: Any) -> bytes:
-    """Of the file, as it travels. Raises InvalidInputError, ValueError."""
+    """Bytes of the image file, as they are sent. Raises InvalidInputError, ValueError."""
     file = media(image, "image")
     data = file["data"] if isinstance(file, Mapping) else file
     if isinstance(data, bytes):

@@ -1,4 +1,4 @@
-"""What a call may raise. No other exception leaves the client.
+"""Exceptions that a call may raise. No other exception leaves the client.
 
 SIEError
 ├── SIEConnectionError              nobody answered

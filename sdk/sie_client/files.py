@@ -39,7 +39,7 @@ def identifier(value: object, noun: str) -> str:
 
 @contextlib.contextmanager
 def on_disk(path: Path) -> Iterator[None]:
-    """What the disk refuses becomes InvalidInputError."""
+    """Turn an OSError into InvalidInputError."""
     try:
         yield
     except OSError as error:

@@ -69,7 +69,7 @@ def media(value: Any, path: str, *, urls: bool = False) -> Any:
 
 
 def sound(value: Any, path: str) -> Any:
-    """As `media`, where the data may be samples of numpy beside their `sample_rate`: they become a WAV file."""
+    """Convert a sound as `media` does; numpy samples with their `sample_rate` become a WAV file."""
     if isinstance(value, Mapping) and isinstance(value.get("data"), np.ndarray):
         return {"data": _wav(value["data"], value.get("sample_rate"), path), "format": "wav"}
     if isinstance(value, np.ndarray):
@@ -151,7 +151,7 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def _format_of(data: bytes) -> str:
-    """What the content says; empty where it does not, as with plain text."""
+    """Format by the content; empty where the content does not tell, as with plain text."""
     if data[:4] == b"RIFF":
         return _RIFF.get(data[8:12], "")
     if data[:4] == b"PK\x03\x04":

@@ -1,4 +1,4 @@
-"""What a user sees of a call: waits in the log, a bar on a terminal, a callback."""
+"""Progress of a call for its user: waits in the log, a bar on a terminal, a callback."""
 
 from __future__ import annotations
 

@@ -55,12 +55,12 @@ class Driver:
         total: int = 0,
         send: Callable[[Send], Awaitable[Answer]] | None = None,
     ) -> T:
-        """As in `threads`."""
+        """Return the result of a plan about `total` items. `send` does a request in place of HTTP."""
         with Meter(self._session.for_call(params or {})[0], total, address=transport.public(self.url)) as meter:
             return await self._drive(plan, meter, send or self._send)
 
     def start(self, plan: Plan[Any]) -> Callable[[float], Awaitable[None]]:
-        """As in `threads`."""
+        """Drive a plan in the background. Await the returned function, with the seconds that it may take, to end it."""
         meter = Meter(self._session, address=transport.public(self.url))
         running = asyncio.create_task(self._drive(plan, meter, self._send), name="sie-sdk")
 

@@ -1,4 +1,4 @@
-"""What both shells know of HTTP and of the arguments of calls."""
+"""HTTP and arguments of calls, shared by the sync and the async client."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Ended(Exception):
 
 
 def options(url: str, session: Session, transport: Callable[..., object]) -> dict[str, Any]:
-    """Of a client of httpx for the server at `url`. Its connections are bounded by what is sent at a time, not here."""
+    """Options of an httpx client for the server at `url`. The number of concurrent requests bounds its connections."""
     limits = httpx.Limits(
         max_connections=None, max_keepalive_connections=max(20, 2 * session.concurrency), keepalive_expiry=60.0
     )
@@ -47,12 +47,12 @@ def received(response: httpx.Response, started_s: float, body: bytes) -> Receive
 
 
 def sink_of(request: Send, response: httpx.Response) -> Sink | None:
-    """Where the body of a response goes piece by piece, if anywhere: errors never do."""
+    """The sink of a response's body, if it has one: errors have none."""
     return request.sink if response.status_code == 200 else None
 
 
 def sent_headers(request: Send) -> dict[str, str]:
-    """Those of a streamed body have its length: without one it would be sent in chunks."""
+    """Headers of a request. A streamed body gets its length: without one it would be sent in chunks."""
     length = {"content-length": str(request.body.size_bytes)} if isinstance(request.body, UploadStream) else {}
     return {**request.headers, **length}
 

@@ -1,4 +1,4 @@
-"""What goes in and what comes out."""
+"""Types of arguments and of results."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class CallOptions(TypedDict, total=False):
 
 
 class ClientOptions(CallOptions, total=False):
-    """What a client is made with. `api_key` is sent as a bearer token."""
+    """Options of a client. `api_key` is sent as a bearer token."""
 
     api_key: str | None
 
@@ -167,7 +167,7 @@ class Results(list[_Result], Generic[_Result]):
 
 
 class Shared(TypedDict, total=False):
-    """What every result tells of its request. `timing`: milliseconds by stage; `headers`: in lower case."""
+    """Fields of every result about its request. `timing`: milliseconds by stage; `headers`: in lower case."""
 
     model: str
     timing: dict[str, float]
@@ -253,7 +253,7 @@ class ExtractResult(Shared, total=False):
 
 
 class ModelFilters(TypedDict, total=False):
-    """Which models to list: those that do `task`, give `output`, are loaded now; `variants` False leaves
+    """Filters of a list of models: those that do `task`, give `output`, are loaded now; `variants` False leaves
     profiles out.
     """
 
@@ -264,7 +264,7 @@ class ModelFilters(TypedDict, total=False):
 
 
 class JobOutput(TypedDict, total=False):
-    """What a job writes: see `JobOptions`."""
+    """Output of a job: see `JobOptions`."""
 
     url: str
     format: Literal["parquet", "jsonl", "npy"]
@@ -273,7 +273,7 @@ class JobOutput(TypedDict, total=False):
 
 
 class JobOptions(TypedDict, total=False):
-    """What a job is beside its model and its input. What is left out is as the server has it.
+    """Options of a job beside its model and its input. The server's default replaces an option that is left out.
 
     Of the input: `text` (to encode or to extract from), `query` and `document` (to score) are templates over the
     columns of a row, such as `{title}\\n{body}`; `image`: a column of image files; `id`: the column of ids; `keep`:
@@ -323,9 +323,7 @@ class Capacity(TypedDict):
 
 
 class PoolOptions(TypedDict, total=False):
-    """What a reservation may ask for beside its machine profiles. `ttl_seconds`: how long it lives without being
-    renewed.
-    """
+    """Options of a reservation beside its machine profiles. `ttl_seconds`: how long it lives without being renewed."""
 
     bundle: str | None
     minimum_worker_count: int | None

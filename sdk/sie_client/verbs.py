@@ -67,8 +67,8 @@ class _Reply(NamedTuple):
 
 @dataclass(frozen=True)
 class _VerbRequest:
-    """What the parts of a call have in common. `decode` makes of a reply what the verb wants, with a list of `answers`,
-    one per item.
+    """State shared by the parts of a call. `decode` turns a reply into the fields of the verb, with a list of
+    `answers`, one per item.
     """
 
     path: str

@@ -56,7 +56,7 @@ class _Url:
 
 
 def _refusal(error: Exception, started_s: float) -> Received | TransportFailed:
-    """What a failure to connect would have been as a response. Raises what is no such failure."""
+    """Convert a failure to connect to a response. Raises any other exception again."""
     from websockets.exceptions import InvalidStatus, InvalidURI, WebSocketException
 
     elapsed_s = time.monotonic() - started_s

@@ -58,7 +58,7 @@ class WorkerCollector(Collector):
             )
 
     def _device(self, description: Description | None) -> Iterator[Metric]:
-        """As the adapter told last. What is not known is absent, never zero."""
+        """Metrics of the device by the adapter's last description. Unknown values are absent, never zero."""
         gauge = self._scrape.gauge
         yield gauge("sie_device_lanes", description.lanes if description else 0)
         busy = description.utilization_percent if description else None

@@ -68,12 +68,12 @@ class WorkerHealth:
 
     @property
     def description(self) -> ipc.Description | None:
-        """Of the adapter, while there is one."""
+        """Description of the adapter; None while it is not connected."""
         return self._link.description if self._link.connected else None
 
     @property
     def device(self) -> str:
-        """Of the present or the last adapter."""
+        """Device of the present or the last adapter; empty before the first one."""
         return self._link.description.device if self._link.description else ""
 
     @property
@@ -129,7 +129,7 @@ class WorkerHealth:
         self._listens = True
 
     async def _on_asked(self, message: CoreMessage) -> None:
-        """That it is heard is the answer."""
+        """Do nothing: a listener on the subject is the answer by itself."""
 
     async def publish(self) -> None:
         try:

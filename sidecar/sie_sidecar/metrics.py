@@ -106,7 +106,7 @@ class SidecarMetrics:
 
 
 class _Counts:
-    """What adapters counted, over all of this process, whose own counts begin at zero."""
+    """Counts of adapters over the life of this process. Each adapter's own counts begin at zero."""
 
     def __init__(self) -> None:
         self._before: Sum[tuple[str, ...]] = Sum()  # by adapters that are gone
@@ -143,7 +143,7 @@ class OomCounts:
         return self._counts[model, remedy]
 
     def models(self) -> set[str]:
-        """Those that ever ran out of memory."""
+        """Models that ever ran out of memory."""
         return {model for model, _ in self._counts}
 
 
@@ -163,8 +163,8 @@ class TowerCounts:
 
 
 def of_models(registry: CollectorRegistry) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, Any]]]:
-    """What is counted for single models: counters as metric -> model -> value, and histograms as metric -> model ->
-    buckets and counts.
+    """Metrics of single models: counters as metric -> model -> value, and histograms as metric -> model -> buckets and
+    counts.
 
     Counts are sums over the other labels; of a metric with phases it is the phase `total`, the sum of which the others
     are parts. `buckets` are upper bounds; `counts[i]` observations are at most `buckets[i]`, and the last count, one

@@ -57,7 +57,7 @@ _logger = logging.getLogger("sie.sidecar.worker")
 
 @dataclass(frozen=True)
 class WorkerIdentity:
-    """What a worker is: its `id`, whose placement table and stream it goes by, and what it has beside the broker.
+    """Identity of a worker: its `id`, the lane of its placement table and stream, and its storage beside the broker.
 
     `ledger`: the file of the deliveries in flight, None where a broker does not outlive this process. `store`: of large
     inputs.

@@ -1,4 +1,5 @@
-"""Which work runs next: a pure function of what waits, the time and the limits. No clock, no I/O, no randomness.
+"""Choice of the next batch: a pure function of the waiting work, the time and the limits. No clock, no I/O, no
+randomness.
 
     jobs ──add──► Waiting ──next_batch(now, device)──► Batch | Wait(until) | nothing
 
@@ -35,7 +36,7 @@ LOOK_AHEAD = 4  # batches' worth of jobs among which a model that pads may choos
 
 
 class BatchKey(NamedTuple):
-    """What must be equal for two jobs to run in one forward pass. Output options are not here: they are applied per
+    """Properties that two jobs must share to run in one forward pass. Output options are not here: they are applied per
     item.
 
     `padded`: the model fills the rows of a batch up to the longest, so jobs of like cost are taken together.
@@ -118,7 +119,7 @@ class Batch(Generic[T]):
 
 @dataclass(frozen=True)
 class WaitUntil:
-    """Nothing to send before `until_s`, unless something arrives or a batch ends."""
+    """No batch is due before `until_s`, unless work arrives or a batch ends."""
 
     until_s: float
 
@@ -332,7 +333,7 @@ class Waiting(Generic[T]):
         self._times_of(batch.key.residency).note(_time_cost(batch), seconds)
 
     def seconds(self, batch: Batch[T]) -> float:
-        """What a batch will take, as predicted; 0 while nothing is known of its model."""
+        """Predicted duration of a batch in seconds; 0 before its model was measured."""
         return self._times_of(batch.key.residency).seconds(_time_cost(batch))
 
     def _times_of(self, residency: str) -> BatchTimes:
@@ -426,7 +427,7 @@ def _time_cost(batch: Batch[T]) -> float:
 
 
 class Load(NamedTuple):
-    """What is held and not at the device yet, in tokens and in work items, and the lanes of that device."""
+    """Work that is held and not at the device yet, in tokens and in work items, and the lanes of the device."""
 
     cost: int
     items: int

@@ -1,5 +1,5 @@
-"""What an input costs. The unit is one token on the device after truncation. An image costs the patches of its tower,
-and the tokens that stand for it; where all images of an encoder have one size, the budget of a batch counts 1 for the
+"""Cost of an input. The unit is one token on the device after truncation. An image costs the patches of its tower, and
+the tokens that stand for it; where all images of an encoder have one size, the budget of a batch counts 1 for the
 patches of each (`Row.batch_cost`). That attention costs the square of a length is not in here: `BatchNote` tells it.
 """
 

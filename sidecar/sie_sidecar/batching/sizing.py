@@ -156,7 +156,7 @@ class Quantum:
 
 
 def quantum_of(settings: Settings) -> Quantum:
-    """As the settings say."""
+    """Build the quantum from the settings."""
     return Quantum(
         settings.adaptive_min_quantum_ms / 1000,
         settings.adaptive_max_quantum_ms / 1000,

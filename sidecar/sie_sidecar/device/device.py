@@ -92,8 +92,8 @@ class DeviceQueue:
         return full * self.limits.cost, full * self.limits.requests
 
     def room(self, bulk: bool) -> Load | None:
-        """What waits before the next work item of that priority; None while nothing can run. Interactive work does not
-        wait at the broker for bulk work that is here.
+        """Load ahead of the next work item of that priority; None while nothing can run. Interactive work does not wait
+        at the broker for bulk work that is here.
         """
         if not self.link.connected:
             return None

@@ -129,7 +129,7 @@ def runnable(flight: InFlight) -> tuple[list[TokenRow], list[int]]:
 
 
 def changed() -> NotReady:
-    """Of work that was made for an entry that is not its model's any more: its gateway understands it anew."""
+    """Refusal of work that was planned with a former entry of its model: its gateway plans it again."""
     return NotReady(
         "the model was changed or removed while this request was on its way", reason=CONFIG_CHANGED, retry_after_s=1
     )

@@ -112,7 +112,7 @@ class Isolate:
     async def _outcome(
         self, flight: InFlight, index: int, key: str
     ) -> tuple[Outcome, bytes, tuple[ipc.BatchDone, BatchNote] | None]:
-        """What became of one input: run until it is answered, judged, or late."""
+        """Outcome of one input, which is run until it is answered, judged, or late."""
         hosted, lora = flight.hosted, flight.item.options.lora
         assert hosted is not None
         single = only(flight, index)

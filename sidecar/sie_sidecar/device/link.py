@@ -130,8 +130,8 @@ class AdapterLink:
         await self._up.wait()
 
     async def describe(self) -> ipc.Description | None:
-        """What the adapter says of itself now, kept in `description`; None if it answers something else. Raises
-        AdapterGone, SIEError.
+        """Ask the adapter for its description and keep it in `description`; None if the reply is of another type.
+        Raises AdapterGone, SIEError.
         """
         answer = await self.ask(ipc.Describe())
         if not isinstance(answer, ipc.Description):

@@ -32,7 +32,7 @@ _logger = logging.getLogger("sie.sidecar.poison")
 
 
 class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is known of one content. `at_s` is the broker's time of its last death, `workers` where it died."""
+    """Record of deaths of one content. `at_s` is the broker's time of the last one, `workers` where they happened."""
 
     model: str
     deaths: int
@@ -123,7 +123,9 @@ class PoisonMarks:
         await self._write(writes)
 
     async def suspected(self, model: str, keys: Iterable[str]) -> None:
-        """As `died`, for contents that were run together: none of them is judged by it, however often that happened."""
+        """Record a death of contents that were run together: none of them is judged by it, however often it
+        happened.
+        """
         await self.died(model, [key for key in keys if self.of(key) is None])
 
     async def clear(self, keys: Iterable[str]) -> None:

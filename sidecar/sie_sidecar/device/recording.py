@@ -1,5 +1,5 @@
-"""What this worker ran, as lengths and times without any text: a trace for `sie bench replay`. Off unless a file was
-named.
+"""Recording of the work of this worker, as lengths and times without any text: a trace for `sie bench replay`. Off
+unless a file was named.
 
 The work of each batch is written once it ran, with the broker's time at which it was published: in the order of
 batches, not of arrival.

@@ -49,7 +49,7 @@ class Gathered(NamedTuple):
 
 
 class WorkIntake:
-    """What the broker delivers to this worker."""
+    """Intake of the work that the broker delivers to this worker."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Which pool this worker pulls from, as the gateways assign it. Without an answer `_default` stays open, any other pool
+"""Pool that this worker pulls from, as the gateways assign it. Without an answer `_default` stays open, any other pool
 closes.
 
 every ASK_S, and at a hint: GET {SIE_GATEWAY_URL}/v1/pools/assignments?worker=ID ──► {"worker", "pools"} ──► exactly

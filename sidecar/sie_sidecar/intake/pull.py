@@ -1,4 +1,4 @@
-"""Which models this worker hosts, by the placement table of its lane, and what that means for its pulls.
+"""Models that this worker hosts, by the placement table of its lane, and the pulls that follow from it.
 
     KV watch ──► Assignment.table ──role(model)──► pull with credit · probe with 1 · load ahead of the work · leave it
     alone
@@ -42,9 +42,9 @@ _logger = logging.getLogger("sie.sidecar.pull")
 
 
 def role(hosts: tuple[str, ...], worker: str, *, loaded: bool, held: bool, waits: bool) -> Role:
-    """What `worker` does about a model with these `hosts`. `held`: it has work of it in hand, or the model makes room
-    for another one here: what came would wait for two loads, and might run elsewhere before the first has ended.
-    `waits`: work of it waits in the stream and no gateway is there to place it.
+    """Role of `worker` for a model with these `hosts`. `held`: it has work of it in hand, or the model makes room for
+    another one here: what came would wait for two loads, and might run elsewhere before the first has ended. `waits`:
+    work of it waits in the stream and no gateway is there to place it.
 
     Where it is not loaded only the first host asks for one message, which then waits here for the load: the table has a
     host first that has the model, if there is one, so that no work is locked up by a load elsewhere. The others load it
@@ -149,7 +149,7 @@ class HostAssignment:
         self._on_change()
 
     def _index(self) -> None:
-        """Which consumers bring work of the models that concern this worker."""
+        """Index the consumers that bring work of this worker's models."""
         self._consumers = {}
         mine = self.models() or ()
         for model in {*mine, *self._waiting}:
@@ -166,7 +166,7 @@ class HostAssignment:
         return self.table is not None and self._now_s() - self.table.at_s > OLD_S
 
     def role(self, consumer: str) -> Role:
-        """What to do about the consumer of this name: the most that any of its models asks for."""
+        """Role for the consumer of this name: the highest among its models."""
         if self.table is None:
             return "pull" if self._first is None else "none"
         return max(
@@ -228,7 +228,7 @@ ACTIVE_S = 1.0  # a consumer that delivered this recently is active
 
 
 class _ConsumerState:
-    """What is known of one durable consumer: how its deliveries look lately. `mean_cost` in tokens."""
+    """Statistics of recent deliveries of one durable consumer. `mean_cost` in tokens."""
 
     def __init__(self) -> None:
         self.mean_cost = 0.0

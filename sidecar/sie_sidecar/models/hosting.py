@@ -216,7 +216,7 @@ class Hosting(ModelStates):
         return any(name not in offered for name in self.left_over(self._described()))
 
     def _described(self) -> tuple[ipc.LoadedModel, ...]:
-        """What the adapter held when it last described itself."""
+        """Models that the adapter held at its last description."""
         return self._link.description.models if self._link.description else ()
 
     async def _before_gate(self, hosted: ModelState, items: Callable[[], int]) -> None:

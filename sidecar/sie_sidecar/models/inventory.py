@@ -98,8 +98,8 @@ class Inventory:
         return cost + bulk * bulk_cost, items + bulk * bulk_items
 
     def ages(self) -> tuple[int, dict[str, float]]:
-        """Of all of it: its tokens, as estimated until it is tokenised, and for each model the seconds since the oldest
-        was delivered.
+        """Sum the tokens of all work, estimated until it is tokenised, and give for each model the seconds since its
+        oldest delivery.
         """
         cost, oldest_s = 0, dict[str, float]()
         now_s = self._clock()

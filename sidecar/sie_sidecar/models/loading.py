@@ -140,7 +140,7 @@ _logger = logging.getLogger("sie.sidecar.loading")
 
 
 class Loading:
-    """What loads for work. `work` keeps the loads that nobody waits for."""
+    """Loading of models for work. `work` keeps the loads that nobody waits for."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class Loading:
         self._clock = clock
 
     def revision(self, model: str) -> int:
-        """Of this model in this worker's catalogue, 0: it has none."""
+        """Revision of the model in this worker's catalogue; 0 if it has none."""
         return self._feed.catalogue.revisions.get(model, 0)
 
     async def renewed(self, item: WorkItem, within_s: float) -> None:

@@ -1,4 +1,5 @@
-"""Which models this worker holds, and which of them may go: state and decisions, without I/O. `hosting` acts on them.
+"""Models that this worker holds, and those that may be evicted: state and decisions, without I/O. `hosting` acts on
+them.
 
     available ──► loading ──► loaded ──released──► unloading ──► available
                     │           └──dropped by the adapter, or the adapter is gone──► available
@@ -37,7 +38,9 @@ MAX_TURN_S = 5.0  # that a load gives its model: the next one is held for SIE_LO
 
 
 def _image_cost(ready: ipc.Ready) -> tuple[int, int]:
-    """What an image costs, and how many ids stand for it, as `layouts` makes its row: the most of all operations."""
+    """Cost of an image, and the number of ids that stand for it, as `layouts` makes its row: the maximum of all
+    operations.
+    """
     costs = []
     for rows in ready.rows.values():
         if (recipe := rows.images) is not None:
@@ -129,7 +132,7 @@ class ModelState:
         return self._cost_rate * math.exp((self._cost_s - now_s) / RATE_OVER_S)
 
     def fingerprint(self, profile: str, options: RunOptions) -> str:
-        """Of answers of this profile with these options; empty while nothing is loaded."""
+        """Fingerprint of answers of this profile with these options; empty while nothing is loaded."""
         if self.ready is None:
             return ""
         loaded, entry = self.ready.loaded.fingerprint, self.resolved.entry
@@ -325,14 +328,12 @@ class ModelStates:
         return [state for state in states if state.arriving or (state.state == "loaded" and not state.is_quiet)]
 
     def left_over(self, loaded_models: Iterable[ipc.LoadedModel]) -> list[str]:
-        """Of the models that the adapter holds, those that an earlier process of this worker left: nobody here has
-        asked for them.
-        """
+        """List the adapter's models that an earlier process of this worker left: this process never requested them."""
         names = {hosted.name for hosted in self._hosted.values() if hosted.state in ("loading", "loaded")}
         return [loaded.model for loaded in loaded_models if loaded.model not in names]
 
     def next_to_close(self, had_work: list[ModelState], asked_s: float) -> tuple[ModelState | None, float | None]:
-        """Which of these models is closed to new work, for a load that does not fit beside them and was asked for at
+        """Choose the model to close to new work, for a load that does not fit beside these and was requested at
         `asked_s`; and in how many seconds: once the load has waited long enough, and the turn of the model is over.
         None while all of them make room for other loads.
         """

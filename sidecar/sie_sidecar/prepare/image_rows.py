@@ -108,7 +108,7 @@ def ids_of(images: PreparedImages, layout: Rows) -> Ids:
 
 
 def cost_of(images: PreparedImages, layout: Rows) -> int:
-    """What preparing and reading their pixels costs the device, in tokens."""
+    """Cost of preparing and reading their pixels on the device, in tokens."""
     assert layout.images is not None
     return sum(cost(layout.images, Size(image.height, image.width)) for image in images)
 

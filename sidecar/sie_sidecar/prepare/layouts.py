@@ -80,7 +80,7 @@ _Content = str | Ids | Beside | TokenRow
 
 
 def _contents(tokenizer: ModelTokenizer, layout: Rows, item: RowInput, pairs: Iterator[TokenRow]) -> list[_Content]:
-    """What each input is made from, its prompt around it."""
+    """Contents of the inputs, each with its prompt around it."""
     contents: list[_Content] = []
     prompt: tuple[Ids, Ids] | None = None
     for index, source in enumerate(item.inputs):
@@ -295,7 +295,7 @@ def _said_of(item: RowInput, empty: str) -> RowInput:
 def _pieces_with_images(
     tokenizer: ModelTokenizer, layout: Rows, item: RowInput, truncate: Truncate, limit: int
 ) -> WorkRows:
-    """As those of texts; no image is cut."""
+    """Make the pieces as for texts; no image is cut."""
     query = query_of(item)
     shown = query if truncate == "NONE" else tokenizer.prefix_of(query, int(limit * QUERY_SHARE))
     rows = []

@@ -145,7 +145,7 @@ class LongTexts:
 
     @cached_property
     def places(self) -> re.Pattern[str] | None:
-        """Where a text may be cut: matches of width 0. None: nowhere."""
+        """Pattern of the places where a text may be cut, matches of width 0; None: nowhere."""
         pattern = _pattern(self._tokenizer)
         if pattern is None or not self._holds(pattern):
             return None
@@ -241,7 +241,7 @@ def _forward(text: str, size: int, places: re.Pattern[str]) -> Iterator[tuple[in
 
 
 def _backward(text: str, size: int, places: re.Pattern[str]) -> Iterator[tuple[int, int]]:
-    """As `_forward`, from the end; of the places in a window the first one is taken, so a piece may be shorter."""
+    """Cut as `_forward` does, from the end. The first place in a window is taken, so a piece may be shorter."""
     end = len(text)
     while end:
         low, above, match = max(0, end - size), end, None

@@ -1,4 +1,4 @@
-"""What the sidecar and its media workers say to each other: one `Job` and one answer at a time."""
+"""Frames between the sidecar and its media workers: one `Job` and one answer at a time."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ class MediaPool:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the workers that run, in the order of their numbers."""
+        """Process ids of the running workers, sorted."""
         return tuple(sorted(worker.pid for worker in self._workers))
 
     @overload

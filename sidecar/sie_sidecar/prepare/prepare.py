@@ -78,7 +78,8 @@ class Prepare:
         return True
 
     async def run(self, group: list[InFlight], together: int) -> list[InFlight]:
-        """Those of the group that are ready to be dispatched. Raises SIEError, which is the answer to all of them.
+        """Prepare the group and return the work that is ready for dispatch. Raises SIEError, which answers the whole
+        group.
 
         `together`: characters of all that was gathered with them, which bounds what may be tokenised on the event loop.
         """

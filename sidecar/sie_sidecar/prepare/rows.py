@@ -70,19 +70,19 @@ class TokenRow:
 
     @property
     def batch_cost(self) -> int:
-        """What it takes of the budget of a batch."""
+        """Share of the budget of a batch."""
         return self.cost - self.uncounted
 
     @property
     def media_bytes(self) -> int:
-        """Of the pixels of its images, the features of its sound and the file of its document."""
+        """Bytes of the pixels of its images, the features of its sound and the file of its document."""
         beside = len(self.sound.features) if self.sound else len(self.document.data) if self.document else 0
         return beside + sum(len(image.pixels) for image in self.images) if self.images else beside
 
 
 class RowInput(NamedTuple):
-    """What the rows of one work item are made from. `images` and `sounds`: those of each input that has any, by its
-    index, or why they are none; the images of the query are at OF_QUERY.
+    """Sources of the rows of one work item. `images` and `sounds`: those of each input that has any, by its index, or
+    why they are none; the images of the query are at OF_QUERY.
     """
 
     inputs: Sequence[Input]
@@ -247,7 +247,7 @@ def _row_count(layout: Rows, item: RowInput) -> int:
 
 
 def _characters(layout: Rows, item: RowInput) -> int:
-    """Of all texts that are made of a work item: what is repeated counts each time."""
+    """Count the characters of all texts made of a work item: repeated text counts each time."""
     options, query = item.options, len(query_of(item))
     around = len(options.prefix) + len(options.suffix)
     once = query + len(options.query_prefix) + len(options.query_suffix)
@@ -269,7 +269,7 @@ def _characters(layout: Rows, item: RowInput) -> int:
 
 
 def effort_of(layout: Rows, item: RowInput) -> int:
-    """What making the rows of a work item takes, as characters to read."""
+    """Effort of making the rows of a work item, as characters to read."""
     return _characters(layout, item) + ROW_CHARACTERS * _row_count(layout, item)
 
 
@@ -279,7 +279,7 @@ def prompted(source: Input, options: RunOptions, empty: str = "") -> str:
 
 
 def texts_of(item: RowInput) -> list[str]:
-    """What a model that reads texts is given, a text for each row."""
+    """Texts for a model that reads texts, one per row."""
     query = [item.query.text or ""] if item.query else []
     return [*query, *(prompted(source, item.options) for source in item.inputs)]
 
@@ -318,7 +318,7 @@ class BatchPart(NamedTuple):
     asker: str = ""
 
     def image_keys(self) -> bytes:
-        """Of each image of its rows: a digest of the asker and the pixels, zeros if nobody is known to have asked."""
+        """Keys of the images of its rows: digests of the asker and the pixels, zeros without an asker."""
         images = [image for row in self.rows for image in row.images]
         if not self.asker:
             return bytes(IMAGE_KEY_BYTES * len(images))
@@ -396,7 +396,9 @@ def to_batch(
 
 
 def _answered(options: RunOptions) -> RunOptions:
-    """What the adapter needs of the options: the prompts are in the ids already, the variant is in the fingerprint."""
+    """Keep the options that the adapter needs: the prompts are in the ids already, the variant is in the
+    fingerprint.
+    """
     prompts = options.prefix or options.suffix or options.pieces or options.query_prefix or options.query_suffix
     if not (prompts or options.variant):
         return options

@@ -99,7 +99,7 @@ def _decoded(data: bytes, rate: int) -> tuple[Float32, float]:
 
 
 def features(samples: Float32, recipe: SoundRecipe) -> Float32:
-    """Those of a sound of one channel at the recipe's rate, [views, frames, bins]. Source: transformers,
+    """Features of a sound of one channel at the recipe's rate, [views, frames, bins]. Source: transformers,
     ClapFeatureExtractor, WhisperFeatureExtractor.
     """
     if recipe.whole and len(samples) > recipe.window:

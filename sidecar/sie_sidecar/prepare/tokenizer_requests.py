@@ -1,4 +1,4 @@
-"""What a model's tokenizer answers by itself, without a batch: the tokens of texts, how many they are, and the text of
+"""Requests that a model's tokenizer answers without a batch: the tokens of texts, how many they are, and the text of
 ids. Pure.
 
 tokenize         text ──► ids, texts, places of all its tokens; nothing is cut
@@ -26,7 +26,7 @@ MAX_TOLD_CHARACTERS = 4 << 20
 
 
 def effort_of(item: RowInput) -> int:
-    """What answering takes, as characters to read."""
+    """Effort of the answer, as characters to read."""
     options = item.options
     around = len(options.prefix) + len(options.suffix)
     return sum(len(source.text or "") + len(source.tokens or ()) + around for source in item.inputs)
@@ -98,7 +98,9 @@ def _told(tokenizer: ModelTokenizer, options: RunOptions, inputs: Sequence[Input
 
 
 def _columns(text: str, encoding: Encoding) -> Ok:
-    """As the map that travels. The text of a token is what it was made from, that of a special one its name."""
+    """Convert an encoding to the map that is sent. The text of a token is its source text, that of a special token its
+    name.
+    """
     data: dict[str, Any] = {"ids": encoding.ids, "texts": [], "special": [], "starts": [], "stops": []}
     places = range(len(text) + 1) if text.isascii() else _byte_places(text)
     for token, (start, stop), is_special in zip(

@@ -81,7 +81,7 @@ class ModelTokenizer:
 
     @cached_property
     def pair(self) -> PairTemplate:
-        """Of models that read two texts."""
+        """Template of models that read two texts."""
         return _pair(self._tokenizer)
 
     def contents(self, texts: Sequence[str], room: int, truncate: Truncate) -> list[Tokens]:
@@ -158,7 +158,9 @@ class ModelTokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
 
     def encode(self, texts: Sequence[str], truncate: Truncate, limit: int) -> list[Tokens]:
-        """As `contents`, special tokens included, at most `limit` (0: the model's own) but all special tokens."""
+        """Encode as `contents` does, special tokens included: at most `limit` tokens (0: the model's own), all special
+        tokens in any case.
+        """
         special = len(self.first) + len(self.last)
         room = max(0, (min(limit, self.max_tokens) if limit else self.max_tokens) - special)
         contents = self.contents(texts, room, truncate)
@@ -167,7 +169,7 @@ class ModelTokenizer:
         ]
 
     def spans(self, texts: Sequence[str], room: int, truncate: Truncate) -> list[tuple[Tokens, Ids]]:
-        """As `contents`, with the place of each token in its text: int32 [length, 2], code points."""
+        """Encode as `contents` does, with the place of each token in its text: int32 [length, 2], code points."""
         spans = []
         heads = [self._head(text, room) if truncate == "END" else text for text in texts]
         for encoding in self._tokenizer.encode_batch(heads, add_special_tokens=False):
@@ -177,8 +179,8 @@ class ModelTokenizer:
         return spans
 
     def _head(self, text: str, room: int) -> str:
-        """As much of a long text as surely holds more than `room` tokens, cut where that changes none of them; else all
-        of it.
+        """Head of a long text that surely holds more than `room` tokens, cut where that changes none of them; else the
+        whole text.
         """
         if len(text) <= max(self._long_characters, 2 * room * FIRST_CHARACTERS_PER_TOKEN):
             return text
@@ -269,7 +271,7 @@ class TokenizerPool:
 
 
 def _in_threads(parts: Sequence[_ThreadWork]) -> Iterator[list[_ThreadWork]]:
-    """Which parts share a thread: small ones next to each other, up to THREAD_CHARACTERS."""
+    """Group the parts by thread: small neighbours share one, up to THREAD_CHARACTERS."""
     some: list[_ThreadWork] = []
     for part in parts:
         if part.characters > INLINE_CHARACTERS:
@@ -284,7 +286,7 @@ def _in_threads(parts: Sequence[_ThreadWork]) -> Iterator[list[_ThreadWork]]:
 
 
 def _run_all(parts: Sequence[_ThreadWork]) -> list[Any]:
-    """What each of them returns, or the exception that it raises."""
+    """Run all parts and return the result of each, or the exception that it raises."""
     results: list[Any] = []
     for part in parts:
         try:

@@ -187,7 +187,7 @@ class Settle:
 
     @contextlib.contextmanager
     def answering(self, flights: Sequence[InFlight], doing: str) -> Iterator[None]:
-        """What fails within is the answer of these, so that no work item is lost with its task."""
+        """Answer the flights with an error that is raised within, so that no work item is lost with its task."""
         try:
             yield
         except SIEError as error:
@@ -268,9 +268,7 @@ class Settle:
             self._metrics.answered(name, flight.item.endpoint or flight.item.operation, result)
 
     def _burial(self, flight: InFlight) -> Callable[[], Awaitable[object]] | None:
-        """What is to be done once the client has its answer and before the message is acked: work that was given up is
-        kept.
-        """
+        """Step between the client's answer and the ack of the message: work that was given up becomes a dead letter."""
         write = functools.partial(self._dead_letters.write, flight.lease.delivery)
         if flight.given_up is not None:
             return functools.partial(write, flight.given_up.info())

@@ -1,5 +1,4 @@
-"""What a trace shows of work at the worker: the work item with its stages, below its request, and the batch that it ran
-in.
+"""Spans of work at the worker: the work item with its stages, below its request, and the batch that it ran in.
 
 A batch is below the first work item in it that is traced, and linked to all of them. The adapter tells of a batch what
 the device did, of each work item `inference` and `postprocess`.
@@ -65,7 +64,7 @@ def batch(tracer: Tracer | None, jobs: Sequence[InFlight]) -> Iterator[Span | No
 
 
 def sealed(span: Span, note: BatchNote, model: str) -> None:
-    """What is known of a batch when it leaves for the adapter."""
+    """Set the attributes of a batch that leaves for the adapter."""
     values = {"items": note.items, "chunks": note.chunks, "tokens": note.tokens}
     span.set(
         {"sie.batch": note.id, "sie.model": model, **{f"sie.batch.{name}": value for name, value in values.items()}}
@@ -73,7 +72,7 @@ def sealed(span: Span, note: BatchNote, model: str) -> None:
 
 
 def context_of(flight: InFlight) -> Context:
-    """What the adapter tells of this work item is told below it; nothing where it is not sampled."""
+    """Context below which the adapter's spans of this work item belong; NONE where it is not sampled."""
     return flight.span.context if flight.span is not None and flight.span.is_recording else NONE
 
 
