@@ -11,7 +11,7 @@ import argparse
 import random
 import time
 
-from sie_sidecar.batching.batch import Batch, BatchKey, BatchLimits, DeviceLoad, Job, Waiting, next_batch
+from sie_sidecar.batching.batch import Batch, BatchEntry, BatchKey, BatchLimits, DeviceLoad, Waiting, next_batch
 
 DEVICE = DeviceLoad(sent=1, lanes=1, depth=2, more_expected=True)
 
@@ -28,7 +28,7 @@ def measured(models: int, depth: int, requests: int, rounds: int) -> tuple[float
         nonlocal now_s
         for _ in range(count):
             now_s += 1e-6
-            waiting.add(Job(chance.choice(keys), chance.randint(8, 256), now_s, jobs, chance.random() < 0.3))
+            waiting.add(BatchEntry(chance.choice(keys), chance.randint(8, 256), now_s, jobs, chance.random() < 0.3))
 
     arrive(depth)
     now_s += 1.0

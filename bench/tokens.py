@@ -32,7 +32,7 @@ from tokenizers import Tokenizer
 from sie_contracts.wire.ipc import Rows
 from sie_contracts.wire.messages import Input, RunOptions, Truncate
 from sie_sidecar.prepare import layouts
-from sie_sidecar.prepare.rows import RowInput
+from sie_sidecar.prepare.rows import WorkItemInput
 from sie_sidecar.prepare.tokens import ModelTokenizer, TokenizerPool
 
 TEXTS = 256
@@ -192,7 +192,9 @@ def gathers(ours: ModelTokenizer, words: Sequence[str], loop: asyncio.AbstractEv
     print("a gather of texts with options of their own: ms, CPU ms, ms that the loop is late")
     for count, characters in ((4, 200), (8, 200), (16, 200), (32, 200), (64, 200), (8, 900), (16, 900), (64, 900)):
         options = [RunOptions(max_tokens=99 + seed) for seed in range(count)]
-        items = [RowInput([Input(prose(words, characters, seed))], None, each) for seed, each in enumerate(options)]
+        items = [
+            WorkItemInput([Input(prose(words, characters, seed))], None, each) for seed, each in enumerate(options)
+        ]
         works: list[tuple[int, Callable[[], object]]] = [
             (characters, partial(layouts.make, ours, Rows("text"), [item])) for item in items
         ]

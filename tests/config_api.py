@@ -14,7 +14,7 @@ from sie_broker.memory import MemoryServer
 from sie_config_service.app import create_app
 from sie_config_service.state import ConfigService
 from sie_config_service.store import CatalogueStore, open_store
-from sie_contracts.models.bundles import Bundle
+from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.models.trust import Allowed, Trust
 from sie_contracts.wire import configs
 from sie_contracts.wire.configs import ConfigDelta
@@ -30,7 +30,7 @@ def anything() -> Trust:
 class Api:
     """One replica, asked with ADMIN as the token, with the deltas that were sent on `subject`."""
 
-    def __init__(self, server: MemoryServer, bundles: Mapping[str, Bundle], subject: str, **environ: str) -> None:
+    def __init__(self, server: MemoryServer, bundles: Mapping[str, BundleEntry], subject: str, **environ: str) -> None:
         self.server = server
         self.service = ConfigService(settings_of(**environ))
         transport = httpx.ASGITransport(create_app(self.service))

@@ -17,7 +17,7 @@ import torch
 from sie_adapter.engine.raw import run_raw
 from sie_adapter.loading import certificate
 from sie_adapter.loading.loading import Loader
-from sie_contracts.media.documents import Document
+from sie_contracts.media.documents import DocumentFile
 from sie_contracts.models.catalogue import Catalogue, packaged_folder
 from sie_contracts.settings import Settings
 from sie_contracts.wire.ipc import Group, RunBatch
@@ -140,7 +140,7 @@ def by_the_product(given: dict[str, bytes], folder: Path) -> tuple[list[Any], li
     model = loader.load(Catalogue.resolve_profile(entry, "default", entry.id))
     assert isinstance(model.certificate, dict)
     assert certificate.check_files(loader.sources.folder(entry), entry, entry.load) == ()
-    documents = [Document(data, Path(name).suffix[1:]) for name, data in given.items()]
+    documents = [DocumentFile(data, Path(name).suffix[1:]) for name, data in given.items()]
     rows = len(documents) + 1
     groups = (
         Group(0, len(documents), RunOptions()),

@@ -99,10 +99,10 @@ def _run(news: Connection, endpoint: str, cache: Path, dies_at: int, removes: bo
     from sie_store.weights.cache import LocalCache
     from sie_store.weights.hub import hub_fetch
     from sie_store.weights.manifest import FetchFailed
-    from sie_store.weights.progress import Progress
+    from sie_store.weights.progress import FetchProgress
     from sie_store.weights.selection import common
 
-    class Telling(Progress):
+    class Telling(FetchProgress):
         """Tells once that another process fetches."""
 
         told = False

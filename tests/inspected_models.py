@@ -38,7 +38,7 @@ def run(
     """
     weights = engine.residency.ensure(entry.id, entry).weights
     options = run_options(Catalogue({entry.id: entry}).resolve(entry.id), body, operation, strict=True)[1].run
-    work = rowing.RowInput([Input(text) for text in texts], Input(query) if query else None, options)
+    work = rowing.WorkItemInput([Input(text) for text in texts], Input(query) if query else None, options)
     layout = weights.rows[operation]
     (made,) = layouts.make(ModelTokenizer(weights.tokenizer, min(entry.max_tokens, weights.max_tokens)), layout, [work])
     message = rowing.to_batch(

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from sie_contracts.errors import ErrorInfo
-from sie_contracts.media.documents import Document, DocumentLimits
+from sie_contracts.media.documents import DocumentFile, DocumentLimits
 from sie_contracts.media.images import ImageTokens, Recipe
 from sie_contracts.media.sounds import SoundRecipe
 from sie_contracts.models.muvera import Muvera
@@ -29,7 +29,7 @@ from sie_contracts.wire.ipc import Group, LoadedModel, Rows, Side
 from sie_contracts.wire.messages import (
     ArraySlice,
     BatchNote,
-    Cancel,
+    CancelRequests,
     Confirmation,
     DeadLetter,
     Failed,
@@ -50,9 +50,9 @@ from sie_contracts.wire.records import (
     Demand,
     Placement,
     PlacementPart,
-    PoolSpec,
     Reservation,
     Reservations,
+    ReservationSpec,
     StreamRequest,
 )
 
@@ -196,7 +196,7 @@ EXAMPLES: dict[str, Any] = {
     ),
     "work-1-document": _work(
         operation="extract",
-        inputs=(Input(document=Document(b"%PDF-1.7")), Input(document=Document(b"a,b", "csv"))),
+        inputs=(Input(document=DocumentFile(b"%PDF-1.7")), Input(document=DocumentFile(b"a,b", "csv"))),
     ),
     "work-1-images": _work(
         operation="encode",
@@ -225,7 +225,7 @@ EXAMPLES: dict[str, Any] = {
     "payload-1": Payload((Input("a text"), Input("é")), Input("what?")),
     "fragment-1": Fragment("01a1f797", 3, 1, 2, 4, "9f86d081", b"\x00\x01\xff"),
     "residency-1": Residency("unload", "org/model:fast"),
-    "cancel-1": Cancel(("01a1f797", "01a1f798")),
+    "cancel-1": CancelRequests(("01a1f797", "01a1f798")),
     "heartbeat-1-capacity": _heartbeat(
         slots=14,
         rate=45_000.5,
@@ -264,7 +264,7 @@ EXAMPLES: dict[str, Any] = {
     "reservations-1": Reservations(
         {
             "team": Reservation(
-                PoolSpec("team", {"l4": 2}, "default", 2, 600, {"l4": 4}, ("org/model",)),
+                ReservationSpec("team", {"l4": 2}, "default", 2, 600, {"l4": 4}, ("org/model",)),
                 1_700_000_000.5,
                 1_700_000_060.5,
             )
@@ -272,10 +272,10 @@ EXAMPLES: dict[str, Any] = {
         {"gone": 1_700_000_050.5},
     ),
     "reservations-1-last": Reservations(
-        {"team": Reservation(PoolSpec("team", {"l4": 2}), 1_700_000_000.5, 1_700_000_060.5, True)}
+        {"team": Reservation(ReservationSpec("team", {"l4": 2}), 1_700_000_000.5, 1_700_000_060.5, True)}
     ),
     "reservations-1-owner": Reservations(
-        {"team": Reservation(PoolSpec("team", {"l4": 2}), 1_700_000_000.5, 1_700_000_060.5, owner="k1")}
+        {"team": Reservation(ReservationSpec("team", {"l4": 2}), 1_700_000_000.5, 1_700_000_060.5, owner="k1")}
     ),
     "assigned-1": Assigned({"w1": "team"}),
     "stream-request-1": StreamRequest("WORK_team", "memory", 3, 1800.5, 1 << 30, 4096, 30.5, 60.5, 3),
@@ -401,7 +401,7 @@ EXAMPLES: dict[str, Any] = {
         b"",
         (Group(0, 2),),
         texts=("", ""),
-        documents=(Document(b"a,b", "csv"), None),
+        documents=(DocumentFile(b"a,b", "csv"), None),
     ),
     "ipc3-RunBatch-keys": ipc.RunBatch(
         "w1-14",

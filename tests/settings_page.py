@@ -10,13 +10,13 @@ import re
 from pathlib import Path
 
 from sie_contracts import settings
-from sie_contracts.settings import MACHINE_PROFILE_DEFAULTS, ROWS, Row, shown
+from sie_contracts.settings import MACHINE_PROFILE_DEFAULTS, ROWS, SettingRow, shown
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 MODES = {"queue": " Not with `--standalone`.", "standalone": " With `--standalone` alone."}
 
 
-def _row(row: Row) -> str:
+def _row(row: SettingRow) -> str:
     default = "" if row.default is None else f"`{shown(row, row.default)}`"
     readers = "all" if set(row.components) == set(settings.COMPONENTS) else ", ".join(row.components)
     waits = f" No process reads it yet: it waits for {row.waits_for}." if row.waits_for else ""

@@ -105,9 +105,9 @@ def _name_temporary_folder() -> None:
 
 def _learning(settings: Settings) -> Callable[[], None]:
     """Learn of the passes that the process before did not survive. Returns what does so for each one to come."""
-    from sie_adapter.memory.batch_limits import BatchLimits, CrashRecord, PassRecords
+    from sie_adapter.memory.batch_limits import CrashRecord, DeviceLimits, PassRecords
 
-    crash_record = CrashRecord(PassRecords.for_socket(settings), functools.partial(BatchLimits.for_machine, settings))
+    crash_record = CrashRecord(PassRecords.for_socket(settings), functools.partial(DeviceLimits.for_machine, settings))
     crash_record.learn()
     return crash_record.learn
 
@@ -129,7 +129,7 @@ def _serve(path: Path, listener: socket.socket, settings: Settings, wake: socket
         engine.device_threads.listeners.append(functools.partial(spans.ran, tracer))
     server = AdapterServer(listener, engine, lambda: _wake(waker, _DRAIN), worker_trust(allowed(settings)))
     cache = engine.loader.sources.cache
-    watch = disk.Watch(cache.relieve, cache.folder)
+    watch = disk.DiskWatch(cache.relieve, cache.folder)
     _logger.info("adapter ready on %s, pid %d", path, os.getpid())
     server.serve(wake)
     _logger.info("adapter stopping")

@@ -12,7 +12,7 @@ import click
 import msgspec
 
 from sie_broker import Broker
-from sie_broker.dead_letters import Found, Letters, letter_stream
+from sie_broker.dead_letters import DeadLetterEntry, Letters, letter_stream
 from sie_cli import display
 from sie_cli.cluster import BROKER_URL, Cluster, cluster_options
 from sie_cli.options import AnyPosition
@@ -35,7 +35,7 @@ def _letters(broker: Broker, pool: str) -> Letters:
     return Letters(broker, pool, on_unreadable)
 
 
-async def _letter(letters: Letters, name: str) -> Found:
+async def _letter(letters: Letters, name: str) -> DeadLetterEntry:
     """The letter whose id begins with `name`. Raises CommandRefused unless it is exactly one."""
     letter = await letters.named(name)
     if len(letter) != 1:
@@ -47,7 +47,7 @@ async def _letter(letters: Letters, name: str) -> Found:
     return letter[0]
 
 
-def _at(letter: Found) -> str:
+def _at(letter: DeadLetterEntry) -> str:
     """Format the time at which the letter was given up, in UTC."""
     at = datetime.fromtimestamp(letter.letter.at_s, UTC)
     return at.isoformat(sep=" ", timespec="seconds").removesuffix("+00:00")
@@ -73,7 +73,7 @@ def dlq() -> None:
 def list_command(cluster: Cluster) -> None:
     """When, which model, why, and how often it was tried."""
 
-    async def body(broker: Broker) -> list[Found]:
+    async def body(broker: Broker) -> list[DeadLetterEntry]:
         return [letter async for letter in _letters(broker, cluster.settings.pool).all()]
 
     rows = [("ID", "TIME (UTC)", "MODEL", "ERROR", "INPUTS", "DELIVERIES", "DEATHS")]
@@ -191,7 +191,7 @@ def purge(cluster: Cluster, name: str | None, yes: bool) -> None:
     """Forget one dead letter, or all of the pool. What it held is gone."""
     pool = cluster.settings.pool
 
-    async def chosen(broker: Broker) -> list[Found]:
+    async def chosen(broker: Broker) -> list[DeadLetterEntry]:
         letters = _letters(broker, pool)
         return [await _letter(letters, name)] if name else [letter async for letter in letters.all()]
 

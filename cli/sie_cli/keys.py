@@ -19,7 +19,7 @@ from sie_cli.options import AnyPosition
 from sie_cli.refusal import CommandRefused
 from sie_runtime import keys as records
 from sie_runtime.http.routes import SCOPES
-from sie_runtime.keys import Key, KeyBuckets, Limits
+from sie_runtime.keys import Key, KeyBuckets, KeyLimits
 
 F = TypeVar("F", bound=Callable[..., Any])
 DEFAULT_SCOPES = "infer,read,pools"
@@ -112,7 +112,7 @@ def create(
     """
     if not _NAME.fullmatch(name):
         raise click.BadParameter("expected at most 64 letters, digits, spaces and . _ @ / -", param_hint="NAME")
-    limits = Limits(body_bytes or 0, items or 0, rate or 0)
+    limits = KeyLimits(body_bytes or 0, items or 0, rate or 0)
     key, token = records.create(name, scopes, now_s=time.time(), expires_s=expires_s or 0.0, limits=limits)
 
     async def body(broker: Broker) -> None:
@@ -231,7 +231,7 @@ def _end(key: Key) -> str:
     return f"{'expired' if key.ended(time.time()) else 'until'} {moment(key.expires_s)}"
 
 
-def _limits(limits: Limits) -> str:
+def _limits(limits: KeyLimits) -> str:
     parts = [
         f"{limits.body_bytes:,} bytes" if limits.body_bytes else "",
         f"{limits.items:,} items" if limits.items else "",

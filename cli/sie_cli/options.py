@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from sie_contracts.settings import BY_NAME, ROWS, Loaded, Mode, Row, SettingError, load, shown
+from sie_contracts.settings import BY_NAME, ROWS, Loaded, Mode, SettingError, SettingRow, load, shown
 from sie_runtime import failpoints
 from sie_runtime.process import EXIT_BAD_SETTING, own_stderr
 
@@ -166,7 +166,7 @@ def behind(args: list[str]) -> list[str]:
     return [*lines, *rest[:end], *moved, *rest[end:]]
 
 
-def _option(row: Row) -> Callable[[F], F]:
+def _option(row: SettingRow) -> Callable[[F], F]:
     text = f"{row.meaning} [{row.name}; default: {shown(row, row.default)}]"
     names = [row.flag, *([ALIASES[row.name]] if row.name in ALIASES else [])]
     if isinstance(row.default, bool):

@@ -17,7 +17,7 @@ from sie_config_service.fields import described
 from sie_contracts import plain
 from sie_contracts.errors import ValidationFailed
 from sie_contracts.models.aliases import Alias, is_alias
-from sie_contracts.models.bundles import Bundle, parse_bundle
+from sie_contracts.models.bundles import BundleEntry, parse_bundle
 from sie_contracts.models.entries import ModelEntry, parse_document
 
 T = TypeVar("T")
@@ -134,9 +134,9 @@ def checked(raw: Any, document: ParsedDocument) -> ModelEntry | Alias:
     return entry
 
 
-def checked_bundle(document: ParsedDocument) -> Bundle:
+def checked_bundle(document: ParsedDocument) -> BundleEntry:
     """The bundle that a document is. Raises ValidationFailed."""
-    return _parsed(document.value, document, parse_bundle, Bundle)
+    return _parsed(document.value, document, parse_bundle, BundleEntry)
 
 
 def _parsed(raw: Any, document: ParsedDocument, parse: Callable[[Any], T], kind: type) -> T:

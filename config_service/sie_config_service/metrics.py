@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 import sie_contracts
 from sie_config_service.mirror import CatalogueSnapshot
 from sie_runtime.http.refusals import REFUSED
-from sie_runtime.metrics import Maker, Scrape, epoch_number
+from sie_runtime.metrics import MetricMaker, Scrape, epoch_number
 from sie_runtime.metrics_table import OTHER
 
 _METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE"})
@@ -20,7 +20,7 @@ class ConfigMetrics(Collector):
     """`last_read` gives the catalogue as it was read last, None before the first time."""
 
     def __init__(self, last_read: Callable[[], CatalogueSnapshot | None]) -> None:
-        make = Maker("config")
+        make = MetricMaker("config")
         self.registry = make.registry
         self._requests = make.counters("sie_config_requests")
         self._seconds = make.histograms("sie_config_request_seconds")

@@ -27,10 +27,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from sie_broker import BrokerError, BrokerUnavailable, Entry, Write
-from sie_broker.record import Bucket
+from sie_broker.record import RecordBucket
 from sie_contracts.errors import NotReady
 from sie_contracts.models.aliases import is_alias
-from sie_contracts.models.bundles import DEFAULT, Bundle, serving
+from sie_contracts.models.bundles import DEFAULT, BundleEntry, serving
 from sie_contracts.wire import configs, topology
 from sie_contracts.wire.configs import ConfigEpoch
 
@@ -81,7 +81,7 @@ class HeldModel:
 
 
 _stored = msgspec.json.Decoder(StoredModel)
-_bundle = msgspec.json.Decoder(Bundle)
+_bundle = msgspec.json.Decoder(BundleEntry)
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class CatalogueSnapshot:
 
     epoch: str = ""
     held: Mapping[str, HeldModel] = field(default_factory=dict)
-    bundles: Mapping[str, Bundle] = field(default_factory=dict)
+    bundles: Mapping[str, BundleEntry] = field(default_factory=dict)
     concerned: Mapping[str, int] = field(default_factory=dict)
     unknown: int = 0
 
@@ -141,12 +141,12 @@ def bundle_key(bundle: str) -> str:
     return f"bundle.{topology.token(bundle)}"
 
 
-def bundles_of(bundles: Mapping[str, Bundle], entry: Mapping[str, Any]) -> tuple[str, ...]:
+def bundles_of(bundles: Mapping[str, BundleEntry], entry: Mapping[str, Any]) -> tuple[str, ...]:
     """The bundles that can serve a stored entry, the preferred one first; an alias has none."""
     return () if is_alias(entry) else serving(bundles, str(entry.get("family", "")), str(entry.get("bundle", "")))
 
 
-def concerns(bundles: Mapping[str, Bundle], *entries: dict[str, Any] | None) -> set[str]:
+def concerns(bundles: Mapping[str, BundleEntry], *entries: dict[str, Any] | None) -> set[str]:
     """The bundles that hear of a change: those that had or get the model. Gateways listen to all of them, so there is
     always one.
     """
@@ -168,7 +168,7 @@ def decoded(decoder: msgspec.json.Decoder[_Record], entry: Entry) -> _Record:
 class Mirror:
     """Follows the bucket whenever somebody asks. What it cannot read changes nothing of what it has."""
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: RecordBucket) -> None:
         self._bucket = bucket
         self._lock = asyncio.Lock()
         self._now = CatalogueSnapshot()

@@ -25,11 +25,11 @@ from sie_config_service.aliases import seeded
 from sie_config_service.documents import checked, checked_bundle, invalid, read
 from sie_contracts.errors import ValidationFailed
 from sie_contracts.models.aliases import Alias
-from sie_contracts.models.bundles import DEFAULT, Bundle, lacking, serving
+from sie_contracts.models.bundles import DEFAULT, BundleEntry, lacking, serving
 from sie_contracts.models.catalogue import packaged_folder
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.trust import USUAL, Allowed, Trust
-from sie_contracts.names import Names
+from sie_contracts.names import NameIndex
 from sie_contracts.settings import SettingError, Settings
 from sie_contracts.wire.configs import YAML
 from sie_runtime.feed import read_bundles, read_folder
@@ -52,7 +52,7 @@ class Folders:
     """
 
     models: Mapping[str, tuple[ModelEntry | Alias, str]]
-    bundles: Mapping[str, Bundle]
+    bundles: Mapping[str, BundleEntry]
     files: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -131,11 +131,11 @@ class Overlay:
         files: dict[str, str] = {}
         of_bundles: dict[str, str] = {}
         for path, document in sorted(self._documents().items()):
-            place = of_bundles if isinstance(document, Bundle) else files
+            place = of_bundles if isinstance(document, BundleEntry) else files
             if (twin := place.get(document.id)) is not None:
                 raise _in_file(invalid("$.id", f"{document.id} is in {twin} too: remove one of the two"), path)
             place[document.id] = path
-            if isinstance(document, Bundle):
+            if isinstance(document, BundleEntry):
                 bundles[document.id] = document
             else:
                 models[document.id] = document, "overlay"
@@ -153,7 +153,7 @@ class Overlay:
         file = Path(self.name).expanduser() / path
         return read(file.read_bytes(), YAML).line(loc) if file.is_file() else None
 
-    def _documents(self) -> dict[str, ModelEntry | Alias | Bundle]:
+    def _documents(self) -> dict[str, ModelEntry | Alias | BundleEntry]:
         signature = self.read_signature()
         cached = {path: remembered for path, remembered in self._cached.items() if signature.get(path) == remembered[0]}
         bodies = self._bodies({path: size for path, (_, size, _) in signature.items() if path not in cached})
@@ -168,7 +168,7 @@ class Overlay:
         return {path: (root / path).read_bytes() for path in paths}
 
 
-def _document(path: str, body: bytes) -> ModelEntry | Alias | Bundle:
+def _document(path: str, body: bytes) -> ModelEntry | Alias | BundleEntry:
     """Parse one file. Raises ValidationFailed naming it."""
     try:
         if len(body) > MAX_FILE_BYTES:
@@ -184,7 +184,7 @@ def _in_file(error: ValidationFailed, path: str) -> ValidationFailed:
     return ValidationFailed(f"{path}: {error.message}", param=error.param, extras={**error.extras, "file": path})
 
 
-def _with_plug_ins(bundle: Bundle) -> Bundle:
+def _with_plug_ins(bundle: BundleEntry) -> BundleEntry:
     """The packaged bundle serves what is installed beside this process as well: on one machine that is where its
     workers run.
     """
@@ -201,7 +201,7 @@ def _filtered(
         return models
     unknown = [name for name in names if name not in models]
     if unknown:
-        like = Names(models).near(unknown[0])
+        like = NameIndex(models).near(unknown[0])
         fix = f"did you mean {' or '.join(like)}?" if like else f"there are {', '.join(sorted(models)[:MAX_TOLD])}"
         raise SettingError(
             "SIE_MODEL_FILTER", f"neither the packaged models nor SIE_MODELS_DIR has {', '.join(unknown)}; {fix}"

@@ -33,7 +33,7 @@ from typing import Any
 import msgspec
 
 from sie_broker import Broker, BrokerError, Bus, Entry, Write
-from sie_broker.record import Bucket, retry_conflicts
+from sie_broker.record import RecordBucket, retry_conflicts
 from sie_config_service.aliases import INDEX_KEY, AliasIndex, index_in, index_of
 from sie_config_service.mirror import (
     CatalogueSnapshot,
@@ -47,10 +47,10 @@ from sie_config_service.mirror import (
 )
 from sie_contracts.errors import ModelNotFound, NotReady
 from sie_contracts.models.aliases import Alias, is_alias
-from sie_contracts.models.bundles import Bundle
+from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.entries import ModelEntry
-from sie_contracts.names import Names
+from sie_contracts.names import NameIndex
 from sie_contracts.settings import Settings
 from sie_contracts.wire import configs, messages, topology
 from sie_contracts.wire.configs import ConfigDelta, ConfigEpoch, ConfigExport, ConfigModel
@@ -80,7 +80,7 @@ class CatalogueChange:
     author: str = ""
     note: str = ""
 
-    def bundles(self, bundles: Mapping[str, Bundle]) -> set[str]:
+    def bundles(self, bundles: Mapping[str, BundleEntry]) -> set[str]:
         """The bundles that hear of it."""
         return concerns(bundles, self.entry, self.held.entry)
 
@@ -138,7 +138,7 @@ def normalised(entry: ModelEntry | Alias) -> dict[str, Any]:
 class CatalogueStore:
     """Reads and writes of the bucket. What it remembers it can read again."""
 
-    def __init__(self, broker: Bus, bucket: Bucket, copy: Bucket) -> None:
+    def __init__(self, broker: Bus, bucket: RecordBucket, copy: RecordBucket) -> None:
         self._broker = broker
         self._bucket = bucket
         self._copy = copy
@@ -186,7 +186,7 @@ class CatalogueStore:
             model for model, state in held.items() if state.stored is not None and state.stored.source == "api"
         )
 
-    async def bundles(self) -> dict[str, Bundle]:
+    async def bundles(self) -> dict[str, BundleEntry]:
         """All bundles, by id."""
         return dict((await self.snapshot()).bundles)
 
@@ -230,7 +230,7 @@ class CatalogueStore:
             return ModelNotFound(
                 f"{model} was removed with revision {held.revision}: {fix}", param="id", extras={"suggestions": []}
             )
-        like = Names((await self.snapshot()).live).near(model)
+        like = NameIndex((await self.snapshot()).live).near(model)
         fix = (
             f"did you mean {' or '.join(like)}?"
             if like
@@ -436,7 +436,7 @@ class CatalogueStore:
             previous = epoch
         return sent, expected
 
-    async def seed_bundles(self, packaged: Mapping[str, Bundle]) -> bool:
+    async def seed_bundles(self, packaged: Mapping[str, BundleEntry]) -> bool:
         """Make the bucket hold these bundles and no other. Returns whether it held anything else. Raises WrongRevision
         where others kept changing them during SEED_ATTEMPTS attempts.
         """
@@ -544,7 +544,7 @@ def reply_of(key: str, request: str, body: dict[str, Any]) -> RecordedReply:
 async def open_store(broker: Broker, settings: Settings) -> CatalogueStore:
     """The store, with its bucket made if it is not there."""
     bucket, copy = (
-        Bucket(broker, name, storage=settings.stream_storage, replicas=settings.stream_replicas)
+        RecordBucket(broker, name, storage=settings.stream_storage, replicas=settings.stream_replicas)
         for name in (topology.CATALOGUE_BUCKET, topology.CATALOGUE_COPY_BUCKET)
     )
     await bucket.open()

@@ -35,7 +35,7 @@ from sie_contracts.errors import (
     ValidationFailed,
 )
 from sie_contracts.models.aliases import Alias, is_alias
-from sie_contracts.models.bundles import Bundle, lacking, serving
+from sie_contracts.models.bundles import BundleEntry, lacking, serving
 from sie_contracts.models.entries import ModelEntry, is_id
 from sie_contracts.models.public_models import is_public, translated
 from sie_contracts.models.trust import Trust
@@ -171,7 +171,7 @@ class CatalogueWriter:
         held: HeldModel,
         entry: dict[str, Any] | None,
         revision: int,
-        bundles: Mapping[str, Bundle],
+        bundles: Mapping[str, BundleEntry],
     ) -> dict[str, Any]:
         before, after = (profiles_of(entry_state) for entry_state in (held.entry, entry))
         named = after if request.profiles is None else request.profiles
@@ -211,7 +211,7 @@ class Edits:
     allowed.
     """
 
-    def __init__(self, store: CatalogueStore, bundles: Mapping[str, Bundle], trust: Trust) -> None:
+    def __init__(self, store: CatalogueStore, bundles: Mapping[str, BundleEntry], trust: Trust) -> None:
         self._store = store
         self._bundles = bundles
         self._trust = trust

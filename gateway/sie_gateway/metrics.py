@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import Counter, Histogram
 
 from sie_runtime.http.refusals import REFUSED
-from sie_runtime.metrics import Maker, exemplar
+from sie_runtime.metrics import MetricMaker, exemplar
 
 if TYPE_CHECKING:
     from sie_gateway.inference.results import RequestResult
@@ -21,7 +21,7 @@ class Metrics:
     """A series whose labels are known from the start is there from the start: what is absent cannot raise an alert."""
 
     def __init__(self) -> None:
-        make = Maker("gateway")
+        make = MetricMaker("gateway")
         self.registry = make.registry
         self._traffic = make.traffic
         self.requests = make.counters("sie_gateway_requests")

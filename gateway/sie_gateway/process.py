@@ -34,7 +34,7 @@ from sie_gateway.http.auth import Gate, require_tokens
 from sie_gateway.http.routes import inference_route
 from sie_gateway.inference.handler import Inference
 from sie_gateway.inference.image_urls import NETWORK, ImageUrls, Network
-from sie_gateway.inference.inbox import Inbox
+from sie_gateway.inference.inbox import ResultInbox
 from sie_gateway.inference.runner import Runner
 from sie_gateway.jobs.assembly import assembled
 from sie_gateway.jobs.ledger import JobFigures
@@ -43,7 +43,7 @@ from sie_gateway.metrics import Metrics
 from sie_gateway.operations.dead_letters import DeadLetterOperations
 from sie_gateway.operations.doctor import Doctor
 from sie_gateway.operations.status import ClusterStatus
-from sie_gateway.state import Gateway, Readiness, Services
+from sie_gateway.state import Gateway, GatewayReadiness, Services
 from sie_gateway.streams.backlog import Backlog
 from sie_gateway.streams.publish import LOAD_CEILING_S, Offload, WorkQueue, life_s
 from sie_runtime import tracing
@@ -104,7 +104,7 @@ async def serve(
     clock = BrokerClock(broker, topology.stream_name(settings.pool))
     record = PoolRecord(settings, broker, clock)
     fleet = Fleet(broker, settings, spec=record.spec)
-    inbox = Inbox(broker, metrics, on_late=lambda result: admission.answered_late(result))
+    inbox = ResultInbox(broker, metrics, on_late=lambda result: admission.answered_late(result))
 
     def on_lost() -> None:
         _logger.error("a work stream was lost with the broker; %d open requests fail", len(inbox))
@@ -164,7 +164,7 @@ async def serve(
     jobs = assembled(settings, broker, inference, fleet, gate.of_key, inference_route, quotas, clock.now_s)
     scaling.further.append(lambda lane: jobs.wanted_workers(lane, len(fleet.of_lane(lane)), clock.now_s()))
     services = Services(Doctor(host, port, data_dir), letters, residencies, jobs, quotas)
-    readiness = Readiness(broker, feed, keys)
+    readiness = GatewayReadiness(broker, feed, keys)
     gateway = Gateway(settings, metrics, services, pools, admission.peers, inference, status, scaling)
     metrics.registry.register(Live(broker, feed, status, lag, demand, inference, inbox, admission))
     metrics.registry.register(JobFigures(jobs.jobs.ledger))

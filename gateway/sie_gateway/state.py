@@ -22,7 +22,7 @@ from sie_runtime.feed import CatalogueFeed
 from sie_runtime.keys import Keys
 
 
-class Readiness:
+class GatewayReadiness:
     """Whether this gateway is ready, and how far its shutdown is. `keys` only in mode token."""
 
     def __init__(self, broker: Connection, feed: CatalogueFeed, keys: Keys | None) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 from sie_client import cluster, transport, verbs, watching
 from sie_client.async_client_jobs import AsyncFiles, AsyncJobs
 from sie_client.core import Session, call
-from sie_client.tasks import Driver
+from sie_client.tasks import TaskDriver
 from sie_client.types import (
     CallOptions,
     Capacity,
@@ -38,7 +38,7 @@ class SIEAsyncClient:
 
     def __init__(self, base_url: str, **options: Unpack[ClientOptions]) -> None:
         self._session = Session.from_options(options)
-        self._driver = Driver(transport.address(base_url), self._session)
+        self._driver = TaskDriver(transport.address(base_url), self._session)
         self.jobs = AsyncJobs(self._driver, self._session)
         self.files = AsyncFiles(self._driver, self._session)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sie_client import files, jobs
 from sie_client.core import Session
 from sie_client.jobs import JobInfo, SeenJob
-from sie_client.tasks import Driver
+from sie_client.tasks import TaskDriver
 from sie_client.types import JobOptions, Progress
 from sie_contracts.api.batches import FileObject
 from sie_contracts.api.jobs import JobManifest
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class AsyncJob(SeenJob):
     """`Job` for asyncio."""
 
-    def __init__(self, info: JobInfo, driver: Driver, session: Session) -> None:
+    def __init__(self, info: JobInfo, driver: TaskDriver, session: Session) -> None:
         super().__init__(info)
         self._driver = driver
         self._session = session
@@ -81,7 +81,7 @@ class AsyncJob(SeenJob):
 class AsyncJobs:
     """`SIEClient.jobs` for asyncio."""
 
-    def __init__(self, driver: Driver, session: Session) -> None:
+    def __init__(self, driver: TaskDriver, session: Session) -> None:
         self._driver = driver
         self._session = session
 
@@ -116,7 +116,7 @@ class AsyncJobs:
 class AsyncFiles:
     """`SIEClient.files` for asyncio."""
 
-    def __init__(self, driver: Driver, session: Session) -> None:
+    def __init__(self, driver: TaskDriver, session: Session) -> None:
         self._driver = driver
         self._session = session
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, overload
 from sie_client import cluster, transport, verbs, watching
 from sie_client.client_jobs import Files, Jobs
 from sie_client.core import Session, call
-from sie_client.threads import Driver
+from sie_client.threads import ThreadDriver
 from sie_client.types import (
     CallOptions,
     Capacity,
@@ -45,7 +45,7 @@ class SIEClient:
 
     def __init__(self, base_url: str, **options: Unpack[ClientOptions]) -> None:
         self._session = Session.from_options(options)
-        self._driver = Driver(transport.address(base_url), self._session)
+        self._driver = ThreadDriver(transport.address(base_url), self._session)
         self.jobs = Jobs(self._driver, self._session)
         self.files = Files(self._driver, self._session)
 

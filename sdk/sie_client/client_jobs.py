@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sie_client import files, jobs
 from sie_client.core import Session
 from sie_client.jobs import JobInfo, SeenJob
-from sie_client.threads import Driver
+from sie_client.threads import ThreadDriver
 from sie_client.types import JobOptions, Progress
 from sie_contracts.api.batches import FileObject
 from sie_contracts.api.jobs import JobManifest
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Job(SeenJob):
     """A job, and what can be done with it. `info` is as it was last seen."""
 
-    def __init__(self, info: JobInfo, driver: Driver, session: Session) -> None:
+    def __init__(self, info: JobInfo, driver: ThreadDriver, session: Session) -> None:
         super().__init__(info)
         self._driver = driver
         self._session = session
@@ -85,7 +85,7 @@ class Job(SeenJob):
 class Jobs:
     """Work on whole files. Its methods raise SIEError."""
 
-    def __init__(self, driver: Driver, session: Session) -> None:
+    def __init__(self, driver: ThreadDriver, session: Session) -> None:
         self._driver = driver
         self._session = session
 
@@ -119,7 +119,7 @@ class Jobs:
 class Files:
     """Files at the server. Its methods raise SIEError."""
 
-    def __init__(self, driver: Driver, session: Session) -> None:
+    def __init__(self, driver: ThreadDriver, session: Session) -> None:
         self._driver = driver
         self._session = session
 

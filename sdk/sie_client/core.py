@@ -54,7 +54,7 @@ class UploadStream:
     size_bytes: int
 
 
-class Sink(Protocol):
+class BodySink(Protocol):
     """Takes the body of a success piece by piece. Its methods may take long, and may raise SIEError."""
 
     def begin(self) -> None:
@@ -76,7 +76,7 @@ class Send:
     body: bytes | UploadStream = b""
     within_s: float = SERVER_DEADLINE_S + GRACE_S
     hedge_after_s: float | None = None
-    sink: Sink | None = None
+    sink: BodySink | None = None
 
 
 @dataclass(frozen=True)

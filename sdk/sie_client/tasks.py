@@ -13,12 +13,12 @@ import httpx
 from sie_client import transport
 from sie_client.core import (
     BlockingWork,
+    BodySink,
     Pause,
     Plan,
     Received,
     Send,
     Session,
-    Sink,
     Together,
     TransportFailed,
     UploadStream,
@@ -36,7 +36,7 @@ async def _end(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class Driver:
+class TaskDriver:
     """One server, at `url`, for one event loop."""
 
     def __init__(self, url: str, session: Session) -> None:
@@ -163,7 +163,7 @@ async def _in_threads(pieces: Iterator[bytes]) -> AsyncGenerator[bytes]:
         yield piece
 
 
-async def _sunk(sink: Sink, response: httpx.Response) -> bytes:
+async def _sunk(sink: BodySink, response: httpx.Response) -> bytes:
     await asyncio.to_thread(sink.begin)
     async for piece in response.aiter_bytes(transport.PIECE_BYTES):
         await asyncio.to_thread(sink.write, piece)

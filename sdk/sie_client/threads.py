@@ -14,12 +14,12 @@ import httpx
 from sie_client import transport
 from sie_client.core import (
     BlockingWork,
+    BodySink,
     Pause,
     Plan,
     Received,
     Send,
     Session,
-    Sink,
     Together,
     TransportFailed,
     UploadStream,
@@ -44,7 +44,7 @@ def _spawn(function: Callable[[], T]) -> Future[T]:
     return future
 
 
-class Driver:
+class ThreadDriver:
     """One server, at `url`. Safe to share between threads."""
 
     def __init__(self, url: str, session: Session) -> None:
@@ -184,7 +184,7 @@ class Driver:
         return transport.received(response, started_s, body)
 
 
-def _sunk(sink: Sink, response: httpx.Response) -> bytes:
+def _sunk(sink: BodySink, response: httpx.Response) -> bytes:
     sink.begin()
     for piece in response.iter_bytes(transport.PIECE_BYTES):
         sink.write(piece)

@@ -11,7 +11,7 @@ from typing import Any, TypeGuard, cast
 
 import httpx
 
-from sie_client.core import Received, Send, Session, Sink, TransportFailed, UploadStream
+from sie_client.core import BodySink, Received, Send, Session, TransportFailed, UploadStream
 from sie_client.types import Item
 from sie_contracts.loopback import direct, is_local
 
@@ -46,7 +46,7 @@ def received(response: httpx.Response, started_s: float, body: bytes) -> Receive
     return Received(response.status_code, headers, body, time.monotonic() - started_s)
 
 
-def sink_of(request: Send, response: httpx.Response) -> Sink | None:
+def sink_of(request: Send, response: httpx.Response) -> BodySink | None:
     """The sink of a response's body, if it has one: errors have none."""
     return request.sink if response.status_code == 200 else None
 

@@ -57,7 +57,7 @@ class _ListPart(NamedTuple):
     size_bytes: int
 
 
-class _Reply(NamedTuple):
+class _PartReply(NamedTuple):
     """The reply to a part. `shared` belongs to each of its results."""
 
     start: int
@@ -78,7 +78,7 @@ class _VerbRequest:
     decode: Callable[[bytes], dict[str, Any]]
     answers: str
 
-    def send(self, part: _ListPart, *, by_place: bool) -> Plan[_Reply]:
+    def send(self, part: _ListPart, *, by_place: bool) -> Plan[_PartReply]:
         """One part. `by_place`: its items are known by their places, as results of several parts are put together."""
         count = len(part.items)
         subject = f"items[{part.start}] to items[{part.start + count - 1}], the query or a parameter"
@@ -103,9 +103,9 @@ class _VerbRequest:
             raise
         reply = yield from _aside(lambda: self.read(part.start, count, answer), len(answer.body))
         yield HttpAnswer(count)
-        return cast(_Reply, reply)
+        return cast(_PartReply, reply)
 
-    def read(self, start: int, count: int, answer: Received) -> _Reply:
+    def read(self, start: int, count: int, answer: Received) -> _PartReply:
         with reading(answer.headers):
             body = self.decode(answer.body)
             if len(body[self.answers]) != count:
@@ -113,7 +113,7 @@ class _VerbRequest:
             shared = {name: body[name] for name in _ALWAYS_TOLD} | {name: body[name] for name in _TOLD if name in body}
             headers = dict(answer.headers)
             self.session.warnings.warn(body.get("warnings"))
-            return _Reply(
+            return _PartReply(
                 start, body, {**shared, "request_id": headers.get("x-sie-request-id", ""), "headers": headers}
             )
 
@@ -152,7 +152,7 @@ def _send_parts(
     decode: Callable[[bytes], dict[str, Any]],
     answers: str = "items",
     each_tokens: int = 0,
-) -> Plan[list[_Reply]]:
+) -> Plan[list[_PartReply]]:
     """The replies to all parts, in order."""
     request = _VerbRequest(f"/v1/{verb}/{quoted(model)}", fixed, session, Patience(session.policy), decode, answers)
     parts = _parts(items, session, each_tokens)
@@ -167,10 +167,10 @@ def _send_parts(
         usage = _summed(replies)
     for reply in replies:
         reply.shared["usage"] = usage
-    return cast("list[_Reply]", replies)
+    return cast("list[_PartReply]", replies)
 
 
-def _of_items(replies: Sequence[_Reply], items: Sequence[Item | str], *, named: bool) -> Results[Any]:
+def _of_items(replies: Sequence[_PartReply], items: Sequence[Item | str], *, named: bool) -> Results[Any]:
     """A result for each item: what its slot has, and what its request tells of all of them but its usage. `named`: each
     has an id.
     """
@@ -298,7 +298,7 @@ def _id_of(items: Sequence[Item | str], place: int) -> str:
     return f"item-{place}" if own is None else own
 
 
-def _summed(replies: Sequence[_Reply]) -> dict[str, Any]:
+def _summed(replies: Sequence[_PartReply]) -> dict[str, Any]:
     """The usage of a call in parts."""
     usages = [(reply.start, reply.body["usage"]) for reply in replies]
     usage: dict[str, Any] = {

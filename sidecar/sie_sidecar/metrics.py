@@ -15,7 +15,7 @@ from sie_contracts.errors import SIEError
 from sie_contracts.wire.ipc import BatchDone, Description
 from sie_contracts.wire.messages import BatchNote, Failed, WorkResult
 from sie_runtime.http.refusals import REFUSED
-from sie_runtime.metrics import Maker, exemplar
+from sie_runtime.metrics import MetricMaker, exemplar
 from sie_runtime.metrics_table import OOM
 from sie_sidecar.prepare.media_pool import RESULTS
 
@@ -26,7 +26,7 @@ class SidecarMetrics:
     """A series whose labels are known from the start is there from the start."""
 
     def __init__(self) -> None:
-        make = Maker("worker")
+        make = MetricMaker("worker")
         self.registry = make.registry
         self._traffic = make.traffic
         self.requests = make.counters("sie_requests")

@@ -23,7 +23,7 @@ from sie_contracts.settings import Settings
 from sie_contracts.wire.topology import Lane
 from sie_runtime.http.asgi import App, Receive, Scope, Send, headers_of, refuse_upgrade
 from sie_runtime.http.server import probes
-from sie_runtime.http.websocket import Frames, Seats
+from sie_runtime.http.websocket import Seats, ViewerFrames
 from sie_sidecar.batching.batch import BatchLimits
 from sie_sidecar.health import WorkerHealth
 from sie_sidecar.metrics import SidecarMetrics, of_models
@@ -63,7 +63,7 @@ class WorkerStatus:
         }
         self._configs: dict[str, tuple[ModelEntry, RunDefaults, dict[str, Any]]] = {}
         self._summed: tuple[dict[str, Any], dict[str, Any]] = {}, {}
-        self.frames = Frames(self._frame, EVERY_S)
+        self.frames = ViewerFrames(self._frame, EVERY_S)
         self._seats = Seats(MAX_SOCKETS, "worker")
 
     async def run(self) -> None:

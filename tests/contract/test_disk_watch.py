@@ -10,7 +10,7 @@ from cluster import until
 
 from sie_store.weights.cache import LocalCache
 from sie_store.weights.manifest import FileFact, Manifest
-from sie_store.weights.progress import Progress
+from sie_store.weights.progress import FetchProgress
 
 LOOKS_OFTEN = "from sie_store import disk; disk.LOOK_S = 0.1"
 REVISION = "a" * 40
@@ -21,7 +21,7 @@ MIB = 1 << 20
 def put(cache: LocalCache, repository: str) -> Path:
     """A snapshot of 1 MiB that SIE fetched."""
 
-    def fetch(folder: Path, progress: Progress) -> Manifest:
+    def fetch(folder: Path, progress: FetchProgress) -> Manifest:
         progress.expect(MIB)
         (folder / NAME).write_bytes(bytes(MIB))
         return Manifest(repository, REVISION, {NAME: FileFact(MIB, "0" * 64)})

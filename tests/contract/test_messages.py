@@ -19,7 +19,7 @@ Message = (
     | heartbeats.Heartbeat
     | configs.ConfigDelta
     | messages.Fragment
-    | messages.Cancel
+    | messages.CancelRequests
     | messages.Residency
     | messages.Payload
     | records.Placement

@@ -15,7 +15,7 @@ from nats_server import NatsServer
 from sie_broker import Broker, BrokerError, Entry, KeyValue, Write, WrongRevision
 from sie_broker.memory import MemoryServer
 from sie_broker.nats import connect
-from sie_broker.record import Bucket, LeaderLease, Record, UnreadableRecord, retry_conflicts
+from sie_broker.record import LeaderLease, Record, RecordBucket, UnreadableRecord, retry_conflicts
 from sie_contracts.wire import messages
 
 WAIT_S = 30.0
@@ -41,8 +41,8 @@ class Site(abc.ABC):
         self.connections.append(broker)
         return broker
 
-    async def bucket(self, broker: Broker | None = None) -> Bucket:
-        return Bucket(broker or await self.connect(), NAME, storage="memory")
+    async def bucket(self, broker: Broker | None = None) -> RecordBucket:
+        return RecordBucket(broker or await self.connect(), NAME, storage="memory")
 
     @abc.abstractmethod
     async def _connect(self, name: str) -> Broker: ...
@@ -105,7 +105,7 @@ async def nats(tmp_path: Path) -> AsyncIterator[NatsSite]:
 class Owner:
     """What an owner of a record keeps: the values by key."""
 
-    def __init__(self, bucket: Bucket, *, drops_unreadable: bool = False) -> None:
+    def __init__(self, bucket: RecordBucket, *, drops_unreadable: bool = False) -> None:
         self.sizes: dict[str, int] = {}
         self.losses = 0
         self.record = Record(bucket, decode, self._on_value, on_lost=self._on_lost, drops_unreadable=drops_unreadable)

@@ -23,7 +23,7 @@ from qdrant_server import QdrantServer
 from sink_writer import DIMS, rows
 from zygote import end_with_parent
 
-from sie_store.object_stores import AccessRefused, Patience, StoreError
+from sie_store.object_stores import AccessRefused, RetryPolicy, StoreError
 from sie_store.sinks.opening import opened
 from sie_store.sinks.pgvector import PgvectorSink
 from sie_store.sinks.qdrant import QdrantSink
@@ -37,8 +37,8 @@ from sie_store.sinks.sink import (
     SinkUnsuitable,
 )
 
-QUICK = Patience(stall_s=60.0, tries=2, pause_s=0.01)
-LONG = Patience(stall_s=60.0, tries=60, pause_s=0.2)
+QUICK = RetryPolicy(stall_s=60.0, tries=2, pause_s=0.01)
+LONG = RetryPolicy(stall_s=60.0, tries=60, pause_s=0.2)
 SECRET = "k3y-of-qdrant"
 
 pytestmark = [pytest.mark.xdist_group("sinks"), pytest.mark.timeout(300)]
@@ -405,7 +405,7 @@ async def test_a_database_that_is_killed_and_started_again_is_waited_for(databas
 async def test_a_server_that_never_answers_is_given_up_within_the_bound(
     postgres: PostgresServer, collection: str
 ) -> None:
-    sink = PgvectorSink(postgres.url(), Patience(stall_s=1.0, tries=2, pause_s=0.01))
+    sink = PgvectorSink(postgres.url(), RetryPolicy(stall_s=1.0, tries=2, pause_s=0.01))
     await sink.prepare(collection, DIMS, {})
     locker = await asyncpg.connect(postgres.root_url)
     async with locker.transaction():

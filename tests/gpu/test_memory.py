@@ -16,7 +16,7 @@ from unit.adapter import toys
 from unit.adapter.allocation_failures import adversarial
 
 from sie_adapter.engine.engine import AdapterEngine
-from sie_adapter.memory.batch_limits import BatchLimits
+from sie_adapter.memory.batch_limits import DeviceLimits
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.settings import Settings
 from sie_contracts.wire.ipc import BatchDone, Group, RunBatch
@@ -81,7 +81,7 @@ def test_no_batch_fails_when_memory_does_and_what_was_learnt_outlives_the_engine
     settings = Settings(device="cuda", local_cache=str(tmp_path))
     engine = AdapterEngine(settings)
     now_s = time.time()
-    engine.batch_limits = BatchLimits(tmp_path / "sie" / "frontier.json", lambda: now_s)
+    engine.batch_limits = DeviceLimits(tmp_path / "sie" / "frontier.json", lambda: now_s)
     engine.residency.ensure("m", entry)
     generator = np.random.default_rng(0)
     batches = [adversarial(generator) for _ in range(60)]

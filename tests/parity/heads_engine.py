@@ -25,7 +25,7 @@ from sie_contracts.settings import Settings
 from sie_contracts.wire.ipc import BatchDone, Group, RunBatch
 from sie_contracts.wire.messages import Input, Ok, Operation, RunOptions
 from sie_sidecar.prepare import layouts
-from sie_sidecar.prepare.rows import RowInput
+from sie_sidecar.prepare.rows import WorkItemInput
 from sie_sidecar.prepare.tokens import ModelTokenizer
 
 Array = NDArray[Any]
@@ -67,7 +67,7 @@ class HeadsModel:
     def encode_items(self, items: Sequence[tuple[Sequence[str], RunOptions]]) -> list[list[dict[str, Array]]]:
         """One batch of several work items, each with its own options."""
         reply = self._run(
-            "encode", [RowInput([Input(text) for text in texts], None, options) for texts, options in items]
+            "encode", [WorkItemInput([Input(text) for text in texts], None, options) for texts, options in items]
         )
         outcomes = iter(reply.outcomes)
         return [[_arrays(reply, next(outcomes)) for _ in texts] for texts, _ in items]
@@ -75,14 +75,16 @@ class HeadsModel:
     def score(self, query: str, texts: Sequence[str], *outputs: str, **options: Any) -> Array:
         """The score of each text against the query, one batch: float64 [texts]."""
         options = {"outputs": outputs, **options}
-        reply = self._run("score", [RowInput([Input(text) for text in texts], Input(query), RunOptions(**options))])
+        reply = self._run(
+            "score", [WorkItemInput([Input(text) for text in texts], Input(query), RunOptions(**options))]
+        )
         found = []
         for outcome in reply.outcomes:
             assert isinstance(outcome, Ok), outcome
             found.append(outcome.score)
         return np.array(found)
 
-    def _run(self, operation: Operation, works: list[RowInput]) -> BatchDone:
+    def _run(self, operation: Operation, works: list[WorkItemInput]) -> BatchDone:
         made = layouts.make(self.tokenizer, self.encoder.rows[operation], works)
         groups, stop = [], 0
         for work, each in zip(works, made, strict=True):

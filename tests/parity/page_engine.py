@@ -29,7 +29,7 @@ from sie_contracts.wire.messages import Failed, Input, Ok, Operation, RunOptions
 from sie_sidecar.prepare import layouts
 from sie_sidecar.prepare import rows as rowing
 from sie_sidecar.prepare.media_frames import SoundFeatures
-from sie_sidecar.prepare.rows import OF_QUERY, BatchPart, RowInput, WorkRows
+from sie_sidecar.prepare.rows import OF_QUERY, BatchPart, WorkItemInput, WorkRows
 from sie_sidecar.prepare.tokens import ModelTokenizer
 
 Given = str | Image.Image | Sequence[Image.Image] | bytes | Input  # bytes: a sound file
@@ -77,7 +77,7 @@ class Served:
         layout, parts = self.weights.rows["extract"], []
         for files, options in asked:
             inputs = [Input(text=None if files else "", images=tuple(files))]
-            work = RowInput(inputs, None, options, seen(inputs, layout))
+            work = WorkItemInput(inputs, None, options, seen(inputs, layout))
             (made,) = layouts.make(self.tokenizer, layout, [work])
             parts.append(BatchPart(made.rows, work))
         return self.answers(self.batch("extract", parts))
@@ -100,7 +100,7 @@ class Served:
 
     def _made(
         self, operation: Operation, given: Sequence[Given], query: Given | None, options: dict[str, Any]
-    ) -> tuple[RowInput, WorkRows]:
+    ) -> tuple[WorkItemInput, WorkRows]:
         _, asked = run_options(Catalogue({self.entry.id: self.entry}).resolve(self.entry.id), options, operation)
         layout, inputs = self.weights.rows[operation], [_input(each) for each in given]
         images: dict[int, Any] = {**seen(inputs, layout)} if layout.images is not None else {}
@@ -110,7 +110,7 @@ class Served:
                 images[OF_QUERY] = seen([question], layout)[0]
             except InvalidInput as error:
                 images[OF_QUERY] = error
-        work = RowInput(inputs, question, asked.run, images, _heard(inputs, layout))
+        work = WorkItemInput(inputs, question, asked.run, images, _heard(inputs, layout))
         (made,) = layouts.make(self.tokenizer, layout, [work])
         return work, made
 

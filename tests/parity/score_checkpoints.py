@@ -38,7 +38,7 @@ from sie_contracts.wire.ipc import BatchDone, Rows
 from sie_contracts.wire.messages import Failed, Input, Ok, Operation, Outcome
 from sie_sidecar.prepare import layouts
 from sie_sidecar.prepare import rows as rowing
-from sie_sidecar.prepare.rows import RowInput, TokenRow
+from sie_sidecar.prepare.rows import TokenRow, WorkItemInput
 from sie_sidecar.prepare.tokens import ModelTokenizer
 
 TAU = 0.98
@@ -112,11 +112,11 @@ class Scoring:
             found.append(outcome.data)
         return found
 
-    def _work(self, asked: Asked) -> RowInput:
+    def _work(self, asked: Asked) -> WorkItemInput:
         resolved = Catalogue({self.entry.id: self.entry}).resolve(self.entry.id)
         _, options = run_options(resolved, {"params": dict(asked.parameters)}, self.operation, strict=True)
         inputs = [text if isinstance(text, Input) else Input(text) for text in asked.texts]
-        return RowInput(inputs, None if asked.query is None else Input(asked.query), options.run)
+        return WorkItemInput(inputs, None if asked.query is None else Input(asked.query), options.run)
 
 
 def score_of(outcome: Outcome) -> float:

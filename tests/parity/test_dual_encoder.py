@@ -28,7 +28,7 @@ from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_contracts.wire.ipc import BatchDone
 from sie_contracts.wire.messages import Input, RunOptions
 from sie_sidecar.prepare import layouts
-from sie_sidecar.prepare.rows import BatchPart, RowInput
+from sie_sidecar.prepare.rows import BatchPart, WorkItemInput
 
 MAX_DIFFERENCE = {"float32": 2e-6, "bfloat16": 3e-2}
 Given = str | Sequence[Image.Image]
@@ -156,7 +156,7 @@ def test_two_threads_give_the_same_vectors(load: Load[Oracle]) -> None:
 def test_a_text_that_is_cut_keeps_its_end_token(load: Load[Oracle]) -> None:
     served = load("clip").served
     layout = served.weights.rows["encode"]
-    work = RowInput([Input("word " * 200)], None, RunOptions(("dense",)))
+    work = WorkItemInput([Input("word " * 200)], None, RunOptions(("dense",)))
     (made,) = layouts.make(served.tokenizer, layout, [work])
     (row,) = made.rows
     assert len(row.ids) == CLIP_TOKENS
@@ -184,7 +184,7 @@ def test_a_first_siglip_without_a_tokenizer_json_is_refused(cpu_engine: AdapterE
 def test_a_pooling_is_refused(load: Load[Oracle]) -> None:
     served = load("clip").served
     layout = served.weights.rows["encode"]
-    work = RowInput([Input("a cat")], None, RunOptions(("dense",)))
+    work = WorkItemInput([Input("a cat")], None, RunOptions(("dense",)))
     (made,) = layouts.make(served.tokenizer, layout, [work])
     with torch.inference_mode():
         reply = served.engine.execute(served.batch("encode", [BatchPart(made.rows, work)], pooling="mean"))

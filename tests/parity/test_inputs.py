@@ -33,7 +33,7 @@ from sie_contracts.wire.ipc import BatchDone
 from sie_contracts.wire.messages import Failed, Input, Ok, Operation, RunOptions, Vectors
 from sie_sidecar.prepare import layouts
 from sie_sidecar.prepare import rows as rowing
-from sie_sidecar.prepare.rows import BatchPart, RowInput
+from sie_sidecar.prepare.rows import BatchPart, WorkItemInput
 from sie_sidecar.prepare.tokens import ModelTokenizer
 
 OUT = 24
@@ -52,7 +52,7 @@ class Loaded:
     encoder: TextEncoder
     tokenizer: ModelTokenizer
 
-    def run(self, operation: Operation, *works: RowInput) -> list[Any]:
+    def run(self, operation: Operation, *works: WorkItemInput) -> list[Any]:
         """Of each input its arrays, its score or its error, all of them one batch."""
         layout = self.encoder.rows[operation]
         made = layouts.make(self.tokenizer, layout, works)
@@ -76,7 +76,7 @@ class Loaded:
         }
 
     def encode(self, inputs: Sequence[Input], *outputs: str, **options: Any) -> list[Any]:
-        return self.run("encode", RowInput(inputs, None, RunOptions(outputs, **options)))
+        return self.run("encode", WorkItemInput(inputs, None, RunOptions(outputs, **options)))
 
     def rows(self, texts: Sequence[str], **options: Any) -> list[Array]:
         """Token vectors of texts."""
@@ -85,7 +85,7 @@ class Loaded:
         ]
 
     def score(self, query: Input, inputs: Sequence[Input], *outputs: str) -> Array:
-        return np.array(self.run("score", RowInput(inputs, query, RunOptions(outputs or ("multivector",)))))
+        return np.array(self.run("score", WorkItemInput(inputs, query, RunOptions(outputs or ("multivector",)))))
 
 
 @pytest.fixture(scope="module")
@@ -223,9 +223,9 @@ def test_given_rows_are_the_same_beside_other_work(load: Callable[[str], Loaded]
     model, texts = load("late"), ragged_documents(6)
     rows = model.rows(texts)
     works = [
-        RowInput([Input(text) for text in texts], given(rows[0]), RunOptions(("multivector",))),
-        RowInput([given(each) for each in rows], Input("search"), RunOptions(("multivector",))),
-        RowInput([Input(texts[1]), given(rows[2])], Input("paper"), RunOptions(("multivector",))),
+        WorkItemInput([Input(text) for text in texts], given(rows[0]), RunOptions(("multivector",))),
+        WorkItemInput([given(each) for each in rows], Input("search"), RunOptions(("multivector",))),
+        WorkItemInput([Input(texts[1]), given(rows[2])], Input("paper"), RunOptions(("multivector",))),
     ]
     together = model.run("score", *works)
     alone = [score for work in works for score in model.run("score", work)]
@@ -281,7 +281,7 @@ def test_numbers_that_are_not_finite_are_an_error_of_their_own_input(load: Calla
     bad = np.full((2, OUT), np.nan, np.float32)
     good = np.ones((2, OUT), np.float32)
     found = load("late").run(
-        "score", RowInput([given(good), given(bad), Input("a")], given(good), RunOptions(("multivector",)))
+        "score", WorkItemInput([given(good), given(bad), Input("a")], given(good), RunOptions(("multivector",)))
     )
     assert [isinstance(each, float) for each in found] == [True, False, True]
     assert (found[1].code, found[1].param) == ("INVALID_INPUT", "multivector")
@@ -308,8 +308,8 @@ def test_token_states_are_the_last_hidden_states(name: str, load: Callable[[str]
         ]
     resolved = Catalogue({model.entry.id: model.entry}).resolve(model.entry.id)
     options = unpooled(model.entry, run_options(resolved, {})[1].run)
-    pooled = RowInput([Input(text) for text in texts[:3]], None, RunOptions())
-    found = model.run("encode", pooled, RowInput([Input(text) for text in texts], None, options))[3:]
+    pooled = WorkItemInput([Input(text) for text in texts[:3]], None, RunOptions())
+    found = model.run("encode", pooled, WorkItemInput([Input(text) for text in texts], None, options))[3:]
     for states, stock_states in zip(found, expected, strict=True):
         assert list(states) == [TOKEN_STATES]
         assert (states[TOKEN_STATES].dtype, states[TOKEN_STATES].shape) == (np.float32, stock_states.shape)

@@ -37,7 +37,7 @@ from sie_contracts.settings import Settings
 from sie_contracts.wire.ipc import BatchDone, Refused, Reply, RunBatch
 from sie_contracts.wire.messages import Input, Ok, RunOptions
 from sie_sidecar.prepare import layouts, rows
-from sie_sidecar.prepare.rows import RowInput
+from sie_sidecar.prepare.rows import WorkItemInput
 from sie_sidecar.prepare.tokens import ModelTokenizer
 
 # architecture: linear layers of its attention and of its MLP
@@ -87,7 +87,7 @@ class Served:
         operation = self.entry.tasks[0]
         options = RunOptions(outputs=() if operation == "score" else ("dense",), normalize=False)
         query = Input(TEXTS[0]) if operation == "score" else None
-        work, layout = RowInput([Input(text) for text in texts], query, options), self.weights.rows[operation]
+        work, layout = WorkItemInput([Input(text) for text in texts], query, options), self.weights.rows[operation]
         (made,) = layouts.make(tokenizer, layout, [work])
         return rows.to_batch(
             "lora", self.entry.id, operation, layout.layout, [rows.BatchPart(made.rows, work)], lora=lora

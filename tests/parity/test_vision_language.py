@@ -24,7 +24,7 @@ from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_contracts.models.options import run_options
 from sie_contracts.wire.messages import Input
 from sie_sidecar.prepare import layouts
-from sie_sidecar.prepare.rows import RowInput
+from sie_sidecar.prepare.rows import WorkItemInput
 
 MAX_DIFFERENCE = {"float32": 5e-6, "bfloat16": 6e-2}
 MAX_TOKENS = 200
@@ -144,7 +144,7 @@ def test_a_text_with_the_token_of_images_is_refused_alone(load: Callable[..., Se
     layout = served.weights.rows["encode"]
     resolved = Catalogue({served.entry.id: served.entry}).resolve(served.entry.id)
     _, asked = run_options(resolved, {}, "encode")
-    work = RowInput([Input("a <image> of a river"), Input("a river")], None, asked.run)
+    work = WorkItemInput([Input("a <image> of a river"), Input("a river")], None, asked.run)
     (made,) = layouts.make(served.tokenizer, layout, [work])
     assert {index: error.reason for index, error in made.unfit.items()} == {0: "reserved_token"}
 
@@ -157,7 +157,7 @@ def test_the_row_of_a_page_is_the_processors(load: Callable[..., Served], oracle
     resolved = Catalogue({served.entry.id: served.entry}).resolve(served.entry.id)
     _, asked = run_options(resolved, {}, "encode")
     inputs = [Input(images=(png(PAGES[0]),))]
-    work = RowInput(inputs, None, asked.run, seen(inputs, layout))
+    work = WorkItemInput(inputs, None, asked.run, seen(inputs, layout))
     (made,) = layouts.make(served.tokenizer, layout, [work])
     expected = oracle.processor.process_images([PAGES[0]]).input_ids[0].tolist()
     assert made.rows[0].ids.tolist() == expected

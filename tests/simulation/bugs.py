@@ -71,7 +71,7 @@ def _another_chunk() -> AbstractContextManager[Any]:
 
         return offered
 
-    return _around(sie_gateway.inference.inbox.Collector, "offer", change)
+    return _around(sie_gateway.inference.inbox.OutcomeCollector, "offer", change)
 
 
 def _new_message_id() -> AbstractContextManager[Any]:
@@ -143,7 +143,7 @@ def _loras_mixed() -> AbstractContextManager[Any]:
 
 
 def _collector_kept() -> AbstractContextManager[Any]:
-    return mock.patch.object(sie_gateway.inference.inbox.Inbox, "close", return_value=None)
+    return mock.patch.object(sie_gateway.inference.inbox.ResultInbox, "close", return_value=None)
 
 
 def _deadline_ignored() -> AbstractContextManager[Any]:
@@ -153,7 +153,7 @@ def _deadline_ignored() -> AbstractContextManager[Any]:
 
         return waited
 
-    return _around(sie_gateway.inference.inbox.Collector, "wait", change)
+    return _around(sie_gateway.inference.inbox.OutcomeCollector, "wait", change)
 
 
 def _held_cost_kept() -> AbstractContextManager[Any]:

@@ -38,7 +38,7 @@ from tokenizers import Tokenizer
 import sie_gateway.process
 import sie_sidecar.process
 from sie_broker.memory import MemoryServer
-from sie_broker.memory.broker import Watch
+from sie_broker.memory.broker import MemoryWatch
 from sie_contracts.settings import Settings
 from sie_runtime.http import server as http
 from sie_runtime.process import Stop
@@ -640,7 +640,7 @@ def _in_place(world: World, told: Callable[[str], None] | None) -> Iterator[None
             (sie_gateway.process, "Gateway", made(sie_gateway.process.Gateway)),
             (sie_sidecar.process, "HttpServer", http),
             (sie_sidecar.process, "Worker", made(sie_sidecar.process.Worker)),
-            (Watch, "__hash__", number),
+            (MemoryWatch, "__hash__", number),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
         # threads of Rust are real ones

@@ -24,7 +24,7 @@ from cluster import Cluster, running, until
 from openai_client import client_of
 
 from sie_broker.nats import connect
-from sie_broker.record import Bucket, LeaderLease
+from sie_broker.record import LeaderLease, RecordBucket
 from sie_contracts.wire import topology
 from sie_gateway.jobs.files import ABANDONED_S, MAX_FILE_BYTES, UPLOADS_OF_A_KEY, FileStore
 from sie_gateway.jobs.records import JobsBucket, OwnerUsage, RecordUse, UseBound
@@ -194,7 +194,7 @@ def cleaned(cluster: Cluster, ahead_s: float) -> int:
         try:
             jobs = JobsBucket(broker, 1)
             await jobs.follow()
-            lease = LeaderLease(Bucket(broker, topology.LEASES_BUCKET, storage="memory"), "files-of-a-test")
+            lease = LeaderLease(RecordBucket(broker, topology.LEASES_BUCKET, storage="memory"), "files-of-a-test")
             objects = open_files(str(cluster.data_dir / "payloads"))
             unbounded = UseBound(RecordUse(1 << 30, 1 << 50), ("", ""))
             usage = OwnerUsage(unbounded, unbounded, kinds=("", ""), remedy="", reason="")

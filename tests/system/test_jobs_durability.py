@@ -32,7 +32,7 @@ from qdrant_server import QdrantServer
 from stack import Device, Part, Plan, Stack
 
 from sie_broker.nats import connect
-from sie_broker.record import Bucket
+from sie_broker.record import RecordBucket
 from sie_contracts.wire import topology
 
 MODEL = "toy/one"
@@ -280,7 +280,7 @@ def entries(stack: Stack, bucket: str, prefix: str) -> int:
     async def counted() -> int:
         broker = await connect(stack.broker_urls, name="test")
         try:
-            found = await Bucket(broker, bucket, storage="file").use(lambda each: each.entries(prefix))
+            found = await RecordBucket(broker, bucket, storage="file").use(lambda each: each.entries(prefix))
             return sum(entry.value is not None for entry in found)
         finally:
             await broker.close()

@@ -37,7 +37,7 @@ from sie_gateway.http.routes import NATIVE
 from sie_gateway.inference.call import Call
 from sie_gateway.inference.handler import Inference
 from sie_gateway.inference.image_urls import ImageUrls
-from sie_gateway.inference.inbox import Inbox
+from sie_gateway.inference.inbox import ResultInbox
 from sie_gateway.inference.runner import Runner
 from sie_gateway.metrics import Metrics
 from sie_gateway.streams.backlog import Backlog
@@ -190,7 +190,7 @@ class Alone:
         self.fleet = Fleet(self.broker, settings)
         self.queue = WorkQueue(self.broker, settings, self.metrics, lambda: None)
         self.admission = Admission(settings, self.broker, self.fleet, Backlog(self.broker, {"_default"}), self.metrics)
-        self.inbox = Inbox(self.broker, self.metrics, on_late=self.admission.answered_late)
+        self.inbox = ResultInbox(self.broker, self.metrics, on_late=self.admission.answered_late)
         demand = DemandRecords(self.broker, lambda: 0.0, storage="memory", replicas=1)
         cold = ColdStarts(self.fleet, demand, self.metrics, lambda pool: "")
         runner = Runner(self.feed, self.queue, self.inbox, self.metrics, self.admission, cold, settings.load_hold_s)

@@ -23,7 +23,7 @@ from sie_broker.memory import MemoryServer
 from sie_broker.nats import connect
 from sie_contracts.errors import GatewayTimeout, ModelNotFound, ShuttingDown
 from sie_contracts.wire import messages, topology
-from sie_contracts.wire.messages import Cancel, Input, RunOptions, WorkItem
+from sie_contracts.wire.messages import CancelRequests, Input, RunOptions, WorkItem
 from sie_gateway.http.app import Edge
 from sie_gateway.inference import reattach, reply
 from sie_gateway.inference.call import Call
@@ -284,9 +284,9 @@ def queued(cluster: InProcess) -> int:
     return cluster.server.streams[STREAM].state().messages
 
 
-async def cancels(cluster: InProcess) -> list[Cancel]:
+async def cancels(cluster: InProcess) -> list[CancelRequests]:
     """What workers are told from now on."""
-    told: list[Cancel] = []
+    told: list[CancelRequests] = []
 
     async def on_cancel(message: CoreMessage) -> None:
         told.append(messages.decode_cancel(message.data))

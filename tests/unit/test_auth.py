@@ -26,7 +26,7 @@ from sie_gateway.http.auth import USER_SCOPES, Gate
 from sie_gateway.http.routes import ROUTES
 from sie_runtime import keys as records
 from sie_runtime.http.routes import ANY, OPEN, SCOPES, Route, Table
-from sie_runtime.keys import Keys, Limits
+from sie_runtime.keys import KeyLimits, Keys
 from sie_runtime.process import Stop
 
 ADMIN, READER, USER = "admin-token-of-a-test", "reader-token-of-a-test", "user-token-of-a-test"
@@ -105,7 +105,7 @@ def calls() -> Iterator[tuple[Route, str, str]]:
         yield row, row.method, example(row)
 
 
-def key_with(*scopes: str, expires_s: float = 0.0, limits: Limits = records.NO_LIMITS) -> tuple[records.Key, str]:
+def key_with(*scopes: str, expires_s: float = 0.0, limits: KeyLimits = records.NO_LIMITS) -> tuple[records.Key, str]:
     return records.create("a test", scopes, now_s=time.time(), expires_s=expires_s, limits=limits)
 
 
@@ -292,7 +292,7 @@ async def test_a_credential_is_told_what_its_scopes_let_it_do(cluster: InProcess
 
 async def test_a_key_is_known_by_its_id_and_brings_its_limits() -> None:
     """No name of a key, in this process or in its logs, is part of a token."""
-    limits = Limits(body_bytes=10, items=2, tokens_per_minute=30)
+    limits = KeyLimits(body_bytes=10, items=2, tokens_per_minute=30)
     key, token = key_with("infer", limits=limits)
     gate = Gate(settings_of(SIE_AUTH_MODE="token", **TOKENS), await keys_of(key))
     grant = gate.check("POST", "/v1/encode/m", f"bearer  {token} ")

@@ -19,7 +19,16 @@ from hypothesis import strategies as st
 from inprocess import InProcess
 
 from sie_contracts.wire.batch_times import BatchTimes
-from sie_sidecar.batching.batch import Batch, BatchKey, BatchLimits, DeviceLoad, Job, Waiting, WaitUntil, next_batch
+from sie_sidecar.batching.batch import (
+    Batch,
+    BatchEntry,
+    BatchKey,
+    BatchLimits,
+    DeviceLoad,
+    Waiting,
+    WaitUntil,
+    next_batch,
+)
 from sie_sidecar.batching.sizing import LEAD_S, MAX_LOSS, SHARE, UNKNOWN_S, Ask, DeviceForecast, binds, fitting
 
 LIMITS = BatchLimits(cost=4096, requests=64, wait_s=0.005)
@@ -167,20 +176,20 @@ def test_before_anything_was_measured_one_job_with_little_time_runs_and_then_twi
 # in the queue
 
 
-def waiting(jobs: list[Job[int]], times: tuple[float, float] | None = (0.05, 0.003)) -> Waiting[int]:
+def waiting(jobs: list[BatchEntry[int]], times: tuple[float, float] | None = (0.05, 0.003)) -> Waiting[int]:
     found: Waiting[int] = Waiting()
     for job in jobs:
         found.add(job)
     for tokens in (8, 64, 512) if times else ():
         key = jobs[0].key
-        found.ran(Batch(key, (Job(key, tokens, 0.0, 0),), tokens), times[0] + times[1] * tokens)  # type: ignore[index]
+        found.ran(Batch(key, (BatchEntry(key, tokens, 0.0, 0),), tokens), times[0] + times[1] * tokens)  # type: ignore[index]
     return found
 
 
 def job(
     number: int, budget_s: float = 1.0, now_s: float = 0.0, *, key: BatchKey = KEY, cost: int = 8, bulk: bool = False
-) -> Job[int]:
-    return Job(key, cost, 0.001 * number, number, bulk, False, now_s + budget_s, budget_s)
+) -> BatchEntry[int]:
+    return BatchEntry(key, cost, 0.001 * number, number, bulk, False, now_s + budget_s, budget_s)
 
 
 def taken(queue: Waiting[int], now_s: float = 1.0) -> Batch[int]:
@@ -211,7 +220,11 @@ def test_of_a_batch_that_pads_those_run_that_are_nearest_to_the_oldest_in_size()
 def test_a_long_text_counts_by_the_time_that_it_takes() -> None:
     """Texts whose attention takes three times as long as everything else: a quarter of them fit."""
     short, long = (
-        taken(waiting([Job(KEY, 8, 0.001 * number, number, False, False, 2.0, 1.0, time_cost) for number in range(64)]))
+        taken(
+            waiting(
+                [BatchEntry(KEY, 8, 0.001 * number, number, False, False, 2.0, 1.0, time_cost) for number in range(64)]
+            )
+        )
         for time_cost in (8.0, 32.0)
     )
     assert 3.5 <= len(short.jobs) / len(long.jobs) <= 5
@@ -288,7 +301,7 @@ def closed_loop(
 
     def ask(client: int) -> None:
         budget_s = budgets_s[client]
-        queue.add(Job(KEY, 8, now_s, client, False, False, now_s + budget_s, budget_s if is_sized else math.inf))
+        queue.add(BatchEntry(KEY, 8, now_s, client, False, False, now_s + budget_s, budget_s if is_sized else math.inf))
 
     for client in range(len(budgets_s)):
         ask(client)

@@ -12,12 +12,12 @@ from inprocess import settings_of
 
 from sie_broker.memory import MemoryServer
 from sie_contracts.errors import BundleConflict, ValidationFailed
-from sie_contracts.models.bundles import Bundle, lacking, parse_bundle, serving
+from sie_contracts.models.bundles import BundleEntry, lacking, parse_bundle, serving
 from sie_contracts.models.catalogue import Catalogue, packaged_folder
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.families import FAMILIES
 from sie_contracts.models.options import run_options
-from sie_contracts.wire.records import PoolSpec
+from sie_contracts.wire.records import ReservationSpec
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.operations.models import model_info
 from sie_runtime.feed import read_bundles
@@ -25,9 +25,9 @@ from sie_runtime.feed import read_bundles
 BUNDLES = {
     each.id: each
     for each in (
-        Bundle("spare", priority=7),
-        Bundle("texts", priority=1, families=("toy", "other")),
-        Bundle("eyes", families=("eye",)),
+        BundleEntry("spare", priority=7),
+        BundleEntry("texts", priority=1, families=("toy", "other")),
+        BundleEntry("eyes", families=("eye",)),
     )
 }
 
@@ -56,7 +56,7 @@ def test_the_lowest_priority_number_of_those_that_have_the_family_comes_first() 
     assert serving(BUNDLES, "toy") == ("texts", "spare")
     assert serving(BUNDLES, "eye") == ("eyes", "spare")
     assert serving(BUNDLES, "nose") == ("spare",)
-    assert serving({"b": Bundle("b"), "a": Bundle("a")}, "toy") == ("a", "b")
+    assert serving({"b": BundleEntry("b"), "a": BundleEntry("a")}, "toy") == ("a", "b")
     assert serving(BUNDLES, "toy", "spare") == ("spare",)
     assert serving(BUNDLES, "toy", "eyes") == serving(BUNDLES, "toy", "gone") == ()
     assert serving({}, "toy") == ("default",)
@@ -134,7 +134,7 @@ def test_the_lane_is_of_the_bundle_and_a_pool_may_ask_for_another_that_can() -> 
     fleet = Fleet(
         MemoryServer().connect("gateway"),
         settings_of(SIE_MACHINE_PROFILE="cpu"),
-        spec=lambda pool: None if pool == "_default" else PoolSpec(pool, {"cpu": 1}, bundle=pool),
+        spec=lambda pool: None if pool == "_default" else ReservationSpec(pool, {"cpu": 1}, bundle=pool),
     )
     pools = ("_default", "spare", "eyes")
 

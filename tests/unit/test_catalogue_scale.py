@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from sie_contracts.models.catalogue import Catalogue
-from sie_contracts.names import ALL_COMPARED, Names
+from sie_contracts.names import ALL_COMPARED, NameIndex
 from sie_runtime import feed
 from sie_runtime.feed import packaged_catalogue, snapshot
 
@@ -84,7 +84,7 @@ def test_suggestions_among_many_are_those_among_few() -> None:
     """The pieces of a name choose what it is compared with; nothing that was suggested before is missed."""
     packaged = packaged_catalogue()
     others = [f"{letters}/{letters[::-1]}-{number}" for number, letters in enumerate(["qqxw", "zzjk", "wvvu"] * 3000)]
-    many = Names([*packaged.entries, *others])
+    many = NameIndex([*packaged.entries, *others])
     assert len(packaged.entries) <= ALL_COMPARED
     for asked in (
         "bge-m4",

@@ -16,7 +16,7 @@ from inprocess import until
 from sie_broker.memory import MemoryServer
 from sie_config_service.aliases import ALIAS_BROKEN, VECTORS_CHANGED
 from sie_config_service.store import CatalogueChange
-from sie_contracts.models.bundles import Bundle
+from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.models.entries import parse_document
 from sie_contracts.wire import topology
 from sie_runtime.feed import snapshot
@@ -29,7 +29,9 @@ class Api(config_api.Api):
     """With one bundle of every family, and the deltas of all."""
 
     def __init__(self, server: MemoryServer) -> None:
-        super().__init__(server, {"default": Bundle("default")}, f"{topology.CONFIG_SUBJECT}.*", SIE_ADMIN_TOKEN=ADMIN)
+        super().__init__(
+            server, {"default": BundleEntry("default")}, f"{topology.CONFIG_SUBJECT}.*", SIE_ADMIN_TOKEN=ADMIN
+        )
 
 
 def entry(name: str, package: str = "x", **more: Any) -> dict[str, Any]:

@@ -15,13 +15,13 @@ from sie_config_service.mirror import HeldModel, bundle_key
 from sie_config_service.state import ConfigService
 from sie_config_service.store import CatalogueChange, model_key, open_store, reply_of
 from sie_contracts.errors import NotReady
-from sie_contracts.models.bundles import Bundle
+from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.wire import configs, topology
 from sie_contracts.wire.configs import ConfigDelta
 from sie_contracts.wire.heartbeats import GatewayBeat, Heartbeat
 
 GOLDEN, GOLDEN_OF_ALL = "6c8092142aed7873", "028e4de7345bb2f4"
-BUNDLES = {name: Bundle(name) for name in ("default", "vision")}
+BUNDLES = {name: BundleEntry(name) for name in ("default", "vision")}
 
 
 def entry(model: str, bundle: str = "default", tokens: int = 16) -> dict[str, Any]:
@@ -92,7 +92,7 @@ async def test_what_a_replica_read_since_is_what_one_reads_that_starts(replica: 
     await replica.put("a/two", None)
     for number in range(3):
         await replica.put("a/one", entry("a/one", tokens=number + 2))
-    await replica.store.seed_bundles({"default": Bundle("default", priority=5)})
+    await replica.store.seed_bundles({"default": BundleEntry("default", priority=5)})
     fresh = await (await Replica(replica.server).start()).store.snapshot()
     followed = await other.store.snapshot()
     assert set(followed.bundles) == {"default", "vision"}  # the one that started brought them back

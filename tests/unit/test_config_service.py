@@ -28,7 +28,7 @@ from sie_config_service.store import (
     ReplySlot,
     normalised,
 )
-from sie_contracts.models.bundles import Bundle
+from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.models.entries import parse_entry
 from sie_contracts.wire import topology
 from sie_contracts.wire.heartbeats import Heartbeat
@@ -51,9 +51,9 @@ ENTRY = {
 }
 ONE = "/v1/configs/models/org/one"
 BUNDLES = {
-    "default": Bundle("default", families=("toy",)),
-    "late": Bundle("late", priority=9, families=("toy", "other")),
-    "eyes": Bundle("eyes", priority=1, families=("eye",)),
+    "default": BundleEntry("default", families=("toy",)),
+    "late": BundleEntry("late", priority=9, families=("toy", "other")),
+    "eyes": BundleEntry("eyes", priority=1, families=("eye",)),
 }
 
 
@@ -132,7 +132,7 @@ PUBLIC_MODEL = "/v1/configs/models/org/public"
 async def catalogue() -> AsyncIterator[Api]:
     """With a bundle of a family that public files have."""
     api = Api(MemoryServer(), **TOKENS)
-    api._bundles = {"default": Bundle("default", families=("text-encoder",))}
+    api._bundles = {"default": BundleEntry("default", families=("text-encoder",))}
     await api.start()
     yield api
     await api.client.aclose()

@@ -16,21 +16,21 @@ from pyarrow import dataset, parquet
 
 from sie_contracts.api.jobs import OutputFormat
 from sie_contracts.errors import ErrorInfo
-from sie_store.datasets.answers import About, Answer, Shard, counted, shard_of
+from sie_store.datasets.answers import About, RowAnswer, Shard, counted, shard_of
 from sie_store.datasets.parts import PartFault, encode, inspect, part_name
-from sie_store.datasets.rows import Row
+from sie_store.datasets.rows import InputRow
 
 FORMATS: list[OutputFormat] = ["parquet", "jsonl", "npy"]
 ABOUT = About("job-1", 7, "org/model", "f00d")
-FAILED = Answer(ErrorInfo("INVALID_INPUT", "no text", param="input.text"))
+FAILED = RowAnswer(ErrorInfo("INVALID_INPUT", "no text", param="input.text"))
 RANDOM = np.random.default_rng(7)
 
 
-def rows(count: int) -> list[Row]:
-    return [Row(f"é{number}", kept={"n": number, "m": {"a": number}, "none": None}) for number in range(count)]
+def rows(count: int) -> list[InputRow]:
+    return [InputRow(f"é{number}", kept={"n": number, "m": {"a": number}, "none": None}) for number in range(count)]
 
 
-def shard(answers: list[Answer]) -> Shard:
+def shard(answers: list[RowAnswer]) -> Shard:
     return shard_of(ABOUT, rows(len(answers)), answers, ("n", "m", "none"))
 
 
@@ -46,7 +46,7 @@ def npz_of(data: bytes) -> Any:
     return np.load(io.BytesIO(data), allow_pickle=False)
 
 
-def dense(dtype: str) -> list[Answer]:
+def dense(dtype: str) -> list[RowAnswer]:
     answers = []
     for _ in range(4):
         arrays: dict[str, Any] = {"dense": (RANDOM.standard_normal(8) * 50).astype(dtype)}
@@ -54,7 +54,7 @@ def dense(dtype: str) -> list[Answer]:
             arrays |= {"dense.scale": np.array([RANDOM.random()], np.float32)}
         if dtype == "uint8":
             arrays |= {"dense.offset": np.array([RANDOM.random()], np.float32)}
-        answers.append(Answer(tokens=5, truncated=True, arrays=arrays))
+        answers.append(RowAnswer(tokens=5, truncated=True, arrays=arrays))
     return [answers[0], FAILED, *answers[1:]]
 
 
@@ -92,14 +92,14 @@ def test_dense_vectors_are_exact_in_each_format(dtype: str) -> None:
 
 def test_float32_is_written_to_json_so_that_it_is_read_back_bit_for_bit() -> None:
     vector = RANDOM.standard_normal(256).astype(np.float32)
-    (line,) = lines_of(encode(shard([Answer(arrays={"dense": vector})]), "jsonl"))
+    (line,) = lines_of(encode(shard([RowAnswer(arrays={"dense": vector})]), "jsonl"))
     assert np.array_equal(np.array(line["dense"], np.float32), vector)
 
 
 def test_ragged_outputs_keep_their_rows() -> None:
     """Sparse and multivectors, one of which is empty."""
     answers = [
-        Answer(
+        RowAnswer(
             arrays={
                 "sparse.indices": np.arange(count, dtype=np.int32),
                 "sparse.values": np.full(count, 0.5, np.float32),
@@ -130,11 +130,11 @@ def test_ragged_outputs_keep_their_rows() -> None:
 
 def test_scores_and_extractions() -> None:
     found = {"entities": [{"text": "Köln", "label": "city"}], "data": {"x": [1]}}
-    made = shard([Answer(score=0.25), FAILED, Answer(score=-1.5)])
+    made = shard([RowAnswer(score=0.25), FAILED, RowAnswer(score=-1.5)])
     assert table_of(encode(made, "parquet"))["score"].to_pylist() == [0.25, None, -1.5]
     assert [line.get("score") for line in lines_of(encode(made, "jsonl"))] == [0.25, None, -1.5]
     assert npz_of(encode(made, "npy"))["score"][[0, 2]].tolist() == [0.25, -1.5]
-    made = shard([Answer(data=found), FAILED, Answer(data={"entities": []})])
+    made = shard([RowAnswer(data=found), FAILED, RowAnswer(data={"entities": []})])
     table = table_of(encode(made, "parquet"))
     assert [each and json.loads(each) for each in table["entities"].to_pylist()] == [found["entities"], None, []]
     assert [each and json.loads(each) for each in table["data"].to_pylist()] == [{"x": [1]}, None, None]
@@ -168,7 +168,7 @@ def test_ids_kept_columns_and_errors_are_in_each_format(kind: OutputFormat) -> N
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("answers", [dense("float32"), [FAILED] * 3, []])
 def test_a_part_says_what_is_in_it_and_the_same_shard_is_the_same_bytes(
-    kind: OutputFormat, answers: list[Answer]
+    kind: OutputFormat, answers: list[RowAnswer]
 ) -> None:
     data = encode(shard(answers), kind)
     assert data == encode(shard(answers), kind)
@@ -215,7 +215,7 @@ def test_what_is_no_part_is_refused(kind: OutputFormat) -> None:
 )
 @pytest.mark.parametrize("format", FORMATS)
 def test_any_value_of_a_column_can_be_kept(values: list[Any], kind: pa.DataType, format: OutputFormat) -> None:
-    own = [Row(str(at), kept={"c": value}) for at, value in enumerate(values)]
+    own = [InputRow(str(at), kept={"c": value}) for at, value in enumerate(values)]
     data = encode(shard_of(ABOUT, own, [FAILED] * len(own), ("c",)), format)
     assert inspect(data, format).rows == len(values)
     if format == "parquet":
@@ -230,7 +230,7 @@ def test_a_column_that_is_null_in_a_whole_part_does_not_keep_the_parts_from_bein
 ) -> None:
     columns: list[list[Any]] = [[None, None], values] if null_first else [values, [None, None]]
     for number, column in enumerate(columns):
-        own = [Row(f"{number}-{at}", kept={"c": value}) for at, value in enumerate(column)]
+        own = [InputRow(f"{number}-{at}", kept={"c": value}) for at, value in enumerate(column)]
         data = encode(shard_of(ABOUT, own, dense("float32")[2:4], ("c",)), "parquet")
         (tmp_path / f"part-0000{number}.parquet").write_bytes(data)
     found = dataset.dataset(tmp_path)
@@ -245,10 +245,10 @@ def test_a_column_that_is_null_in_a_whole_part_does_not_keep_the_parts_from_bein
 
 
 def test_vectors_that_do_not_fit_together_are_refused() -> None:
-    wrong = [Answer(arrays={"dense": np.zeros(width, np.float32)}) for width in (4, 5)]
+    wrong = [RowAnswer(arrays={"dense": np.zeros(width, np.float32)}) for width in (4, 5)]
     with pytest.raises(ValueError, match="dense"):
         shard(wrong)
-    wrong = [Answer(arrays={"multivector": np.zeros((2, width), np.float32)}) for width in (4, 5)]
+    wrong = [RowAnswer(arrays={"multivector": np.zeros((2, width), np.float32)}) for width in (4, 5)]
     with pytest.raises(ValueError, match="multivector"):
         shard(wrong)
 

@@ -9,7 +9,7 @@ import pytest
 
 from sie_contracts.api.jobs import JobInput
 from sie_contracts.errors import InvalidInput
-from sie_contracts.jobs import Span
+from sie_contracts.jobs import RowSpan
 from sie_store.datasets import plans, rows
 from sie_store.datasets.places import Place
 
@@ -107,7 +107,7 @@ async def test_a_symbolic_link_leads_nowhere_else(tmp_path: Path) -> None:
     for name in ("a.jsonl", "folder/rows.jsonl"):
         tag = obstore.head(place.store, name)["e_tag"] or ""
         with pytest.raises(InvalidInput, match="symbolic link"):
-            await rows.read(place, Span(name, "jsonl", 0, 1, 0, 16, tag=tag), source)
+            await rows.read(place, RowSpan(name, "jsonl", 0, 1, 0, 16, tag=tag), source)
     output = Place.opened(f"{inside}/folder", (str(inside),), is_output=True)
     with pytest.raises(InvalidInput, match="symbolic link"):
         await output.check(output.folder + "part-00000.parquet")

@@ -21,12 +21,12 @@ from pyarrow import parquet
 
 from sie_contracts.api.jobs import JobInput
 from sie_contracts.errors import InvalidInput
-from sie_contracts.jobs import Span
+from sie_contracts.jobs import RowSpan
 from sie_store.datasets import footers, plans, rows, sizes
 from sie_store.datasets.places import Place
 from sie_store.datasets.plans import Broken, plan
-from sie_store.datasets.rows import Row, read
-from sie_store.object_stores import Patience
+from sie_store.datasets.rows import InputRow, read
+from sie_store.object_stores import RetryPolicy
 
 TEXT = JobInput(url="u", text="{t}")
 
@@ -36,18 +36,18 @@ def place(tmp_path: Path) -> Place:
     return Place.opened(f"{tmp_path}/", (str(tmp_path),))
 
 
-async def spans_of(place: Place, source: JobInput, shard_rows: int = 4) -> list[Span]:
+async def spans_of(place: Place, source: JobInput, shard_rows: int = 4) -> list[RowSpan]:
     planned = [each async for each in plan(place, source, shard_rows)]
     assert not [each for each in planned if isinstance(each, Broken)], planned
     return [span for each in planned if isinstance(each, list) for span in each]
 
 
-async def rows_of(place: Place, source: JobInput, shard_rows: int = 4) -> list[Row]:
+async def rows_of(place: Place, source: JobInput, shard_rows: int = 4) -> list[InputRow]:
     """All rows, and that each span is one of at most `shard_rows` that survives its encoding."""
     found = []
     for span in await spans_of(place, source, shard_rows):
         assert span.rows <= shard_rows
-        span = msgspec.msgpack.decode(msgspec.msgpack.encode(span), type=Span)
+        span = msgspec.msgpack.decode(msgspec.msgpack.encode(span), type=RowSpan)
         part = await read(place, span, source)
         assert len(part) == span.rows
         found += part
@@ -172,7 +172,7 @@ async def test_images_of_a_folder_are_rows_by_name(tmp_path: Path, place: Place)
     found = await rows_of(place, JobInput(url="u/", format="images"))
     assert [(row.id, row.images) for row in found] == [(name, (name.encode(),)) for name in names]
     one = Place.opened(f"{tmp_path}/03.png", (str(tmp_path),))
-    assert await rows_of(one, JobInput(url="u/03.png")) == [Row("03.png", images=(b"03.png",))]
+    assert await rows_of(one, JobInput(url="u/03.png")) == [InputRow("03.png", images=(b"03.png",))]
 
 
 async def test_a_folder_of_images_that_changes_is_refused(tmp_path: Path, place: Place) -> None:
@@ -390,8 +390,8 @@ async def test_only_the_bytes_of_a_span_are_read(tmp_path: Path, place: Place, m
         assert asked < most, "16 MB and 4 MB are there"
 
 
-def group(rows: int, size: int = 0) -> footers.Group:
-    return footers.Group(rows, size)
+def group(rows: int, size: int = 0) -> footers.ParquetGroup:
+    return footers.ParquetGroup(rows, size)
 
 
 @pytest.mark.parametrize(
@@ -408,7 +408,7 @@ def group(rows: int, size: int = 0) -> footers.Group:
         ([group(0)], []),
     ],
 )
-def test_row_groups_are_packed_and_split(groups: list[footers.Group], expected: list[tuple[int, ...]]) -> None:
+def test_row_groups_are_packed_and_split(groups: list[footers.ParquetGroup], expected: list[tuple[int, ...]]) -> None:
     assert [tuple(cut) for cut in footers.cuts(groups, 10, 100)] == expected
 
 
@@ -465,7 +465,7 @@ async def test_a_stream_that_is_cut_short_goes_on_where_it_ended(
         return await get_async(store, path, options={"range": (start, end)})
 
     monkeypatch.setattr(obstore, "get_async", cut_short)
-    planned = [each async for each in plan(place, TEXT, 100, Patience(pause_s=0.001))]
+    planned = [each async for each in plan(place, TEXT, 100, RetryPolicy(pause_s=0.001))]
     monkeypatch.undo()
     assert cuts == 2
     (spans,) = planned

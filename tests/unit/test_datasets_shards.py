@@ -21,15 +21,15 @@ from pyarrow import parquet
 from sie_contracts.api.jobs import JobInput, JobManifest, OutputFormat
 from sie_contracts.errors import ErrorInfo, InvalidInput
 from sie_store.datasets import manifests, plans, rows
-from sie_store.datasets.answers import About, Answer, shard_of
+from sie_store.datasets.answers import About, RowAnswer, shard_of
 from sie_store.datasets.parts import encode
 from sie_store.datasets.places import Place
-from sie_store.datasets.rows import Row
+from sie_store.datasets.rows import InputRow
 from sie_store.datasets.shards import PartDamaged, claim, existing, put_once
-from sie_store.object_stores import AccessRefused, ObjectMissing, Patience, StoreError
+from sie_store.object_stores import AccessRefused, ObjectMissing, RetryPolicy, StoreError
 
 NAME = "part-00000.parquet"
-FAST = Patience(tries=3, pause_s=0.001)
+FAST = RetryPolicy(tries=3, pause_s=0.001)
 
 
 @pytest.fixture(params=["folder", "moto", "seaweed", "google"])
@@ -45,9 +45,9 @@ def output(url: str) -> Place:
 
 
 def part(fingerprint: str = "f00d", count: int = 4, format: OutputFormat = "parquet") -> bytes:
-    own = [Row(f"r{number}") for number in range(count)]
+    own = [InputRow(f"r{number}") for number in range(count)]
     vector = {"dense": np.arange(8, dtype=np.float32)}
-    answers = [Answer(tokens=3, arrays=vector) for _ in own[1:]] + [Answer(ErrorInfo("INVALID_INPUT", "no text"))]
+    answers = [RowAnswer(tokens=3, arrays=vector) for _ in own[1:]] + [RowAnswer(ErrorInfo("INVALID_INPUT", "no text"))]
     return encode(shard_of(About("job-1", 0, "org/model", fingerprint), own, answers), format)
 
 
@@ -245,9 +245,9 @@ async def test_a_full_disk_is_an_error_and_leaves_nothing_under_the_name_of_a_pa
     filler = small_disk / "filler"
     filler.write_bytes(os.urandom(650_000))
     data, random = part(), np.random.default_rng(1)
-    answers = [Answer(arrays={"dense": random.random(256, np.float32)}) for _ in range(300)]
+    answers = [RowAnswer(arrays={"dense": random.random(256, np.float32)}) for _ in range(300)]
     large = encode(
-        shard_of(About("job-1", 0, "m", "f"), [Row(f"r{number}") for number in range(300)], answers), "parquet"
+        shard_of(About("job-1", 0, "m", "f"), [InputRow(f"r{number}") for number in range(300)], answers), "parquet"
     )
     assert len(large) > 250_000
     with pytest.raises(StoreError):

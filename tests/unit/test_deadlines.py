@@ -17,9 +17,9 @@ from inprocess import until
 from sie_broker import BrokerError, Delivery
 from sie_broker.memory import MemoryServer
 from sie_contracts.wire import messages, topology
-from sie_contracts.wire.messages import Cancel
+from sie_contracts.wire.messages import CancelRequests
 from sie_contracts.wire.topology import work_stream
-from sie_runtime.clock import SAMPLES, BrokerClock, Sample, estimate
+from sie_runtime.clock import SAMPLES, BrokerClock, ClockSample, estimate
 from sie_sidecar.intake.intake import LATE_S
 
 STREAM = work_stream("_default", storage="file", replicas=1, max_bytes=-1, max_age_s=0.0)
@@ -31,7 +31,7 @@ STREAM = work_stream("_default", storage="file", replicas=1, max_bytes=-1, max_a
 )
 def test_the_offset_is_off_by_no_more_than_the_margin(offset_s: float, trips: list[tuple[float, float, float]]) -> None:
     """Whatever the way there and back took, and however unequal."""
-    samples = [Sample(at_s, at_s + there_s + back_s, at_s + there_s + offset_s) for at_s, there_s, back_s in trips]
+    samples = [ClockSample(at_s, at_s + there_s + back_s, at_s + there_s + offset_s) for at_s, there_s, back_s in trips]
     found_s, margin_s = estimate(samples)
     assert abs(found_s - offset_s) <= margin_s + 1e-6
     assert margin_s == pytest.approx(min(there_s + back_s for _, there_s, back_s in trips) / 2, abs=1e-6)
@@ -200,7 +200,7 @@ async def test_cancelled_work_that_is_not_at_the_device_never_runs(cluster: Dire
     sidecar = await cluster.sidecar(adapter, SIE_RUST_PIPELINE_DEPTH="1")
     loading = await cluster.publish("loading", request="gone-1")
     await adapter.until(lambda adapter: adapter.loads, "a load")
-    await cluster.send(topology.cancel_subject("_default"), messages.encode(Cancel(("gone-1", "unknown"))))
+    await cluster.send(topology.cancel_subject("_default"), messages.encode(CancelRequests(("gone-1", "unknown"))))
     await cluster.left(0)
     adapter.hold_loads = False
     adapter.let_go(1)
@@ -211,7 +211,7 @@ async def test_cancelled_work_that_is_not_at_the_device_never_runs(cluster: Dire
     async with asyncio.timeout(30):
         while await sidecar.metric("sie_deliveries_total") < 5:
             pass  # the scrape awaits
-    await cluster.send(topology.cancel_subject("_default"), messages.encode(Cancel(("gone-2", first.request))))
+    await cluster.send(topology.cancel_subject("_default"), messages.encode(CancelRequests(("gone-2", first.request))))
     await cluster.left(2)
     adapter.let_go()
     for item in (first, good):

@@ -14,7 +14,7 @@ from sie_adapter.engine.raw import run_raw
 from sie_adapter.families.extraction import ExtractOptions
 from sie_contracts.errors import InternalFailure, InvalidInput
 from sie_contracts.media import documents
-from sie_contracts.media.documents import Document, DocumentLimits
+from sie_contracts.media.documents import DocumentFile, DocumentLimits
 from sie_contracts.models.entries import ModelEntry, Weights
 from sie_contracts.wire.ipc import Group, Rows, RunBatch
 from sie_contracts.wire.messages import Input, Ok, RunOptions
@@ -22,7 +22,7 @@ from sie_gateway.inference import body as bodies
 from sie_gateway.inference import images
 from sie_gateway.inference.chunk import ChunkLimits, plan
 from sie_sidecar.prepare import layouts
-from sie_sidecar.prepare.rows import BatchPart, RowInput, to_batch
+from sie_sidecar.prepare.rows import BatchPart, WorkItemInput, to_batch
 from sie_sidecar.prepare.tokens import ModelTokenizer
 
 LAYOUT = Rows("raw", documents=DocumentLimits(1 << 20))
@@ -36,8 +36,8 @@ def tokenizer() -> ModelTokenizer:
     return ModelTokenizer(words.to_str().encode(), 16)
 
 
-def work(*inputs: Input, query: Input | None = None) -> RowInput:
-    return RowInput(inputs, query, RunOptions())
+def work(*inputs: Input, query: Input | None = None) -> WorkItemInput:
+    return WorkItemInput(inputs, query, RunOptions())
 
 
 # the gateway
@@ -56,7 +56,7 @@ def work(*inputs: Input, query: Input | None = None) -> RowInput:
 )
 def test_every_form_of_a_document_gives_the_same_bytes_and_what_the_client_says_of_them(form: Any, said: str) -> None:
     (item,) = bodies.items({"items": [{"document": form}]}, limit=1)
-    assert (item.document, item.modalities, item.is_empty) == (Document(FILE, said), ("document",), False)
+    assert (item.document, item.modalities, item.is_empty) == (DocumentFile(FILE, said), ("document",), False)
     assert (item.size, item.file_bytes) == (len(FILE), len(FILE))
 
 
@@ -106,7 +106,7 @@ def test_documents_are_split_by_what_their_bytes_cost() -> None:
 
 
 def test_an_input_with_a_document_is_a_row_that_costs_its_bytes(tokenizer: ModelTokenizer) -> None:
-    large, small = Document(bytes(64_000)), Document(b"a,b", "csv")
+    large, small = DocumentFile(bytes(64_000)), DocumentFile(b"a,b", "csv")
     (made,) = layouts.make(tokenizer, LAYOUT, [work(Input(document=large), Input(document=small), Input("river"))])
     assert [(row.cost, row.media_bytes, row.document) for row in made.rows] == [
         (1000, 64_000, large),
@@ -118,13 +118,18 @@ def test_an_input_with_a_document_is_a_row_that_costs_its_bytes(tokenizer: Model
 @pytest.mark.parametrize(
     ("layout", "given", "reason", "says"),
     [
-        (Rows("raw"), Input(document=Document(FILE)), "unsupported_modality", "document: the model takes none here"),
-        (Rows(), Input(document=Document(FILE)), "unsupported_modality", "document: the model takes none here"),
-        (LAYOUT, Input(document=Document(FILE), images=(b"x",)), "unsupported_modality", "beside images"),
-        (LAYOUT, Input(document=Document(FILE), audio=b"x"), "unsupported_modality", "beside audio"),
+        (
+            Rows("raw"),
+            Input(document=DocumentFile(FILE)),
+            "unsupported_modality",
+            "document: the model takes none here",
+        ),
+        (Rows(), Input(document=DocumentFile(FILE)), "unsupported_modality", "document: the model takes none here"),
+        (LAYOUT, Input(document=DocumentFile(FILE), images=(b"x",)), "unsupported_modality", "beside images"),
+        (LAYOUT, Input(document=DocumentFile(FILE), audio=b"x"), "unsupported_modality", "beside audio"),
         (
             LAYOUT,
-            Input(document=Document(bytes((1 << 20) + 1))),
+            Input(document=DocumentFile(bytes((1 << 20) + 1))),
             "invalid_media",
             "document: too_large: the document has 1048577 bytes, at most 1048576 are read",
         ),
@@ -142,7 +147,7 @@ def test_documents_that_cannot_be_run_are_refused_for_their_input_alone(
 
 
 def test_a_query_has_no_document(tokenizer: ModelTokenizer) -> None:
-    (made,) = layouts.make(tokenizer, LAYOUT, [work(Input("river"), query=Input(document=Document(FILE)))])
+    (made,) = layouts.make(tokenizer, LAYOUT, [work(Input("river"), query=Input(document=DocumentFile(FILE)))])
     assert made.error is not None
     assert (made.error.reason, made.error.param) == ("unsupported_modality", "document")
 
@@ -156,7 +161,7 @@ class Parser:
     rows: ClassVar[dict[str, Rows]] = {"extract": LAYOUT}
 
     def extract(
-        self, texts: tuple[str, ...], options: list[ExtractOptions], given: list[Document | None]
+        self, texts: tuple[str, ...], options: list[ExtractOptions], given: list[DocumentFile | None]
     ) -> list[dict[str, Any]]:
         return [
             {"data": {"text": text, "bytes": len(each.data) if each else -1, "format": each.format if each else ""}}
@@ -165,7 +170,10 @@ class Parser:
 
 
 def test_the_files_of_a_batch_reach_the_model_in_their_places(tokenizer: ModelTokenizer) -> None:
-    items = [work(Input(document=Document(b"a,b", "csv")), Input("river")), work(Input(document=Document(FILE)))]
+    items = [
+        work(Input(document=DocumentFile(b"a,b", "csv")), Input("river")),
+        work(Input(document=DocumentFile(FILE))),
+    ]
     made = layouts.make(tokenizer, LAYOUT, items)
     parts = [BatchPart(each.rows, item) for each, item in zip(made, items, strict=True)]
     message = to_batch("b", "org/parser", "extract", "raw", parts)
@@ -189,7 +197,7 @@ def test_a_batch_without_documents_names_none(tokenizer: ModelTokenizer) -> None
 
 def test_a_batch_whose_documents_do_not_belong_to_its_rows_is_refused() -> None:
     message = RunBatch(
-        "b", "org/parser", "extract", bytes(8), b"", (Group(0, 2),), texts=("", ""), documents=(Document(FILE),)
+        "b", "org/parser", "extract", bytes(8), b"", (Group(0, 2),), texts=("", ""), documents=(DocumentFile(FILE),)
     )
     with pytest.raises(InternalFailure) as caught:
         run_raw(Parser(), message)

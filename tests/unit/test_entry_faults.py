@@ -18,7 +18,7 @@ from sie_broker.memory import MemoryServer
 from sie_config_service import reload
 from sie_config_service.model_files import ModelFiles
 from sie_config_service.process import prepare
-from sie_contracts.models.bundles import Bundle
+from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_contracts.wire import topology
 from sie_runtime.process import Stop
@@ -108,7 +108,7 @@ def test_more_tokens_than_positions_are_a_fault_that_nothing_accepts(
 
 @pytest.fixture
 async def api() -> AsyncIterator[config_api.Api]:
-    bundles = {"default": Bundle("default", families=("text-encoder",))}
+    bundles = {"default": BundleEntry("default", families=("text-encoder",))}
     tokens = {"SIE_ADMIN_TOKEN": ADMIN}
     api = await config_api.Api(MemoryServer(), bundles, topology.config_subject("default"), **tokens).start()
     yield api

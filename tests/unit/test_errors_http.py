@@ -37,7 +37,7 @@ from sie_gateway.operations import handlers
 from sie_gateway.streams import publish
 from sie_runtime import keys
 from sie_runtime.http.routes import OPEN
-from sie_runtime.keys import Limits
+from sie_runtime.keys import KeyLimits
 from sie_sidecar.models import loading
 
 ONE = "toy/one"
@@ -118,7 +118,7 @@ class Place:
 
     async def key(self, *scopes: str, **limits: int) -> str:
         """The token of a new key."""
-        key, token = keys.create("a test", scopes, now_s=time.time(), limits=Limits(**limits))
+        key, token = keys.create("a test", scopes, now_s=time.time(), limits=KeyLimits(**limits))
         bucket = await keys.bucket_of(self.cluster.server.connect("operator"), 1).open()
         await bucket.write([Write(key.id, keys.encode(key))])
         return token

@@ -20,7 +20,7 @@ from inprocess import GatewayProcess, InProcess, until
 from object_stores import Place
 
 from sie_broker.memory import MemoryServer
-from sie_broker.record import Bucket, LeaderLease
+from sie_broker.record import LeaderLease, RecordBucket
 from sie_contracts.errors import NotFound, PayloadTooLarge, QueueUnavailable, RateLimited, ResourceExhausted
 from sie_contracts.jobs import FileRecord
 from sie_contracts.wire import topology
@@ -87,7 +87,7 @@ async def store_of(
     broker = cluster.server.connect("further")
     jobs = JobsBucket(broker, 1)
     await jobs.follow()
-    lease = LeaderLease(Bucket(broker, topology.LEASES_BUCKET), "further")
+    lease = LeaderLease(RecordBucket(broker, topology.LEASES_BUCKET), "further")
     files = open_files(str(folder))
     return FileStore(jobs, files, lease, usage or file_usage(), lambda: time.time() + ahead_s, **limits)
 

@@ -19,7 +19,7 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.models.catalogue import Resolved
 from sie_contracts.settings import load
 from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
-from sie_contracts.wire.records import PoolSpec
+from sie_contracts.wire.records import ReservationSpec
 from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.lanes import Fleet
 
@@ -173,7 +173,7 @@ def placed(
     **environ: str,
 ) -> str:
     """The machine profile of a request. `live`: the kinds that have a worker, and whether it has the model loaded."""
-    spec = PoolSpec("team", {"h100": 1})
+    spec = ReservationSpec("team", {"h100": 1})
     fleet = Fleet(
         MemoryServer().connect("gateway"),
         load(environ={"SIE_GATEWAY_CONFIGURED_GPUS": CONFIGURED, **environ}).settings,

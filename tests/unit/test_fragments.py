@@ -28,7 +28,7 @@ from sie_contracts import arrays
 from sie_contracts.errors import InferenceFailed, ResourceExhausted
 from sie_contracts.wire import ipc, messages
 from sie_contracts.wire.messages import ArraySlice, Fragment, Input, Ok, RunOptions, WorkItem, WorkResult
-from sie_gateway.inference.inbox import Fragments, Inbox, InboxFull
+from sie_gateway.inference.inbox import Fragments, InboxFull, ResultInbox
 from sie_gateway.metrics import Metrics as GatewayMetrics
 from sie_runtime import failpoints
 from sie_sidecar.intake.leases import Leases
@@ -162,7 +162,7 @@ class Side:
     def __init__(self, gateway: Broker, worker: Broker, fragments: Fragments | None = None) -> None:
         self.metrics = GatewayMetrics()
         self.worker = worker
-        self.inbox = Inbox(gateway, self.metrics, fragments)
+        self.inbox = ResultInbox(gateway, self.metrics, fragments)
         self.leases = Leases(10.0, lambda: True, time.monotonic)
         self.settlement = ResultDelivery(worker, self.leases, SidecarMetrics(), time.monotonic)
         self._sequence = 0
@@ -365,7 +365,7 @@ async def test_a_dropped_result_fails_its_request_at_once_and_no_other() -> None
 
     stuck, worker = Stuck(), server.connect("worker")
     metrics = GatewayMetrics()
-    inbox = Inbox(stuck, metrics)  # type: ignore[arg-type]
+    inbox = ResultInbox(stuck, metrics)  # type: ignore[arg-type]
     await inbox.start()
     first, second = inbox.open("first", 400), inbox.open("second", 1)
     block = bytes(1 << 20)

@@ -25,7 +25,7 @@ from sie_contracts.wire.messages import PRIORITIES, Failed, Ok, Priority, RunOpt
 from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.grant import Grant
 from sie_gateway.inference import chunk, shadow
-from sie_gateway.inference.body import Item
+from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import Call, InferRequest, route_key
 from sie_gateway.inference.results import PlannedRequest, RequestResult
 from sie_gateway.inference.shadow import Shadows, cosines, rank_agreement
@@ -258,7 +258,7 @@ def finished(
 ) -> RequestResult:
     """An answer of a request for `model`: dense vectors, or scores."""
     count = len(scores or values)
-    items = tuple(Item(text=f"text {number}") for number in range(count))
+    items = tuple(RequestItem(text=f"text {number}") for number in range(count))
     options = RequestOptions(RunOptions(**run))
     found = RequestResult(
         PlannedRequest("encode", CATALOGUE.resolve(model), options, items, None, LANE, "interactive"), {}

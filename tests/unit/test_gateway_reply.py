@@ -19,7 +19,7 @@ from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_contracts.models.muvera import Muvera
 from sie_contracts.wire.messages import ArraySlice, Failed, Ok, Outcome, RunOptions, Stages, WorkResult
 from sie_gateway.inference import arrow, body, chunk, reply
-from sie_gateway.inference.body import Item
+from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import Call
 from sie_gateway.inference.chunk import Chunk, ChunkLimits, result_bytes
 from sie_gateway.inference.results import RequestResult
@@ -51,7 +51,7 @@ def result_of(outputs: dict[str, Any]) -> tuple[WorkResult, Outcome]:
 
 
 def slot(given: dict[str, Any], *, msgpack: bool = True, **options: Any) -> dict[str, Any]:
-    (found,) = reply.encode_slots([Item("a")], [result_of(given)], ENTRY, RunOptions(**options), msgpack=msgpack)
+    (found,) = reply.encode_slots([RequestItem("a")], [result_of(given)], ENTRY, RunOptions(**options), msgpack=msgpack)
     return arrays.unpack(arrays.decode_msgpack(reply.encode(found, msgpack=True)[0])) if msgpack else found  # type: ignore[no-any-return]
 
 
@@ -124,7 +124,7 @@ def test_float16_is_printed_exactly_in_json_and_sent_as_it_is_in_msgpack() -> No
 
 
 def test_an_input_that_failed_has_its_error_in_its_slot() -> None:
-    items = [Item("a", "x", {"n": 1}), Item("b")]
+    items = [RequestItem("a", "x", {"n": 1}), RequestItem("b")]
     outcomes = [*placed(REFUSED), result_of({"dense": np.zeros(4, "<f4")})]
     first, second = reply.encode_slots(items, outcomes, ENTRY, RunOptions(), msgpack=True)
     error = {"code": "INVALID_INPUT", "message": "no", "retryable": False, "reason": "empty_item"}
@@ -144,7 +144,13 @@ def test_outcomes_stand_at_the_places_of_their_inputs() -> None:
 
 
 def test_entries_stand_by_score_then_by_position_and_failures_last() -> None:
-    items = [Item("a"), Item("b", "mine"), Item("c"), Item("d", metadata={"n": 1}), Item("e", "mine")]
+    items = [
+        RequestItem("a"),
+        RequestItem("b", "mine"),
+        RequestItem("c"),
+        RequestItem("d", metadata={"n": 1}),
+        RequestItem("e", "mine"),
+    ]
     scores = placed(Ok({}, score=0.5), REFUSED, Ok({}, score=-0.25), Ok({}, score=0.5), BUSY)
     entries = reply.score_entries(items, scores)
     assert [(entry["item_id"], entry["score"], entry["rank"]) for entry in entries] == [
@@ -170,9 +176,12 @@ def test_a_slot_has_the_usage_of_its_input() -> None:
     found = Ok({"dense": ArraySlice("<f4", (4,), 0)}, score=1.0, tokens=5, truncated=True)
     result = WorkResult("r", 0, "w", (found,), np.zeros(4, "<f4").tobytes())
     expected = {"prompt_tokens": 5, "total_tokens": 5, "truncated": True}
-    assert reply.encode_slots([Item("a")], [(result, found)], ENTRY, RunOptions(), msgpack=True)[0]["usage"] == expected
-    assert reply.score_entries([Item("a")], [(result, found)])[0]["usage"] == expected
-    assert reply.extract_slot(0, Item("a"), found)["usage"] == expected
+    assert (
+        reply.encode_slots([RequestItem("a")], [(result, found)], ENTRY, RunOptions(), msgpack=True)[0]["usage"]
+        == expected
+    )
+    assert reply.score_entries([RequestItem("a")], [(result, found)])[0]["usage"] == expected
+    assert reply.extract_slot(0, RequestItem("a"), found)["usage"] == expected
 
 
 # extract
@@ -181,7 +190,9 @@ def test_a_slot_has_the_usage_of_its_input() -> None:
 def test_all_keys_are_there_whatever_was_found() -> None:
     found = Ok({}, data={"entities": [{"text": "a", "label": "x", "score": 0.5, "start": 0, "end": 1}]})
     given = zip(
-        (Item("a"), Item("b", "mine"), Item("c")), (found, Ok({}, data={"data": {"k": 1}}), REFUSED), strict=True
+        (RequestItem("a"), RequestItem("b", "mine"), RequestItem("c")),
+        (found, Ok({}, data={"data": {"k": 1}}), REFUSED),
+        strict=True,
     )
     slots = [reply.extract_slot(index, *each) for index, each in enumerate(given)]
     empty: dict[str, Any] = {
@@ -200,7 +211,7 @@ def test_all_keys_are_there_whatever_was_found() -> None:
 
 def test_a_box_has_no_offsets() -> None:
     found = Ok({}, data={"entities": [{"text": "t", "label": "text", "score": 1.0, "bbox": [1, 2, 3, 4]}]})
-    only = reply.extract_slot(0, Item("a"), found)
+    only = reply.extract_slot(0, RequestItem("a"), found)
     assert only["entities"] == [
         {"text": "t", "label": "text", "score": 1.0, "start": None, "end": None, "bbox": [1, 2, 3, 4]}
     ]
@@ -295,7 +306,7 @@ def test_rows_are_made_when_it_is_their_turn() -> None:
 
 def test_timing_is_that_of_the_chunk_that_arrived_last_and_each_input_has_its_own() -> None:
     """Not that of the chunk which took longest at its worker."""
-    items = (Item("a"), Item(None), Item("b"))
+    items = (RequestItem("a"), RequestItem(None), RequestItem("b"))
     finished = RequestResult(SimpleNamespace(items=items), {1: REFUSED})  # type: ignore[arg-type]
     stages = [Stages(inference_ms=40, worker_ms=50), Stages(inference_ms=20, worker_ms=30)]
     results = [WorkResult("r", number, "w", (Ok({}, 3),), b"", stages=each) for number, each in enumerate(stages)]
@@ -386,8 +397,8 @@ def test_arrow_has_a_row_for_each_input_also_where_it_failed(step: int) -> None:
         )
     )
     outcomes = [*good[:2], *placed(REFUSED), *good[2:]]
-    items = [Item("a", "first"), Item("b"), Item(None), Item("c", "ü"), Item("d")]
-    rows = arrow.Rows(items, outcomes, RunOptions(outputs=("dense", "multivector", "sparse"), dtype="int8"))
+    items = [RequestItem("a", "first"), RequestItem("b"), RequestItem(None), RequestItem("c", "ü"), RequestItem("d")]
+    rows = arrow.ArrowRows(items, outcomes, RunOptions(outputs=("dense", "multivector", "sparse"), dtype="int8"))
     rows._step = step
     data = b"".join(rows)
     assert data == b"".join(rows)
@@ -421,7 +432,7 @@ def test_arrow_has_a_row_for_each_input_also_where_it_failed(step: int) -> None:
 
 def test_arrow_of_half_precision_has_half_floats() -> None:
     values = np.random.default_rng(3).normal(size=(3, 4)).astype("<f2")
-    rows = arrow.Rows([Item("a")] * 3, list(chunk_of(3, dense=values)), RunOptions(dtype="float16"))
+    rows = arrow.ArrowRows([RequestItem("a")] * 3, list(chunk_of(3, dense=values)), RunOptions(dtype="float16"))
     table = pyarrow.ipc.open_stream(b"".join(rows)).read_all()
     assert table.schema.field("dense").type == pyarrow.list_(pyarrow.float16(), 4)
     np.testing.assert_array_equal(np.array(table["dense"].to_pylist(), np.float16), values)
@@ -458,9 +469,9 @@ def test_a_result_is_estimated_from_what_was_asked_for() -> None:
 
 
 def test_a_query_is_an_item() -> None:
-    assert body.query({"query": "who"}) == Item("who")
-    assert body.query({"query": {"id": "q", "text": "who"}}) == Item("who", "q")
-    assert body.query({"query": {"images": ["aGk"]}}) == Item(None, modalities=("image",), images=(b"hi",))
+    assert body.query({"query": "who"}) == RequestItem("who")
+    assert body.query({"query": {"id": "q", "text": "who"}}) == RequestItem("who", "q")
+    assert body.query({"query": {"images": ["aGk"]}}) == RequestItem(None, modalities=("image",), images=(b"hi",))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from fake_adapter import toy_entry
 from inprocess import settings_of
 
 from sie_broker.memory import MemoryServer
-from sie_contracts.errors import NotFound, Provisioning
+from sie_contracts.errors import NotFound, NotProvisioned
 from sie_contracts.gpu_type import gpu_type
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
@@ -118,7 +118,7 @@ def test_a_type_waits_for_workers_that_were_there_and_is_not_found_once_they_are
 def test_before_any_worker_is_ready_only_the_own_machine_profile_is_waited_for() -> None:
     lanes = Lanes(SIE_GPU_TYPE="l4")
     assert lanes.named("l4") == "l4"
-    with pytest.raises(Provisioning) as caught:
+    with pytest.raises(NotProvisioned) as caught:
         lanes.named("h100")
     assert caught.value.status == 503
     assert caught.value.extras["configured_gpu_types"] == []

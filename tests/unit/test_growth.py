@@ -17,7 +17,7 @@ from sie_cli.keys import MAX_KEYS
 from sie_config_service import writes
 from sie_config_service.handlers import MAX_BODY_BYTES
 from sie_config_service.store import REVISIONS_KEPT
-from sie_contracts.models.bundles import Bundle
+from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.wire import topology
 from sie_gateway.fleet.pool_rules import MAX_RESERVATIONS, MAX_RESERVATIONS_OF_A_KEY
 from sie_gateway.operations.log_tail import MAX_LINES
@@ -65,7 +65,7 @@ def test_the_numbers_are_those_of_the_code() -> None:
 
 @pytest.fixture
 async def api() -> AsyncIterator[Api]:
-    bundles, subject = {"default": Bundle("default")}, topology.config_subject("default")
+    bundles, subject = {"default": BundleEntry("default")}, topology.config_subject("default")
     api = await Api(MemoryServer(), bundles, subject, SIE_ADMIN_TOKEN=ADMIN).start()
     yield api
     await api.client.aclose()

@@ -35,8 +35,8 @@ from sie_contracts.wire.messages import ArraySlice, Input, Ok, WorkItem, WorkRes
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import images
 from sie_gateway.inference import images as image_headers
-from sie_gateway.inference.body import Item
-from sie_gateway.inference.chunk import Chunk, ChunkLimits, Files, split
+from sie_gateway.inference.body import RequestItem
+from sie_gateway.inference.chunk import Chunk, ChunkLimits, ItemFiles, split
 from sie_gateway.inference.image_urls import ImageUrls
 
 STREAM = "WORK__default"
@@ -139,7 +139,7 @@ def test_an_address_is_kept_with_its_place_and_fails_the_request(address: str) -
     """Without a setting nothing is fetched (`test_image_urls`)."""
     for value in (address, [b"x", address], [{"data": address}], [f"{CANARY}!", address]):
         found = images.read(value, "p")
-        item = Item(None, images=found.files, unfit=found.fault, links=found.links)
+        item = RequestItem(None, images=found.files, unfit=found.fault, links=found.links)
         with pytest.raises(InvalidInput, match="not fetched: send the bytes") as caught:
             ImageUrls(None).check([item], None)
         assert caught.value.reason == "invalid_media"
@@ -227,25 +227,29 @@ def test_whatever_is_sent_gives_bytes_or_an_error_that_names_its_place() -> None
 def test_bytes_of_images_count_in_the_size_and_not_as_text() -> None:
     (item,) = bodies.items({"items": [{"text": "four", "images": [b"x" * 1000, b"y"]}]}, limit=1)
     assert (item.size, item.file_bytes, item.is_empty) == (1005, 1001, False)
-    assert not Item(None, images=(b"x",)).is_empty
+    assert not RequestItem(None, images=(b"x",)).is_empty
     assert Input("four", images=(b"x" * 1000, b"y")).nbytes == 1005
 
 
-def pieces(sizes: list[int], files: list[Files], **limits: int) -> list[Chunk]:
+def pieces(sizes: list[int], files: list[ItemFiles], **limits: int) -> list[Chunk]:
     bounds = ChunkLimits(limits.pop("cost", 1 << 30), limits.pop("payload", 1 << 30), limits.pop("result", 1 << 30))
     return split(sizes, max_tokens=100, item_result_bytes=0, limits=bounds, files=files, **limits)
 
 
 def test_an_image_costs_a_constant_until_a_worker_has_seen_it() -> None:
     """A file of 40 kB is not 10,000 tokens, nor the limit of the model's texts."""
-    (one,) = pieces([40_008], [Files(1, 40_000)])
+    (one,) = pieces([40_008], [ItemFiles(1, 40_000)])
     assert (one.cost, one.squares) == (4 + IMAGE_TOKENS, 16 + IMAGE_TOKENS**2)
-    (several,) = pieces([40_000, 8], [Files(3, 40_000), Files()])
+    (several,) = pieces([40_000, 8], [ItemFiles(3, 40_000), ItemFiles()])
     assert several.cost == 2 + 3 * IMAGE_TOKENS + 4
-    assert [piece.stop for piece in pieces([1000] * 6, [Files(1, 1000)] * 6, cost=2 * IMAGE_TOKENS + 4)] == [2, 4, 6]
-    assert [piece.stop for piece in pieces([1000] * 6, [Files(1, 1000)] * 6, payload=3500)] == [3, 6]
+    assert [piece.stop for piece in pieces([1000] * 6, [ItemFiles(1, 1000)] * 6, cost=2 * IMAGE_TOKENS + 4)] == [
+        2,
+        4,
+        6,
+    ]
+    assert [piece.stop for piece in pieces([1000] * 6, [ItemFiles(1, 1000)] * 6, payload=3500)] == [3, 6]
     vectors = {"token_result_bytes": 512, "result": 512 * (IMAGE_TOKENS + 2)}
-    assert [piece.stop for piece in pieces([1000] * 3, [Files(1, 1000)] * 3, **vectors)] == [1, 2, 3]
+    assert [piece.stop for piece in pieces([1000] * 3, [ItemFiles(1, 1000)] * 3, **vectors)] == [1, 2, 3]
 
 
 # what files say of themselves

@@ -15,7 +15,7 @@ from sie_contracts.wire.ipc import Rows
 from sie_contracts.wire.messages import Input, RunOptions
 from sie_sidecar.prepare import layouts
 from sie_sidecar.prepare.media_frames import PreparedImage
-from sie_sidecar.prepare.rows import BatchPart, RowInput, to_batch
+from sie_sidecar.prepare.rows import BatchPart, WorkItemInput, to_batch
 from sie_sidecar.prepare.tokens import ModelTokenizer
 
 RECIPE = Recipe("squash", height=4, width=6, tokens=9)
@@ -35,8 +35,8 @@ def prepared(seed: int, height: int = 4, width: int = 6) -> PreparedImage:
     return PreparedImage(pixels, height, width, Size(100 + seed, 50), hashlib.sha256(pixels).digest())
 
 
-def work(*inputs: Input, **seen: list[PreparedImage] | InvalidInput) -> RowInput:
-    return RowInput(inputs, None, RunOptions(), {int(name[1:]): each for name, each in seen.items()})
+def work(*inputs: Input, **seen: list[PreparedImage] | InvalidInput) -> WorkItemInput:
+    return WorkItemInput(inputs, None, RunOptions(), {int(name[1:]): each for name, each in seen.items()})
 
 
 def test_an_input_with_images_is_a_row_without_ids_that_costs_what_its_images_cost(tokenizer: ModelTokenizer) -> None:

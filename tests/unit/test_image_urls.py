@@ -17,7 +17,7 @@ from inprocess import settings_of
 
 from sie_contracts.errors import InvalidInput, PayloadTooLarge, QueueFull
 from sie_gateway.inference import image_urls, images
-from sie_gateway.inference.body import Item
+from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.image_urls import ImageUrls, Network, is_public
 
 HOST = "pictures.test"
@@ -25,9 +25,9 @@ AT = f"http://{HOST}"
 FILE = b"\x89PNG the bytes of a file"
 
 
-def item(*given: str | bytes, path: str = "items[0].images") -> Item:
+def item(*given: str | bytes, path: str = "items[0].images") -> RequestItem:
     files, fault, links = images.read(list(given), path)
-    return Item(None, modalities=("image",), images=files, unfit=fault, links=links)
+    return RequestItem(None, modalities=("image",), images=files, unfit=fault, links=links)
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def urls_of(server: ImageServer, *hosts: str, **options: Any) -> tuple[ImageUrls
     return ImageUrls(hosts or (HOST,), counted.append, reached), connections, counted
 
 
-async def fetched(urls: ImageUrls, *items: Item, within_s: float = 30.0) -> list[Item]:
+async def fetched(urls: ImageUrls, *items: RequestItem, within_s: float = 30.0) -> list[RequestItem]:
     urls.check(items, None)
     async with urls.fetched(items, asyncio.get_running_loop().time() + within_s) as found:
         assert urls.held_bytes or any(each.unfit for each in found)
@@ -68,7 +68,7 @@ async def fault(urls: ImageUrls, url: str, **options: Any) -> tuple[str, dict[st
 async def test_a_file_at_a_url_is_that_file_and_nothing_of_the_client_is_sent(server: ImageServer) -> None:
     """Files and URLs in one request. Each URL is asked for once, at the address that was checked."""
     urls, connections, counted = urls_of(server)
-    given = [item(b"first", f"{AT}/a", b"last"), item(f"{AT}/a#part"), item(f"{AT}/a"), Item("a text")]
+    given = [item(b"first", f"{AT}/a", b"last"), item(f"{AT}/a#part"), item(f"{AT}/a"), RequestItem("a text")]
     found = await fetched(urls, *given)
     assert [each.images for each in found] == [(b"first", FILE, b"last"), (FILE,), (FILE,), ()]
     assert [(each.links, each.unfit) for each in found] == [((), None)] * 4

@@ -25,7 +25,7 @@ from sie_contracts.models.muvera import Muvera
 from sie_contracts.models.options import RequestOptions
 from sie_contracts.wire.messages import RunOptions
 from sie_contracts.wire.topology import Lane
-from sie_gateway.inference.body import Item
+from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.handler import Inference
 from sie_gateway.inference.results import FailedRequest, PlannedRequest
 from sie_gateway.jobs import cache as caches
@@ -39,14 +39,14 @@ from sie_gateway.jobs.values import (
     GROUP_ITEMS,
     SHARD_BYTES,
     TOKEN_BYTES,
-    RowInput,
+    ModelInput,
     bounds,
     grouped,
     pack,
     unique,
     unpack,
 )
-from sie_store.datasets.answers import Answer
+from sie_store.datasets.answers import RowAnswer
 from sie_store.object_stores import opened
 
 
@@ -123,13 +123,13 @@ def test_a_rest_is_no_part_of_the_rate() -> None:
     assert pace.rate == 100
 
 
-def inputs(*texts: str, query: str | None = None) -> list[RowInput]:
-    return [RowInput(Item(text), query) for text in texts]
+def inputs(*texts: str, query: str | None = None) -> list[ModelInput]:
+    return [ModelInput(RequestItem(text), query) for text in texts]
 
 
 @given(st.lists(st.tuples(st.text(max_size=8), st.sampled_from([None, "q", "r"])), max_size=60))
 def test_each_input_is_in_one_group_and_no_group_has_two_queries(given: list[tuple[str, str | None]]) -> None:
-    every = [RowInput(Item(text), query) for text, query in given]
+    every = [ModelInput(RequestItem(text), query) for text, query in given]
     groups = grouped(every)
     assert sorted(place for group in groups for place in group) == list(range(len(every)))
     assert all(len({every[place].query for place in group}) == 1 for group in groups)
@@ -171,19 +171,24 @@ def test_a_shard_has_rows_whose_answers_fit_into_memory(
 
 
 def test_equal_inputs_are_computed_once() -> None:
-    every = [*inputs("a", "b", "a"), *inputs("a", query="q"), RowInput(Item(None, images=(b"a",))), *inputs("")]
+    every = [
+        *inputs("a", "b", "a"),
+        *inputs("a", query="q"),
+        ModelInput(RequestItem(None, images=(b"a",))),
+        *inputs(""),
+    ]
     found = unique(every)
     assert [found.inputs[place] for place in found.places] == every
     assert len(found.inputs) == 5
     assert len(set(found.digests)) == 5
 
 
-def value(number: int) -> Answer:
+def value(number: int) -> RowAnswer:
     array = np.arange(number % 5 + 1, dtype=np.float32)
-    return Answer(None, number, number % 2 == 0, {"dense": array}, float(number), {"n": [number]})
+    return RowAnswer(None, number, number % 2 == 0, {"dense": array}, float(number), {"n": [number]})
 
 
-def same(one: Answer, other: Answer) -> bool:
+def same(one: RowAnswer, other: RowAnswer) -> bool:
     arrays = all(np.array_equal(one.arrays[name], other.arrays[name]) for name in one.arrays)
     return arrays and (one.score, one.data, one.tokens, one.truncated) == (
         other.score,
@@ -194,7 +199,7 @@ def same(one: Answer, other: Answer) -> bool:
 
 
 def test_a_segment_gives_back_what_was_kept() -> None:
-    kept = {RowInput(Item(str(number))).digest: value(number) for number in range(100)}
+    kept = {ModelInput(RequestItem(str(number))).digest: value(number) for number in range(100)}
     read = CacheSegment(segment(kept))
     assert all(same(read.value(row), kept[digest]) for row, digest in enumerate(sorted(kept)))
     assert same(unpack(pack(value(3))), value(3))
@@ -207,14 +212,14 @@ async def test_a_cache_finds_what_other_jobs_kept_and_nothing_of_another_space(t
     assert space != space_of("l", "f1", "encode", {"a": 1, "b": 2})
     writer = AnswerCache(store, space)
     await writer.open()
-    digests = [RowInput(Item(str(number))).digest for number in range(300)]
+    digests = [ModelInput(RequestItem(str(number))).digest for number in range(300)]
     for start in range(0, 300, 100):
         await writer.keep(f"s{start}", {digests[place]: value(place) for place in range(start, start + 100)})
     await writer.keep("s0", {digests[0]: value(7)})  # another leader of the same shard: what is there stays
     reader = AnswerCache(store, space)
     await reader.open()
     assert len(reader) == 300
-    asked = [digests[5], RowInput(Item("new")).digest, digests[250], digests[0]]
+    asked = [digests[5], ModelInput(RequestItem("new")).digest, digests[250], digests[0]]
     found = await reader.find(asked)
     assert found.keys() == {0, 2, 3}
     assert same(found[0], value(5))
@@ -230,7 +235,7 @@ async def test_a_cache_is_bounded_and_a_removed_segment_is_a_miss(
 ) -> None:
     store = opened(str(tmp_path), "TEST")
     writer = AnswerCache(store, "space")
-    digests = [RowInput(Item(str(number))).digest for number in range(200)]
+    digests = [ModelInput(RequestItem(str(number))).digest for number in range(200)]
     await writer.keep("s0", {digest: value(1) for digest in digests[:100]})
     await writer.keep("s1", {digest: value(2) for digest in digests[100:]})
     reader = AnswerCache(store, "space")

@@ -16,7 +16,7 @@ from sie_broker.record import LeaderLease, leases_of
 from sie_contracts.api.batches import BatchRequest
 from sie_contracts.api.jobs import JobInput, JobRequest
 from sie_contracts.errors import ErrorInfo, InvalidInput, ModelNotFound, NotReady, QueueUnavailable, SIEError
-from sie_contracts.jobs import JobRecord, Plan, ShardRecord, Span
+from sie_contracts.jobs import JobRecord, Plan, RowSpan, ShardRecord
 from sie_gateway.jobs import run as runs
 from sie_gateway.jobs import scheduler as keepers
 from sie_gateway.jobs import service
@@ -81,11 +81,11 @@ class Writing:
     async def plan(self) -> Plan:
         self.refuse("plan")
         self.output.plan = self.output.plan or Plan(
-            tuple(Span("a.jsonl", "jsonl", 10 * number, 10) for number in range(self.output.shards))
+            tuple(RowSpan("a.jsonl", "jsonl", 10 * number, 10) for number in range(self.output.shards))
         )
         return self.output.plan
 
-    async def shard(self, number: int, span: Span) -> ShardRecord:
+    async def shard(self, number: int, span: RowSpan) -> ShardRecord:
         self.output.before(number)
         self.output.computed.append(number)
         try:

@@ -23,7 +23,7 @@ from sie_broker import Entry, KeyValue, Subscription, Write
 from sie_broker.memory import MemoryServer
 from sie_contracts.wire import topology
 from sie_runtime import keys as records
-from sie_runtime.keys import Key, KeyBuckets, Keys, Limits
+from sie_runtime.keys import Key, KeyBuckets, KeyLimits, Keys
 from sie_runtime.process import Stop
 
 REVOKED_WITHIN_S = 1.0
@@ -198,7 +198,7 @@ async def test_what_a_replica_of_the_broker_lacked_at_the_start_comes_by_the_wat
 def test_limits_say_nothing_where_there_are_none() -> None:
     key, _ = records.create("a test", ("infer",), now_s=1.0)
     assert b"limits" not in records.encode(key)
-    limited, _ = records.create("a test", ("infer",), now_s=1.0, limits=Limits(items=3))
+    limited, _ = records.create("a test", ("infer",), now_s=1.0, limits=KeyLimits(items=3))
     assert json.loads(records.encode(limited))["limits"] == {"items": 3}
 
 
@@ -213,7 +213,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
 
 async def limited(cluster: InProcess, **limits: int) -> str:
     """The token of a key with these limits."""
-    key, token = records.create("a test", ("infer", "read"), now_s=time.time(), limits=Limits(**limits))
+    key, token = records.create("a test", ("infer", "read"), now_s=time.time(), limits=KeyLimits(**limits))
     bucket = await records.bucket_of(cluster.server.connect("operator"), 1).open()
     await bucket.write([Write(key.id, records.encode(key))])
     return token

@@ -15,7 +15,7 @@ from inprocess import InProcess, settings_of, until
 
 from sie_contracts.settings import SettingError
 from sie_gateway.fleet import workers
-from sie_gateway.fleet.workers import Endpoints, WorkerSockets, WorkerStatus
+from sie_gateway.fleet.workers import Endpoints, WorkerFrame, WorkerSockets
 from sie_runtime.http.server import HttpServer, Receive, Scope, Send
 from sie_runtime.process import Stop
 
@@ -178,7 +178,7 @@ async def test_kubernetes_is_asked_only_where_that_is_wanted_and_only_from_a_pod
                 await until(
                     lambda found=found: [status for _, status in found.statuses() if status is not None], "its status"
                 )
-                assert isinstance(found.statuses()[0][1], WorkerStatus)
+                assert isinstance(found.statuses()[0][1], WorkerFrame)
                 api.change()
                 await until(lambda found=found: not found.statuses(), "no worker")
             else:

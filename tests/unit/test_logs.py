@@ -24,7 +24,7 @@ from sie_contracts.wire.trace_context import Context
 from sie_gateway.inference import telemetry
 from sie_gateway.inference.call import Call
 from sie_gateway.inference.results import STAGES
-from sie_gateway.inference.telemetry import RequestLog, log_request
+from sie_gateway.inference.telemetry import RequestLogger, log_request
 from sie_runtime.current_trace import set_current
 from sie_runtime.process import configure_logging
 
@@ -246,7 +246,7 @@ async def test_refused_requests_are_counted_and_a_few_have_a_line(
     """
     monkeypatch.setattr(telemetry, "INTERVAL_S", 0.2)
     caplog.set_level(logging.INFO, "sie.gateway")
-    log = RequestLog()
+    log = RequestLogger()
     for number in range(5000):
         code, status = (("QUEUE_FULL", 503), ("RATE_LIMITED", 429))[number % 2]
         log.ended(Call(f"r{number}", 0.0, {}, code=code), "encode", status, 0.001)

@@ -11,9 +11,9 @@ from sie_adapter.engine.raw import extract_options
 from sie_contracts.errors import InvalidInput
 from sie_contracts.wire.ipc import Group, RunBatch
 from sie_contracts.wire.messages import Input, Mention, RunOptions
-from sie_gateway.inference.body import Item
+from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.entities import MAX_LABEL, MAX_MENTIONS, mentions
-from sie_sidecar.prepare.rows import BatchPart, RowInput, TokenRow, to_batch
+from sie_sidecar.prepare.rows import BatchPart, TokenRow, WorkItemInput, to_batch
 
 TEXT = "Ada met 😀 Bob"
 ADA, BOB = Mention("person", 0, 3), Mention("person", 10, 13)
@@ -25,12 +25,12 @@ def entity(**changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("metadata", [None, {}, {"entities": None}, {"entities": []}, "a note", ["entities"]])
 def test_an_item_may_name_none(metadata: Any) -> None:
-    assert mentions(Item(TEXT, metadata=metadata)) == ()
+    assert mentions(RequestItem(TEXT, metadata=metadata)) == ()
 
 
 def test_they_keep_the_order_of_the_client() -> None:
     named = [entity(start=10, end=13), {**entity(), "note": 1}]
-    assert mentions(Item(TEXT, metadata={"entities": named})) == (BOB, ADA)
+    assert mentions(RequestItem(TEXT, metadata={"entities": named})) == (BOB, ADA)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_they_keep_the_order_of_the_client() -> None:
 )
 def test_what_is_no_place_of_the_text_is_refused_with_its_path(given: Any, path: str) -> None:
     with pytest.raises(InvalidInput) as refused:
-        mentions(Item(TEXT, metadata={"entities": given}))
+        mentions(RequestItem(TEXT, metadata={"entities": given}))
     assert (refused.value.reason, refused.value.param) == ("schema", path)
     assert "Ada" not in refused.value.message
 
@@ -61,16 +61,17 @@ def test_what_is_no_place_of_the_text_is_refused_with_its_path(given: Any, path:
 def test_they_count_in_a_message() -> None:
     plain, named = Input(TEXT), Input(TEXT, mentions=(ADA, BOB))
     assert named.nbytes >= plain.nbytes + 2 * len("person")
-    assert Item(TEXT, mentions=(ADA, BOB)).size >= Item(TEXT).size + 2 * len("person")
+    assert RequestItem(TEXT, mentions=(ADA, BOB)).size >= RequestItem(TEXT).size + 2 * len("person")
 
 
 def test_they_reach_the_options_of_their_own_text() -> None:
     row = TokenRow(np.zeros(2, np.int32), 2)
     parts = [
         BatchPart(
-            [row, row], RowInput([Input("one"), Input(TEXT, mentions=(ADA, BOB))], None, RunOptions(labels=("knows",)))
+            [row, row],
+            WorkItemInput([Input("one"), Input(TEXT, mentions=(ADA, BOB))], None, RunOptions(labels=("knows",))),
         ),
-        BatchPart([row], RowInput([Input("two")], None, RunOptions())),
+        BatchPart([row], WorkItemInput([Input("two")], None, RunOptions())),
     ]
     batch = to_batch("b", "org/model", "extract", "raw", parts)
     assert batch.mentions == ((), (ADA, BOB), ())

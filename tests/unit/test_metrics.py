@@ -29,7 +29,7 @@ from sie_contracts.wire.messages import BatchNote, Failed, Ok, WorkResult
 from sie_gateway.http.routes import ROUTES
 from sie_gateway.metrics import Metrics as GatewayMetrics
 from sie_runtime import metrics as runtime_metrics
-from sie_runtime.metrics import TURN_S, Fold, Maker, Scrape, epoch_number
+from sie_runtime.metrics import TURN_S, Fold, MetricMaker, Scrape, epoch_number
 from sie_runtime.metrics_table import FOLDED, LABELS, MAX_SERIES, OOM, OTHER, TABLE, Metric
 from sie_runtime.metrics_table import Process as Kind
 from sie_sidecar.metrics import OomCounts, SidecarMetrics, TowerCounts, of_models
@@ -104,7 +104,7 @@ class Scraped:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.make = Maker("worker", lambda: self.now_s)
+        self.make = MetricMaker("worker", lambda: self.now_s)
         self.whole: Counter[str] = Counter()  # by metric, what all its series grew by
         self._last: dict[tuple[str, ...], float] = {}
 
@@ -204,7 +204,7 @@ def test_no_process_can_have_more_series_than_a_pod_may(process: Kind) -> None:
     """By what is declared, and by thousands of values of every label of every metric."""
     table = TABLE[process]
     assert sum(metric.series for metric in table.values()) <= MAX_SERIES
-    make, scrape = Maker(process), Scrape(process)
+    make, scrape = MetricMaker(process), Scrape(process)
     random.seed(7)
     for name, metric in table.items():
         assert {*metric.labels} <= LABELS.keys(), name

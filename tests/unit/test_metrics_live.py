@@ -22,7 +22,7 @@ from sie_broker.memory import MemoryServer
 from sie_config_service import routes as config_routes
 from sie_config_service.app import create_app
 from sie_contracts.errors import ModelLoadFailed
-from sie_contracts.models.bundles import Bundle
+from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.wire import topology
 from sie_contracts.wire.ipc import BatchDone
 from sie_contracts.wire.messages import BatchNote, Ok, Stages, WorkResult
@@ -229,7 +229,7 @@ def test_a_route_of_the_config_service_has_one_name_whatever_its_path_names(path
 
 async def test_the_config_service_tells_of_its_requests_and_of_its_catalogue() -> None:
     """The epoch that gateways and workers are compared with; absent, not zero, before it is known."""
-    bundles = {"default": Bundle("default", families=("toy",))}
+    bundles = {"default": BundleEntry("default", families=("toy",))}
     api = config_api.Api(MemoryServer(), bundles, topology.config_subject("default"), SIE_ADMIN_TOKEN=ADMIN)
 
     async def told() -> dict[str, float]:

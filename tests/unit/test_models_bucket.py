@@ -22,10 +22,10 @@ from sie_contracts.settings import SettingError
 from sie_runtime.process import Stop
 from sie_store.models_bucket import BucketFolder
 from sie_store.models_folder import MAX_FILE_BYTES, SUFFIXES
-from sie_store.object_stores import Patience
+from sie_store.object_stores import RetryPolicy
 
 ENTRY = "id: {}\nweights: {{package: x}}\nfamily: text-encoder\noutputs: {{dense: 4}}\nmax_tokens: {}\n"
-QUICK = Patience(stall_s=0.3, tries=2, pause_s=0.01)
+QUICK = RetryPolicy(stall_s=0.3, tries=2, pause_s=0.01)
 
 
 def put(place: Place, name: str, text: str) -> None:

@@ -32,7 +32,7 @@ from sie_cli.serve.ports import free_port
 from sie_config_service.app import create_app
 from sie_config_service.state import ConfigService
 from sie_config_service.store import open_store
-from sie_contracts.models.bundles import Bundle
+from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.models.catalogue import Catalogue, packaged_folder
 from sie_contracts.models.entries import parse_entry
 from sie_contracts.settings import SettingError, load
@@ -43,7 +43,10 @@ from sie_sidecar.process import _known
 ADMIN, READER = "admin-token-of-a-test", "reader-token-of-a-test"
 PLAIN = WriteOptions(Cluster(load(environ={}).settings, {}, Path()))
 TOKENS = {"SIE_ADMIN_TOKEN": ADMIN, "SIE_CONFIG_READ_TOKEN": READER}
-BUNDLES = {"default": Bundle("default", families=("toy", "text-encoder")), "eyes": Bundle("eyes", families=("eye",))}
+BUNDLES = {
+    "default": BundleEntry("default", families=("toy", "text-encoder")),
+    "eyes": BundleEntry("eyes", families=("eye",)),
+}
 ENTRY = """\
 id: org/one
 weights: {package: x}

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import sie_config_service.process
 from sie_contracts.errors import PermissionDenied
 from sie_contracts.settings import SettingError
-from sie_runtime.http.origins import Names
+from sie_runtime.http.origins import HostNames
 from sie_runtime.http.refusals import REFUSED
 from sie_runtime.process import Stop
 
@@ -24,7 +24,7 @@ LOOPBACK, CLUSTER = "127.0.0.1", "0.0.0.0"
 LISTED = ("sie.example.com", "*.example.org", "port.example.com:8443")
 
 
-def refused(names: Names, host: str | None, *headers: tuple[str, str], method: str | None = "POST") -> str:
+def refused(names: HostNames, host: str | None, *headers: tuple[str, str], method: str | None = "POST") -> str:
     """The reason, or nothing. Method None is a websocket."""
     pairs = [*([("host", host)] if host is not None else []), *headers]
     scope = {
@@ -113,11 +113,11 @@ def test_a_listener_answers_to_its_own_names_and_those_that_are_listed(
     address: str, allowed: tuple[str, ...] | None, host: str | None, is_own: bool
 ) -> None:
     for method in ("GET", "POST", None):
-        assert refused(Names(address, allowed), host, method=method) == ("" if is_own else "host")
+        assert refused(HostNames(address, allowed), host, method=method) == ("" if is_own else "host")
 
 
 def test_each_of_several_hosts_is_checked() -> None:
-    assert refused(Names(LOOPBACK, None), "localhost", ("host", "evil.com")) == "host"
+    assert refused(HostNames(LOOPBACK, None), "localhost", ("host", "evil.com")) == "host"
 
 
 OWN = "localhost:8080"
@@ -157,7 +157,7 @@ OWN = "localhost:8080"
     ],
 )
 def test_only_its_own_pages_may_change_and_compute(headers: list[tuple[str, str]], is_let_in: bool) -> None:
-    names = Names(LOOPBACK, None)
+    names = HostNames(LOOPBACK, None)
     for method in ("POST", "PUT", "PATCH", "DELETE", "QUERY", None):
         assert refused(names, OWN, *headers, method=method) == ("" if is_let_in else "origin"), method
     for method in ("GET", "HEAD", "OPTIONS"):
@@ -166,7 +166,7 @@ def test_only_its_own_pages_may_change_and_compute(headers: list[tuple[str, str]
 
 def test_pages_of_listed_hosts_may_and_a_star_lists_no_page() -> None:
     def of(allowed: tuple[str, ...], origin: str) -> str:
-        return refused(Names(CLUSTER, allowed), "internal.example.com", ("origin", origin))
+        return refused(HostNames(CLUSTER, allowed), "internal.example.com", ("origin", origin))
 
     assert of(("internal.example.com", "sie.example.com"), "https://sie.example.com") == ""
     assert of(("internal.example.com", "sie.example.com"), "https://evil.com") == "origin"

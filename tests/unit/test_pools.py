@@ -22,7 +22,7 @@ from sie_contracts.errors import InvalidInput, ModelNotFound, PoolOperationForbi
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.settings import Settings
 from sie_contracts.wire import topology
-from sie_contracts.wire.records import PoolSpec, Reservation
+from sie_contracts.wire.records import Reservation, ReservationSpec
 from sie_gateway.fleet.assignments import AssignableWorker, assign, is_held_back, is_met, lacking, requested_workers
 from sie_gateway.fleet.placement import Placer
 from sie_gateway.fleet.pool_rules import HELD_BACK, MAX_RESERVATIONS, TOO_FEW
@@ -39,7 +39,7 @@ def cases(draw: st.DrawFn) -> tuple[list[Reservation], dict[str, AssignableWorke
     profile, bundle = st.sampled_from(PROFILES), st.sampled_from(("", "default", "other"))
     reservations = [
         Reservation(
-            PoolSpec(
+            ReservationSpec(
                 f"r{number}",
                 draw(st.dictionaries(profile, st.integers(1, 4), min_size=1)),
                 draw(bundle),
@@ -143,7 +143,7 @@ def test_what_is_asked_for_would_meet_a_reservation(
 
 
 def test_a_worker_that_has_the_models_and_little_to_do_is_taken_first() -> None:
-    spec = PoolSpec("r", {"l4": 1}, pinned_models=("m",))
+    spec = ReservationSpec("r", {"l4": 1}, pinned_models=("m",))
     workers = {
         "busy": AssignableWorker("l4", "default", models=frozenset("m"), busy=9),
         "idle": AssignableWorker("l4", "default", models=frozenset("m")),
@@ -204,7 +204,7 @@ def test_a_spec_is_written_one_way_with_its_defaults() -> None:
     spec = parse_spec(
         {"name": "Team", "gpus": {" L4": 2, "A100": 1}, "queue_pool": "default"}, {"l4", "a100-spot"}, CATALOGUE
     )
-    assert spec == PoolSpec("team", {"a100-spot": 1, "l4": 2}, "", 0, 1200)
+    assert spec == ReservationSpec("team", {"a100-spot": 1, "l4": 2}, "", 0, 1200)
     full = {
         "name": "t",
         "gpus": {"l4": 1},
@@ -214,7 +214,9 @@ def test_a_spec_is_written_one_way_with_its_defaults() -> None:
         "gpu_caps": {"l4": 3},
         "pinned_models": ["TOY/one", "toy/one"],
     }
-    assert parse_spec(full, {"l4"}, CATALOGUE) == PoolSpec("t", {"l4": 1}, "default", 4, 3600, {"l4": 3}, ("toy/one",))
+    assert parse_spec(full, {"l4"}, CATALOGUE) == ReservationSpec(
+        "t", {"l4": 1}, "default", 4, 3600, {"l4": 3}, ("toy/one",)
+    )
 
 
 def test_the_queue_of_a_reservation_is_a_part_of_what_a_pool_may_hold() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from sie_contracts.errors import PayloadTooLarge, RateLimited
 from sie_gateway.admission.grant import Charge, Quotas
-from sie_runtime.keys import Limits
+from sie_runtime.keys import KeyLimits
 
 
 class Clock:
@@ -28,13 +28,13 @@ def test_a_key_may_use_its_tokens_at_once_and_then_as_they_come_back() -> None:
     clock = Clock()
     quotas = quotas_of(clock)
     for cost in (400, 600):
-        quotas.charge("a", Limits(tokens_per_minute=1000)).spend(cost)
+        quotas.charge("a", KeyLimits(tokens_per_minute=1000)).spend(cost)
     with pytest.raises(RateLimited) as caught:
-        quotas.charge("a", Limits(tokens_per_minute=1000)).spend(100)
+        quotas.charge("a", KeyLimits(tokens_per_minute=1000)).spend(100)
     assert (caught.value.retry_after_s, caught.value.extras) == (6, {"limit": 1000})
     clock.now_s += 6
-    quotas.charge("a", Limits(tokens_per_minute=1000)).spend(100)
-    quotas.charge("b", Limits(tokens_per_minute=1000)).spend(1000)  # another key has its own
+    quotas.charge("a", KeyLimits(tokens_per_minute=1000)).spend(100)
+    quotas.charge("b", KeyLimits(tokens_per_minute=1000)).spend(1000)  # another key has its own
 
 
 def test_a_time_to_retry_after_is_when_it_goes() -> None:
@@ -42,7 +42,7 @@ def test_a_time_to_retry_after_is_when_it_goes() -> None:
     chance, clock = random.Random(7), Clock()
     quotas, refused = quotas_of(clock), 0
     for _ in range(300):
-        charge = quotas.charge("a", Limits(tokens_per_minute=600))
+        charge = quotas.charge("a", KeyLimits(tokens_per_minute=600))
         cost = chance.randrange(1, 601)
         try:
             charge.spend(cost)
@@ -60,7 +60,7 @@ def test_a_time_to_retry_after_is_when_it_goes() -> None:
 def test_what_no_minute_allows_is_refused_for_good() -> None:
     """A retry could never help."""
     with pytest.raises(PayloadTooLarge) as caught:
-        quotas_of(Clock()).charge("a", Limits(tokens_per_minute=1000)).spend(1001)
+        quotas_of(Clock()).charge("a", KeyLimits(tokens_per_minute=1000)).spend(1001)
     assert not caught.value.retryable
     assert caught.value.extras == {"limit": 1000}
 
@@ -68,7 +68,7 @@ def test_what_no_minute_allows_is_refused_for_good() -> None:
 @pytest.mark.parametrize("used", [0, 1, 250, 500, 900])
 def test_an_estimate_is_settled_by_what_was_used(used: int) -> None:
     clock = Clock()
-    quotas, limits = quotas_of(clock), Limits(tokens_per_minute=1000)
+    quotas, limits = quotas_of(clock), KeyLimits(tokens_per_minute=1000)
     charge = quotas.charge("a", limits)
     charge.spend(500)
     charge.settle(used)
@@ -82,7 +82,7 @@ def test_an_estimate_is_settled_by_what_was_used(used: int) -> None:
 
 def test_what_ended_without_usage_is_given_back_and_never_more() -> None:
     clock = Clock()
-    quotas, limits = quotas_of(clock), Limits(tokens_per_minute=100)
+    quotas, limits = quotas_of(clock), KeyLimits(tokens_per_minute=100)
     for _ in range(5):
         charge = quotas.charge("a", limits)
         charge.spend(100)
@@ -98,7 +98,7 @@ def test_gateways_have_equal_parts_and_a_whole_quota_still_goes() -> None:
     requests fall on them.
     """
     clock, chance = Clock(), random.Random(3)
-    gateways, limits = [quotas_of(clock, 4) for _ in range(4)], Limits(tokens_per_minute=6000)
+    gateways, limits = [quotas_of(clock, 4) for _ in range(4)], KeyLimits(tokens_per_minute=6000)
     used = 0
     for _ in range(6000):
         clock.now_s += 0.1
@@ -114,7 +114,7 @@ def test_gateways_have_equal_parts_and_a_whole_quota_still_goes() -> None:
 
 def test_a_gateway_that_leaves_gives_its_part_to_the_others() -> None:
     clock, count = Clock(), 2
-    quotas, limits = Quotas(lambda: count, clock), Limits(tokens_per_minute=600)
+    quotas, limits = Quotas(lambda: count, clock), KeyLimits(tokens_per_minute=600)
     quotas.charge("a", limits).spend(300)
     count = 1
     clock.now_s += 30
@@ -125,7 +125,7 @@ def test_a_gateway_that_leaves_gives_its_part_to_the_others() -> None:
 
 def test_without_a_limit_nothing_is_counted() -> None:
     quotas = quotas_of(Clock())
-    for charge in (Charge(), quotas.charge("a", Limits())):
+    for charge in (Charge(), quotas.charge("a", KeyLimits())):
         charge.spend(1 << 60)
         charge.settle(3)
         charge.refund()
@@ -136,5 +136,5 @@ def test_keys_that_come_and_go_leave_nothing_behind() -> None:
     quotas = quotas_of(clock)
     for number in range(20_000):
         clock.now_s += 0.1
-        quotas.charge(f"key {number}", Limits(tokens_per_minute=10)).spend(1)
+        quotas.charge(f"key {number}", KeyLimits(tokens_per_minute=10)).spend(1)
     assert len(quotas._levels) <= 4096 + 600

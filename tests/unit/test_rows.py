@@ -21,7 +21,7 @@ from sie_contracts.wire.ipc import Layout, Rows, Side
 from sie_contracts.wire.messages import Input, RunOptions, Truncate
 from sie_sidecar.prepare.layouts import NOWHERE, QUERY_SHARE, make
 from sie_sidecar.prepare.long_text import HARD_TEXT
-from sie_sidecar.prepare.rows import RowInput, TokenRow, offsets_of, texts_of, types_of
+from sie_sidecar.prepare.rows import TokenRow, WorkItemInput, offsets_of, texts_of, types_of
 from sie_sidecar.prepare.tokens import ModelTokenizer
 
 KINDS = {
@@ -64,11 +64,13 @@ def plain(kind: str, text: str) -> list[int]:
     return list(library(kind)(text, add_special_tokens=False)["input_ids"])
 
 
-def work(texts: Sequence[str], query: str | None = None, **options: Any) -> RowInput:
-    return RowInput([Input(text) for text in texts], None if query is None else Input(query), RunOptions(**options))
+def work(texts: Sequence[str], query: str | None = None, **options: Any) -> WorkItemInput:
+    return WorkItemInput(
+        [Input(text) for text in texts], None if query is None else Input(query), RunOptions(**options)
+    )
 
 
-def rows_of(kind: str, layout: Layout | Rows, item: RowInput) -> list[TokenRow]:
+def rows_of(kind: str, layout: Layout | Rows, item: WorkItemInput) -> list[TokenRow]:
     (made,) = make(ours(kind), Rows(layout) if isinstance(layout, str) else layout, [item])
     return made.rows
 

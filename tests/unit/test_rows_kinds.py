@@ -39,7 +39,7 @@ from sie_contracts.wire.messages import Input, RunOptions, Truncate, Vectors
 from sie_sidecar.batching.cost import VECTOR_BYTES
 from sie_sidecar.prepare import rows
 from sie_sidecar.prepare.layouts import make
-from sie_sidecar.prepare.rows import BatchPart, RowInput, WorkRows, to_batch
+from sie_sidecar.prepare.rows import BatchPart, WorkItemInput, WorkRows, to_batch
 
 ENCODE = Described("text", tokens=True)
 CLASSES = Described("text", pairs=True)
@@ -50,11 +50,11 @@ MAXSIM = {"outputs": ("multivector",)}
 OTHER_LAYOUTS: tuple[Layout, ...] = ("pair", "hypotheses", "pieces", "sides", "spans", "passages", "raw")
 
 
-def work(*inputs: Input, query: Input | None = None, **options: Any) -> RowInput:
-    return RowInput(inputs, query, RunOptions(**options))
+def work(*inputs: Input, query: Input | None = None, **options: Any) -> WorkItemInput:
+    return WorkItemInput(inputs, query, RunOptions(**options))
 
 
-def made_of(kind: str, described: Described, item: RowInput) -> WorkRows:
+def made_of(kind: str, described: Described, item: WorkItemInput) -> WorkRows:
     (made,) = make(ours(kind), described, [item])
     return made
 
@@ -200,7 +200,7 @@ def test_a_pair_needs_a_text_and_ids_are_none() -> None:
 # vectors
 
 
-def frame_of(operation: Any, described: Described, item: RowInput, made: WorkRows) -> RunBatch:
+def frame_of(operation: Any, described: Described, item: WorkItemInput, made: WorkRows) -> RunBatch:
     return to_batch("b", "m", operation, described.layout, [BatchPart(made.rows, item)])
 
 

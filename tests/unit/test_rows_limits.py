@@ -18,7 +18,7 @@ from sie_contracts.wire.ipc import MAX_REQUEST_BYTES, Layout, Rows
 from sie_contracts.wire.messages import Input, RunOptions
 from sie_sidecar.prepare import layouts, rows
 from sie_sidecar.prepare.layouts import make
-from sie_sidecar.prepare.rows import RowInput, WorkRows, effort_of, offsets_of, reached
+from sie_sidecar.prepare.rows import WorkItemInput, WorkRows, effort_of, offsets_of, reached
 from sie_sidecar.prepare.tokens import INLINE_CHARACTERS, ModelTokenizer
 
 TOKENIZER = ModelTokenizer(recipes.BERT.train().to_str().encode(), 64)
@@ -26,8 +26,10 @@ LABELS = tuple(f"label {number}" for number in range(1000))
 BESIDE_QUERY = (("find ",), ("", "query", " in ", "document", " ?"))
 
 
-def work(*texts: str, query: str | None = None, **options: Any) -> RowInput:
-    return RowInput([Input(text) for text in texts], None if query is None else Input(query), RunOptions(**options))
+def work(*texts: str, query: str | None = None, **options: Any) -> WorkItemInput:
+    return WorkItemInput(
+        [Input(text) for text in texts], None if query is None else Input(query), RunOptions(**options)
+    )
 
 
 def ids(made: WorkRows) -> list[list[int]]:
@@ -45,7 +47,7 @@ def ids(made: WorkRows) -> list[list[int]]:
     ],
 )
 def test_what_memory_could_not_hold_is_refused_and_its_mates_are_as_alone(
-    layout: Layout, excess: RowInput, named: str
+    layout: Layout, excess: WorkItemInput, named: str
 ) -> None:
     """A product of what a client sends: each factor alone fits a message."""
     mate = work("paper river", "music", query="who", labels=("one", "two"), pieces=BESIDE_QUERY)
@@ -93,7 +95,7 @@ def test_no_labels_are_an_error_of_their_own_item() -> None:
         ("pieces", work(*"abcdefgh", query="q" * 520, pieces=BESIDE_QUERY)),
     ],
 )
-def test_short_texts_with_much_around_them_are_not_tokenised_on_the_loop(layout: Layout, item: RowInput) -> None:
+def test_short_texts_with_much_around_them_are_not_tokenised_on_the_loop(layout: Layout, item: WorkItemInput) -> None:
     assert effort_of(Rows(layout), item) > INLINE_CHARACTERS
     assert effort_of(Rows("text"), work("p" * 900)) <= INLINE_CHARACTERS
 

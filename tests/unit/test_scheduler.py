@@ -17,10 +17,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from sie_sidecar.batching.batch import (
     Batch,
+    BatchEntry,
     BatchKey,
     BatchLimits,
     DeviceLoad,
-    Job,
     Load,
     Waiting,
     WaitUntil,
@@ -49,14 +49,14 @@ class Scheduling(RuleBasedStateMachine):
         self.limits = BatchLimits(cost, requests, wait * TICK_S, overtakes, reorder_s=20 * TICK_S)
         self.depth = depth
         self.waiting: Waiting[int] = Waiting()
-        self.here: list[Job[int]] = []
+        self.here: list[BatchEntry[int]] = []
         self.at_device: list[Batch[int]] = []
         self.now_s = 0.0
         self.more_expected = False
         self.number = 0
         self.overtaken = 0  # interactive batches since the last bulk one, while bulk work waited
         # the oldest due one, and batches it may still see
-        self.due: dict[bool, tuple[Job[int], int] | None] = {
+        self.due: dict[bool, tuple[BatchEntry[int], int] | None] = {
             False: None,
             True: None,
         }
@@ -75,7 +75,7 @@ class Scheduling(RuleBasedStateMachine):
             self.number += 1
             self.now_s += 1e-6  # no two at once: then it is clear who is the oldest
             key = BatchKey(model, "1", operation, "", lora, padded=model == "m2")
-            job = Job(key, 1 + (cost * self.number) % 50, self.now_s, self.number, bulk, alone)
+            job = BatchEntry(key, 1 + (cost * self.number) % 50, self.now_s, self.number, bulk, alone)
             self.waiting.add(job)
             self.here.append(job)
 
@@ -113,16 +113,16 @@ class Scheduling(RuleBasedStateMachine):
         if (seen := self.due[job.bulk]) is not None and seen[0] is job:
             self.due[job.bulk] = None
 
-    def oldest(self, bulk: bool) -> Job[int] | None:
+    def oldest(self, bulk: bool) -> BatchEntry[int] | None:
         return next((job for job in self.here if job.bulk == bulk), None)
 
-    def of_key(self, key: BatchKey, bulk: bool) -> list[Job[int]]:
+    def of_key(self, key: BatchKey, bulk: bool) -> list[BatchEntry[int]]:
         return [job for job in self.here if job.key == key and job.bulk == bulk]
 
-    def is_due(self, job: Job[int]) -> bool:
+    def is_due(self, job: BatchEntry[int]) -> bool:
         return self.now_s >= job.arrived_s + self.limits.wait_s
 
-    def is_full(self, jobs: Sequence[Job[int]]) -> bool:
+    def is_full(self, jobs: Sequence[BatchEntry[int]]) -> bool:
         total = sum(job.cost for job in jobs)
         return total >= self.limits.cost or len(jobs) >= self.limits.requests or any(job.alone for job in jobs)
 
@@ -231,7 +231,7 @@ def key(model: str = "m", lora: str = "", *, padded: bool = False) -> BatchKey:
     return BatchKey(model, "1", "encode", "", lora, padded)
 
 
-def formed(jobs: Sequence[Job[str]], limits: BatchLimits, now_s: float = 1.0) -> list[str]:
+def formed(jobs: Sequence[BatchEntry[str]], limits: BatchLimits, now_s: float = 1.0) -> list[str]:
     """The batches of a busy device, one after the other, as the works of each joined."""
     waiting: Waiting[str] = Waiting()
     for job in jobs:
@@ -248,7 +248,8 @@ def test_the_bytes_of_pixels_bound_a_batch_too(padded: bool) -> None:
     bounds = BatchLimits(cost=1000, requests=10, wait_s=0.01, media_bytes=100)
     sizes = [60, 40, 60, 30, 20, 500, 10]
     jobs = [
-        Job(key(padded=padded), 1, number / 1000, str(number), media_bytes=size) for number, size in enumerate(sizes)
+        BatchEntry(key(padded=padded), 1, number / 1000, str(number), media_bytes=size)
+        for number, size in enumerate(sizes)
     ]
     batches = formed(jobs, bounds)
     assert sorted("".join(batches)) == list("0123456")
@@ -258,26 +259,33 @@ def test_the_bytes_of_pixels_bound_a_batch_too(padded: bool) -> None:
 
 def test_the_loras_of_a_model_take_turns() -> None:
     """A backlog of one LoRA does not hold the others, and no batch mixes two."""
-    backlog = [Job(key(lora="a"), 1, number / 1000, "a") for number in range(8)]
-    others = [Job(key(lora=lora), 1, 0.1 + number / 1000, lora) for number, lora in enumerate("bbbc")]
+    backlog = [BatchEntry(key(lora="a"), 1, number / 1000, "a") for number in range(8)]
+    others = [BatchEntry(key(lora=lora), 1, 0.1 + number / 1000, lora) for number, lora in enumerate("bbbc")]
     assert formed([*backlog, *others], BOUNDS) == ["aa", "bb", "c", "aa", "b", "aa", "aa"]
 
 
 def test_the_model_whose_oldest_job_waited_longest_goes_first() -> None:
-    jobs = [Job(key(model), 1, number / 1000, model) for number, model in enumerate("xxxyyzx")]
+    jobs = [BatchEntry(key(model), 1, number / 1000, model) for number, model in enumerate("xxxyyzx")]
     assert formed(jobs, BOUNDS) == ["xx", "xx", "yy", "z"]
 
 
 def test_a_lora_that_is_not_due_does_not_spend_its_turn() -> None:
     """Of a busy device: its batch grows while that of the backlog runs."""
-    jobs = [*(Job(key(lora="a"), 1, number / 1000, "a") for number in range(4)), Job(key(lora="b"), 1, 0.995, "b")]
+    jobs = [
+        *(BatchEntry(key(lora="a"), 1, number / 1000, "a") for number in range(4)),
+        BatchEntry(key(lora="b"), 1, 0.995, "b"),
+    ]
     assert formed(jobs, BOUNDS, now_s=1.0) == ["aa", "aa"]
     assert formed(jobs, BOUNDS, now_s=1.005) == ["aa", "b", "aa"]
 
 
 def test_a_full_batch_goes_though_another_model_waits_for_its_own_to_fill() -> None:
     waiting: Waiting[str] = Waiting()
-    for job in (Job(key("x"), 1, 0.0, "x"), Job(key("y"), 1, 0.001, "y"), Job(key("y"), 1, 0.001, "y")):
+    for job in (
+        BatchEntry(key("x"), 1, 0.0, "x"),
+        BatchEntry(key("y"), 1, 0.001, "y"),
+        BatchEntry(key("y"), 1, 0.001, "y"),
+    ):
         waiting.add(job)
     batch = next_batch(waiting, 0.002, BOUNDS, BUSY)
     assert isinstance(batch, Batch)
@@ -290,17 +298,18 @@ def test_where_rows_are_padded_jobs_of_like_cost_run_together() -> None:
     they go in order.
     """
     arrivals = [
-        Job(key(padded=True), 100 if number % 2 else 10, number / 1000, "Ls"[number % 2 == 0]) for number in range(8)
+        BatchEntry(key(padded=True), 100 if number % 2 else 10, number / 1000, "Ls"[number % 2 == 0])
+        for number in range(8)
     ]
     assert formed(arrivals, BOUNDS) == ["ss", "LL", "ss", "LL"]
-    packed = [Job(key(), job.cost, job.arrived_s, job.work) for job in arrivals]
+    packed = [BatchEntry(key(), job.cost, job.arrived_s, job.work) for job in arrivals]
     assert formed(packed, BOUNDS) == ["sL"] * 4
 
 
 def test_like_cost_overtakes_within_the_age_bound_only() -> None:
     """The odd one out goes when it is the oldest, and nothing that came later than the bound passes it."""
     spaced = [
-        Job(key(padded=True), 100 if number == 1 else 10, number / 10, "L" if number == 1 else "s")
+        BatchEntry(key(padded=True), 100 if number == 1 else 10, number / 10, "L" if number == 1 else "s")
         for number in range(6)
     ]
     assert formed(spaced, BatchLimits(1000, 2, 0.01, reorder_s=0.25)) == ["ss", "sL", "ss"]
@@ -310,9 +319,9 @@ def test_like_cost_overtakes_within_the_age_bound_only() -> None:
 def test_a_batch_that_may_be_overtaken_no_more_goes_as_it_is() -> None:
     """Bulk work that is neither full nor due, while full interactive batches come one after the other."""
     waiting: Waiting[str] = Waiting()
-    waiting.add(Job(key(), 1, 0.0, "b", bulk=True))
+    waiting.add(BatchEntry(key(), 1, 0.0, "b", bulk=True))
     for number in range(20):
-        waiting.add(Job(key(), 1, 0.0, str(number)))
+        waiting.add(BatchEntry(key(), 1, 0.0, str(number)))
     bounds = BatchLimits(cost=1000, requests=2, wait_s=60.0, bulk_max_overtakes=3)
     order = []
     while isinstance(batch := next_batch(waiting, 0.001, bounds, BUSY), Batch):

@@ -22,9 +22,9 @@ from sie_contracts.settings import (
     MACHINE_PROFILE_DEFAULTS,
     ROWS,
     Mode,
-    Row,
     Secret,
     SettingError,
+    SettingRow,
     default_worker_id,
     load,
     public_url,
@@ -199,7 +199,7 @@ def test_the_table_holds_every_documented_setting_and_no_other() -> None:
 
 
 @each_row
-def test_a_row_says_what_it_is_for(row: Row) -> None:
+def test_a_row_says_what_it_is_for(row: SettingRow) -> None:
     assert re.fullmatch(r"(SIE|OTEL|HF)_[A-Z0-9_]+", row.name)
     assert row.meaning.endswith(".")
     assert row.expected
@@ -208,7 +208,7 @@ def test_a_row_says_what_it_is_for(row: Row) -> None:
 
 
 @each_row
-def test_a_setting_has_its_documented_default(row: Row) -> None:
+def test_a_setting_has_its_documented_default(row: SettingRow) -> None:
     """Also where everything else is set."""
     others = {name: documented.good for name, documented in DOCUMENTED.items() if name != row.name}
     # what these say changes the defaults of others, on purpose
@@ -224,7 +224,7 @@ def test_a_setting_has_its_documented_default(row: Row) -> None:
 
 
 @each_row
-def test_a_bad_or_out_of_range_value_ends_the_start_with_the_name_of_the_variable(row: Row) -> None:
+def test_a_bad_or_out_of_range_value_ends_the_start_with_the_name_of_the_variable(row: SettingRow) -> None:
     """Variables of OpenTelemetry are below."""
     for raw in DOCUMENTED[row.name].bad:
         for source in ({"environ": {row.name: raw}}, {"environ": {}, "flags": {row.name: raw}})[row.is_standard :]:
@@ -238,7 +238,7 @@ def test_a_bad_or_out_of_range_value_ends_the_start_with_the_name_of_the_variabl
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.is_standard], ids=lambda row: row.name)
-def test_a_standard_value_that_means_nothing_here_is_ignored_with_one_warning(row: Row) -> None:
+def test_a_standard_value_that_means_nothing_here_is_ignored_with_one_warning(row: SettingRow) -> None:
     """What sets OpenTelemetry's variables for all programs of a cluster does not know this one. Where nothing traces
     nothing is said.
     """
@@ -253,7 +253,7 @@ def test_a_standard_value_that_means_nothing_here_is_ignored_with_one_warning(ro
 
 
 @each_row
-def test_an_empty_value_is_unset_where_unset_is_the_default_and_an_error_elsewhere(row: Row) -> None:
+def test_an_empty_value_is_unset_where_unset_is_the_default_and_an_error_elsewhere(row: SettingRow) -> None:
     """An empty variable of OpenTelemetry is always unset."""
     if row.default is None or row.is_standard:
         found = load(environ={row.name: "  "})
@@ -265,7 +265,7 @@ def test_an_empty_value_is_unset_where_unset_is_the_default_and_an_error_elsewhe
 
 
 @each_row
-def test_a_flag_beats_the_environment_beats_the_default(row: Row) -> None:
+def test_a_flag_beats_the_environment_beats_the_default(row: SettingRow) -> None:
     good, default = DOCUMENTED[row.name].good, DOCUMENTED[row.name].default
     # of which each character counts
     found = load(
@@ -282,7 +282,7 @@ def test_a_profile_of_the_operator_s_own_has_the_values_of_a_cpu_where_no_gpu_is
     for name, measured in MACHINE_PROFILE_DEFAULTS["cpu"].items():
         row = BY_NAME[name]
 
-        def value(row: Row = row, **environ: str) -> object:
+        def value(row: SettingRow = row, **environ: str) -> object:
             return getattr(load(environ={"SIE_MACHINE_PROFILE": "c7i", **environ}).settings, row.field)
 
         assert value(SIE_GPU_COUNT="0") == row.read(measured)
@@ -346,7 +346,7 @@ def test_an_unknown_variable_of_ours_is_warned_about_and_others_are_not() -> Non
 
 
 @each_row
-def test_a_setting_without_effect_is_warned_about_once(row: Row) -> None:
+def test_a_setting_without_effect_is_warned_about_once(row: SettingRow) -> None:
     """Knobs of the other mode, and settings whose capability is not there yet. Everything else is silent, and unset is
     always silent.
     """

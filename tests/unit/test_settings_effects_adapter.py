@@ -45,7 +45,7 @@ from sie_contracts.wire.ipc import BatchDone, Group, Refused, Reply, RunBatch, f
 from sie_contracts.wire.messages import Failed
 from sie_store.cluster import ClusterCache
 from sie_store.weights.manifest import MANIFEST, describe, encode
-from sie_store.weights.progress import Progress
+from sie_store.weights.progress import FetchProgress
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 HUB_ENTRY = parse_entry(
@@ -181,7 +181,7 @@ def test_weights_come_from_the_cluster_cache_before_the_hub(tmp_path: Path, hub:
     hub.
     """
     pushed = snapshot(tmp_path / "a")
-    ClusterCache(place.url).push(pushed, describe(pushed, "org/model", COMMIT), Progress("it"))
+    ClusterCache(place.url).push(pushed, describe(pushed, "org/model", COMMIT), FetchProgress("it"))
     cache = {"SIE_LOCAL_CACHE": str(tmp_path / "b")}
     found = weights_of(HUB_ENTRY, SIE_CLUSTER_CACHE=place.url, **cache)
     assert found == tmp_path / "b" / pushed.relative_to(tmp_path / "a")

@@ -15,7 +15,16 @@ from inprocess import settings_of
 
 from sie_contracts.settings import Mode, load
 from sie_contracts.wire.messages import Truncate
-from sie_sidecar.batching.batch import Batch, BatchKey, BatchLimits, DeviceLoad, Job, Waiting, WaitUntil, next_batch
+from sie_sidecar.batching.batch import (
+    Batch,
+    BatchEntry,
+    BatchKey,
+    BatchLimits,
+    DeviceLoad,
+    Waiting,
+    WaitUntil,
+    next_batch,
+)
 from sie_sidecar.batching.sizing import WINDOW, WINDOW_S, Quantum, quantum_of
 from sie_sidecar.prepare.tokens import INLINE_CHARACTERS, TokenizerPool, Tokens
 from sie_sidecar.process import limits_of
@@ -29,11 +38,11 @@ def limits(mode: Mode = "queue", **environ: str) -> BatchLimits:
     return limits_of(settings_of(mode, **environ), mode)
 
 
-def jobs(count: int, cost: int = 1, *, every_s: float = 0.0, bulk: bool = False) -> list[Job[int]]:
-    return [Job(KEY, cost, number * every_s, number, bulk) for number in range(count)]
+def jobs(count: int, cost: int = 1, *, every_s: float = 0.0, bulk: bool = False) -> list[BatchEntry[int]]:
+    return [BatchEntry(KEY, cost, number * every_s, number, bulk) for number in range(count)]
 
 
-def batches_of(waiting: Sequence[Job[int]], bounds: BatchLimits, now_s: float = 0.0) -> list[Batch[int]]:
+def batches_of(waiting: Sequence[BatchEntry[int]], bounds: BatchLimits, now_s: float = 0.0) -> list[Batch[int]]:
     """All batches that an idle device is given when these jobs wait."""
     queue: Waiting[int] = Waiting()
     for job in waiting:
@@ -45,11 +54,11 @@ def batches_of(waiting: Sequence[Job[int]], bounds: BatchLimits, now_s: float = 
     return formed
 
 
-def sizes(waiting: Sequence[Job[int]], bounds: BatchLimits) -> list[int]:
+def sizes(waiting: Sequence[BatchEntry[int]], bounds: BatchLimits) -> list[int]:
     return [len(batch.jobs) for batch in batches_of(waiting, bounds)]
 
 
-def sent_at(arrivals: Sequence[Job[int]], bounds: BatchLimits) -> list[tuple[float, int]]:
+def sent_at(arrivals: Sequence[BatchEntry[int]], bounds: BatchLimits) -> list[tuple[float, int]]:
     """Seconds and size of each batch for jobs that arrive at their own times, more being expected until the last has
     come.
     """
@@ -115,7 +124,7 @@ def test_batcher_max_requests_bounds_the_items_of_a_batch_in_queue_mode_only() -
     assert len(load(environ={"SIE_BATCHER_MAX_BATCH_REQUESTS": "6"}, mode="standalone").warnings) == 1
 
 
-def order_of(waiting: Sequence[Job[int]], bounds: BatchLimits) -> str:
+def order_of(waiting: Sequence[BatchEntry[int]], bounds: BatchLimits) -> str:
     return "".join("b" if batch.jobs[0].bulk else "i" for batch in batches_of(waiting, bounds))
 
 
@@ -133,7 +142,7 @@ def test_without_overtaking_it_is_first_come_first_served() -> None:
     bounds = limits(SIE_BATCHER_MAX_BATCH_REQUESTS="1", SIE_BULK_MAX_OVERTAKES="0")
     bulk, interactive = (
         jobs(4, every_s=0.2, bulk=True),
-        [Job(KEY, 1, 0.1 + 0.2 * number, number) for number in range(4)],
+        [BatchEntry(KEY, 1, 0.1 + 0.2 * number, number) for number in range(4)],
     )
     assert order_of([*bulk, *interactive], bounds) == "bibibibi"
     assert order_of([*jobs(4, bulk=True), *interactive], bounds) == "bbbbiiii"

@@ -17,7 +17,7 @@ import measure
 import pytest
 
 from sie_contracts import settings
-from sie_contracts.settings import BY_NAME, COMPONENTS, ROWS, Row
+from sie_contracts.settings import BY_NAME, COMPONENTS, ROWS, SettingRow
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.xdist_group("sources")  # one process reads them
@@ -373,7 +373,7 @@ def readers() -> dict[str, frozenset[str]]:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_a_setting_is_read_where_its_row_says_and_nowhere_else(row: Row) -> None:
+def test_a_setting_is_read_where_its_row_says_and_nowhere_else(row: SettingRow) -> None:
     """A setting that waits for its capability is read nowhere, and says so."""
     expected = (
         set()

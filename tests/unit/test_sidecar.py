@@ -12,7 +12,7 @@ from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.entries import ModelEntry, Weights
 from sie_contracts.wire import ipc
-from sie_sidecar.batching.batch import BatchKey, Job, Waiting
+from sie_sidecar.batching.batch import BatchEntry, BatchKey, Waiting
 from sie_sidecar.intake.leases import Leases
 from sie_sidecar.models.hosting import Hosting
 
@@ -62,9 +62,9 @@ async def test_a_renewal_that_the_broker_did_not_hear_renews_nothing() -> None:
 def test_work_that_comes_back_takes_its_place_in_the_order_of_arrival() -> None:
     waiting: Waiting[int] = Waiting()
     key = BatchKey("m", "r", "encode", "", "")
-    waiting.add(Job(key, 1, 10.0, 10))
+    waiting.add(BatchEntry(key, 1, 10.0, 10))
     for number in (2, 0, 3, 1):
-        waiting.put_back(Job(key, 1, float(number), number))
+        waiting.put_back(BatchEntry(key, 1, float(number), number))
     assert [job.work for job in waiting] == [0, 1, 2, 3, 10]
 
 

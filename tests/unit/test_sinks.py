@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from sie_contracts.settings import SettingError
-from sie_store.object_stores import Patience, StoreError
+from sie_store.object_stores import RetryPolicy, StoreError
 from sie_store.sinks.opening import opened
 from sie_store.sinks.pgvector import PgvectorSink
 from sie_store.sinks.qdrant import QdrantSink
@@ -97,7 +97,7 @@ async def refused(answer: bytes, again: bytes, url: str) -> tuple[StoreError, in
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        sink = opened(url.format(port), "SIE_JOBS_SINKS", Patience(stall_s=20.0, tries=2, pause_s=0.01))
+        sink = opened(url.format(port), "SIE_JOBS_SINKS", RetryPolicy(stall_s=20.0, tries=2, pause_s=0.01))
         try:
             with pytest.raises(StoreError) as raised:
                 await sink.prepare("rows", 2, {})

@@ -21,7 +21,7 @@ from sie_gateway.inference import body as bodies
 from sie_gateway.inference import images
 from sie_sidecar.prepare import layouts
 from sie_sidecar.prepare.media_frames import SoundFeatures
-from sie_sidecar.prepare.rows import BatchPart, RowInput, to_batch
+from sie_sidecar.prepare.rows import BatchPart, WorkItemInput, to_batch
 from sie_sidecar.prepare.tokens import ModelTokenizer
 
 RECIPE = SoundRecipe(1000, 400, 40, 20, 8, 50, high=500.0)
@@ -41,8 +41,8 @@ def heard(seed: int) -> SoundFeatures:
     return SoundFeatures(features, RECIPE.shape, hashlib.sha256(features).digest(), 0.4)
 
 
-def work(*inputs: Input, **made: SoundFeatures | InvalidInput) -> RowInput:
-    return RowInput(inputs, None, RunOptions(), sounds={int(name[1:]): each for name, each in made.items()})
+def work(*inputs: Input, **made: SoundFeatures | InvalidInput) -> WorkItemInput:
+    return WorkItemInput(inputs, None, RunOptions(), sounds={int(name[1:]): each for name, each in made.items()})
 
 
 # the gateway
@@ -138,7 +138,7 @@ def test_sounds_that_cannot_be_run_are_refused_for_their_input_alone(tokenizer: 
     assert (set(deaf.unfit), deaf.unfit[0].reason) == ({0}, "unsupported_modality")
     (both,) = layouts.make(tokenizer, LAYOUT, [work(Input(audio=FILE, images=(b"x",)), _0=heard(0))])
     assert both.unfit[0].reason == "unsupported_modality"
-    asked = RowInput([Input("river")], Input(audio=FILE), RunOptions())
+    asked = WorkItemInput([Input("river")], Input(audio=FILE), RunOptions())
     assert "audio: the model takes none in a query" in str(layouts.make(tokenizer, LAYOUT, [asked])[0].error)
 
 

@@ -232,7 +232,7 @@ def test_an_extractor_that_no_recipe_does_is_refused(config: dict[str, Any], mes
 
 
 def test_the_limits_are_those_of_the_header() -> None:
-    recipes.check(recipes.Header(RATE * 600, RATE, 1))
-    for header in (recipes.Header(1, 0, 1), recipes.Header(0, RATE, 1), recipes.Header(RATE, RATE, 0)):
+    recipes.check(recipes.SoundHeader(RATE * 600, RATE, 1))
+    for header in (recipes.SoundHeader(1, 0, 1), recipes.SoundHeader(0, RATE, 1), recipes.SoundHeader(RATE, RATE, 0)):
         with pytest.raises(InvalidInput, match="undecodable"):
             recipes.check(header)

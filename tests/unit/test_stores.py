@@ -9,9 +9,9 @@ import time
 import pytest
 
 from sie_contracts.settings import SettingError
-from sie_store.object_stores import AccessRefused, ObjectMissing, Patience, StoreError, failure, opened
+from sie_store.object_stores import AccessRefused, ObjectMissing, RetryPolicy, StoreError, failure, opened
 
-QUICK = Patience(stall_s=0.05, tries=3, pause_s=0.001)
+QUICK = RetryPolicy(stall_s=0.05, tries=3, pause_s=0.001)
 
 
 @pytest.mark.parametrize(
@@ -75,5 +75,5 @@ async def test_a_store_is_asked_again_no_sooner_than_it_asked_for() -> None:
             raise StoreError("status 429", after_s=0.4)
         return "it"
 
-    assert await Patience(tries=2, pause_s=0.001).repeated(refused_once) == "it"
+    assert await RetryPolicy(tries=2, pause_s=0.001).repeated(refused_once) == "it"
     assert tries[1] - tries[0] > 0.4 * 0.7  # the pause has jitter

@@ -23,7 +23,7 @@ from sie_contracts.wire.messages import Failed, Input, Ok, RunOptions
 from sie_sidecar.prepare import tokenizer_requests
 from sie_sidecar.prepare.layouts import make
 from sie_sidecar.prepare.long_text import HARD_TEXT
-from sie_sidecar.prepare.rows import RowInput
+from sie_sidecar.prepare.rows import WorkItemInput
 from sie_sidecar.prepare.tokenizer_requests import answer
 
 ALL_HARD = "".join(HARD_TEXT) + " \U0001f469\u200d\U0001f4bb Zürich 東京"
@@ -31,7 +31,7 @@ ALL_HARD = "".join(HARD_TEXT) + " \U0001f469\u200d\U0001f4bb Zürich 東京"
 
 def told(kind: str, texts: list[str], options: RunOptions) -> list[dict[str, Any]]:
     found = []
-    for outcome in answer(ours(kind), "tokenize", RowInput([Input(text) for text in texts], None, options)):
+    for outcome in answer(ours(kind), "tokenize", WorkItemInput([Input(text) for text in texts], None, options)):
         assert isinstance(outcome, Ok)
         assert outcome.data is not None
         assert outcome.tokens == len(outcome.data["ids"])
@@ -42,7 +42,7 @@ def told(kind: str, texts: list[str], options: RunOptions) -> list[dict[str, Any
 
 def counted(kind: str, inputs: list[Input], run: RunOptions) -> list[int]:
     found = []
-    for outcome in answer(ours(kind), "tokenize", RowInput(inputs, None, counting(run))):
+    for outcome in answer(ours(kind), "tokenize", WorkItemInput(inputs, None, counting(run))):
         assert isinstance(outcome, Ok)
         assert outcome.data is None
         found.append(outcome.tokens)
@@ -89,7 +89,7 @@ def test_the_count_is_that_of_the_rows_before_they_are_cut(kind: str, texts: lis
     """Of texts and of their ids."""
     run = RunOptions(prefix=prefix, truncate="NONE", max_tokens=8)
     for inputs in ([Input(text) for text in texts], [Input(tokens=tuple(plain(kind, text))) for text in texts]):
-        (made,) = make(ours(kind), Rows("text", tokens=True), [RowInput(inputs, None, run)])
+        (made,) = make(ours(kind), Rows("text", tokens=True), [WorkItemInput(inputs, None, run)])
         assert counted(kind, inputs, run) == [row.full for row in made.rows]
     assert counted(kind, [Input(text) for text in texts], run) == [
         len(library(kind)(prefix + text)["input_ids"]) for text in texts
@@ -102,7 +102,7 @@ def test_the_count_is_that_of_the_rows_before_they_are_cut(kind: str, texts: lis
 def test_ids_are_read_back_as_the_library_does(kind: str, text: str, skip: bool) -> None:
     ids = library(kind)(text)["input_ids"]
     (outcome,) = answer(
-        ours(kind), "decode", RowInput([Input(tokens=tuple(ids))], None, decoding(skip_special_tokens=skip))
+        ours(kind), "decode", WorkItemInput([Input(tokens=tuple(ids))], None, decoding(skip_special_tokens=skip))
     )
     assert isinstance(outcome, Ok)
     assert outcome.data == {"text": library(kind)._tokenizer.decode(ids, skip_special_tokens=skip)}
@@ -112,7 +112,7 @@ def test_ids_are_read_back_as_the_library_does(kind: str, text: str, skip: bool)
 @pytest.mark.parametrize(("operation", "options"), [("decode", decoding()), ("tokenize", counting(RunOptions()))])
 def test_an_id_that_is_no_token_is_an_error_of_its_own_input(operation: Any, options: RunOptions) -> None:
     inputs = [Input(tokens=ids) for ids in ((40,), (40, 1 << 33), ())]
-    first, wrong, last = answer(ours("wordpiece"), operation, RowInput(inputs, None, options))
+    first, wrong, last = answer(ours("wordpiece"), operation, WorkItemInput(inputs, None, options))
     assert isinstance(first, Ok)
     assert isinstance(last, Ok)
     assert isinstance(wrong, Failed)
@@ -131,7 +131,7 @@ def test_what_has_nothing_to_answer_from_is_an_error_of_its_own_input(
     operation: Any, options: RunOptions, given_input: Input
 ) -> None:
     good = Input(tokens=(40,)) if operation == "decode" else Input("a")
-    first, wrong = answer(ours("wordpiece"), operation, RowInput([good, given_input], None, options))
+    first, wrong = answer(ours("wordpiece"), operation, WorkItemInput([good, given_input], None, options))
     assert isinstance(first, Ok)
     assert isinstance(wrong, Failed)
     assert wrong.error.reason == "empty_item"
@@ -149,4 +149,4 @@ def test_more_than_memory_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(InvalidInput):
         counted("wordpiece", inputs * 2, RunOptions())
     with pytest.raises(InvalidInput):
-        answer(ours("wordpiece"), "decode", RowInput([Input(tokens=(5,) * 201)], None, decoding()))
+        answer(ours("wordpiece"), "decode", WorkItemInput([Input(tokens=(5,) * 201)], None, decoding()))

@@ -18,7 +18,7 @@ from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.options import counting, decoding, tokenizing
 from sie_contracts.wire import messages, topology
-from sie_contracts.wire.messages import Cancel, Input, Ok, RunOptions, Vectors, WorkResult
+from sie_contracts.wire.messages import CancelRequests, Input, Ok, RunOptions, Vectors, WorkResult
 from sie_sidecar.models.hosting import Hosting
 from sie_sidecar.prepare import layouts
 from sie_sidecar.prepare.tokens import ModelTokenizer
@@ -132,7 +132,7 @@ async def test_work_that_was_cancelled_while_it_waits_is_not_answered(cluster: D
     await cluster.sidecar(adapter)
     item = await cluster.publish("a", operation="tokenize", options=TELL)
     await adapter.until(lambda found: found.loads, "its model on its way")
-    await cluster.send(topology.cancel_subject("_default"), messages.encode(Cancel((item.request,))))
+    await cluster.send(topology.cancel_subject("_default"), messages.encode(CancelRequests((item.request,))))
     await cluster.left(0)
     adapter.let_go()
     after = await cluster.publish("b", operation="tokenize", options=TELL)

@@ -34,7 +34,7 @@ from websockets.sync.server import Server, ServerConnection, serve
 from sie_cli.main import main
 from sie_cli.serve.ports import free_port
 from sie_cli.top.picture import MAX_REASONS, ModelRow, Queued, StatusFrame, View, WorkerRow, lanes_of, picture
-from sie_cli.top.trends import TREND, HistoryStep, HistoryTrend
+from sie_cli.top.trends import TREND, HistoryTrend, TrendStep
 
 SIE = str(Path(sys.executable).with_name("sie"))
 SHOWN, HIDDEN, LEFT = "\x1b[?1049h", "\x1b[?25l", "\x1b[?1049l"
@@ -270,14 +270,14 @@ def test_a_trend_goes_from_nothing_to_the_largest() -> None:
 def test_latency_and_errors_of_the_last_hour_are_shown() -> None:
     stages = ["queue_time", "total_time"]
     steps = [
-        HistoryStep(1_790_000_040, 3, {"QUEUE_FULL": 2}, [1.0, 20.0], [2.0, 4000.0]),
-        HistoryStep(1_790_000_160, 9, {"QUEUE_FULL": 1, "INFERENCE_ERROR\x1b": 1}, [1.0, 5.25], [2.0, 38.0]),
+        TrendStep(1_790_000_040, 3, {"QUEUE_FULL": 2}, [1.0, 20.0], [2.0, 4000.0]),
+        TrendStep(1_790_000_160, 9, {"QUEUE_FULL": 1, "INFERENCE_ERROR\x1b": 1}, [1.0, 5.25], [2.0, 38.0]),
     ]
     text = "\n".join(drawn(120, 40, frame(), past=HistoryTrend(1_790_000_170.0, 60, stages, steps)))
     assert "latency p50 5.2 ms  p99 38 ms  4 errors in an hour: QUEUE_FULL 3, INFERENCE_ERROR? 1" in text
     assert "p99 █ ▂ max 4.0 s" in text
     assert "latency" not in "\n".join(drawn(120, 40, frame()))
-    refused = HistoryTrend(1_790_000_050.0, 60, stages, [HistoryStep(1_790_000_040, 2, {"QUEUE_FULL": 2})])
+    refused = HistoryTrend(1_790_000_050.0, 60, stages, [TrendStep(1_790_000_040, 2, {"QUEUE_FULL": 2})])
     text = "\n".join(drawn(120, 40, frame(), past=refused))
     assert "2 errors in an hour: QUEUE_FULL 2" in text
     assert "latency" not in text

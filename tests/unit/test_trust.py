@@ -28,7 +28,7 @@ from sie_adapter.server import AdapterServer
 from sie_broker import Write
 from sie_broker.memory import MemoryServer
 from sie_config_service.overlay import Overlay
-from sie_contracts.models.bundles import Bundle
+from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.models.entries import ModelEntry, Profile, parse_entry
 from sie_contracts.models.trust import Allowed, Trust, claims
 from sie_contracts.places import without_paths
@@ -156,7 +156,7 @@ def test_paths_are_allowed_below_the_named_folders_and_the_models_folder_alone(
 
 @pytest.fixture
 async def api() -> Api:
-    bundles = {**BUNDLES, "all": Bundle("all")}
+    bundles = {**BUNDLES, "all": BundleEntry("all")}
     return await Api(MemoryServer(), bundles, "sie.config.models.*", SIE_ADMIN_TOKEN=ADMIN).start()
 
 

@@ -14,11 +14,11 @@ from uvicorn import Config
 from websockets.asyncio.client import connect
 
 from sie_runtime.http.server import HttpServer, Receive, Scope, Send
-from sie_runtime.http.websocket import Frames, WebSocketProtocol
+from sie_runtime.http.websocket import ViewerFrames, WebSocketProtocol
 
 
 @contextlib.asynccontextmanager
-async def served(frames: Frames) -> AsyncIterator[int]:
+async def served(frames: ViewerFrames) -> AsyncIterator[int]:
     """A server that shows these frames to everybody; its port."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -43,7 +43,10 @@ async def test_the_first_frame_comes_at_once_and_the_others_at_the_interval() ->
 
     loop = asyncio.get_running_loop()
     interval_s = 0.3
-    async with served(Frames(make, interval_s)) as port, connect(f"ws://127.0.0.1:{port}/", proxy=None) as looking:
+    async with (
+        served(ViewerFrames(make, interval_s)) as port,
+        connect(f"ws://127.0.0.1:{port}/", proxy=None) as looking,
+    ):
         at_s = []
         for _ in range(4):
             await looking.recv()
@@ -87,7 +90,7 @@ async def test_a_peer_that_does_not_read_is_sent_nothing_more_and_then_cut_off()
         made += 1
         return f"{made} {text}"
 
-    frames = Frames(make, 0.001, patience_s=0.5)
+    frames = ViewerFrames(make, 0.001, patience_s=0.5)
     async with served(frames) as port:
         slow = await deaf(port)
         await until(lambda: frames.looking == 1, "the socket is accepted")
@@ -113,7 +116,7 @@ async def test_a_server_that_ends_says_that_it_goes_away_and_waits_for_no_slow_r
         made += 1
         return f"{made:0{256 << 10}}"
 
-    big, small = Frames(make, 0.001, patience_s=60), Frames(lambda: str(time.monotonic()), 0.05)
+    big, small = ViewerFrames(make, 0.001, patience_s=60), ViewerFrames(lambda: str(time.monotonic()), 0.05)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await (small if scope["path"] == "/small" else big).show(scope, receive, send)
@@ -137,7 +140,10 @@ async def test_a_server_that_ends_says_that_it_goes_away_and_waits_for_no_slow_r
 
 async def test_frames_that_end_close_the_socket_so_that_clients_try_again() -> None:
     there: str | None = "first"
-    async with served(Frames(lambda: there, 0.02)) as port, connect(f"ws://127.0.0.1:{port}/", proxy=None) as looking:
+    async with (
+        served(ViewerFrames(lambda: there, 0.02)) as port,
+        connect(f"ws://127.0.0.1:{port}/", proxy=None) as looking,
+    ):
         assert await looking.recv() == "first"
         there = None
         assert await closing_code(looking) == 1013

@@ -28,9 +28,9 @@ from sie_contracts.models.entries import ModelEntry, RunDefaults, Weights
 from sie_contracts.settings import Settings, load
 from sie_store.configured import weight_sources
 from sie_store.weights.cache import LocalCache
-from sie_store.weights.disk import Usage, limited
+from sie_store.weights.disk import DiskUsage, limited
 from sie_store.weights.manifest import FetchFailed, FileFact, Manifest
-from sie_store.weights.progress import Progress
+from sie_store.weights.progress import FetchProgress
 from sie_store.weights.sources import WeightSources
 
 MIB = 1 << 20
@@ -47,9 +47,9 @@ class Disk:
     folder: Path
     others_bytes: int = 0
 
-    def __call__(self, _: Path) -> Usage:
+    def __call__(self, _: Path) -> DiskUsage:
         used = self.others_bytes + sum(path.stat().st_size for path in self.folder.rglob("*.safetensors*"))
-        return Usage(used, TOTAL - used)
+        return DiskUsage(used, TOTAL - used)
 
 
 def hollow(path: Path, size: int) -> None:
@@ -66,7 +66,7 @@ def manifest(repository: str, size: int) -> Manifest:
 def put(cache: LocalCache, repository: str, size: int = SIZE) -> Path:
     """Have the cache obtain a snapshot of so many bytes, and use it now."""
 
-    def fetch(folder: Path, progress: Progress) -> Manifest:
+    def fetch(folder: Path, progress: FetchProgress) -> Manifest:
         progress.expect(size)
         (folder / NAME).unlink(missing_ok=True)
         hollow(folder / NAME, size)
@@ -222,7 +222,7 @@ def test_what_somebody_else_put_there_never_goes(cache: LocalCache, disk: Disk) 
 def test_what_is_left_of_a_fetch_goes_and_one_under_way_does_not(tmp_path: Path, disk: Disk) -> None:
     cache = limited(tmp_path, 85.0, disk)
 
-    def broken(folder: Path, progress: Progress) -> Manifest:
+    def broken(folder: Path, progress: FetchProgress) -> Manifest:
         hollow(folder / f"{NAME}.part", 3 * SIZE)
         raise FetchFailed("NETWORK", "the connection broke")
 
@@ -230,7 +230,7 @@ def test_what_is_left_of_a_fetch_goes_and_one_under_way_does_not(tmp_path: Path,
         cache.obtain("org/left", REVISION, broken, "org/left")
     begun, go, failures = threading.Event(), threading.Event(), []
 
-    def held(folder: Path, progress: Progress) -> Manifest:
+    def held(folder: Path, progress: FetchProgress) -> Manifest:
         begun.set()
         assert go.wait(END_S)
         return broken(folder, progress)
@@ -257,7 +257,7 @@ def held_up(cache: LocalCache) -> Iterator[None]:
     """Another download of SIZE bytes is under way, and ends afterwards."""
     begun, go = threading.Event(), threading.Event()
 
-    def held(folder: Path, progress: Progress) -> Manifest:
+    def held(folder: Path, progress: FetchProgress) -> Manifest:
         progress.expect(SIZE)
         begun.set()
         assert go.wait(END_S)
@@ -334,7 +334,7 @@ def test_a_loaded_model_keeps_its_files_and_an_unloaded_one_does_not(tmp_path: P
     folder = toys.save(tmp_path / "toy", "bert")
     cache = LocalCache(tmp_path / "cache")
 
-    def fetch(partial: Path, progress: Progress) -> Manifest:
+    def fetch(partial: Path, progress: FetchProgress) -> Manifest:
         files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
         for name, data in files.items():
             (partial / name).write_bytes(data)
@@ -372,7 +372,7 @@ def test_a_loaded_model_keeps_its_files_and_an_unloaded_one_does_not(tmp_path: P
 
 
 def test_a_disk_that_is_full_after_all_is_a_failure_that_is_tried_again(tmp_path: Path) -> None:
-    def full(folder: Path, progress: Progress) -> Manifest:
+    def full(folder: Path, progress: FetchProgress) -> Manifest:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(FetchFailed, match="no space is left on the disk") as raised:
@@ -382,9 +382,9 @@ def test_a_disk_that_is_full_after_all_is_a_failure_that_is_tried_again(tmp_path
 
 def test_a_disk_that_fills_up_meanwhile_is_tried_once_more(cache: LocalCache, disk: Disk) -> None:
     """With room made, and what arrived before is counted once."""
-    progress, tries = Progress("org/new"), 0
+    progress, tries = FetchProgress("org/new"), 0
 
-    def fetch(folder: Path, progress: Progress) -> Manifest:
+    def fetch(folder: Path, progress: FetchProgress) -> Manifest:
         nonlocal tries
         tries += 1
         progress.expect(SIZE, had_bytes=0 if tries == 1 else SIZE // 2)
@@ -415,8 +415,8 @@ def small(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", folder], check=True)
 
 
-def real(size: int) -> Callable[[Path, Progress], Manifest]:
-    def fetch(folder: Path, progress: Progress) -> Manifest:
+def real(size: int) -> Callable[[Path, FetchProgress], Manifest]:
+    def fetch(folder: Path, progress: FetchProgress) -> Manifest:
         progress.expect(size)
         files = {NAME: size, **{f"{number}.json": 0 for number in range(30)}}
         for name, each in files.items():

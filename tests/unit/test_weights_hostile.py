@@ -22,7 +22,7 @@ from sie_contracts.errors import LoraLoadFailed, ModelLoadFailed
 from sie_contracts.models.entries import ModelEntry, Weights
 from sie_store.cluster import ClusterCache
 from sie_store.weights import hub
-from sie_store.weights.download import Limits
+from sie_store.weights.download import DownloadLimits
 from sie_store.weights.manifest import MAX_MANIFEST_BYTES, FileFact, Manifest, encode
 from sie_store.weights.sources import WeightSources
 
@@ -34,7 +34,7 @@ ENTRY = ModelEntry(
     outputs={"dense": 8},
     max_tokens=16,
 )
-QUICK = Limits(stall_s=0.3, tries=2, pause_s=0.01)
+QUICK = DownloadLimits(stall_s=0.3, tries=2, pause_s=0.01)
 PIECE = b"x" * (1 << 20)
 # bytes that a server gets rid of before it notices that nobody reads: buffers of the kernel and of the client
 UNREAD_BYTES = 64 << 20
@@ -121,7 +121,7 @@ def serving(listing: Answer, file: Answer = Handler.own_file) -> Iterator[type[H
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "LIMITS", Limits(stall_s=0.3, tries=2, pause_s=0.01, part_bytes=0))
+    monkeypatch.setattr(hub, "LIMITS", DownloadLimits(stall_s=0.3, tries=2, pause_s=0.01, part_bytes=0))
     monkeypatch.setattr(hub._Hub, "limits", hub.LIMITS)
 
 

@@ -23,10 +23,10 @@ from sie_contracts.models.entries import LoadOptions, ModelEntry, Profile, RunDe
 from sie_runtime.process import configure_logging
 from sie_store.cluster import ClusterCache
 from sie_store.weights.cache import LocalCache
-from sie_store.weights.download import Limits
+from sie_store.weights.download import DownloadLimits
 from sie_store.weights.hub import commit_of
 from sie_store.weights.manifest import MANIFEST, FetchFailed, ManifestError, describe, encode, verify
-from sie_store.weights.progress import Progress
+from sie_store.weights.progress import FetchProgress
 from sie_store.weights.sources import WeightSources
 
 BIG = "model.safetensors"
@@ -465,12 +465,12 @@ def test_a_mirror_that_lists_only_names_is_asked_for_the_rest(hub: HubStub, tmp_
 
 def in_bucket(place: Place, cache: Path, wanted: set[str], repository: str = REPOSITORY) -> ClusterCache:
     """A bucket that has these files of the snapshot that a cache has; the others are left out of its manifest."""
-    local, bucket = LocalCache(cache), ClusterCache(place.url, Limits(tries=2, pause_s=0.01))
+    local, bucket = LocalCache(cache), ClusterCache(place.url, DownloadLimits(tries=2, pause_s=0.01))
     manifest = local.manifest(repository, COMMIT)
     assert manifest is not None
     left_out = tuple(sorted({*manifest.left_out, *manifest.files} - wanted))
     part = msgspec.structs.replace(manifest, files={name: manifest.files[name] for name in wanted}, left_out=left_out)
-    bucket.push(local.place(repository, COMMIT), part, Progress("it"))
+    bucket.push(local.place(repository, COMMIT), part, FetchProgress("it"))
     return bucket
 
 

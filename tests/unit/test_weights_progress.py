@@ -9,7 +9,7 @@ import pytest
 
 from sie_contracts.wire.heartbeats import Fetched
 from sie_store.weights.manifest import FetchFailed
-from sie_store.weights.progress import Progress
+from sie_store.weights.progress import FetchProgress
 
 MIB = 1 << 20
 
@@ -24,7 +24,7 @@ class Clock:
 
 def test_it_is_logged_every_few_seconds_and_told_once_a_second(caplog: pytest.LogCaptureFixture) -> None:
     clock, told = Clock(), []
-    progress = Progress("org/model@abc", clock)
+    progress = FetchProgress("org/model@abc", clock)
     progress.on_step = told.append
     caplog.set_level(logging.INFO, "sie.store")
     progress.expect(90 * MIB, 10 * MIB)
@@ -43,7 +43,7 @@ def test_it_is_logged_every_few_seconds_and_told_once_a_second(caplog: pytest.Lo
 
 def test_what_another_process_does_is_told_until_it_is_done_here() -> None:
     clock = Clock()
-    progress = Progress("it", clock)
+    progress = FetchProgress("it", clock)
     progress.follow(Fetched(30, 100, 7.5))
     assert progress.state() == Fetched(30, 100, 7.5)
     clock.now_s += 50
@@ -62,7 +62,7 @@ def test_no_byte_is_expected_that_there_is_no_room_for() -> None:
         asked.append(count)
         raise FetchFailed("NETWORK", "no space")
 
-    progress = Progress("it")
+    progress = FetchProgress("it")
     progress.on_expect = full
     with pytest.raises(FetchFailed):
         progress.expect(100, 30)

@@ -12,7 +12,7 @@ from fake_adapter import FakeAdapter, toy_entry
 from inprocess import InProcess
 
 from sie_contracts.wire import messages, topology
-from sie_contracts.wire.messages import Cancel, Failed, Ok
+from sie_contracts.wire.messages import CancelRequests, Failed, Ok
 from sie_sidecar.device.device import WRITTEN_AT_ONCE, WRITTEN_READY
 
 WRITER, OTHER = "toy/one", "toy/two"
@@ -61,7 +61,7 @@ async def test_a_client_that_is_gone_ends_what_is_written_for_it(direct: Direct)
     adapter = await written(direct)
     leaves, stays = await direct.publish("leaves", request="gone"), await direct.publish("stays")
     await adapter.until(lambda seen: seen.running == 2, "both are written")
-    await direct.send(topology.cancel_subject("_default"), messages.encode(Cancel(("gone",))))
+    await direct.send(topology.cancel_subject("_default"), messages.encode(CancelRequests(("gone",))))
     await adapter.until(lambda seen: seen.cancels and seen.running == 1, "one is cancelled")
     await direct.left(1)
     adapter.let_go()
@@ -75,7 +75,7 @@ async def test_a_connection_on_which_something_was_cancelled_is_used_again(direc
     await direct.publish("leaves", request="gone")
     await adapter.until(lambda seen: seen.running == 1, "it is written")
     connections = adapter.connections
-    await direct.send(topology.cancel_subject("_default"), messages.encode(Cancel(("gone",))))
+    await direct.send(topology.cancel_subject("_default"), messages.encode(CancelRequests(("gone",))))
     await adapter.until(lambda seen: seen.cancels and not seen.running, "it is cancelled")
     adapter.let_go()
     for text in ("a", "b"):

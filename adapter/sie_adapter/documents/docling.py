@@ -23,7 +23,7 @@ from sie_adapter.engine.device import Compute, usable_cores
 from sie_adapter.families.extraction import ExtractOptions, Result
 from sie_adapter.readers.written import IsGone
 from sie_contracts.errors import InternalFailure, InvalidInput, SIEError
-from sie_contracts.media.documents import Document, DocumentLimits
+from sie_contracts.media.documents import DocumentFile, DocumentLimits
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
 from sie_contracts.wire.ipc import Rows
@@ -72,7 +72,7 @@ class DoclingCall:
         self._is_gone = is_gone
 
     def extract(
-        self, texts: Sequence[str], options: Sequence[ExtractOptions], documents: Sequence[Document | None]
+        self, texts: Sequence[str], options: Sequence[ExtractOptions], documents: Sequence[DocumentFile | None]
     ) -> list[Result]:
         """The content of each document, or the error of an unusable one. Raises InternalFailure, reason cancelled."""
         refused = [_refusal(document, option) for document, option in zip(documents, options, strict=True)]
@@ -85,7 +85,7 @@ class DoclingCall:
         return [error if error is not None else _result(next(parsed)) for error in refused]
 
 
-def _refusal(document: Document | None, options: ExtractOptions) -> InvalidInput | None:
+def _refusal(document: DocumentFile | None, options: ExtractOptions) -> InvalidInput | None:
     if document is None:
         message = "document: the model reads a document, and the input has none"
         return InvalidInput(message, reason="unsupported_modality", param="document")

@@ -8,7 +8,7 @@ import io
 import re
 import zipfile
 
-from sie_contracts.media.documents import Document
+from sie_contracts.media.documents import DocumentFile
 from sie_contracts.media.media import fault
 
 FORMATS = ("pdf", "docx", "pptx", "xlsx", "odt", "ods", "odp", "html", "md", "csv")
@@ -37,7 +37,7 @@ _OPEN = {
 _READ = ", ".join(FORMATS)
 
 
-def format_of(document: Document) -> str:
+def format_of(document: DocumentFile) -> str:
     """One of FORMATS. Raises InvalidInput, reason invalid_media, for what none of them is."""
     data, format_name = document.data, document.format
     head = data[:_HEAD]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from sie_contracts.media.documents import MAX_BYTES, Document
-from sie_contracts.wire.child_frames import Frames, Hello, Unusable
+from sie_contracts.media.documents import MAX_BYTES, DocumentFile
+from sie_contracts.wire.child_frames import ChildFrames, Hello, Unusable
 
 MAX_JOB_BYTES = MAX_BYTES + 4096
 MAX_ANSWER_BYTES = 64 << 20
@@ -15,7 +15,7 @@ class ParseJob(msgspec.Struct, frozen=True, tag=True):
     """One document."""
 
     number: int
-    document: Document
+    document: DocumentFile
 
 
 class Parsed(msgspec.Struct, frozen=True, tag=True):
@@ -33,5 +33,5 @@ class Parsed(msgspec.Struct, frozen=True, tag=True):
 
 
 Answer = Hello | Parsed | Unusable
-_FRAMES: Frames[ParseJob, Answer] = Frames(ParseJob, Answer)
+_FRAMES: ChildFrames[ParseJob, Answer] = ChildFrames(ParseJob, Answer)
 frame, job, answer = _FRAMES.frame, _FRAMES.job, _FRAMES.answer

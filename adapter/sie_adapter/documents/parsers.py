@@ -29,7 +29,7 @@ from sie_adapter.documents import parser_frames
 from sie_adapter.documents.parser_frames import Parsed, ParseJob
 from sie_adapter.memory.device_errors import cancelled
 from sie_contracts.errors import InternalFailure, ResourceExhausted, SIEError
-from sie_contracts.media.documents import Document
+from sie_contracts.media.documents import DocumentFile
 from sie_contracts.media.media import fault
 from sie_contracts.wire.child_frames import Hello, Unusable
 from sie_contracts.wire.ipc import FrameError, receive_frame
@@ -79,7 +79,7 @@ class Parsers:
         return tuple(sorted(process.pid for process in list(self._processes.values()) if process.runs))
 
     def parse(
-        self, documents: Sequence[Document], is_gone: Callable[[], bool] = lambda: False
+        self, documents: Sequence[DocumentFile], is_gone: Callable[[], bool] = lambda: False
     ) -> list[Parsed | SIEError]:
         """Each of them, or why it is unusable: InvalidInput, reason invalid_media, whose message begins with the cause,
         or another error where it is not the document.
@@ -103,7 +103,7 @@ class Parsers:
             process.end()
         self._threads.shutdown(cancel_futures=True)
 
-    def _parse(self, document: Document, call: _ParseCall) -> Parsed | SIEError:
+    def _parse(self, document: DocumentFile, call: _ParseCall) -> Parsed | SIEError:
         try:
             return self._answered(document, call)
         except SIEError as error:
@@ -132,7 +132,7 @@ class Parsers:
         if process is not None:
             process.end()
 
-    def _answered(self, document: Document, call: _ParseCall) -> Parsed:
+    def _answered(self, document: DocumentFile, call: _ParseCall) -> Parsed:
         process = self._started()
         try:
             with call.running(process):
@@ -250,7 +250,7 @@ class _ParserProcess:
             return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * resource.getpagesize()
         return 0
 
-    def run(self, document: Document, deadline_s: float) -> Parsed | Unusable:
+    def run(self, document: DocumentFile, deadline_s: float) -> Parsed | Unusable:
         """Raises _Lost, _Late."""
         self._number += 1
         job = ParseJob(self._number, document)

@@ -22,7 +22,7 @@ from sie_adapter.engine import engines
 from sie_adapter.engine.device import to_device
 from sie_adapter.engine.item_results import ClientVectors, ItemResult, ItemResults, batch_reply
 from sie_adapter.heads import Head, Row, States
-from sie_adapter.memory.batch_limits import BatchLimits, PassRecords, split_off
+from sie_adapter.memory.batch_limits import DeviceLimits, PassRecords, split_off
 from sie_adapter.memory.device_errors import is_device_fatal
 from sie_adapter.memory.oom import OomRecovery, Remedy, exhausted
 from sie_adapter.packed.lora import ModelLoras
@@ -77,7 +77,7 @@ class BatchRun:
         device: torch.device,
         message: RunBatch,
         make_room: Callable[[], Remedy | None] = lambda: None,
-        batch_limits: BatchLimits | None = None,
+        batch_limits: DeviceLimits | None = None,
         key: str = "",
         count_remedy: Callable[[Remedy], None] = lambda remedy: None,
         pass_records: PassRecords | None = None,

@@ -26,7 +26,7 @@ from sie_adapter.engine.device_threads import DeviceThreads
 from sie_adapter.engine.instrumentation import Instrumentation
 from sie_adapter.engine.raw import extract_options, run_raw
 from sie_adapter.loading.loading import Loader, classed
-from sie_adapter.memory.batch_limits import BatchLimits, PassRecords, limits_key
+from sie_adapter.memory.batch_limits import DeviceLimits, PassRecords, limits_key
 from sie_adapter.memory.device_errors import is_device_fatal, is_out_of_memory
 from sie_adapter.memory.oom import OomCounters, Remedy, on_new_thread
 from sie_adapter.memory.residency import DeviceMemory, Permission, ResidentModels
@@ -86,7 +86,7 @@ class AdapterEngine:
             count=self.oom_counters.count,
         )
         self._preprocessing = threading.BoundedSemaphore(settings.preprocessor_workers)
-        self.batch_limits = BatchLimits.for_machine(settings)
+        self.batch_limits = DeviceLimits.for_machine(settings)
         self._pass_records = PassRecords.for_socket(settings) if self.device.type == "cpu" else None
         # a second stream of kernels on one GPU only adds contention; on a CPU, bench/engine.py says: two lanes 324
         # texts/s, two processes 333, one pass on both cores 292 (mixed lengths, bfloat16); 3,623, 3,608 and 2,567 on

@@ -44,7 +44,7 @@ COSINE_8 = 0.99
 TAU, TAU_8 = 0.98, 0.95
 
 
-class Certificate(msgspec.Struct, frozen=True):
+class LoadCertificate(msgspec.Struct, frozen=True):
     """The results of the checks of a load. `packed`: the worst cosine of each output; `golden`: the worst cosine; None:
     nothing of the kind to compare.
     """
@@ -55,7 +55,7 @@ class Certificate(msgspec.Struct, frozen=True):
     seconds: float
 
 
-def certify(model: Any, folder: Path, resolved: Resolved, compute: Compute) -> Certificate:
+def certify(model: Any, folder: Path, resolved: Resolved, compute: Compute) -> LoadCertificate:
     """Check a model that was just loaded. Raises ModelLoadFailed CERTIFICATE with what does not hold and where."""
     started = time.perf_counter()
     entry = resolved.entry
@@ -66,7 +66,7 @@ def certify(model: Any, folder: Path, resolved: Resolved, compute: Compute) -> C
         packed = _check_packed(model, entry, compute) if hasattr(model, "backbone") else {}
         is_compared = entry.golden and not resolved.load.accept_unproven
         golden = _check_golden(model, entry, compute) if is_compared else None
-    return Certificate(digests, packed, golden, round(time.perf_counter() - started, 3))
+    return LoadCertificate(digests, packed, golden, round(time.perf_counter() - started, 3))
 
 
 def _refuse(entry: ModelEntry, cause: str) -> Exception:
@@ -274,6 +274,6 @@ def _encoded(model: Any, entry: ModelEntry, texts: Sequence[str]) -> np.ndarray:
     return np.asarray(vectors[np.argsort(packed.order)])
 
 
-def as_map(certificate: Certificate) -> dict[str, Any]:
+def as_map(certificate: LoadCertificate) -> dict[str, Any]:
     """For the models API."""
     return msgspec.to_builtins(certificate)  # type: ignore[no-any-return]

@@ -10,7 +10,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from yaml import YAMLError
 
 from sie_contracts.errors import ValidationFailed
-from sie_contracts.models.bundles import Bundle
+from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.models.catalogue import packaged_folder
 from sie_contracts.settings import SettingError, Settings
 from sie_runtime.feed import read_bundles
@@ -34,7 +34,7 @@ def check(settings: Settings) -> None:
         raise SettingError("SIE_BUNDLE", f"bundle {bundle.id} needs {'; '.join(faults)}: {fix}")
 
 
-def lacking(bundle: Bundle) -> list[str]:
+def lacking(bundle: BundleEntry) -> list[str]:
     """The packages that are not installed as the bundle requires, in words."""
     faults = []
     for text in bundle.requires:
@@ -55,7 +55,7 @@ def lacking(bundle: Bundle) -> list[str]:
     return faults
 
 
-def _described(settings: Settings) -> Bundle | None:
+def _described(settings: Settings) -> BundleEntry | None:
     own = Path(settings.models_dir or "./models").expanduser() / "bundles"
     bundles = dict(read_bundles(packaged_folder() / "bundles"))
     if own.is_dir():

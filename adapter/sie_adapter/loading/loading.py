@@ -27,7 +27,7 @@ from sie_adapter.engine import engines
 from sie_adapter.engine.device import Compute
 from sie_adapter.engine.engines import TORCH, Choice, EngineFacts, Unserved
 from sie_adapter.loading import certificate
-from sie_adapter.loading.certificate import Certificate
+from sie_adapter.loading.certificate import LoadCertificate
 from sie_adapter.loading.precision import bfloat16_lacks, resolve_precision
 from sie_adapter.loading.weight_files import check_weights, safetensors_of
 from sie_adapter.memory.device_errors import is_device_fatal, is_out_of_memory
@@ -107,7 +107,7 @@ class Loader:
     sources: WeightSources
     settings: Settings
     outputs: TowerOutputs = field(default_factory=TowerOutputs)
-    certificates: dict[tuple[str, ...], Certificate] = field(default_factory=dict)
+    certificates: dict[tuple[str, ...], LoadCertificate] = field(default_factory=dict)
     _checked: set[tuple[str, ...]] = field(default_factory=set)  # files of weights, with sizes and times
     _reported: set[tuple[str, str]] = field(
         default_factory=set

@@ -83,7 +83,7 @@ def _believed(edge: BatchLimit) -> int:
     return max(1, min(edge.fail_tokens - 1, max(edge.fit_tokens, edge.fail_tokens // 2)))
 
 
-class BatchLimits:
+class DeviceLimits:
     """The edges of this device, at most MAX_KEYS, kept in the file at `path`. Every method may be called from any
     thread. None raises.
 
@@ -101,7 +101,7 @@ class BatchLimits:
         self._saved_s = 0.0
 
     @classmethod
-    def for_machine(cls, settings: Settings) -> BatchLimits:
+    def for_machine(cls, settings: Settings) -> DeviceLimits:
         """The limits of this machine, which all of its adapters share."""
         return cls(learnt_folder(settings) / "frontier.json")
 
@@ -305,7 +305,7 @@ class CrashRecord:
     one.
     """
 
-    def __init__(self, pass_records: PassRecords, batch_limits: Callable[[], BatchLimits]) -> None:
+    def __init__(self, pass_records: PassRecords, batch_limits: Callable[[], DeviceLimits]) -> None:
         """`batch_limits` reads the file, which the process that died has written."""
         self._pass_records = pass_records
         self._read_limits = batch_limits

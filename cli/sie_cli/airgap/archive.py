@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Literal
 import msgspec
 
 from sie_cli.refusal import CommandRefused
-from sie_contracts.models.bundles import BUNDLE_ID, Bundle
+from sie_contracts.models.bundles import BUNDLE_ID, BundleEntry
 from sie_store.weights.manifest import FileFact, is_safe
 
 INDEX, SUMS, BILL = "airgap.json", "SHA256SUMS", "sbom.cdx.json"
@@ -48,7 +48,7 @@ class ArchiveIndex(msgspec.Struct, frozen=True):
     files: dict[str, FileFact]
     entries: list[dict[str, Any]]
     aliases: list[dict[str, Any]] = []
-    bundles: list[Bundle] = []
+    bundles: list[BundleEntry] = []
     kind: Literal["sie-airgap"] = "sie-airgap"
     version: int = VERSION
 

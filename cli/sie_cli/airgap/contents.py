@@ -28,7 +28,7 @@ from sie_cli.refusal import CommandRefused
 from sie_config_service.overlay import PLUG_INS, Folders
 from sie_contracts.models import families
 from sie_contracts.models.aliases import Alias
-from sie_contracts.models.bundles import Bundle, serving
+from sie_contracts.models.bundles import BundleEntry, serving
 from sie_contracts.models.catalogue import Catalogue, packaged_folder
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.wire.topology import token
@@ -60,7 +60,7 @@ class ArchiveSelection:
 
     entries: list[ModelEntry]
     aliases: list[Alias]
-    bundles: list[Bundle]
+    bundles: list[BundleEntry]
 
 
 class FileGathering:
@@ -266,7 +266,7 @@ def choose(folders: Folders, names: Iterable[str]) -> ArchiveSelection:
     )
 
 
-def _is_packaged(bundle: Bundle) -> bool:
+def _is_packaged(bundle: BundleEntry) -> bool:
     """Whether every installation has it. Families of plug-ins, which are installed beside it, are no difference."""
     packaged = read_bundles(packaged_folder() / "bundles").get(bundle.id)
     return packaged is not None and msgspec.structs.replace(bundle, families=packaged.families) == packaged

@@ -19,8 +19,8 @@ from sie_contracts.api.jobs import JobInput
 from sie_contracts.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from sie_contracts.jobs import Span
-    from sie_store.datasets.objects import Found
+    from sie_contracts.jobs import RowSpan
+    from sie_store.datasets.objects import ObjectEntry
     from sie_store.datasets.places import Place
 
 OBJECTS, SPANS = 8, 20  # that a sample is taken from, at most
@@ -92,7 +92,7 @@ class Corpus:
 
         draw = random.Random(seed)  # noqa: S311  a sample, not a secret
         objects = await self._objects()
-        spans: list[tuple[Place, Span]] = []
+        spans: list[tuple[Place, RowSpan]] = []
         for part in draw.sample(objects, min(OBJECTS, len(objects))):
             place = self._of(part)
             spans += [(place, span) for span in await self._spans(place)]
@@ -110,7 +110,7 @@ class Corpus:
             raise CommandRefused(f"--corpus {self.source}: {error}") from error
         return CorpusSample(draw.sample(list(texts), min(count, len(texts))), total, faults)
 
-    async def _objects(self) -> list[Found]:
+    async def _objects(self) -> list[ObjectEntry]:
         from sie_store.datasets.plans import inputs
         from sie_store.object_stores import StoreError
 
@@ -125,7 +125,7 @@ class Corpus:
             raise CommandRefused(f"--corpus {self.source}: there is nothing to read")
         return objects
 
-    def _of(self, object: Found) -> Place:
+    def _of(self, object: ObjectEntry) -> Place:
         """The place of one object."""
         from sie_store.datasets.places import Place
 
@@ -133,12 +133,12 @@ class Corpus:
             return self.place
         return Place(self.place.store, self.place.folder, object.source, root=self.place.root)
 
-    async def _spans(self, place: Place) -> list[Span]:
+    async def _spans(self, place: Place) -> list[RowSpan]:
         from sie_store.datasets.plans import Broken, plan
         from sie_store.object_stores import StoreError
 
         try:
-            spans: list[Span] = []
+            spans: list[RowSpan] = []
             async for planned in plan(place, self.input, SPAN_ROWS):
                 if isinstance(planned, Broken):
                     raise InvalidInput(planned.error.message)

@@ -218,7 +218,7 @@ def _sample(engine: Any, entry: ModelEntry, task: Any, tokenizer: Any) -> list[s
     parameters: dict[str, Any] = {"encode": {"output_types": outputs}, "extract": {"labels": LABELS}}.get(task, {})
     options = run_options(Catalogue({entry.id: entry}).resolve(entry.id), parameters, task)[1].run
     texts = [SECOND] if task != "encode" else [SAMPLE]
-    work = rowing.RowInput([Input(text) for text in texts], Input(SAMPLE) if task == "score" else None, options)
+    work = rowing.WorkItemInput([Input(text) for text in texts], Input(SAMPLE) if task == "score" else None, options)
     with engine.residency.use(entry.id) as resident:
         layout = resident.weights.rows[task]
     (prepared,) = layouts.make(tokenizer, layout, [work])

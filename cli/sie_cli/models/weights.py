@@ -22,10 +22,10 @@ from sie_store.weights.manifest import FetchFailed, Manifest, ManifestError, che
 
 if TYPE_CHECKING:
     from sie_store.cluster import ClusterCache
-    from sie_store.weights.bucket import Stored
+    from sie_store.weights.bucket import CommitState
     from sie_store.weights.cache import LocalCache
     from sie_store.weights.locks import Lock
-    from sie_store.weights.progress import Progress
+    from sie_store.weights.progress import FetchProgress
 
 F = TypeVar("F", bound=Callable[..., Any])
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
@@ -370,15 +370,15 @@ def _cluster(settings: Settings) -> ClusterCache:
     return ClusterCache(settings.cluster_cache)
 
 
-def _stored(settings: Settings, local: bool) -> list[Stored]:
+def _stored(settings: Settings, local: bool) -> list[CommitState]:
     return _stored_here(settings) if local else _cluster(settings).listed()
 
 
-def _stored_here(settings: Settings) -> list[Stored]:
+def _stored_here(settings: Settings) -> list[CommitState]:
     """The local cache in the words of the bucket's list. What has a manifest is there with what names and sizes show to
     be wrong. What the hub's own client put there has none: it is there if its listing tells that it is complete.
     """
-    from sie_store.weights.bucket import Stored
+    from sie_store.weights.bucket import CommitState
 
     cache, copies = _cache(settings), []
     for folder in sorted(cache.hub.glob("models--*/snapshots/*")):
@@ -393,17 +393,17 @@ def _stored_here(settings: Settings) -> list[Stored]:
                     if manifest is None or name in manifest.files
                 }
                 wrong = verify(folder, manifest, digests=False) if manifest is not None else []
-                copies.append(Stored(repository, revision, manifest, sizes, {line: line for line in wrong}))
+                copies.append(CommitState(repository, revision, manifest, sizes, {line: line for line in wrong}))
     return copies
 
 
-def _checked_here(settings: Settings, stored: Stored, progress: Progress) -> list[str]:
+def _checked_here(settings: Settings, stored: CommitState, progress: FetchProgress) -> list[str]:
     assert stored.manifest is not None
     progress.expect(stored.manifest.bytes)
     return verify(_cache(settings).place(stored.repository, stored.revision), stored.manifest, read=progress.add)
 
 
-def _named(stored: list[Stored], names: tuple[str, ...]) -> Iterator[Stored]:
+def _named(stored: list[CommitState], names: tuple[str, ...]) -> Iterator[CommitState]:
     """Select by repository or repository@commit, the commit whole or its beginning; without a name all.
 
     Raises CommandRefused, click.UsageError.
@@ -447,11 +447,11 @@ def _refusing(settings: Settings) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _bar(label: str) -> Iterator[Progress]:
+def _bar(label: str) -> Iterator[FetchProgress]:
     """Show the progress of a transfer: a bar on a terminal, no output elsewhere."""
-    from sie_store.weights.progress import Progress
+    from sie_store.weights.progress import FetchProgress
 
-    progress = Progress(label)
+    progress = FetchProgress(label)
     with display.transfers() as bars:
         task = bars.add_task(label, total=None)
         progress.on_step = lambda state: bars.update(task, completed=state.done_bytes, total=state.total_bytes or None)

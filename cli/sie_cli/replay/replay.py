@@ -22,10 +22,10 @@ from sie_contracts.settings import Settings
 from sie_gateway.inference import chunk
 from sie_sidecar.batching.batch import (
     Batch,
+    BatchEntry,
     BatchKey,
     BatchLimits,
     DeviceLoad,
-    Job,
     Load,
     Waiting,
     WaitUntil,
@@ -345,7 +345,7 @@ class _ReplayWorker:
     def _tokenised(self, group: list[_ReplayItem]) -> None:
         self._tokenising = False
         for item in group:
-            self._waiting.add(Job(item.key, item.cost, self._replay.now_s, item, item.bulk))
+            self._waiting.add(BatchEntry(item.key, item.cost, self._replay.now_s, item, item.bulk))
         self._gather()
         self._dispatch()
 

@@ -36,7 +36,7 @@ from sie_cli.serve.readiness import Probe, lacks_workers, not_ready, unread_stre
 from sie_cli.serve.supervisor import Child, Supervisor
 from sie_contracts.loopback import is_loopback
 from sie_contracts.models.trust import Allowed
-from sie_contracts.settings import BY_NAME, ROWS, Row, Secret, Settings, public_url
+from sie_contracts.settings import BY_NAME, ROWS, Secret, SettingRow, Settings, public_url
 from sie_runtime.process import end_signals
 from sie_store.models_folder import in_use, place_of
 
@@ -425,7 +425,7 @@ def _command() -> list[str]:
     )
 
 
-def flag(row: Row, raw: str) -> list[str]:
+def flag(row: SettingRow, raw: str) -> list[str]:
     """A setting as arguments of a command line."""
     if isinstance(row.default, bool):
         return [row.flag if row.read(raw) else f"--no-{row.flag[2:]}"]

@@ -19,7 +19,7 @@ _LEAST_TREND = 10  # cells of a trend line: fewer say nothing
 _STEPS = "▁▂▃▄▅▆▇█"
 
 
-class HistoryStep(msgspec.Struct, frozen=True):
+class TrendStep(msgspec.Struct, frozen=True):
     """Step of a gateway's history over some seconds. `p50_ms`, `p99_ms`: by stage."""
 
     at: int
@@ -37,7 +37,7 @@ class HistoryTrend(msgspec.Struct, frozen=True):
     now: float
     step_s: int
     stages: list[str]
-    steps: list[HistoryStep]
+    steps: list[TrendStep]
 
 
 def of_frames(trend: Iterable[tuple[float, int | None]], width: int) -> list[Text]:

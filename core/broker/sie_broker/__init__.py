@@ -108,7 +108,7 @@ class ConsumerState:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StreamMessage:
     """A message as a stream stores it. `sent_s` is the broker's wall clock when it was stored."""
 
     sequence: int
@@ -308,7 +308,7 @@ class Queue(Connection, Protocol):
         the message is then leased twice.
         """
 
-    async def first_stored(self, stream: str, sequence: int = 0, subject: str = ">") -> Stored | None:
+    async def first_stored(self, stream: str, sequence: int = 0, subject: str = ">") -> StreamMessage | None:
         """The first message at `sequence` or above whose subject matches `subject`, waiting or leased; None if there is
         none.
         """

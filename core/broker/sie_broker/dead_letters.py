@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from sie_broker import Queue, Stored, StreamState
+from sie_broker import Queue, StreamMessage, StreamState
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.messages import DeadLetter, WorkItem
 
@@ -20,7 +20,7 @@ SPAN = 16  # sequences that are read together on the way to older ones, and lett
 
 
 @dataclass(frozen=True)
-class Found:
+class DeadLetterEntry:
     """A dead letter and its place in the stream. `item` is None for work that nobody can read."""
 
     sequence: int
@@ -66,7 +66,7 @@ class Letters:
         """Return the number of letters, and their first and last sequence."""
         return await self._queue.stream_state(self._stream)
 
-    async def all(self, after: int = 0) -> AsyncGenerator[Found, None]:
+    async def all(self, after: int = 0) -> AsyncGenerator[DeadLetterEntry, None]:
         """Every letter above the sequence `after`, the oldest first, also those that are written meanwhile."""
         sequence = after + 1
         while (stored := await self._queue.first_stored(self._stream, sequence)) is not None:
@@ -74,7 +74,7 @@ class Letters:
             if (letter := self._read(stored)) is not None:
                 yield letter
 
-    async def newest(self, before: int = 0) -> AsyncGenerator[Found, None]:
+    async def newest(self, before: int = 0) -> AsyncGenerator[DeadLetterEntry, None]:
         """Every letter below the sequence `before`, or all of now without one, the newest first.
 
         A broker finds the next stored message upwards only. So a span of sequences is read upwards and told downwards;
@@ -103,20 +103,20 @@ class Letters:
                     yield letter
             high = low - 1
 
-    async def at(self, sequence: int) -> Found | None:
+    async def at(self, sequence: int) -> DeadLetterEntry | None:
         """The letter at a place; None where there is none any more."""
         stored = await self._queue.first_stored(self._stream, sequence)
         return self._read(stored) if stored is not None and stored.sequence == sequence else None
 
-    async def named(self, begin: str) -> list[Found]:
+    async def named(self, begin: str) -> list[DeadLetterEntry]:
         """List the letters whose id begins with `begin`."""
         return [letter async for letter in self.all() if letter.letter.id.startswith(begin)]
 
-    async def remove(self, letter: Found) -> bool:
+    async def remove(self, letter: DeadLetterEntry) -> bool:
         """Forget a letter, with the inputs in it. False if it does not exist any more."""
         return await self._queue.delete(self._stream, letter.sequence)
 
-    def _read(self, stored: Stored) -> Found | None:
+    def _read(self, stored: StreamMessage) -> DeadLetterEntry | None:
         try:
             letter = messages.decode_dead_letter(stored.data)
         except msgspec.DecodeError as error:
@@ -126,4 +126,4 @@ class Letters:
             item = messages.decode_work(letter.item)
         except (msgspec.DecodeError, UnicodeDecodeError):
             item = None
-        return Found(stored.sequence, letter, item)
+        return DeadLetterEntry(stored.sequence, letter, item)

@@ -64,7 +64,7 @@ async def retry_conflicts(attempt: Callable[[], Awaitable[R]], attempts: int | N
     raise AssertionError("unreachable")
 
 
-class Bucket:
+class RecordBucket:
     """A bucket by its name, opened when it is first used.
 
     An operation that fails may mean that the broker lost the bucket: the next operation opens it again, which makes it
@@ -142,7 +142,7 @@ class Record(Generic[T]):
 
     def __init__(
         self,
-        bucket: Bucket,
+        bucket: RecordBucket,
         decode: Callable[[Entry], T],
         on_value: Callable[[str, T | None, int], None],
         *,
@@ -290,9 +290,9 @@ async def _read_all(bucket: KeyValue) -> tuple[Sequence[Entry], int]:
     return entries, max((entry.revision for entry in entries), default=0)
 
 
-def leases_of(broker: Store, *, storage: str, replicas: int) -> Bucket:
+def leases_of(broker: Store, *, storage: str, replicas: int) -> RecordBucket:
     """The bucket of all leases. Nobody follows it, so what was released is soon forgotten: each job has a lease."""
-    return Bucket(broker, LEASES_BUCKET, storage=storage, replicas=replicas, removed_age_s=RELEASED_AGE_S)
+    return RecordBucket(broker, LEASES_BUCKET, storage=storage, replicas=replicas, removed_age_s=RELEASED_AGE_S)
 
 
 class LeaderLease:
@@ -306,7 +306,7 @@ class LeaderLease:
     """
 
     def __init__(
-        self, bucket: Bucket, key: str, *, lease_s: float = LEASE_S, clock: Callable[[], float] = time.monotonic
+        self, bucket: RecordBucket, key: str, *, lease_s: float = LEASE_S, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._bucket = bucket
         self._key = key

@@ -27,7 +27,7 @@ SPARE_BYTES = 4 << 10  # below the broker's limit, for the headers of a message
 
 
 @dataclass(frozen=True)
-class Change:
+class TableChange:
     """The writes of a change, and the table after it. `sizes`: bytes of each part."""
 
     writes: list[Write]
@@ -38,18 +38,18 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredPart:
     """The value of a key of the bucket. `size`: as it is stored, bytes."""
 
     value: Placement | PlacementPart
     size: int
 
 
-def decode(entry: Entry) -> Stored:
+def decode(entry: Entry) -> StoredPart:
     """Raises ValueError for a value that is neither a table nor a part of one."""
     value = entry.value or b""
     is_part = topology.lane_key_of(entry.key) != entry.key
-    return Stored(records.decode_placement_part(value) if is_part else records.decode_placement(value), len(value))
+    return StoredPart(records.decode_placement_part(value) if is_part else records.decode_placement(value), len(value))
 
 
 async def read_lane(bucket: KeyValue, lane_key: str) -> tuple[list[Entry], int]:
@@ -92,7 +92,7 @@ class StoredTable:
         """Whether the key belongs to this table."""
         return key == self.key or topology.part_number(self.key, key) is not None
 
-    def put(self, key: str, stored: Stored | None, revision: int) -> bool:
+    def put(self, key: str, stored: StoredPart | None, revision: int) -> bool:
         """Set the value of a key; None: it was removed, or cannot be read. Returns whether the table changed."""
         number = topology.part_number(self.key, key)
         value = None if stored is None else stored.value
@@ -134,7 +134,7 @@ class StoredTable:
         self.table = Placement(head.at_s, hosts, raised_s)
         return True
 
-    def change(self, table: Placement, max_payload: int) -> Change:
+    def change(self, table: Placement, max_payload: int) -> TableChange:
         """The writes that make the bucket hold this table. They expect the revision that is known here.
 
         `max_payload`: the broker's limit of a message, bytes. Raises PayloadTooBig if the hosts of one model exceed it.
@@ -148,13 +148,13 @@ class StoredTable:
             )
         return change
 
-    def _change(self, table: Placement, max_payload: int) -> Change:
+    def _change(self, table: Placement, max_payload: int) -> TableChange:
         limit = max_payload - SPARE_BYTES
         if not self._sizes or sum(self._sizes.values()) <= WHOLE_BYTES // 2:
             whole = messages.encode(table)
             if len(whole) <= min(WHOLE_BYTES, limit):
                 removals = [Write(topology.part_key(self.key, number), None) for number in sorted(self._parts)]
-                return Change([*removals, Write(self.key, whole, self.revision)], table, table, {}, {})
+                return TableChange([*removals, Write(self.key, whole, self.revision)], table, table, {}, {})
         parts, encoded = self._split(table, min(PART_BYTES, limit))
         head = Placement(table.at_s, parts=tuple(parts[number].stamp for number in range(len(parts))))
         writes = [Write(topology.part_key(self.key, number), data) for number, data in encoded.items()]
@@ -164,9 +164,9 @@ class StoredTable:
         sizes = {number: self._sizes.get(number, 0) for number in parts} | {
             number: len(data) for number, data in encoded.items()
         }
-        return Change([*writes, Write(self.key, messages.encode(head), self.revision)], table, head, parts, sizes)
+        return TableChange([*writes, Write(self.key, messages.encode(head), self.revision)], table, head, parts, sizes)
 
-    def written(self, change: Change, revision: int) -> None:
+    def written(self, change: TableChange, revision: int) -> None:
         """The change was stored."""
         self.table, self._head, self.revision = change.table, change.head, revision
         self._parts, self._sizes = change.parts, change.sizes

@@ -262,7 +262,7 @@ class ModelLoading(SIEError):
     code, status, retryable, retry_after_s = "MODEL_LOADING", 503, True, 5
 
 
-class Provisioning(SIEError):
+class NotProvisioned(SIEError):
     """No worker for this is ready yet: `gpu`, `bundle`, `estimated_wait_s`. 202 on native routes to public SDKs
     below 0.6.5.
     """

@@ -31,7 +31,7 @@ class Holdings:
 
 
 @dataclass(slots=True, eq=False)
-class Worker:
+class HostWorker:
     name: str
     index: int
     lot: int
@@ -59,7 +59,7 @@ class Order:
     different workers.
     """
 
-    def __init__(self, workers: Iterable[Worker]) -> None:
+    def __init__(self, workers: Iterable[HostWorker]) -> None:
         self._rings: dict[Key, list[tuple[int, str]]] = {}
         self._keys: dict[str, Key] = {}
         for worker in workers:
@@ -69,7 +69,7 @@ class Order:
             ring.sort()
         self._sorted = sorted(self._rings)
 
-    def moved(self, worker: Worker) -> None:
+    def moved(self, worker: HostWorker) -> None:
         """Sort the worker in again: its key may have changed."""
         before, key, entry = self._keys[worker.name], worker.key, (worker.lot, worker.name)
         if key == before:

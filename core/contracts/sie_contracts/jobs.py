@@ -53,7 +53,7 @@ class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="file/1"):
     state: FileState = "ready"
 
 
-class Span(msgspec.Struct, frozen=True, omit_defaults=True):
+class RowSpan(msgspec.Struct, frozen=True, omit_defaults=True):
     """A part of the input: rows `first` to `first + rows` of an object, which lie at `start` to `end`: bytes of a text
     format, row groups of Parquet. Of images, `source` is the folder and `after` the name before the first one.
 
@@ -93,7 +93,7 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan/1"):
     that a line before has.
     """
 
-    spans: tuple[Span, ...]
+    spans: tuple[RowSpan, ...]
     unread: tuple[Unread, ...] = ()
     again: tuple[Again, ...] = ()
     repeated: tuple[int, ...] = ()

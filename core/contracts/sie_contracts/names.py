@@ -52,7 +52,7 @@ def _kinds(types: str) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
-class Names:
+class NameIndex:
     """An index over a fixed set of ids. Its tables are built at the first look-up."""
 
     def __init__(self, ids: Iterable[str]) -> None:

@@ -26,7 +26,7 @@ RETRY_S = 1.0  # between attempts while there is no first measurement
 _logger = logging.getLogger("sie.clock")
 
 
-class Sample(NamedTuple):
+class ClockSample(NamedTuple):
     """One request: our clock when it was sent and when the answer came, and the broker's time in the answer."""
 
     asked_s: float
@@ -34,7 +34,7 @@ class Sample(NamedTuple):
     broker_s: float
 
 
-def estimate(samples: Iterable[Sample]) -> tuple[float, float]:
+def estimate(samples: Iterable[ClockSample]) -> tuple[float, float]:
     """(broker time minus ours, margin of error), from the sample with the shortest round trip. `samples` is
     not empty.
     """
@@ -68,7 +68,7 @@ class BrokerClock:
 
     async def measure(self) -> None:
         """Send SAMPLES requests. Raises BrokerError if none is answered; then the last measurement stays."""
-        samples: list[Sample] = []
+        samples: list[ClockSample] = []
         for _ in range(SAMPLES):
             asked_s = self._clock()
             try:
@@ -77,7 +77,7 @@ class BrokerClock:
                 if not samples:
                     raise
                 break
-            samples.append(Sample(asked_s, self._clock(), broker_s))
+            samples.append(ClockSample(asked_s, self._clock(), broker_s))
         self._offset_s, self.margin_s = estimate(samples)
 
     async def run(self) -> None:

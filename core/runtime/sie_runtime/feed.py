@@ -26,7 +26,7 @@ import msgspec
 from sie_broker import BrokerError, Bus, CoreMessage, Subscription
 from sie_contracts.errors import SIEError, ValidationFailed
 from sie_contracts.models.aliases import Alias
-from sie_contracts.models.bundles import Bundle, parse_bundle
+from sie_contracts.models.bundles import BundleEntry, parse_bundle
 from sie_contracts.models.catalogue import Catalogue, packaged_folder
 from sie_contracts.models.entries import ModelEntry, parse_document, parse_entry
 from sie_contracts.settings import Secret
@@ -134,7 +134,7 @@ async def snapshot(export: Export) -> Catalogue:
             await asyncio.sleep(0)
     revisions = {model.model_id: model.revision for model in models}
     written = {model.model_id: model.written for model in models if model.written}
-    bundles = {bundle.id: bundle for bundle in (msgspec.convert(raw, Bundle) for raw in export.bundles)}
+    bundles = {bundle.id: bundle for bundle in (msgspec.convert(raw, BundleEntry) for raw in export.bundles)}
     return Catalogue.of(documents, revisions, bundles, export.epoch, written)
 
 
@@ -344,7 +344,7 @@ def read_folder(folder: Path) -> Mapping[str, ModelEntry]:
     return entries
 
 
-def read_bundles(folder: Path) -> Mapping[str, Bundle]:
+def read_bundles(folder: Path) -> Mapping[str, BundleEntry]:
     """All bundles of a folder, by id. Raises ValidationFailed for a file that is not a valid bundle."""
     import yaml
 

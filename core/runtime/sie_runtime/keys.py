@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from sie_broker import BrokerError, Entry, KeyValue, Store, Write
-from sie_broker.record import Bucket, Record
+from sie_broker.record import Record, RecordBucket
 from sie_contracts.wire import topology
 from sie_runtime.process import Stop, Trouble
 
@@ -36,7 +36,7 @@ MAX_NAMED = 10  # keys in one line
 _logger = logging.getLogger("sie.keys")
 
 
-class Limits(msgspec.Struct, frozen=True, omit_defaults=True):
+class KeyLimits(msgspec.Struct, frozen=True, omit_defaults=True):
     """Limits of one credential, beside the limits for all. 0: no limit of its own."""
 
     body_bytes: int = 0
@@ -44,7 +44,7 @@ class Limits(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens_per_minute: int = 0
 
 
-NO_LIMITS = Limits()
+NO_LIMITS = KeyLimits()
 
 
 class Key(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -59,7 +59,7 @@ class Key(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     created_s: float
     expires_s: float = 0.0
     revoked_s: float = 0.0
-    limits: Limits = NO_LIMITS
+    limits: KeyLimits = NO_LIMITS
 
     def ended(self, now_s: float) -> str:
         """Return why the key is not valid any more, in two words; empty while it is valid."""
@@ -69,7 +69,7 @@ class Key(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 def create(
-    name: str, scopes: tuple[str, ...], *, now_s: float, expires_s: float = 0.0, limits: Limits = NO_LIMITS
+    name: str, scopes: tuple[str, ...], *, now_s: float, expires_s: float = 0.0, limits: KeyLimits = NO_LIMITS
 ) -> tuple[Key, str]:
     """A new key, and its token. The token is stored nowhere, and the key contains no part of it."""
     token = f"sie_{secrets.token_urlsafe(TOKEN_BYTES)}"
@@ -124,11 +124,11 @@ def stricter(one: Key | None, other: Key | None) -> Key | None:
     return other if other.revoked_s and not one.revoked_s else one
 
 
-def bucket_of(broker: Store, replicas: int, name: str = topology.KEYS_BUCKET) -> Bucket:
+def bucket_of(broker: Store, replicas: int, name: str = topology.KEYS_BUCKET) -> RecordBucket:
     """The bucket of keys, or its copy. It is always stored in files, so that a restart of the broker locks nobody
     out.
     """
-    return Bucket(broker, name, storage="file", replicas=replicas)
+    return RecordBucket(broker, name, storage="file", replicas=replicas)
 
 
 class KeyBuckets:

@@ -161,7 +161,7 @@ class Registry(CollectorRegistry):
         self.scraped = on_scraped  # to be called once all of it was told to whoever keeps it
 
 
-class Maker:
+class MetricMaker:
     """Makes the metrics of one process in `registry`, each once. KeyError for a name that the table does not have.
 
     `traffic` decides which names get series of their own.

@@ -181,7 +181,7 @@ def _sampler(settings: Tracing) -> Sampler:
 def _exporter(name: str, settings: Tracing) -> SpanExporter:
     if name == "console":
         return ConsoleSpanExporter(out=sys.stdout, formatter=lambda span: span.to_json(indent=None) + "\n")
-    return _Collector(settings.endpoint, settings.protocol)
+    return _SpanCollector(settings.endpoint, settings.protocol)
 
 
 class _Told(logging.Filter):
@@ -197,7 +197,7 @@ class _Told(logging.Filter):
 _told = _Told()
 
 
-class _Collector(SpanExporter):
+class _SpanCollector(SpanExporter):
     """A collector over gRPC or HTTP. If it cannot be reached, this is logged once until it has passed; the SDK would
     log each attempt.
     """

@@ -20,11 +20,11 @@ import msgspec
 
 from sie_store import object_stores
 from sie_store.object_stores import AccessRefused, BucketMissing, StoreError
-from sie_store.weights.bucket import Bucket, BucketSource, Stored
+from sie_store.weights.bucket import BucketSource, CommitState, WeightBucket
 from sie_store.weights.cache import Fetch
-from sie_store.weights.download import Digests, Download, Limits, Reader, RemoteFile, each_file
+from sie_store.weights.download import Digests, DownloadLimits, Reader, RemoteFile, SnapshotDownload, each_file
 from sie_store.weights.manifest import FetchFailed, Manifest, check_names, encode
-from sie_store.weights.progress import Progress
+from sie_store.weights.progress import FetchProgress
 from sie_store.weights.push import Push, Pushed
 
 _T = TypeVar("_T")
@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 SETTING = "SIE_CLUSTER_CACHE"
 
 
-async def _wrong(source: BucketSource, files: list[RemoteFile], progress: Progress) -> list[str]:
+async def _wrong(source: BucketSource, files: list[RemoteFile], progress: FetchProgress) -> list[str]:
     """The files whose digest differs from the manifest, a line for each. Nothing is kept of them. Raises FetchFailed,
     StoreError.
     """
@@ -57,9 +57,9 @@ class ClusterCache:
     bounds of time.
     """
 
-    def __init__(self, url: str, limits: Limits | None = None) -> None:
+    def __init__(self, url: str, limits: DownloadLimits | None = None) -> None:
         self.url = url
-        self._bucket = Bucket(url, object_stores.opened(url, SETTING), limits or Limits())
+        self._bucket = WeightBucket(url, object_stores.opened(url, SETTING), limits or DownloadLimits())
 
     def fetch(self, repository: str, revision: str) -> Fetch | None:
         """Return how to fetch a snapshot into the local cache; None if the bucket has no complete one. Raises
@@ -69,12 +69,12 @@ class ClusterCache:
         manifest, _ = self._run(self._bucket.manifest(repository, revision))
         return None if manifest is None else functools.partial(self._fetch, manifest)
 
-    def _fetch(self, manifest: Manifest, folder: Path, progress: Progress) -> Manifest:
+    def _fetch(self, manifest: Manifest, folder: Path, progress: FetchProgress) -> Manifest:
         source = BucketSource(self._bucket, manifest, progress.what)
-        self._run(Download(source, folder, progress).all(source.files()))
+        self._run(SnapshotDownload(source, folder, progress).all(source.files()))
         return msgspec.structs.replace(manifest, origin="cluster")
 
-    def push(self, folder: Path, manifest: Manifest, progress: Progress, *, force: bool = False) -> Pushed:
+    def push(self, folder: Path, manifest: Manifest, progress: FetchProgress, *, force: bool = False) -> Pushed:
         """Write the files of `manifest`, which are in `folder`, then the manifest. Files that the bucket has already
         are skipped, unless `force`.
 
@@ -83,16 +83,16 @@ class ClusterCache:
         encode(manifest)
         return self._run(Push(self._bucket, folder, manifest, progress).all(force=force))
 
-    def listed(self) -> list[Stored]:
+    def listed(self) -> list[CommitState]:
         """All snapshots, incomplete ones too, sorted by name. Raises FetchFailed."""
         return self._run(self._bucket.listed())
 
-    def stored(self, repository: str, revision: str) -> Stored:
+    def stored(self, repository: str, revision: str) -> CommitState:
         """One snapshot, as in `listed`. Raises FetchFailed, ManifestError."""
         check_names(repository, revision)
         return self._run(self._bucket.stored(repository, revision))
 
-    def verify(self, stored: Stored, progress: Progress) -> list[str]:
+    def verify(self, stored: CommitState, progress: FetchProgress) -> list[str]:
         """List the faults of the files of a snapshot: each is read and digested, none is kept. Raises FetchFailed."""
         if stored.manifest is None:
             return list(stored.wrong.values())

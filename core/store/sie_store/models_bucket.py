@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from sie_contracts.settings import SettingError
 from sie_store import object_stores
-from sie_store.object_stores import AccessRefused, BucketMissing, ObjectMissing, Patience, StoreError
+from sie_store.object_stores import AccessRefused, BucketMissing, ObjectMissing, RetryPolicy, StoreError
 
 _T = TypeVar("_T")
 
@@ -28,10 +28,10 @@ class BucketFolder:
     fails.
     """
 
-    def __init__(self, url: str, suffixes: tuple[str, ...], patience: Patience | None = None) -> None:
+    def __init__(self, url: str, suffixes: tuple[str, ...], patience: RetryPolicy | None = None) -> None:
         self.url = url
         self._suffixes = suffixes
-        self._patience = patience or Patience(stall_s=20.0, tries=4)
+        self._patience = patience or RetryPolicy(stall_s=20.0, tries=4)
         self._store = object_stores.opened(url, SETTING)
 
     def look(self) -> dict[str, tuple[int, int, int]]:

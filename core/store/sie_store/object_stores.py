@@ -189,7 +189,7 @@ async def first_bytes(store: ObjectStore, key: str, most: int) -> tuple[GetResul
 
 
 @dataclass(frozen=True)
-class Patience:
+class RetryPolicy:
     """Waiting times and attempts at a store. The pause before the second attempt is `pause_s`; each later one doubles,
     or is what the store asked for; at most MAX_PAUSE_S. It has jitter, because many nodes may ask at once.
     """

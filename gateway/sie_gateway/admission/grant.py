@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sie_contracts.errors import PayloadTooLarge, RateLimited
-from sie_runtime.keys import NO_LIMITS, Limits
+from sie_runtime.keys import NO_LIMITS, KeyLimits
 
 MINUTE_S = 60.0
 WORKERS_NAME = "config-read"  # of the token that workers hold
@@ -33,7 +33,7 @@ class Grant:
 
     key: str = ""
     scopes: frozenset[str] = frozenset()
-    limits: Limits = NO_LIMITS
+    limits: KeyLimits = NO_LIMITS
     name: str = "anonymous"
 
     def owns(self, owner: str) -> bool:
@@ -60,7 +60,7 @@ class Quotas:
         self._clock = clock
         self._levels: dict[str, _TokenLevel] = {}
 
-    def charge(self, key: str, limits: Limits) -> Charge:
+    def charge(self, key: str, limits: KeyLimits) -> Charge:
         """Open the charge of one call of this key."""
         return Charge(self, key, limits.tokens_per_minute)
 

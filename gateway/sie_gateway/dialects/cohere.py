@@ -18,7 +18,7 @@ from sie_contracts.errors import InvalidInput
 from sie_gateway.dialects import embedding_types, fields, multimodal
 from sie_gateway.dialects.selection import able
 from sie_gateway.inference import decoding, reply
-from sie_gateway.inference.body import Item
+from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import Call, EncodedReply, InferRequest
 from sie_gateway.inference.images import header
 from sie_gateway.inference.results import RequestResult
@@ -79,7 +79,7 @@ def _types(body: fields.Body) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _items(body: fields.Body, limit: int) -> tuple[str, tuple[Item, ...]]:
+def _items(body: fields.Body, limit: int) -> tuple[str, tuple[RequestItem, ...]]:
     """The field that the inputs are in, and the inputs."""
     names = [name for name in ("texts", "images", "inputs") if body.get(name) is not None]
     if len(names) != 1:
@@ -95,7 +95,7 @@ def _items(body: fields.Body, limit: int) -> tuple[str, tuple[Item, ...]]:
     return name, tuple(multimodal.image(value, f"images[{index}]") for index, value in enumerate(values))
 
 
-def _parts(value: Any, path: str) -> Item:
+def _parts(value: Any, path: str) -> RequestItem:
     return multimodal.parts(value.get("content") if isinstance(value, dict) else None, f"{path}.content")
 
 
@@ -134,7 +134,7 @@ def _answer(
     return EncodedReply(content, "application/json", finished.headers(finished.reported_times))
 
 
-def _shown(items: Sequence[Item]) -> dict[str, Any]:
+def _shown(items: Sequence[RequestItem]) -> dict[str, Any]:
     """Descriptions of all images by their files, in order; empty where one of them is of a format that is not known
     here.
     """

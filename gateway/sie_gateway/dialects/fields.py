@@ -15,7 +15,7 @@ from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.option_values import describe
 from sie_contracts.wire.messages import Priority
 from sie_gateway.inference import body as bodies
-from sie_gateway.inference.body import Item
+from sie_gateway.inference.body import RequestItem
 
 FIRST_BULK = 500  # of a family's priorities from 0 to 999, the smallest first
 _SIDES = {"query": True, "document": False, "passage": False}
@@ -76,13 +76,13 @@ def inputs(value: Any, name: str, limit: int) -> list[Any]:
     return value
 
 
-def items(value: Any, name: str, limit: int) -> tuple[Item, ...]:
+def items(value: Any, name: str, limit: int) -> tuple[RequestItem, ...]:
     """The texts of a list."""
     values = inputs(value, name, limit)
     for index, entry in enumerate(values):
         if not isinstance(entry, str):
             raise refused(f"{name}[{index}]", entry, "a string")
-    return tuple(Item(bodies.utf8(entry, f"{name}[{index}]")) for index, entry in enumerate(values))
+    return tuple(RequestItem(bodies.utf8(entry, f"{name}[{index}]")) for index, entry in enumerate(values))
 
 
 def priority(body: Body) -> Priority | None:

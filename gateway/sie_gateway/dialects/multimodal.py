@@ -11,32 +11,32 @@ from typing import Any
 from sie_gateway.dialects import fields
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import images
-from sie_gateway.inference.body import Item
+from sie_gateway.inference.body import RequestItem
 
 
-def pictured(text: str | None, entries: Sequence[tuple[str, Any]], path: str) -> Item:
+def pictured(text: str | None, entries: Sequence[tuple[str, Any]], path: str) -> RequestItem:
     """An input with the images at these places of it, each with its path. Raises InvalidInput."""
     files, fault, links = images.gather(entries, path)
-    return Item(text, modalities=("image",), images=files, unfit=fault, links=links)
+    return RequestItem(text, modalities=("image",), images=files, unfit=fault, links=links)
 
 
-def image(value: Any, path: str) -> Item:
+def image(value: Any, path: str) -> RequestItem:
     """An input that is one image."""
     return pictured(None, [(path, value)], path)
 
 
-def sound(value: Any, path: str) -> Item:
+def sound(value: Any, path: str) -> RequestItem:
     """An input that is one sound."""
-    return _with_audio(Item(None), value, path)
+    return _with_audio(RequestItem(None), value, path)
 
 
-def _with_audio(item: Item, value: Any, path: str) -> Item:
+def _with_audio(item: RequestItem, value: Any, path: str) -> RequestItem:
     """With the sound at this place of it. Raises InvalidInput."""
     file, fault = images.read_sound(value, path)
     return replace(item, modalities=(*item.modalities, "audio"), audio=file, unfit=item.unfit or fault)
 
 
-def parts(value: Any, path: str) -> Item:
+def parts(value: Any, path: str) -> RequestItem:
     """One input of several parts: its texts, one per line, its images and its sound. Raises InvalidInput."""
     if not isinstance(value, list) or not value:
         raise fields.refused(path, value, "a list of parts")
@@ -55,7 +55,7 @@ def parts(value: Any, path: str) -> Item:
         else:
             raise fields.refused(f"{where}.type", kind, "text, image_url, or input_audio or audio_url once")
     text = "\n".join(texts) if texts else None
-    item = pictured(text, images, path) if images else Item(text)
+    item = pictured(text, images, path) if images else RequestItem(text)
     return _with_audio(item, *sounds[0]) if sounds else item
 
 
@@ -71,7 +71,7 @@ def address(part: fields.Body, path: str) -> tuple[str, Any]:
     return (f"{path}.image_url.url", value.get("url")) if isinstance(value, dict) else (f"{path}.image_url", value)
 
 
-def item(value: fields.Body, path: str, *names: str) -> Item:
+def item(value: fields.Body, path: str, *names: str) -> RequestItem:
     """An input that is a map: a text, an image below one of these names, or both. Raises InvalidInput."""
     text = value.get("text")
     images = [(f"{path}.{name}", value[name]) for name in names if value.get(name) is not None]
@@ -79,4 +79,4 @@ def item(value: fields.Body, path: str, *names: str) -> Item:
         raise fields.refused(f"{path}.text", text, "a string")
     if text is not None:
         bodies.utf8(text, f"{path}.text")
-    return pictured(text, images, path) if images else Item(text)
+    return pictured(text, images, path) if images else RequestItem(text)

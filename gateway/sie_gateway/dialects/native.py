@@ -80,7 +80,7 @@ def arrow_answer(call: Call, finished: RequestResult) -> EncodedReply:
     finished.check()
     request = finished.request
     return EncodedReply(
-        arrow.Rows(request.items, finished.outcomes, request.options.run),
+        arrow.ArrowRows(request.items, finished.outcomes, request.options.run),
         reply.ARROW,
         finished.headers(finished.timing(call.received_s)),
     )

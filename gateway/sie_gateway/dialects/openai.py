@@ -25,7 +25,7 @@ from sie_gateway.dialects import embedding_types, fields, multimodal, native, vo
 from sie_gateway.dialects.selection import able
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import decoding, reply
-from sie_gateway.inference.body import Item
+from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import Call, EncodedReply, InferRequest
 from sie_gateway.inference.results import PlannedRequest, RequestResult
 
@@ -133,7 +133,7 @@ def _type(body: fields.Body) -> tuple[str, bool]:
 # what comes in
 
 
-async def _items(body: fields.Body, encoding: str, limit: int) -> tuple[Item, ...]:
+async def _items(body: fields.Body, encoding: str, limit: int) -> tuple[RequestItem, ...]:
     """The inputs: texts, ids of the model's own tokens, or ids of one of OpenAI's vocabularies, which become texts.
 
     Jina has objects beside plain texts: `{"text": ...}` and `{"image": ...}`. Others have lists of parts.
@@ -166,18 +166,18 @@ async def _items(body: fields.Body, encoding: str, limit: int) -> tuple[Item, ..
         if isinstance(entry, str):
             _check_text(entry, path)
     if isinstance(first, str):
-        return tuple(map(Item, inputs))
+        return tuple(map(RequestItem, inputs))
     total = sum(map(len, inputs))
     if total > MAX_TOKENS:
         raise _too_many(total)
     ids = [bodies.token_ids(entry, f"input[{index}]") for index, entry in enumerate(inputs)]
     if encoding == "model":
-        return tuple(Item(None, tokens=entry) for entry in ids)
+        return tuple(RequestItem(None, tokens=entry) for entry in ids)
     await asyncio.to_thread(vocabulary.load, encoding)  # kept from then on
-    return tuple(Item(vocabulary.decode(encoding, entry, f"input[{index}]")) for index, entry in enumerate(ids))
+    return tuple(RequestItem(vocabulary.decode(encoding, entry, f"input[{index}]")) for index, entry in enumerate(ids))
 
 
-def _object(value: Any, path: str) -> Item:
+def _object(value: Any, path: str) -> RequestItem:
     """An input of a request that has objects: a text or an image, under the names that Jina has for them, or parts."""
     if isinstance(value, str):
         value = {"text": value}
@@ -192,14 +192,14 @@ def _object(value: Any, path: str) -> Item:
     return multimodal.item(value, path, "image", "bytes", "url")
 
 
-def _image(value: Any, path: str) -> Item:
+def _image(value: Any, path: str) -> RequestItem:
     """An input of a request whose inputs are images."""
     if not isinstance(value, str | dict):
         raise fields.refused(path, value, "a data URI")
     return multimodal.image(value, path) if isinstance(value, str) else _object(value, path)
 
 
-def _sound(value: Any, path: str) -> Item:
+def _sound(value: Any, path: str) -> RequestItem:
     """An input of a request whose inputs are sounds."""
     if not isinstance(value, str):
         raise fields.refused(path, value, "a data URI")

@@ -15,7 +15,7 @@ from sie_gateway.dialects.scores import scored
 from sie_gateway.dialects.selection import able
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import decoding, reply
-from sie_gateway.inference.body import Item
+from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import Call, EncodedReply, InferRequest
 from sie_gateway.inference.results import RequestResult
 
@@ -51,7 +51,7 @@ async def _rerank(
     """`root`: without a version in the path a document is answered as a string, which is how Infinity has it."""
     cut = voyage.truncation(call, body)
     resolved = able(inference, call, "rerank", body.get("model"))
-    query = Item(fields.text(body, "query"))
+    query = RequestItem(fields.text(body, "query"))
     items = _documents(body, inference.max_items(call), reads_images="image" in resolved.entry.inputs)
     count = fields.whole(body, "top_n" if body.get("top_n") is not None else "top_k", 1)
     with_documents = fields.flag(body, "return_documents", default=version == 1)
@@ -68,7 +68,7 @@ async def _rerank(
     )
 
 
-def _documents(body: fields.Body, limit: int, *, reads_images: bool) -> tuple[Item, ...]:
+def _documents(body: fields.Body, limit: int, *, reads_images: bool) -> tuple[RequestItem, ...]:
     values = fields.inputs(body.get("documents"), "documents", limit)
     names = body.get("rank_fields")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
@@ -78,12 +78,12 @@ def _documents(body: fields.Body, limit: int, *, reads_images: bool) -> tuple[It
     )
 
 
-def _document(value: Any, path: str, names: list[str] | None, *, reads_images: bool) -> Item:
+def _document(value: Any, path: str, names: list[str] | None, *, reads_images: bool) -> RequestItem:
     """A text, or a map: its `rank_fields`, one per line, else its `text` and its `image`. Beside a text the image
     counts only for a model that `reads_images`: a map may have any fields.
     """
     if isinstance(value, str):
-        return Item(bodies.utf8(value, path))
+        return RequestItem(bodies.utf8(value, path))
     if not isinstance(value, dict):
         raise fields.refused(path, value, "a string or a map")
     if names:
@@ -95,7 +95,7 @@ def _document(value: Any, path: str, names: list[str] | None, *, reads_images: b
         for text in fields_present:
             if not isinstance(text, str | int | float) or isinstance(text, bool):
                 raise fields.refused(path, text, "strings or numbers in its rank_fields")
-        return Item(bodies.utf8("\n".join(map(str, fields_present)), path))
+        return RequestItem(bodies.utf8("\n".join(map(str, fields_present)), path))
     if isinstance(value.get("text"), str) and not reads_images:
         return multimodal.item(value, path)
     return multimodal.item(value, path, "image")

@@ -23,7 +23,7 @@ from sie_gateway.dialects.scores import scored
 from sie_gateway.dialects.selection import Capability, able, model_for, unable
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import decoding, reply
-from sie_gateway.inference.body import Item
+from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import Call, EncodedReply, InferRequest
 from sie_gateway.inference.results import RequestResult
 
@@ -55,15 +55,15 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and set(map(type, value)) == {int}
 
 
-def _input(value: Any, path: str) -> Item:
+def _input(value: Any, path: str) -> RequestItem:
     if isinstance(value, str):
-        return Item(bodies.utf8(value, path))
+        return RequestItem(bodies.utf8(value, path))
     if _is_ids(value):
-        return Item(None, tokens=bodies.token_ids(value, path))
+        return RequestItem(None, tokens=bodies.token_ids(value, path))
     raise fields.refused(path, value, "a string or a list of token ids")
 
 
-def _inputs(value: Any, most: int, name: str = "inputs") -> tuple[Item, ...]:
+def _inputs(value: Any, most: int, name: str = "inputs") -> tuple[RequestItem, ...]:
     """Texts or lists of token ids, or one of either."""
     if isinstance(value, str) or _is_ids(value):
         value = [value]
@@ -75,7 +75,7 @@ def _counted(value: Any, most: int, name: str) -> list[Any]:
     return fields.inputs([] if value is None else value, name, most)
 
 
-def _texts(value: Any, most: int, name: str) -> tuple[Item, ...]:
+def _texts(value: Any, most: int, name: str) -> tuple[RequestItem, ...]:
     return fields.items([] if value is None else value, name, most)
 
 
@@ -110,7 +110,7 @@ async def _encode(
     call: Call,
     resolved: Resolved,
     capability: Capability,
-    items: tuple[Item, ...],
+    items: tuple[RequestItem, ...],
     params: Mapping[str, Any],
 ) -> RequestResult:
     output = "sparse" if capability == "embed_sparse" else "dense"
@@ -170,7 +170,7 @@ async def similarity(inference: Inference, call: Call, raw: bytes) -> EncodedRep
     parameters = body.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
         raise fields.refused("parameters", parameters, "a map or null")
-    items = (Item(bodies.utf8(source, "inputs.source_sentence")), *sentences)
+    items = (RequestItem(bodies.utf8(source, "inputs.source_sentence")), *sentences)
     finished = await _encode(inference, call, resolved, "embed", items, parameters or {})
     vectors = np.stack(finished.arrays("inputs", "dense")).astype(np.float32)
     return _answer(call, finished, (vectors[1:] @ vectors[0]).tolist())
@@ -185,7 +185,7 @@ async def rerank(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
         raise fields.refused("query", query, "a string")
     items = _texts(texts, inference.max_items(call), "texts")
     is_raw, with_text = fields.flag(body, "raw_scores", default=False), fields.flag(body, "return_text", default=False)
-    request = InferRequest("score", resolved, items, _truncation(body), Item(bodies.utf8(query, "query")))
+    request = InferRequest("score", resolved, items, _truncation(body), RequestItem(bodies.utf8(query, "query")))
     finished = await scored(inference, call, request, raw=is_raw)
     scores = [outcome.score or 0.0 for _, outcome in finished.succeeded("texts")]
     order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
@@ -215,7 +215,7 @@ async def predict(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
         if not isinstance(pair, list) or not 1 <= len(pair) <= 2 or not all(isinstance(text, str) for text in pair):
             raise fields.refused(path, entry, "a text, or a list of one text or of two")
         texts = [bodies.utf8(text, path) for text in pair]
-        items.append(Item(texts[0], pair=texts[1] if len(texts) == 2 else None))
+        items.append(RequestItem(texts[0], pair=texts[1] if len(texts) == 2 else None))
     params = {
         **_truncation(body),
         "options": {"raw_scores": fields.flag(body, "raw_scores", default=False)},
@@ -271,7 +271,7 @@ async def decode(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     value = body.get("ids")
     batch = [value] if _is_ids(value) else value
     lists = _counted(batch, inference.max_items(call), "ids")
-    items = tuple(Item(None, tokens=bodies.token_ids(ids, f"ids[{index}]")) for index, ids in enumerate(lists))
+    items = tuple(RequestItem(None, tokens=bodies.token_ids(ids, f"ids[{index}]")) for index, ids in enumerate(lists))
     resolved = model_for(inference, call, "embed", body.get("model"))
     run = options.decoding(skip_special_tokens=fields.flag(body, "skip_special_tokens", default=True))
     finished = await inference.run(call, InferRequest("decode", resolved, items, {}, run=run))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from sie_contracts.errors import InvalidInput, PoolNotFound
 from sie_contracts.wire.heartbeats import Heartbeat
-from sie_contracts.wire.records import PoolSpec, Reservation
+from sie_contracts.wire.records import Reservation, ReservationSpec
 
 PATH = "/v1/pools/assignments"
 DEFAULT_BUNDLE = "default"  # of the workers that are asked for where a reservation names no bundle
@@ -36,11 +36,11 @@ class AssignableWorker:
         loaded = frozenset(status.model for status in beat.models if status.state == "loaded")
         return cls(beat.machine_profile, beat.bundle, max(1, beat.gpu_count), loaded, beat.held_cost)
 
-    def fits(self, spec: PoolSpec) -> bool:
+    def fits(self, spec: ReservationSpec) -> bool:
         return self.machine_profile in spec.gpus and spec.bundle in ("", self.bundle)
 
 
-def lacking(spec: PoolSpec, held: Iterable[AssignableWorker]) -> tuple[dict[str, int], int]:
+def lacking(spec: ReservationSpec, held: Iterable[AssignableWorker]) -> tuple[dict[str, int], int]:
     """Shortage of a reservation with these workers: GPUs by machine profile, and workers up to its minimum. Both empty
     when it is met.
     """
@@ -52,7 +52,7 @@ def lacking(spec: PoolSpec, held: Iterable[AssignableWorker]) -> tuple[dict[str,
     return short, max(0, spec.minimum_worker_count - count)
 
 
-def is_met(spec: PoolSpec, held: Iterable[AssignableWorker]) -> bool:
+def is_met(spec: ReservationSpec, held: Iterable[AssignableWorker]) -> bool:
     """Whether every count of GPUs and the minimum of workers is reached."""
     short, workers = lacking(spec, held)
     return not short and not workers
@@ -97,7 +97,7 @@ def is_held_back(
 
 
 def _addition(
-    spec: PoolSpec,
+    spec: ReservationSpec,
     held: Sequence[AssignableWorker],
     workers: Mapping[str, AssignableWorker],
     assigned: Mapping[str, str],
@@ -137,7 +137,7 @@ def _without_last(
 
 
 def requested_workers(
-    spec: PoolSpec, held: Sequence[AssignableWorker], gpus_each: Mapping[str, int]
+    spec: ReservationSpec, held: Sequence[AssignableWorker], gpus_each: Mapping[str, int]
 ) -> Counter[tuple[str, str]]:
     """How many workers a reservation asks for, by machine profile and bundle: those that it has, and those that it
     lacks.

@@ -22,8 +22,8 @@ from collections.abc import Callable
 import msgspec
 
 from sie_broker import BrokerError, Store, Write
-from sie_broker.record import Bucket
-from sie_contracts.errors import ModelLoading, Provisioning
+from sie_broker.record import RecordBucket
+from sie_contracts.errors import ModelLoading, NotProvisioned
 from sie_contracts.wire import messages, records, topology
 from sie_contracts.wire.records import Demand
 from sie_contracts.wire.topology import Lane
@@ -53,7 +53,7 @@ class DemandRecords:
 
     def __init__(self, broker: Store, now_s: Callable[[], float], *, storage: str, replicas: int) -> None:
         self._now_s = now_s
-        self._bucket = Bucket(
+        self._bucket = RecordBucket(
             broker, topology.DEMAND_BUCKET, storage=storage, replicas=replicas, max_age_s=2 * DEMAND_LIFE_S
         )
         self._noted: dict[Lane, float] = {}  # lanes are those of the catalogue and the machine profiles
@@ -179,7 +179,7 @@ class ColdStarts:
             message = f"no worker for {lane.machine_profile} with bundle {lane.bundle} is ready yet"
             if reason := self._pending_reason(lane.pool):
                 message += f"; the pool {lane.pool!r} is pending: {reason}"
-            raise Provisioning(
+            raise NotProvisioned(
                 message,
                 retry_after_s=min(MAX_RETRY_S, math.ceil(left_s)),
                 extras={

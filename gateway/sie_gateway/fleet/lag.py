@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
-from sie_broker import BrokerError, BrokerUnavailable, Queue, Stored
+from sie_broker import BrokerError, BrokerUnavailable, Queue, StreamMessage
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.messages import PRIORITIES
 from sie_contracts.wire.topology import Lane
@@ -56,7 +56,7 @@ class Lag:
         (first,) = await self._backlog.oldest(lane.pool, [topology.lane_filter(lane)])
         return 0.0 if first is None else self._age_s(first)
 
-    def _age_s(self, stored: Stored) -> float:
+    def _age_s(self, stored: StreamMessage) -> float:
         return max(0.0, self._now_s() - stored.sent_s)
 
     async def run(self, stop: Stop) -> None:
@@ -141,7 +141,7 @@ def _untoken(token: str) -> str:
     return _ESCAPED.sub(lambda match: bytes.fromhex(match[0].replace("_", "")).decode(errors="replace"), token)
 
 
-def _model_of(stored: Stored) -> str | None:
+def _model_of(stored: StreamMessage) -> str | None:
     """Model of a message, None if it cannot be read."""
     try:
         return messages.decode_work(stored.data).model

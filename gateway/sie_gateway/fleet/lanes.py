@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie_broker import Bus, CoreMessage
-from sie_contracts.errors import BundleConflict, InvalidInput, NotFound, PoolNotFound, Provisioning
+from sie_contracts.errors import BundleConflict, InvalidInput, NotFound, NotProvisioned, PoolNotFound
 from sie_contracts.gpu_type import gpu_type
 from sie_contracts.models import bundles as bundling
 from sie_contracts.models.catalogue import Resolved
@@ -21,7 +21,7 @@ from sie_contracts.models.costs import ImageCost
 from sie_contracts.settings import Settings
 from sie_contracts.wire import heartbeats, topology
 from sie_contracts.wire.heartbeats import Fetched, Heartbeat, ModelStatus
-from sie_contracts.wire.records import PoolSpec
+from sie_contracts.wire.records import ReservationSpec
 from sie_contracts.wire.topology import Lane
 
 STATES = ("loading", "unloading", "loaded", "failed", "available")  # the first that any worker reports is shown
@@ -105,7 +105,7 @@ class Fleet:
         settings: Settings,
         clock: Callable[[], float] = time.monotonic,
         *,
-        spec: Callable[[str], PoolSpec | None] = lambda pool: None,
+        spec: Callable[[str], ReservationSpec | None] = lambda pool: None,
     ) -> None:
         """`spec`: what the reservation of a name asks for; None for any other pool."""
         self._bus = bus
@@ -364,7 +364,7 @@ class Fleet:
             raise NotFound(message, reason="gpu_not_found", param="X-SIE-MACHINE-PROFILE", extras=extras)
         message = f"no worker is ready yet, so none is {requested[:60]!r}"
         waited = {"status": "provisioning", "bundle": bundle, "estimated_wait_s": USUAL_LOAD_S, "message": message}
-        raise Provisioning(message, param="X-SIE-MACHINE-PROFILE", extras={**extras, **waited})
+        raise NotProvisioned(message, param="X-SIE-MACHINE-PROFILE", extras={**extras, **waited})
 
     def model(self, model: str) -> tuple[str, list[tuple[Heartbeat, ModelStatus]]]:
         """The state of a model over all healthy workers, and what each reports of it, by worker."""

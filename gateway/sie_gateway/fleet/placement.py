@@ -17,8 +17,8 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from sie_broker import BrokerError, Store, WrongRevision
 from sie_broker import tables as stored_tables
 from sie_broker.independent import independently
-from sie_broker.record import Bucket, Record
-from sie_broker.tables import Change, Stored, StoredTable
+from sie_broker.record import Record, RecordBucket
+from sie_broker.tables import StoredPart, StoredTable, TableChange
 from sie_contracts.wire import topology
 from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
 from sie_contracts.wire.messages import WorkItem
@@ -82,7 +82,7 @@ class Placer:
         self._cold = asyncio.Event()
         # a table that cannot be read counts as removed: it is computed and written anew
         self._record = Record(
-            Bucket(broker, topology.PLACEMENT_BUCKET, storage=storage, replicas=replicas),
+            RecordBucket(broker, topology.PLACEMENT_BUCKET, storage=storage, replicas=replicas),
             stored_tables.decode,
             self._on_value,
             on_lost=self._on_lost,
@@ -94,10 +94,10 @@ class Placer:
         """Read the bucket and follow it; made if it is not there. May be called again. Raises BrokerError."""
         await self._record.follow()
 
-    def _on_value(self, key: str, value: Stored | None, revision: int) -> None:
+    def _on_value(self, key: str, value: StoredPart | None, revision: int) -> None:
         self._when_looked(lambda: self._put(key, value, revision))
 
-    def _put(self, key: str, value: Stored | None, revision: int) -> None:
+    def _put(self, key: str, value: StoredPart | None, revision: int) -> None:
         self._stored(topology.lane_key_of(key)).put(key, value, revision)
 
     def _on_lost(self) -> None:
@@ -204,12 +204,12 @@ class Placer:
         elif not live and not planner.models:
             del self._planners[lane]
 
-    def _changed(self, stored: StoredTable, look: Callable[[], Placement | None]) -> Change | None:
+    def _changed(self, stored: StoredTable, look: Callable[[], Placement | None]) -> TableChange | None:
         """Table to write after a step, None where the present one stands. In a thread."""
         placement = look()
         return stored.change(placement, self._broker.max_payload) if placement is not None else None
 
-    async def _write(self, stored: StoredTable, change: Change) -> None:
+    async def _write(self, stored: StoredTable, change: TableChange) -> None:
         """Write a changed table unless another gateway was first; then its table is read, and the next look goes on
         from there.
         """

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from sie_broker import Broker, BrokerError, Write
 from sie_broker.independent import independently
-from sie_broker.record import Bucket, LeaderLease, leases_of
+from sie_broker.record import LeaderLease, RecordBucket, leases_of
 from sie_contracts.settings import Settings
 from sie_contracts.wire import topology
 from sie_gateway.fleet import assignments, pool_rules
@@ -63,7 +63,7 @@ class PoolReconciler:
         storage, replicas = settings.stream_storage, settings.stream_replicas
         leases = leases_of(broker, storage=storage, replicas=replicas)
         self._lease = LeaderLease(leases, "pools", lease_s=LEASE_S)
-        self._tables = Bucket(broker, topology.PLACEMENT_BUCKET, storage=storage, replicas=replicas)
+        self._tables = RecordBucket(broker, topology.PLACEMENT_BUCKET, storage=storage, replicas=replicas)
         self._is_leader = False
         self._renewed_s = -math.inf
         self._known: frozenset[str] = frozenset()  # reservations, as of the last look

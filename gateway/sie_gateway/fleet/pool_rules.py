@@ -14,7 +14,7 @@ from sie_contracts.api import operations as api
 from sie_contracts.errors import PoolConflict, PoolNotFound, PoolOperationForbidden, QueueUnavailable
 from sie_contracts.wire import topology
 from sie_contracts.wire.heartbeats import Heartbeat
-from sie_contracts.wire.records import PoolSpec, Reservation, Reservations
+from sie_contracts.wire.records import Reservation, Reservations, ReservationSpec
 from sie_gateway.admission.grant import Grant
 
 MAX_RESERVATIONS = 64
@@ -51,7 +51,7 @@ def exists_elsewhere(name: str) -> PoolConflict:
 # ---- changes of the record
 
 
-def created(record: Reservations, spec: PoolSpec, grant: Grant, now_s: float) -> Reservations:
+def created(record: Reservations, spec: ReservationSpec, grant: Grant, now_s: float) -> Reservations:
     """With a reservation of this spec: new, or the same one renewed, or with this spec in place of its own.
 
     Raises PoolConflict for one of another key, QueueUnavailable while an earlier one of its name is being removed,

@@ -16,13 +16,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from sie_broker import BrokerError, Entry, Store, TopologyMismatch, Write, WrongRevision
-from sie_broker.record import Bucket, Record
+from sie_broker.record import Record, RecordBucket
 from sie_contracts.api import operations as api
 from sie_contracts.errors import NotReady, PoolConflict, PoolOperationForbidden, QueueUnavailable
 from sie_contracts.settings import Settings
 from sie_contracts.wire import messages, records, topology
 from sie_contracts.wire.heartbeats import Heartbeat
-from sie_contracts.wire.records import Assigned, PoolSpec, Reservation, Reservations
+from sie_contracts.wire.records import Assigned, Reservation, Reservations, ReservationSpec
 from sie_gateway.admission.grant import Grant
 from sie_gateway.fleet import assignments, pool_rules
 from sie_gateway.fleet.assignments import AssignableWorker
@@ -62,7 +62,7 @@ class PoolRecord(Collection[str]):
         self._reservations_revision = self._assigned_revision = 0
         self._changed = asyncio.Event()  # another one after each change of the reservations
         self._is_read = False
-        bucket = Bucket(
+        bucket = RecordBucket(
             broker, topology.POOLS_BUCKET, storage=settings.stream_storage, replicas=settings.stream_replicas
         )
         self._record = Record(bucket, _decode, self._on_value, on_lost=self._on_lost)
@@ -128,7 +128,7 @@ class PoolRecord(Collection[str]):
     def is_reservation(self, name: str) -> bool:
         return self.reservation(name) is not None
 
-    def spec(self, name: str) -> PoolSpec | None:
+    def spec(self, name: str) -> ReservationSpec | None:
         """Specification of a reservation; None for any other name."""
         reservation = self.reservation(name)
         return reservation.spec if reservation is not None else None
@@ -199,7 +199,7 @@ class PoolDirectory:
 
     # ---- what clients do
 
-    async def create(self, spec: PoolSpec, grant: Grant) -> Reservation:
+    async def create(self, spec: ReservationSpec, grant: Grant) -> Reservation:
         """Make a reservation and its stream, or give one of the same owner this spec and a new lease.
 
         Raises PoolConflict for a name that is no reservation, or of another key; PoolOperationForbidden over a limit,

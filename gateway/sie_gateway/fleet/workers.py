@@ -51,7 +51,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     queue_depth: int = 0
 
 
-class WorkerStatus(msgspec.Struct, frozen=True):
+class WorkerFrame(msgspec.Struct, frozen=True):
     """Fields of a frame of `/ws/status` that the view needs."""
 
     name: str
@@ -66,7 +66,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     models: list[ServedModel] = []
 
 
-_status = msgspec.json.Decoder(WorkerStatus)
+_status = msgspec.json.Decoder(WorkerFrame)
 
 
 class _Connect(connect):
@@ -98,7 +98,7 @@ class WorkerSocket:
         return self._frame if self._clock() - self._heard_s < self._stale_s else None
 
     @property
-    def status(self) -> WorkerStatus | None:
+    def status(self) -> WorkerFrame | None:
         """Status by the last frame; None without one, or if it is no status."""
         frame = self.frame
         if frame is None:
@@ -166,7 +166,7 @@ class WorkerSockets:
         """Names of the workers that may be looked at, in a steady order."""
         return list(dict.fromkeys((*self._static, *self._found)))
 
-    def statuses(self) -> list[tuple[str, WorkerStatus | None]]:
+    def statuses(self) -> list[tuple[str, WorkerFrame | None]]:
         """Status of each worker; None for one without."""
         return [(url, socket.status if (socket := self._sockets.get(url)) else None) for url in self.urls()]
 

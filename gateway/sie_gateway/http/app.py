@@ -41,7 +41,7 @@ from sie_gateway.inference.intake import BodyIntake, body_memory, bounded, check
 from sie_gateway.inference.reattach import ClientGone
 from sie_gateway.inference.results import FailedRequest
 from sie_gateway.operations import handlers
-from sie_gateway.state import Gateway, Readiness
+from sie_gateway.state import Gateway, GatewayReadiness
 from sie_runtime.http import config_routes
 from sie_runtime.http.asgi import FIRST_BYTE, documented
 from sie_runtime.http.coding import INCOMPRESSIBLE, check_type, decoded
@@ -61,7 +61,7 @@ _MINOR = re.compile(r"[0-9]{1,6}\.[0-9]{1,6}(?![0-9])")
 _STARTS = frozenset({"http.response.start", "websocket.http.response.start", "websocket.accept"})
 
 
-def create_app(gateway: Gateway, gate: Gate, readiness: Readiness, tracer: Tracer | None = None) -> App:
+def create_app(gateway: Gateway, gate: Gate, readiness: GatewayReadiness, tracer: Tracer | None = None) -> App:
     """The application of the main port."""
     app = FastAPIOffline(  # the page of documents must work where nothing else can be reached
         title="SIE",
@@ -178,7 +178,9 @@ class Edge:
     answers what has no handler: the OpenAPI document and its page.
     """
 
-    def __init__(self, app: FastAPI, gateway: Gateway, gate: Gate, readiness: Readiness, tracer: Tracer | None) -> None:
+    def __init__(
+        self, app: FastAPI, gateway: Gateway, gate: Gate, readiness: GatewayReadiness, tracer: Tracer | None
+    ) -> None:
         self._app = app
         self._gateway = gateway
         self._gate = gate
@@ -188,7 +190,7 @@ class Edge:
         self._probes = probes(readiness.not_ready, None, functools.partial(_healthy_workers, gateway))
         self._root = gateway.settings.root_path or ""
         self._versions = ClientVersions()
-        self._log = telemetry.RequestLog()
+        self._log = telemetry.RequestLogger()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_socket = scope["type"] == "websocket"
@@ -331,7 +333,7 @@ def _healthy_workers(gateway: Gateway) -> int:
     return sum(worker.info.healthy for worker in gateway.status.workers())
 
 
-def metrics_app(gateway: Gateway, readiness: Readiness) -> App:
+def metrics_app(gateway: Gateway, readiness: GatewayReadiness) -> App:
     """The application of the metrics port: metrics, probes and what an autoscaler polls, never behind a token, nothing
     else.
     """

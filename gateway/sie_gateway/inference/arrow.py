@@ -21,17 +21,17 @@ from sie_contracts import arrays
 from sie_contracts.errors import SIEError
 from sie_contracts.wire.messages import Failed, Ok, RunOptions
 from sie_gateway.inference import reply
-from sie_gateway.inference.body import Item
+from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.reply import Placed, array_of
 
 BATCH_BYTES = 1 << 20
 _TYPES = {"<f4": na.float32, "<f2": na.float16, "|i1": na.int8, "|u1": na.uint8, "<i4": na.int32}
 
 
-class Rows:
+class ArrowRows:
     """The stream of one reply, in pieces. May be read more than once; each reading makes it anew."""
 
-    def __init__(self, items: Sequence[Item], outcomes: Sequence[Placed], run: RunOptions) -> None:
+    def __init__(self, items: Sequence[RequestItem], outcomes: Sequence[Placed], run: RunOptions) -> None:
         """At least one of the outcomes is a value."""
         self._items = items
         self._outcomes = outcomes

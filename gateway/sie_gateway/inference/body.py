@@ -15,7 +15,7 @@ from typing import Any
 
 from sie_contracts import arrays, plain
 from sie_contracts.errors import ErrorInfo, InvalidInput, PayloadTooLarge
-from sie_contracts.media.documents import Document
+from sie_contracts.media.documents import DocumentFile
 from sie_contracts.models.option_values import describe
 from sie_contracts.models.options import FIELDS
 from sie_contracts.names import did_you_mean
@@ -29,7 +29,7 @@ ID_BYTES = 4  # of a token id, about as many as of the text of one
 
 
 @dataclass(frozen=True)
-class Item:
+class RequestItem:
     """One input of a request as the client gave it: a text, or ids of the model's own tokens, or a multivector, float32
     [tokens, width], or files of images, or that of a sound or of a document.
 
@@ -52,7 +52,7 @@ class Item:
     mentions: tuple[Mention, ...] = ()
     links: tuple[Link, ...] = ()
     audio: bytes = b""
-    document: Document | None = None
+    document: DocumentFile | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -106,7 +106,7 @@ def decode(body: bytes, *, msgpack: bool) -> Mapping[str, Any]:
     return value
 
 
-def items(body: Mapping[str, Any], *, limit: int) -> tuple[Item, ...]:
+def items(body: Mapping[str, Any], *, limit: int) -> tuple[RequestItem, ...]:
     """The inputs, by `items` or its aliases `inputs` and `input`. Raises InvalidInput: empty_items, too_many_items,
     schema.
     """
@@ -129,7 +129,7 @@ def items(body: Mapping[str, Any], *, limit: int) -> tuple[Item, ...]:
     return tuple(_item(value, f"{name}[{index}]") for index, value in enumerate(raw))
 
 
-def query(body: Mapping[str, Any]) -> Item:
+def query(body: Mapping[str, Any]) -> RequestItem:
     """Read the query that the items are scored against. Raises InvalidInput with reason schema."""
     raw = body.get("query")
     if raw is None:
@@ -174,13 +174,13 @@ _MODALITIES = {
 }
 
 
-def _item(value: Any, path: str) -> Item:
+def _item(value: Any, path: str) -> RequestItem:
     if isinstance(value, str):
-        return Item(utf8(value, path))
+        return RequestItem(utf8(value, path))
     if not isinstance(value, dict):
         raise InvalidInput(f"{path}: expected a map or a string, got {describe(value)}", reason="schema", param=path)
     if len(value) == 1 and isinstance(text := value.get("text"), str):  # as most are: a third of the time
-        return Item(utf8(text, path))
+        return RequestItem(utf8(text, path))
     text = _optional_text(value, "text", path)
     metadata = value.get("metadata")
     if metadata is not None and not _is_portable(metadata):
@@ -199,7 +199,7 @@ def _item(value: Any, path: str) -> Item:
     parsable = read_document(value["document"], f"{path}.document") if "document" in used else Parsable()
     instead = in_its_place(value, "text", _ITEM) if text is None and not used else ""
     unknown = () if value.keys() <= _ITEM else tuple(str(key)[:MAX_KEY] for key in value if key not in _ITEM)[:MAX_KEYS]
-    return Item(
+    return RequestItem(
         text,
         _optional_text(value, "id", path),
         metadata,
@@ -215,7 +215,7 @@ def _item(value: Any, path: str) -> Item:
     )
 
 
-def ignored(items: Sequence[Item], query: Item | None) -> tuple[str, ...]:
+def ignored(items: Sequence[RequestItem], query: RequestItem | None) -> tuple[str, ...]:
     """Warn of fields of inputs whose names are nearly right, each name once. Any other name is the client's own and
     causes no warning.
     """
@@ -231,7 +231,7 @@ def ignored(items: Sequence[Item], query: Item | None) -> tuple[str, ...]:
     return tuple(filter(None, hints.values()))
 
 
-def unread_texts(items: Sequence[Item], model: str) -> tuple[str, ...]:
+def unread_texts(items: Sequence[RequestItem], model: str) -> tuple[str, ...]:
     """Warn of the texts of inputs that also have files, for a model that reads only the files."""
     texts = [item for item in items if item.text]
     counts = {
@@ -312,7 +312,7 @@ def token_ids(value: Any, path: str) -> tuple[int, ...]:
     return tuple(value)
 
 
-def sizes(items: Sequence[Item], *, limit: int, name: str = "items") -> list[int]:
+def sizes(items: Sequence[RequestItem], *, limit: int, name: str = "items") -> list[int]:
     """Bytes of each item in a message. Raises PayloadTooLarge, naming the limit, for one that no queue message can
     hold.
     """

@@ -18,7 +18,7 @@ from sie_gateway.admission.grant import ANYBODY, Charge, Grant
 from sie_runtime.http.server import Body, Receive
 
 if TYPE_CHECKING:
-    from sie_gateway.inference.body import Item
+    from sie_gateway.inference.body import RequestItem
     from sie_gateway.inference.intake import BodyReader
     from sie_gateway.inference.results import RequestResult
     from sie_runtime.spans import Span
@@ -158,9 +158,9 @@ class InferRequest:
 
     operation: Operation
     resolved: Resolved
-    items: tuple[Item, ...]
+    items: tuple[RequestItem, ...]
     parameters: Mapping[str, Any]
-    query: Item | None = None
+    query: RequestItem | None = None
     priority: Priority | None = None  # what the body says; a header comes first
     run: RunOptions | None = None
     side: Side = "document"

@@ -21,7 +21,7 @@ from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.options import TOKEN_STATES
 from sie_contracts.wire import messages
 from sie_contracts.wire.messages import Operation, RunOptions
-from sie_gateway.inference.body import MAX_BODY_BYTES, Item, sizes
+from sie_gateway.inference.body import MAX_BODY_BYTES, RequestItem, sizes
 from sie_gateway.inference.images import pixels
 
 BYTES_PER_TOKEN = 4  # of English UTF-8; an estimate for splitting only, the sidecar counts truly
@@ -49,7 +49,7 @@ class Chunk:
     squares: int = 0
 
 
-class Files(NamedTuple):
+class ItemFiles(NamedTuple):
     """The images and sounds that an input is run with, how many bytes of its own size its files are, and what its
     document costs.
     """
@@ -59,7 +59,7 @@ class Files(NamedTuple):
     document: int = 0
 
 
-_NO_FILES, _IMAGE = Files(), ImageCost()
+_NO_FILES, _IMAGE = ItemFiles(), ImageCost()
 
 
 class ChunkLimits(NamedTuple):
@@ -75,8 +75,8 @@ class ChunkLimits(NamedTuple):
 
 
 def plan(
-    items: Sequence[Item],
-    query: Item | None,
+    items: Sequence[RequestItem],
+    query: RequestItem | None,
     operation: Operation,
     entry: ModelEntry,
     run: RunOptions,
@@ -137,7 +137,7 @@ def plan(
     return chunks, sum(item_sizes)
 
 
-def _files(items: Sequence[Item], query: Item | None) -> list[Files]:
+def _files(items: Sequence[RequestItem], query: RequestItem | None) -> list[ItemFiles]:
     """The files of each input; empty if there are none. Those of the query are read with each of them."""
     shared = len(query.files) if query else 0
     if not shared and not any(item.files for item in items):
@@ -145,10 +145,10 @@ def _files(items: Sequence[Item], query: Item | None) -> list[Files]:
     return [_files_of(item, shared) for item in items]
 
 
-def _files_of(item: Item, shared: int) -> Files:
+def _files_of(item: RequestItem, shared: int) -> ItemFiles:
     if item.document is None:
-        return Files(len(item.files) + shared, item.file_bytes)
-    return Files(len(item.files) - 1 + shared, item.file_bytes, documents.cost(len(item.document.data)))
+        return ItemFiles(len(item.files) + shared, item.file_bytes)
+    return ItemFiles(len(item.files) - 1 + shared, item.file_bytes, documents.cost(len(item.document.data)))
 
 
 def estimated_tokens(size_bytes: int, max_tokens: int) -> int:
@@ -176,7 +176,7 @@ def result_bytes(operation: Operation, entry: ModelEntry, run: RunOptions) -> tu
     return ITEM_RESULT_OVERHEAD_BYTES + 4 * values, 4 * token_values
 
 
-def _check_pixels(items: Sequence[Item]) -> None:
+def _check_pixels(items: Sequence[RequestItem]) -> None:
     """Decoding takes time by pixels, and a file of some kilobytes may have any number of them. An image of more than a
     worker decodes is left to it: it fails alone. Raises PayloadTooLarge.
     """
@@ -209,7 +209,7 @@ def split(
     token_result_bytes: int = 0,
     each_tokens: int = 0,
     rows: int = 1,
-    files: Sequence[Files] = (),
+    files: Sequence[ItemFiles] = (),
     image: ImageCost = _IMAGE,
 ) -> list[Chunk]:
     """Cut inputs of these sizes into chunks. Each chunk holds at least one input, and is within the limits unless it

@@ -7,14 +7,14 @@ from typing import Any
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models.option_values import bad
 from sie_contracts.wire.messages import Mention
-from sie_gateway.inference.body import Item
+from sie_gateway.inference.body import RequestItem
 
 MAX_MENTIONS = 100  # each is paired with each, and each pair scored for each label
 MAX_LABEL = 1000  # characters
 _PATH = "metadata.entities"
 
 
-def mentions(item: Item) -> tuple[Mention, ...]:
+def mentions(item: RequestItem) -> tuple[Mention, ...]:
     """Read the entities of an item with a text, in the client's order; empty if it has none. Raises InvalidInput naming
     the path within the item.
     """

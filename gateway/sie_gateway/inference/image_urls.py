@@ -33,7 +33,7 @@ from sie_gateway.inference.images import EXPECTED, Link
 from sie_runtime.http.origins import matches, parts
 
 if TYPE_CHECKING:
-    from sie_gateway.inference.body import Item
+    from sie_gateway.inference.body import RequestItem
 
 MAX_BYTES = 32 << 20  # of an image
 MAX_REQUEST_BYTES = 256 << 20  # of the images of a request: as many as its body may have
@@ -160,7 +160,7 @@ class ImageUrls:
         self._slots = asyncio.Semaphore(AT_ONCE)
         self.held_bytes = 0
 
-    def check(self, items: Sequence[Item], query: Item | None) -> None:
+    def check(self, items: Sequence[RequestItem], query: RequestItem | None) -> None:
         """Raises InvalidInput for URLs that are not even tried, and for too many."""
         urls = links(items, query)
         for link in urls:
@@ -179,7 +179,7 @@ class ImageUrls:
             raise InvalidInput(message, reason="invalid_media", param=path, extras={"limit": MAX_URLS})
 
     @contextlib.asynccontextmanager
-    async def fetched(self, items: Sequence[Item], until_s: float) -> AsyncIterator[list[Item]]:
+    async def fetched(self, items: Sequence[RequestItem], until_s: float) -> AsyncIterator[list[RequestItem]]:
         """The items with the files in the place of their URLs, or with what is wrong. `until_s`: on the loop's clock.
 
         What is held counts until the end of the context. Raises PayloadTooLarge, QueueFull.
@@ -292,7 +292,7 @@ def _check_total(nbytes: int) -> None:
         raise PayloadTooLarge(message, param="items", extras={"limit": MAX_REQUEST_BYTES})
 
 
-def _with(item: Item, fetched: dict[str, bytes | _Unfetched]) -> Item:
+def _with(item: RequestItem, fetched: dict[str, bytes | _Unfetched]) -> RequestItem:
     """The item with its files, or with the first thing that is wrong with one."""
     if item.unfit is not None or not item.links:
         return item
@@ -426,7 +426,7 @@ def is_public(address: str) -> bool:
     return not any(parsed in network for network in _INSIDE_V4)
 
 
-def links(items: Sequence[Item], query: Item | None) -> Sequence[Link]:
+def links(items: Sequence[RequestItem], query: RequestItem | None) -> Sequence[Link]:
     """Links of all inputs and of the query."""
     urls = [link for item in items if item.links for link in item.links]
     return [*urls, *query.links] if query else urls

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from sie_contracts.errors import ErrorInfo, InvalidInput
-from sie_contracts.media.documents import Document
+from sie_contracts.media.documents import DocumentFile
 from sie_contracts.models.option_values import bad
 
 _PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by colour type
@@ -18,7 +18,7 @@ _NO_FRAME = frozenset({0xC4, 0xC8, 0xCC})  # among the markers of a JPEG that be
 _STANDALONE = frozenset({0x01, *range(0xD0, 0xD9)})  # without a length
 
 
-class Header(NamedTuple):
+class ImageHeader(NamedTuple):
     """Size in pixels as stored, and bits of one pixel."""
 
     width: int
@@ -33,7 +33,7 @@ def pixels(data: bytes) -> int:
     return image.width * image.height if image is not None else 0
 
 
-def header(data: bytes) -> Header | None:
+def header(data: bytes) -> ImageHeader | None:
     """None if the file is of another format than PNG, JPEG, GIF, WebP and BMP, or too short."""
     for magic, read in _READERS:
         if data.startswith(magic):
@@ -44,23 +44,23 @@ def header(data: bytes) -> Header | None:
     return None
 
 
-def _png(data: bytes) -> Header:
+def _png(data: bytes) -> ImageHeader:
     width, height, bits, colours = struct.unpack_from(">IIBB", data, 16)
-    return Header(width, height, "png", bits * _PNG_CHANNELS[colours])
+    return ImageHeader(width, height, "png", bits * _PNG_CHANNELS[colours])
 
 
-def _gif(data: bytes) -> Header:
+def _gif(data: bytes) -> ImageHeader:
     width, height, flags = struct.unpack_from("<HHB", data, 6)
-    return Header(width, height, "gif", (flags & 7) + 1)
+    return ImageHeader(width, height, "gif", (flags & 7) + 1)
 
 
-def _bmp(data: bytes) -> Header:
+def _bmp(data: bytes) -> ImageHeader:
     (size,) = struct.unpack_from("<I", data, 14)
     width, height, _, bits = struct.unpack_from("<HHHH" if size == 12 else "<iiHH", data, 18)
-    return Header(width, abs(height), "bmp", bits)
+    return ImageHeader(width, abs(height), "bmp", bits)
 
 
-def _jpeg(data: bytes) -> Header | None:
+def _jpeg(data: bytes) -> ImageHeader | None:
     """The first frame: segments are skipped by their lengths."""
     place = 2
     while data[place] == 0xFF:
@@ -71,27 +71,27 @@ def _jpeg(data: bytes) -> Header | None:
             place += 2
         elif 0xC0 <= marker <= 0xCF and marker not in _NO_FRAME:
             bits, height, width, channels = struct.unpack_from(">BHHB", data, place + 4)
-            return Header(width, height, "jpeg", bits * channels)
+            return ImageHeader(width, height, "jpeg", bits * channels)
         else:
             place += 2 + max(2, struct.unpack_from(">H", data, place + 2)[0])
     return None
 
 
-def _webp(data: bytes) -> Header | None:
+def _webp(data: bytes) -> ImageHeader | None:
     kind = data[8:16]
     if kind == b"WEBPVP8 ":
         width, height = struct.unpack_from("<HH", data, 26)
-        return Header(width & 0x3FFF, height & 0x3FFF, "webp", 24)
+        return ImageHeader(width & 0x3FFF, height & 0x3FFF, "webp", 24)
     if kind == b"WEBPVP8L":
         (packed,) = struct.unpack_from("<I", data, 21)
-        return Header((packed & 0x3FFF) + 1, (packed >> 14 & 0x3FFF) + 1, "webp", 32 if packed >> 28 & 1 else 24)
+        return ImageHeader((packed & 0x3FFF) + 1, (packed >> 14 & 0x3FFF) + 1, "webp", 32 if packed >> 28 & 1 else 24)
     if kind == b"WEBPVP8X":
         flags, width, high, height, tall = struct.unpack_from("<B3xHBHB", data, 20)
-        return Header((high << 16) + width + 1, (tall << 16) + height + 1, "webp", 32 if flags & 0x10 else 24)
+        return ImageHeader((high << 16) + width + 1, (tall << 16) + height + 1, "webp", 32 if flags & 0x10 else 24)
     return None
 
 
-_READERS: tuple[tuple[bytes, Callable[[bytes], Header | None]], ...] = (
+_READERS: tuple[tuple[bytes, Callable[[bytes], ImageHeader | None]], ...] = (
     (b"\x89PNG\r\n\x1a\n", _png),
     (b"\xff\xd8\xff", _jpeg),
     (b"GIF8", _gif),
@@ -137,7 +137,7 @@ class File(NamedTuple):
 class Parsable(NamedTuple):
     """The document of one input. None where `fault` says why the input cannot be run."""
 
-    document: Document | None = None
+    document: DocumentFile | None = None
     fault: ErrorInfo | None = None
 
 
@@ -166,7 +166,7 @@ def read_document(value: Any, path: str) -> Parsable:
     if fault is not None:
         return Parsable(None, fault)
     format_name = (value.get("format") or "") if isinstance(value, dict) else ""
-    return Parsable(Document(data, format_name.lower().removeprefix(".")[:MAX_FORMAT]))
+    return Parsable(DocumentFile(data, format_name.lower().removeprefix(".")[:MAX_FORMAT]))
 
 
 def _single(value: Any, path: str, kind: str, expected: str, instead: str) -> File:

@@ -47,7 +47,7 @@ _CONFIRMATIONS: dict[Verdict, bytes] = {
 _logger = logging.getLogger("sie.gateway.inbox")
 
 
-class Collector:
+class OutcomeCollector:
     """The outcomes of one request, by chunk. Complete when each chunk has its first terminal result."""
 
     def __init__(self, request: str, chunks: int, pool: str = "") -> None:
@@ -196,7 +196,7 @@ class Fragments:
             self.drop(self._all[key])
 
 
-class Inbox:
+class ResultInbox:
     """All open requests of this gateway. The subject holds 122 random bits: nobody who was not told can send here."""
 
     def __init__(
@@ -212,7 +212,7 @@ class Inbox:
         self._on_late = on_late
         self._bus = bus
         self._metrics = metrics
-        self._open: dict[str, Collector] = {}
+        self._open: dict[str, OutcomeCollector] = {}
         self._subscription: Subscription | None = None
         self._fragments = Fragments() if fragments is None else fragments
         self._checks = Tasks(_logger, lambda: None)  # each answers for its own failure
@@ -237,11 +237,11 @@ class Inbox:
         """Subject to which results of this request are sent."""
         return f"{self.subject}.{request}"
 
-    def open(self, request: str, chunks: int, pool: str = "") -> Collector:
-        collector = self._open[request] = Collector(request, chunks, pool)
+    def open(self, request: str, chunks: int, pool: str = "") -> OutcomeCollector:
+        collector = self._open[request] = OutcomeCollector(request, chunks, pool)
         return collector
 
-    def close(self, collector: Collector) -> None:
+    def close(self, collector: OutcomeCollector) -> None:
         self._open.pop(collector.request, None)
         self._fragments.drop_request(collector.request)
         collector.close()

@@ -21,7 +21,7 @@ from sie_contracts.wire.messages import Failed, Ok, Outcome, RunOptions, WorkRes
 from sie_runtime.http.server import Body
 
 if TYPE_CHECKING:
-    from sie_gateway.inference.body import Item
+    from sie_gateway.inference.body import RequestItem
 
 MSGPACK_TYPES = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
 EXTRAS = {"int8": ("scale",), "uint8": ("scale", "offset")}  # what a client needs beside the values of a dtype
@@ -315,7 +315,7 @@ class Joined:
         return iter(self._pieces)
 
 
-def _echo(item: Item) -> dict[str, Any]:
+def _echo(item: RequestItem) -> dict[str, Any]:
     slot: dict[str, Any] = {} if item.id is None else {"id": item.id}
     if item.metadata is not None:
         slot["metadata"] = item.metadata
@@ -331,7 +331,7 @@ def _usage(outcome: Outcome) -> dict[str, Any]:
 
 
 def encode_slots(
-    items: Sequence[Item], outcomes: Sequence[Placed], entry: ModelEntry, run: RunOptions, *, msgpack: bool
+    items: Sequence[RequestItem], outcomes: Sequence[Placed], entry: ModelEntry, run: RunOptions, *, msgpack: bool
 ) -> list[dict[str, Any]]:
     """One slot per input, in order, each with the outputs that were asked for, or its error."""
     token_dims = run.dimensions or entry.outputs.get("multivector", 0)
@@ -378,7 +378,7 @@ def encode_slots(
     return slots
 
 
-def score_entries(items: Sequence[Item], outcomes: Sequence[Placed]) -> list[dict[str, Any]]:
+def score_entries(items: Sequence[RequestItem], outcomes: Sequence[Placed]) -> list[dict[str, Any]]:
     """One entry per input: by score, ties by position, failed ones last. Ranks are dense and begin at 0."""
     entries: list[tuple[float, int, dict[str, Any]]] = []
     for index, (item, (_, outcome)) in enumerate(zip(items, outcomes, strict=True)):
@@ -394,7 +394,7 @@ def score_entries(items: Sequence[Item], outcomes: Sequence[Placed]) -> list[dic
     return [{**entry, "rank": rank} for rank, (_, _, entry) in enumerate(entries)]
 
 
-def extract_slot(index: int, item: Item, outcome: Outcome) -> dict[str, Any]:
+def extract_slot(index: int, item: RequestItem, outcome: Outcome) -> dict[str, Any]:
     """The slot of one input, all keys present whatever was found."""
     data = outcome.data or {} if isinstance(outcome, Ok) else {}
     slot: dict[str, Any] = {"id": f"item-{index}", **_echo(item), **{name: data.get(name, []) for name in _EXTRACTED}}

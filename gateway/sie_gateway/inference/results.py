@@ -18,7 +18,7 @@ from sie_contracts.models.catalogue import Resolved
 from sie_contracts.models.options import RequestOptions
 from sie_contracts.wire.messages import Failed, Ok, Operation, Priority, RunOptions, WorkResult
 from sie_contracts.wire.topology import Lane
-from sie_gateway.inference.body import Item
+from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.reply import Placed, array_of, slot_error
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ class PlannedRequest:
     operation: Operation
     resolved: Resolved
     options: RequestOptions
-    items: tuple[Item, ...]
-    query: Item | None
+    items: tuple[RequestItem, ...]
+    query: RequestItem | None
     lane: Lane
     priority: Priority
 
@@ -285,7 +285,7 @@ def placed(count: int, results: Sequence[WorkResult], places: Sequence[Sequence[
 
 
 def failure_of(
-    items: Sequence[Item], outcomes: Sequence[Placed], *, any_fails: bool
+    items: Sequence[RequestItem], outcomes: Sequence[Placed], *, any_fails: bool
 ) -> tuple[SIEError, list[dict[str, Any]]] | None:
     """The error that the whole request ends in, with one entry per failed input: when all failed, or any did and the
     client asked so.

@@ -23,14 +23,14 @@ from sie_contracts.wire.messages import Failed, Input, Operation, Vectors, WorkI
 from sie_gateway.admission.admission import Admission, Permits
 from sie_gateway.fleet.demand import ColdStarts
 from sie_gateway.inference import chunk, telemetry
-from sie_gateway.inference.body import Item
+from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import Call, EntryChanged
 from sie_gateway.inference.chunk import Chunk
 from sie_gateway.inference.entities import mentions
-from sie_gateway.inference.inbox import Collector, Inbox
+from sie_gateway.inference.inbox import OutcomeCollector, ResultInbox
 from sie_gateway.inference.results import PlannedRequest, RequestResult
 from sie_gateway.metrics import Metrics
-from sie_gateway.streams.publish import StoredMessage, WorkQueue
+from sie_gateway.streams.publish import StreamPosition, WorkQueue
 from sie_runtime.failpoints import failpoint
 from sie_runtime.feed import CatalogueFeed
 
@@ -46,7 +46,7 @@ class Runner:
         self,
         feed: CatalogueFeed,
         queue: WorkQueue,
-        inbox: Inbox,
+        inbox: ResultInbox,
         metrics: Metrics,
         admission: Admission,
         cold: ColdStarts,
@@ -80,7 +80,7 @@ class Runner:
         finished = RequestResult(request, refused)
         if not runnable:
             return finished
-        items: Sequence[Item] = [request.items[index] for index in runnable] if refused else request.items
+        items: Sequence[RequestItem] = [request.items[index] for index in runnable] if refused else request.items
         if _reads_mentions(request):
             items = [replace(item, mentions=mentions(item)) for item in items]
         lane, priority, resolved = request.lane, request.priority, request.resolved
@@ -145,7 +145,9 @@ class Runner:
             raise EntryChanged(entry)
         return catalogue.revisions.get(entry.id, 0)
 
-    async def _results(self, call: Call, request: PlannedRequest, collector: Collector, deadline_s: float) -> None:
+    async def _results(
+        self, call: Call, request: PlannedRequest, collector: OutcomeCollector, deadline_s: float
+    ) -> None:
         """Wait for all results until the end of the budget. From the end of the hold on, until a worker has the model,
         check each CHECK_AGAIN_S whether one loads it.
 
@@ -176,7 +178,7 @@ class _Sending:
         request: PlannedRequest,
         permits: Permits,
         build: Callable[[int], WorkItem],
-        collector: Collector,
+        collector: OutcomeCollector,
         deadline_s: float,
     ) -> None:
         self._queue = queue
@@ -187,7 +189,7 @@ class _Sending:
         self._build = build
         self._collector = collector
         self._deadline_s = deadline_s
-        self._stored: dict[int, StoredMessage] = {}
+        self._stored: dict[int, StreamPosition] = {}
         self._rest: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -235,7 +237,12 @@ class _Sending:
 
 
 def _builder(
-    call: Call, request: PlannedRequest, items: Sequence[Item], chunks: Sequence[Chunk], revision: int, reply: str
+    call: Call,
+    request: PlannedRequest,
+    items: Sequence[RequestItem],
+    chunks: Sequence[Chunk],
+    revision: int,
+    reply: str,
 ) -> Callable[[int], WorkItem]:
     """The work item of each chunk, by its number. Its budget is what is left of the call's when it is built."""
     resolved = request.resolved
@@ -272,7 +279,7 @@ def _builder(
     return work_item
 
 
-def _result_listener(permits: Permits, collector: Collector, entry: ModelEntry) -> Callable[[WorkResult], None]:
+def _result_listener(permits: Permits, collector: OutcomeCollector, entry: ModelEntry) -> Callable[[WorkResult], None]:
     """Called with each result: gives its permit back, and ends the request where the worker has another entry."""
 
     def on_result(result: WorkResult) -> None:
@@ -283,7 +290,7 @@ def _result_listener(permits: Permits, collector: Collector, entry: ModelEntry) 
     return on_result
 
 
-def _has_images(items: Sequence[Item], query: Item | None) -> bool:
+def _has_images(items: Sequence[RequestItem], query: RequestItem | None) -> bool:
     for item in items:
         if item.images:
             return True
@@ -317,7 +324,7 @@ class _Takers:
         return self._told[modality]
 
 
-def _unusable(item: Item, request: PlannedRequest, takers: _Takers) -> Failed | None:
+def _unusable(item: RequestItem, request: PlannedRequest, takers: _Takers) -> Failed | None:
     """Why this model cannot run the item, as far as the gateway can tell; None if it can."""
     entry = request.resolved.entry
     accepted = [*entry.inputs]
@@ -346,7 +353,7 @@ def _reads_mentions(request: PlannedRequest) -> bool:
     return request.operation == "extract" and families.row(request.resolved.entry.family).reads_mentions
 
 
-def _input(item: Item) -> Input:
+def _input(item: RequestItem) -> Input:
     """The part of an item that a worker needs."""
     if item.tokens is None and item.pair is None and item.vectors is None and not item.files:
         return Input(item.text, mentions=item.mentions)

@@ -68,7 +68,7 @@ class Mean:
 
 
 @dataclass
-class ShadowFigures:
+class ShadowStatistics:
     """Measurements of a shadow since this gateway started: the metrics fold aliases beyond a number of them."""
 
     model: str
@@ -107,7 +107,7 @@ class Shadows:
         self._run = run
         self._clock = clock
         self._met: dict[str, int] = {}  # by alias, requests whose share is copied
-        self._figures: dict[str, ShadowFigures] = {}  # by alias
+        self._figures: dict[str, ShadowStatistics] = {}  # by alias
         self._paused_s: dict[str, float] = {}  # by model, until when
         self._opening: set[str] = set()  # residencies that a copy is to have loaded
         self._tasks: set[asyncio.Task[None]] = set()
@@ -126,11 +126,11 @@ class Shadows:
         except Exception:  # an answer never fails for its copy
             _logger.exception("a request of %s could not be copied", finished.request.resolved.alias)
 
-    def figures(self, alias: str, model: str) -> ShadowFigures:
+    def figures(self, alias: str, model: str) -> ShadowStatistics:
         """Measurements of the alias's shadow; they begin anew for another model."""
         figures = self._figures.get(alias)
         if figures is None or figures.model != model:
-            figures = self._figures[alias] = ShadowFigures(model)
+            figures = self._figures[alias] = ShadowStatistics(model)
         return figures
 
     def _after(self, call: Call, request: InferRequest, finished: RequestResult) -> None:

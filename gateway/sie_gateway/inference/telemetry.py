@@ -41,7 +41,7 @@ _POLLED = ("/health", "/v1/scaling/")  # by machines, every few seconds
 _TIMED = (*STAGES, "total_time")
 
 
-class RequestLog:
+class RequestLogger:
     """Owned by the gateway's loop."""
 
     def __init__(self) -> None:

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie_gateway.jobs.values import pack, unpack
-from sie_store.datasets.answers import Answer
+from sie_store.datasets.answers import RowAnswer
 from sie_store.object_stores import FILES, ObjectMissing, WrittenMeanwhile, check_room, within
 
 if TYPE_CHECKING:
@@ -59,13 +59,13 @@ class CacheSegment:
         self._values_at = COUNT_BYTES + DIGEST_BYTES * count + 8 * (count + 1)
         self._offsets = np.frombuffer(data, "<u8", count + 1, COUNT_BYTES + DIGEST_BYTES * count)
 
-    def value(self, row: int) -> Answer:
+    def value(self, row: int) -> RowAnswer:
         """Raises ValueError."""
         start, end = (self._values_at + int(offset) for offset in self._offsets[row : row + 2])
         return unpack(bytes(self._data[start:end]))
 
 
-def segment(values: Mapping[bytes, Answer]) -> bytes:
+def segment(values: Mapping[bytes, RowAnswer]) -> bytes:
     """The bytes of a segment."""
     digests = sorted(values)
     packed = [pack(values[digest]) for digest in digests]
@@ -113,9 +113,9 @@ def _halves(digests: bytes) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
     return numbers[:, 0].astype(np.uint64), numbers[:, 1].astype(np.uint64)
 
 
-def _values(segment: CacheSegment, rows: Sequence[tuple[int, int]], name: str) -> dict[int, Answer]:
+def _values(segment: CacheSegment, rows: Sequence[tuple[int, int]], name: str) -> dict[int, RowAnswer]:
     """Values of a segment by their places."""
-    answers: dict[int, Answer] = {}
+    answers: dict[int, RowAnswer] = {}
     for place, row in rows:
         try:
             answers[place] = segment.value(row)
@@ -171,11 +171,11 @@ class AnswerCache:
     def __len__(self) -> int:
         return len(self._known.high)
 
-    async def find(self, digests: Sequence[bytes]) -> dict[int, Answer]:
+    async def find(self, digests: Sequence[bytes]) -> dict[int, RowAnswer]:
         """Values by the place of their digest. What cannot be read is missing. Raises StoreError."""
         if not len(self) or not digests:
             return {}
-        answers: dict[int, Answer] = {}
+        answers: dict[int, RowAnswer] = {}
         for number, rows in (await asyncio.to_thread(self._known.places, digests)).items():
             segment = await self._segment(number)
             if segment is not None:
@@ -196,7 +196,7 @@ class AnswerCache:
         self._read.move_to_end(number)
         return self._read[number]
 
-    async def keep(self, name: str, values: Mapping[bytes, Answer]) -> int:
+    async def keep(self, name: str, values: Mapping[bytes, RowAnswer]) -> int:
         """Keep values under a name that no other shard has. Returns how many bytes they take. Raises StoreError."""
         import obstore
 

@@ -29,7 +29,7 @@ from sie_contracts.errors import (
 )
 from sie_contracts.wire.messages import Failed, Ok, Operation, WorkResult
 from sie_gateway.admission.grant import Charge, Grant
-from sie_gateway.inference.body import Item
+from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import Call, EntryChanged, InferRequest
 from sie_gateway.inference.handler import Inference
 from sie_gateway.inference.reply import Placed
@@ -224,8 +224,8 @@ class JobClient:
         spec: str,
         operation: Operation,
         params: Mapping[str, Any],
-        items: Sequence[Item],
-        query: Item | None = None,
+        items: Sequence[RequestItem],
+        query: RequestItem | None = None,
     ) -> tuple[Call, PlannedRequest]:
         """A request of the job, as one of a client is understood. Raises SIEError."""
         call = self.call()
@@ -239,8 +239,8 @@ class JobClient:
         spec: str,
         operation: Operation,
         params: Mapping[str, Any],
-        items: Sequence[Item],
-        query: Item | None = None,
+        items: Sequence[RequestItem],
+        query: RequestItem | None = None,
     ) -> list[Placed]:
         """Outcome of each item: a value, or an error that asking again does not change. Raises SIEError for what
         no item of the job can escape.
@@ -255,7 +255,12 @@ class JobClient:
         return outcomes
 
     async def _whole(
-        self, spec: str, operation: Operation, params: Mapping[str, Any], items: Sequence[Item], query: Item | None
+        self,
+        spec: str,
+        operation: Operation,
+        params: Mapping[str, Any],
+        items: Sequence[RequestItem],
+        query: RequestItem | None,
     ) -> list[Placed]:
         async def attempt() -> list[Placed]:
             call, understood = self.understood(spec, operation, params, items, query)

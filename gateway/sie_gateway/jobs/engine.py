@@ -16,7 +16,7 @@ from sie_contracts.errors import ErrorInfo, InvalidInput, NotReady, SIEError
 from sie_contracts.jobs import JobRecord
 from sie_contracts.settings import Secret, Settings
 from sie_gateway.admission.grant import Charge, Grant
-from sie_gateway.inference.body import Item
+from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import Call, InferRequest
 from sie_gateway.inference.handler import Inference
 from sie_gateway.inference.results import PlannedRequest
@@ -101,8 +101,12 @@ class JobEngine:
         take.
         """
         resolved = self._inference.resolve(request.model, call)
-        item = Item(None, modalities=("image",), images=(b"",)) if templates.reads_images(request.input) else Item("")
-        query = Item("") if request.operation == "score" else None
+        item = (
+            RequestItem(None, modalities=("image",), images=(b"",))
+            if templates.reads_images(request.input)
+            else RequestItem("")
+        )
+        query = RequestItem("") if request.operation == "score" else None
         body = {"params": dict(request.params)} if request.params else {}
         infer_request = InferRequest(request.operation, resolved, (item,), body, query, "bulk")
         if request.operation not in resolved.entry.tasks:

@@ -11,7 +11,7 @@ import msgspec
 import orjson
 
 from sie_contracts.errors import InvalidInput
-from sie_contracts.jobs import Plan, Span
+from sie_contracts.jobs import Plan, RowSpan
 from sie_runtime.http.server import uuid7
 from sie_store.datasets.sizes import count_outside
 
@@ -23,7 +23,7 @@ MAX_LINE_BYTES = 64 << 20
 _NATIVE = ("/v1/encode", "/v1/score", "/v1/extract")  # whose model is in the path
 
 
-class BatchRequest(NamedTuple):
+class LineRequest(NamedTuple):
     """Request of a line: `path` is that of the route, `body` its JSON."""
 
     custom_id: str
@@ -67,12 +67,12 @@ class BadLine(Exception):
 class BatchCut:
     """Cuts a file into spans of lines, as its bytes pass, and finds lines with a custom_id of a line before.
 
-    A line of white space is no request: `Span.first` counts it, `Span.rows` does not.
+    A line of white space is no request: `RowSpan.first` counts it, `RowSpan.rows` does not.
     """
 
     def __init__(self, file: str) -> None:
         self._file = file
-        self._spans: list[Span] = []
+        self._spans: list[RowSpan] = []
         self._rest = b""  # of a line that is not complete
         self._lines = self._first = 0
         self._requests = self._rows = 0  # in the file, and in the span
@@ -118,7 +118,7 @@ class BatchCut:
 
     def _cut(self) -> None:
         if self._rows:
-            self._spans.append(Span(self._file, "jsonl", self._first, self._rows, self._start, self._end))
+            self._spans.append(RowSpan(self._file, "jsonl", self._first, self._rows, self._start, self._end))
         self._first, self._start, self._rows, self._inputs = self._lines, self._end, 0, 0
 
     def plan(self) -> Plan:
@@ -131,13 +131,13 @@ class BatchCut:
         return Plan(tuple(self._spans), repeated=tuple(self._repeated))
 
 
-def requests_of(text: bytes, span: Span) -> list[tuple[int, bytes]]:
+def requests_of(text: bytes, span: RowSpan) -> list[tuple[int, bytes]]:
     """The requests of a span with the numbers of their lines in the file, from 0."""
     lines = enumerate(text.split(b"\n"), span.first)
     return [(number, stripped) for number, line in lines if (stripped := line.strip())]
 
 
-def read(line: bytes, number: int, endpoint: str, *, is_repeated: bool) -> BatchRequest:
+def read(line: bytes, number: int, endpoint: str, *, is_repeated: bool) -> LineRequest:
     """The request of a line. Raises BadLine."""
     where = f"line {number + 1}"
     try:
@@ -163,7 +163,7 @@ def read(line: bytes, number: int, endpoint: str, *, is_repeated: bool) -> Batch
         if not model:
             raise BadLine("missing_required_parameter", f"{where}: body.model: expected the name of a model")
         url = f"{url}/{model}"
-    return BatchRequest(custom_id, url, body)
+    return LineRequest(custom_id, url, body)
 
 
 def answer(custom_id: str, request_id: str, status: int, body: bytes, tokens: int = 0) -> BatchRow:

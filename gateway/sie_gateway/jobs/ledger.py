@@ -10,7 +10,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from sie_broker import Store, Write, WrongRevision
-from sie_broker.record import Bucket
+from sie_broker.record import RecordBucket
 from sie_contracts import jobs as records
 from sie_contracts.errors import NotFound
 from sie_contracts.jobs import JobRecord, ShardRecord
@@ -30,7 +30,7 @@ class JobLedger:
         self._bucket = bucket
         self._jobs = bucket.jobs
         self._jobs.listeners.append(self._on_job)
-        self._shards = Bucket(broker, topology.SHARDS_BUCKET, storage="file", replicas=replicas)
+        self._shards = RecordBucket(broker, topology.SHARDS_BUCKET, storage="file", replicas=replicas)
         self._listeners: dict[str, Callable[[JobRecord | None], None]] = {}
         self.woken = asyncio.Event()  # set when a job changed; one task waits for it
 

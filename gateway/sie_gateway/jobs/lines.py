@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from sie_contracts.errors import ErrorInfo, NotFound, SIEError
-from sie_contracts.jobs import FileRecord, JobRecord, Plan, ShardRecord, Span
+from sie_contracts.jobs import FileRecord, JobRecord, Plan, RowSpan, ShardRecord
 from sie_gateway.inference.call import Call, EncodedReply
 from sie_gateway.inference.results import FailedRequest
 from sie_gateway.jobs import envelope
 from sie_gateway.jobs.client import Halted, JobClient
-from sie_gateway.jobs.envelope import BadLine, BatchCut, BatchRequest, BatchRow
+from sie_gateway.jobs.envelope import BadLine, BatchCut, BatchRow, LineRequest
 from sie_gateway.jobs.run import JobProgress, ShardBroken
 from sie_gateway.jobs.storage import JobStorage
 from sie_store.datasets.answers import most_frequent
@@ -65,7 +65,7 @@ class BatchJob:
             await asyncio.to_thread(cut.feed, piece)
         return await self._place.keep_plan(cut.plan())
 
-    async def shard(self, number: int, span: Span) -> ShardRecord:
+    async def shard(self, number: int, span: RowSpan) -> ShardRecord:
         """See Work."""
         data = await self._place.existing(_part(number))
         if data is not None:
@@ -83,7 +83,7 @@ class BatchJob:
         del self._rows[number]
         return record
 
-    async def _stored(self, number: int, span: Span, rows: Sequence[BatchRow]) -> ShardRecord:
+    async def _stored(self, number: int, span: RowSpan, rows: Sequence[BatchRow]) -> ShardRecord:
         data = await asyncio.to_thread(lambda: b"".join(row.text + b"\n" for row in rows))
         stands = await self._place.put_once(_part(number), data)
         return await asyncio.to_thread(_record, number, span, stands, rows if stands is data else None)
@@ -106,7 +106,7 @@ class BatchJob:
             fields["error_file"] = await self._file(job, "errors", self._lines(shards, failures=True))
         return fields
 
-    async def _left(self, number: int, span: Span, state: str) -> ShardRecord | None:
+    async def _left(self, number: int, span: RowSpan, state: str) -> ShardRecord | None:
         """The record of a shard of a batch that ends early; None where nothing of it is answered."""
         data = await self._place.existing(_part(number))
         if data is not None:  # by a leader that died before it noted that
@@ -143,7 +143,7 @@ class BatchJob:
     async def _input(self) -> FileRecord:
         return await self._place.files.find(self._batch.input_file_id, self._job.owner, sees_all=True)
 
-    async def _text(self, span: Span) -> bytes:
+    async def _text(self, span: RowSpan) -> bytes:
         """The bytes of a span. Raises ShardBroken, StoreError."""
         try:
             return await self._place.files.range(await self._input(), span.start, span.end)
@@ -183,7 +183,7 @@ class BatchJob:
         self._rows[shard][number] = row
         self._progress.rows(shard, 1, int(row.code is not None))
 
-    async def _answered(self, request: BatchRequest, route: InferenceRoute) -> BatchRow:
+    async def _answered(self, request: LineRequest, route: InferenceRoute) -> BatchRow:
         calls: list[Call] = []
 
         async def attempt() -> EncodedReply:
@@ -217,7 +217,7 @@ def _part(number: int) -> str:
     return JobStorage.part(number, "jsonl")
 
 
-def _source(span: Span) -> str:
+def _source(span: RowSpan) -> str:
     return f"{span.source}:{span.first + 1}"
 
 
@@ -226,7 +226,7 @@ def _some(data: bytes, *, failures: bool) -> bytes:
     return b"".join(row.text + b"\n" for row in envelope.written(data) if (row.code is not None) == failures)
 
 
-def _record(number: int, span: Span, data: bytes, answered: Sequence[BatchRow] | None = None) -> ShardRecord:
+def _record(number: int, span: RowSpan, data: bytes, answered: Sequence[BatchRow] | None = None) -> ShardRecord:
     """`answered`: the rows that the data are; by default they are read."""
     rows = envelope.written(data) if answered is None else answered
     codes = Counter(row.code for row in rows if row.code is not None)

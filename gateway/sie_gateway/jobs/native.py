@@ -15,18 +15,18 @@ import numpy as np
 
 from sie_contracts.api import jobs as api
 from sie_contracts.errors import ErrorInfo, InvalidInput, NotFound
-from sie_contracts.jobs import Again, JobRecord, Plan, ShardRecord, Span, Unread
-from sie_gateway.inference.body import Item
+from sie_contracts.jobs import Again, JobRecord, Plan, RowSpan, ShardRecord, Unread
+from sie_gateway.inference.body import RequestItem
 from sie_gateway.jobs import cache as caches
 from sie_gateway.jobs.cache import AnswerCache
 from sie_gateway.jobs.client import Halted, JobClient
 from sie_gateway.jobs.run import JobProgress, ShardBroken, broken_parts
 from sie_gateway.jobs.storage import JobStorage
-from sie_gateway.jobs.values import Bounds, RowInput, RowValues, Unique, bounds, unique
+from sie_gateway.jobs.values import Bounds, ModelInput, RowValues, Unique, bounds, unique
 from sie_store.datasets import manifests, parts, plans, shards, templates
-from sie_store.datasets.answers import About, Answer, shard_of
+from sie_store.datasets.answers import About, RowAnswer, shard_of
 from sie_store.datasets.places import Place
-from sie_store.datasets.rows import Row, read
+from sie_store.datasets.rows import InputRow, read
 from sie_store.object_stores import AccessRefused, StoreError
 from sie_store.sinks.sink import (
     CollectionMismatch,
@@ -118,7 +118,7 @@ class NativeJob:
         return plan
 
     async def _planned(self) -> Plan:
-        spans: list[Span] = []
+        spans: list[RowSpan] = []
         unread: list[Unread] = []
         request = self._request
         rows, text_bytes = self._bounds()
@@ -135,7 +135,7 @@ class NativeJob:
         if request.operation != "encode":  # a score or an extraction takes no more than its text
             return Bounds(request.shard_rows, None)
         reads_images = templates.reads_images(request.input)
-        item = Item(None, modalities=("image",), images=(b"",)) if reads_images else Item("")
+        item = RequestItem(None, modalities=("image",), images=(b"",)) if reads_images else RequestItem("")
         _, understood = self._asking.understood(self._job.model, request.operation, request.params, [item])
         fit = bounds(understood, has_images=reads_images or bool(request.input.image))
         return fit._replace(rows=min(fit.rows, request.shard_rows))
@@ -155,7 +155,7 @@ class NativeJob:
             again.append(Again((*earlier, (before.job.id, shard.name)), rows))
         return Plan(tuple(plan.spans[number] for number in failed), again=tuple(again))
 
-    async def _rows(self, number: int, span: Span) -> list[Row]:
+    async def _rows(self, number: int, span: RowSpan) -> list[InputRow]:
         """The rows to answer. Raises InvalidInput, StoreError."""
         rows = await read(self._places.source, span, self._request.input)
         for job_id, part in self._again[number].parts if self._again else ():
@@ -169,7 +169,7 @@ class NativeJob:
 
     # a shard
 
-    async def shard(self, number: int, span: Span) -> ShardRecord:
+    async def shard(self, number: int, span: RowSpan) -> ShardRecord:
         """See Work."""
         name = parts.part_name(number, self._count, self._request.output.format)
         record = await shards.existing(self._places.output, name, self._request.output.format)
@@ -183,7 +183,7 @@ class NativeJob:
             )
         return msgspec.structs.replace(record, source=_named(span))
 
-    async def _answer_shard(self, number: int, name: str, span: Span) -> ShardRecord:
+    async def _answer_shard(self, number: int, name: str, span: RowSpan) -> ShardRecord:
         """Answer a shard, then send it to the database and write it. Another attempt goes on with what is left."""
         answered = self._unwritten.get(number)
         if answered is None:
@@ -198,7 +198,7 @@ class NativeJob:
         del self._unwritten[number]
         return record
 
-    async def _answered(self, number: int, span: Span) -> AnsweredShard:
+    async def _answered(self, number: int, span: RowSpan) -> AnsweredShard:
         try:
             rows = await self._rows(number, span)
         except InvalidInput as error:
@@ -211,14 +211,14 @@ class NativeJob:
             data, None if self._places.sink is None else await asyncio.to_thread(_for_sink, rows, answers)
         )
 
-    async def _answers(self, number: int, rows: Sequence[Row]) -> tuple[list[Answer], int]:
+    async def _answers(self, number: int, rows: Sequence[InputRow]) -> tuple[list[RowAnswer], int]:
         """The answer of each row, and how many were taken from an equal row or from the cache."""
         places = [place for place, row in enumerate(rows) if row.fault is None]
         once = await asyncio.to_thread(
             lambda: unique([_input(rows[place], self._request.operation) for place in places])
         )
         results = await self._unique(number, once)
-        answers = [Answer(error=row.fault) for row in rows]
+        answers = [RowAnswer(error=row.fault) for row in rows]
         for place, unique_place in zip(places, once.places, strict=True):
             answers[place] = results[unique_place]
         faults = len(rows) - len(places)
@@ -228,10 +228,10 @@ class NativeJob:
     def _reused(self, number: int, once: Unique) -> int:
         return len(once.places) - self._computed.pop(number, len(once.inputs))
 
-    async def _unique(self, number: int, once: Unique) -> list[Answer]:
+    async def _unique(self, number: int, once: Unique) -> list[RowAnswer]:
         weights = np.bincount(once.places, minlength=len(once.inputs)).tolist() if once.places else []
 
-        def done(places: Sequence[int], answers: Sequence[Answer]) -> None:
+        def done(places: Sequence[int], answers: Sequence[RowAnswer]) -> None:
             rows = sum(weights[place] for place in places)
             failed = sum(
                 weights[place] for place, answer in zip(places, answers, strict=True) if answer.error is not None
@@ -255,7 +255,7 @@ class NativeJob:
         every = {**cached, **computed}
         return [every[place] for place in range(len(once.inputs))]
 
-    async def _keep(self, cache: AnswerCache, number: int, good: dict[bytes, Answer]) -> None:
+    async def _keep(self, cache: AnswerCache, number: int, good: dict[bytes, RowAnswer]) -> None:
         """Keep answers for later jobs. What is not kept is computed again then: this job goes on without."""
         try:
             self._kept_bytes += await cache.keep(f"{self._job.id}-{number:06}", good)
@@ -370,7 +370,7 @@ def manifest(job: JobRecord, state: str, shards: dict[int, ShardRecord], unread:
     )
 
 
-def _for_sink(rows: Sequence[Row], answers: Sequence[Answer]) -> SinkRows | None:
+def _for_sink(rows: Sequence[InputRow], answers: Sequence[RowAnswer]) -> SinkRows | None:
     """The rows that have a vector; None where there is none."""
     good = [place for place, answer in enumerate(answers) if answer.error is None]
     if not good:
@@ -390,17 +390,17 @@ def _kinds(rows: Sequence[Mapping[str, Any]]) -> dict[str, Kind]:
     }
 
 
-def _named(span: Span) -> str:
+def _named(span: RowSpan) -> str:
     """A span in words: rows are counted from 0."""
     return f"{span.source or span.after or 'images'}:{span.first}-{span.first + span.rows - 1}"
 
 
-def _input(row: Row, operation: str) -> RowInput:
+def _input(row: InputRow, operation: str) -> ModelInput:
     if operation == "score":
-        return RowInput(_item(row.document, row.images), row.query)
-    return RowInput(_item(row.text, row.images))
+        return ModelInput(_item(row.document, row.images), row.query)
+    return ModelInput(_item(row.text, row.images))
 
 
-def _item(text: str | None, images: tuple[bytes, ...]) -> Item:
+def _item(text: str | None, images: tuple[bytes, ...]) -> RequestItem:
     modalities = ("image",) if images else ()
-    return Item(text, modalities=modalities, images=images)
+    return RequestItem(text, modalities=modalities, images=images)

@@ -9,7 +9,7 @@ from typing import Generic, NamedTuple, TypeVar, cast
 import msgspec
 
 from sie_broker import BrokerError, Entry, Store, Write
-from sie_broker.record import Bucket, Record, retry_conflicts
+from sie_broker.record import Record, RecordBucket, retry_conflicts
 from sie_contracts.errors import NotReady, RateLimited
 from sie_contracts.jobs import FileRecord, JobRecord, bounded
 from sie_contracts.wire import topology
@@ -168,7 +168,9 @@ class JobsBucket:
 
     def __init__(self, broker: Store, replicas: int) -> None:
         """The bucket is always stored in files: what it names lies in a store that outlives the broker."""
-        bucket = Bucket(broker, topology.JOBS_BUCKET, storage="file", replicas=replicas, removed_age_s=REMOVED_AGE_S)
+        bucket = RecordBucket(
+            broker, topology.JOBS_BUCKET, storage="file", replicas=replicas, removed_age_s=REMOVED_AGE_S
+        )
         self._record = Record[_Kept](bucket, _decode, self._on_value, on_lost=self._on_lost)
         self.is_read = False
         self.files = RecordValues[FileRecord](self._record, "file.")

@@ -27,7 +27,7 @@ from msgspec.structs import replace
 from sie_broker import BrokerError
 from sie_contracts.api.jobs import JobState
 from sie_contracts.errors import ErrorInfo, NotFound, SIEError
-from sie_contracts.jobs import MAX_BROKEN, JobRecord, Plan, ShardRecord, Span, Unread
+from sie_contracts.jobs import MAX_BROKEN, JobRecord, Plan, RowSpan, ShardRecord, Unread
 from sie_gateway.jobs import pace
 from sie_gateway.jobs.client import Halted
 from sie_gateway.jobs.ledger import JobLedger
@@ -93,7 +93,7 @@ class JobWork(Protocol):
         can never be read, StoreError.
         """
 
-    async def shard(self, number: int, span: Span) -> ShardRecord:
+    async def shard(self, number: int, span: RowSpan) -> ShardRecord:
         """Answer a part, store its answers, and return its record. Raises ShardBroken, SIEError, StoreError."""
 
     async def finish(self, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
@@ -355,7 +355,7 @@ class JobRun:
             self._live.pop(number, None)
             done[number] = shard
 
-    async def _attempted(self, work: JobWork, number: int, span: Span) -> ShardRecord:
+    async def _attempted(self, work: JobWork, number: int, span: RowSpan) -> ShardRecord:
         self._live.pop(number, None)  # what an attempt before this one told
         return await work.shard(number, span)
 
@@ -549,7 +549,7 @@ def left(job: JobRecord, leader: str) -> JobRecord:
     return replace(job, leader="" if job.leader == leader else job.leader, lost=lost)
 
 
-def _named(span: Span) -> str:
+def _named(span: RowSpan) -> str:
     return f"{span.rows} rows of {span.source or 'images'} from {span.first} on"
 
 

@@ -16,11 +16,11 @@ import numpy as np
 
 from sie_contracts.errors import ErrorInfo, SIEError
 from sie_contracts.wire.messages import Failed, Ok, Operation
-from sie_gateway.inference.body import Item
+from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.reply import Placed, array_of
 from sie_gateway.inference.results import PlannedRequest
 from sie_gateway.jobs.client import Halted, JobClient
-from sie_store.datasets.answers import Answer
+from sie_store.datasets.answers import RowAnswer
 
 MODEL_CHANGED = "MODEL_CHANGED"
 GROUP_ITEMS = 256  # of a request
@@ -32,10 +32,10 @@ TOKEN_BYTES = 4  # of a text, roughly
 _SIZES = {"float32": 4, "float16": 2}
 
 
-class RowInput(NamedTuple):
+class ModelInput(NamedTuple):
     """Input that a row gives to the model. `query`: of a score."""
 
-    item: Item
+    item: RequestItem
     query: str | None = None
 
     @property
@@ -101,12 +101,12 @@ class RowValues:
         self.fingerprint = fingerprint
 
     async def answers_of(
-        self, inputs: Sequence[RowInput], on_done: Callable[[Sequence[int], Sequence[Answer]], None]
-    ) -> list[Answer]:
+        self, inputs: Sequence[ModelInput], on_done: Callable[[Sequence[int], Sequence[RowAnswer]], None]
+    ) -> list[RowAnswer]:
         """The answer to each input. `on_done` is called with places whose answers are there. Raises SIEError for what
         no input can escape; Halted where the model is another one than before.
         """
-        answers: list[Answer | None] = [None] * len(inputs)
+        answers: list[RowAnswer | None] = [None] * len(inputs)
 
         async def ask(places: Sequence[int]) -> None:
             values = await self._compute([inputs[place] for place in places])
@@ -123,8 +123,8 @@ class RowValues:
             raise errors.exceptions[0] from errors
         return [value for value in answers if value is not None]
 
-    async def _compute(self, inputs: Sequence[RowInput]) -> list[Answer]:
-        query = None if inputs[0].query is None else Item(inputs[0].query)
+    async def _compute(self, inputs: Sequence[ModelInput]) -> list[RowAnswer]:
+        query = None if inputs[0].query is None else RequestItem(inputs[0].query)
         items = [entry.item for entry in inputs]
         outcomes = await self._asking.outcomes(self._spec, self._operation, self._params, items, query)
         for result, outcome in outcomes:
@@ -144,17 +144,17 @@ class RowValues:
             raise Halted(ErrorInfo(MODEL_CHANGED, message))
 
 
-def value_of(placed: Placed) -> Answer:
+def value_of(placed: Placed) -> RowAnswer:
     """An outcome without the message that it came in, which it would keep in memory."""
     result, outcome = placed
     if isinstance(outcome, Failed):
-        return Answer(error=outcome.error)
+        return RowAnswer(error=outcome.error)
     assert isinstance(outcome, Ok)
     arrays = {name: array_of(result, outcome, name).copy() for name in outcome.outputs}
-    return Answer(None, outcome.tokens, outcome.truncated, arrays, outcome.score, outcome.data)
+    return RowAnswer(None, outcome.tokens, outcome.truncated, arrays, outcome.score, outcome.data)
 
 
-def grouped(inputs: Sequence[RowInput]) -> list[list[int]]:
+def grouped(inputs: Sequence[ModelInput]) -> list[list[int]]:
     """Places of the inputs of each request: inputs of one query, and of similar length, the longest first. So batches
     are full and need little filling, and no long text is left for the end.
     """
@@ -183,15 +183,15 @@ def grouped(inputs: Sequence[RowInput]) -> list[list[int]]:
 class Unique(NamedTuple):
     """Inputs without repetition, and for each row the place of its input."""
 
-    inputs: list[RowInput]
+    inputs: list[ModelInput]
     digests: list[bytes]
     places: list[int]
 
 
-def unique(inputs: Sequence[RowInput]) -> Unique:
+def unique(inputs: Sequence[ModelInput]) -> Unique:
     """Equal inputs once, in the order of their first occurrence."""
     place_of: dict[bytes, int] = {}
-    inputs_once: list[RowInput] = []
+    inputs_once: list[ModelInput] = []
     digests: list[bytes] = []
     places: list[int] = []
     for entry in inputs:
@@ -218,16 +218,16 @@ class PackedValue(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Tr
 _decode = msgspec.msgpack.Decoder(PackedValue).decode
 
 
-def pack(value: Answer) -> bytes:
+def pack(value: RowAnswer) -> bytes:
     """A value as bytes."""
     arrays = {name: (array.dtype.str, array.shape, array.tobytes()) for name, array in value.arrays.items()}
     return msgspec.msgpack.encode(PackedValue(arrays, value.score, value.data, value.tokens, value.truncated))
 
 
-def unpack(packed: bytes) -> Answer:
+def unpack(packed: bytes) -> RowAnswer:
     """The value of these bytes. Raises ValueError."""
     decoded = _decode(packed)
     arrays = {
         name: np.frombuffer(data, dtype=dtype).reshape(shape) for name, (dtype, shape, data) in decoded.arrays.items()
     }
-    return Answer(None, decoded.tokens, decoded.truncated, arrays, decoded.score, decoded.data)
+    return RowAnswer(None, decoded.tokens, decoded.truncated, arrays, decoded.score, decoded.data)

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from sie_broker import Broker, BrokerError
-from sie_broker.dead_letters import Found, Letters
+from sie_broker.dead_letters import DeadLetterEntry, Letters
 from sie_contracts.api import dead_letters as api
 from sie_contracts.errors import NotFound, PoolNotFound, QueueUnavailable
 from sie_contracts.settings import Settings
@@ -52,7 +52,7 @@ class Filter:
     code: str = ""
     reason: str = ""
 
-    def fits(self, letter: Found) -> bool:
+    def fits(self, letter: DeadLetterEntry) -> bool:
         error = letter.letter.error
         had = {"lane": _lane(letter), "model": letter.model, "code": error.code, "reason": error.reason}
         return all(value in ("", had[name]) for name, value in self._values())
@@ -122,12 +122,12 @@ class DeadLetterOperations:
             next=last if more else None,
         )
 
-    async def letter(self, pool: str, name: str) -> Found:
+    async def letter(self, pool: str, name: str) -> DeadLetterEntry:
         """The letter with this id."""
         async with _bounded(LOOK_S):
             return await self._find(pool, name)
 
-    async def _find(self, pool: str, name: str) -> Found:
+    async def _find(self, pool: str, name: str) -> DeadLetterEntry:
         letters, place = self._letters(pool), self._places.get((pool, name))
         if place is not None and (located := await letters.at(place)) is not None and located.letter.id == name:
             return located
@@ -215,7 +215,7 @@ class DeadLetterOperations:
         except BrokerError as error:
             raise QueueUnavailable(f"the broker refused: {error}") from error
 
-    def _info(self, pool: str, located: Found) -> api.DeadLetterInfo:
+    def _info(self, pool: str, located: DeadLetterEntry) -> api.DeadLetterInfo:
         self._note(pool, located)
         letter, item = located.letter, located.item
         return api.DeadLetterInfo(
@@ -242,15 +242,15 @@ class DeadLetterOperations:
             bytes=len(letter.item),
         )
 
-    def _note(self, pool: str, located: Found) -> None:
+    def _note(self, pool: str, located: DeadLetterEntry) -> None:
         self._places[pool, located.letter.id] = located.sequence
         if len(self._places) > MAX_PLACES:
             self._places.popitem(last=False)
 
 
-async def _first(letters: Letters, filters: Filter, after: int, last: int, most: int) -> list[Found]:
+async def _first(letters: Letters, filters: Filter, after: int, last: int, most: int) -> list[DeadLetterEntry]:
     """The `most` oldest letters that fit, above the sequence `after` and up to `last`."""
-    together = list[Found]()
+    together = list[DeadLetterEntry]()
     async with contextlib.aclosing(letters.all(after)) as every:
         async for located in every:
             if located.sequence > last:
@@ -262,7 +262,7 @@ async def _first(letters: Letters, filters: Filter, after: int, last: int, most:
     return together
 
 
-async def _replayed(replays: Replays, letter: Found, timeout_s: float) -> api.Replayed:
+async def _replayed(replays: Replays, letter: DeadLetterEntry, timeout_s: float) -> api.Replayed:
     """Outcome of a replay. Its errors are named by kind: their messages are for the client that asked."""
 
     def outcome(state: api.State, errors: _Errors | None = None) -> api.Replayed:
@@ -299,7 +299,7 @@ def _counted(errors: _Errors) -> list[api.DeadLetterCount]:
     ]
 
 
-def _lane(located: Found) -> str:
+def _lane(located: DeadLetterEntry) -> str:
     """Empty where the subject of the work names none."""
     try:
         return str(lane_of(located.letter.subject))

@@ -52,7 +52,7 @@ class Note(NamedTuple):
 
 
 @dataclass
-class _HistoryStep:
+class _HistoryBucket:
     """`STEP_S` seconds from `at` on, seconds since the epoch."""
 
     at: int
@@ -98,7 +98,7 @@ class RequestHistory:
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._steps: deque[_HistoryStep] = deque(maxlen=STEPS)
+        self._steps: deque[_HistoryBucket] = deque(maxlen=STEPS)
         self._minutes: deque[_Minute] = deque(maxlen=STEPS * STEP_S // MINUTE_S)
         self._numbers = itertools.count()
 
@@ -123,10 +123,10 @@ class RequestHistory:
         if is_slow:
             (heapq.heappush if len(places.slowest) < SLOWEST else heapq.heappushpop)(places.slowest, note)
 
-    def _step(self, now_s: float) -> _HistoryStep:
+    def _step(self, now_s: float) -> _HistoryBucket:
         at = int(now_s) // STEP_S * STEP_S
         if not self._steps or self._steps[-1].at < at:  # a clock that is put back goes on with the last step
-            self._steps.append(_HistoryStep(at))
+            self._steps.append(_HistoryBucket(at))
         return self._steps[-1]
 
     def _minute(self, now_s: float) -> _Minute:
@@ -176,7 +176,7 @@ def quantile(counts: array[int], share: float) -> float:
     return round(BOUNDS_MS[-1], 3)
 
 
-def _joined(at: int, steps: list[_HistoryStep]) -> dict[str, Any]:
+def _joined(at: int, steps: list[_HistoryBucket]) -> dict[str, Any]:
     """Several steps as one, with the median and the 99th percentile of each stage, ms, in the order of STAGES_TOLD."""
     errors: Counter[str] = Counter()
     for step in steps:

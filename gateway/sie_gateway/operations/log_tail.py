@@ -18,7 +18,7 @@ MAX_REQUESTS = 20_000  # whose owners are remembered; of one before them only an
 MAX_CHARS = 500  # of one
 
 
-class LogLine(NamedTuple):
+class TailLine(NamedTuple):
     """`at`: seconds since the epoch."""
 
     request: str
@@ -35,7 +35,7 @@ class LogTail(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
-        self._lines: deque[LogLine] = deque(maxlen=MAX_LINES)
+        self._lines: deque[TailLine] = deque(maxlen=MAX_LINES)
         self._owners: dict[str, str] = {}  # by request id, the oldest first
 
     def admitted(self, request: str, owner: str) -> None:
@@ -49,7 +49,7 @@ class LogTail(logging.Handler):
         request = getattr(record, "request_id", None)
         if request:
             message = record.getMessage()[:MAX_CHARS]
-            self._lines.append(LogLine(str(request), record.created, record.levelname, record.name, message))
+            self._lines.append(TailLine(str(request), record.created, record.levelname, record.name, message))
 
     def lines_of(self, request: str, grant: Grant) -> list[dict[str, Any]]:
         """The lines of a request, the oldest first; none of one that a credential may not see."""

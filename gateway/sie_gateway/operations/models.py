@@ -19,9 +19,9 @@ from sie_contracts.models.entries import ModelEntry, classifies, listed_outputs,
 from sie_contracts.places import without_paths
 from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
 from sie_gateway.fleet.lanes import Fleet
-from sie_gateway.inference.shadow import ShadowFigures
+from sie_gateway.inference.shadow import ShadowStatistics
 
-Measured = Callable[[str, str], ShadowFigures]
+Measured = Callable[[str, str], ShadowStatistics]
 """What a gateway measured of an alias' shadow, by the names of both."""
 _SLICE = 50  # models that are described in one turn of the loop: a millisecond or two
 

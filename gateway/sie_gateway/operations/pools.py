@@ -29,7 +29,7 @@ from sie_contracts.models.alias_checks import resolve_all
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.names import did_you_mean
 from sie_contracts.wire import messages, topology
-from sie_contracts.wire.records import PoolSpec
+from sie_contracts.wire.records import ReservationSpec
 from sie_gateway.admission.grant import WORKERS_NAME, Grant
 from sie_gateway.fleet import assignments
 from sie_gateway.fleet.pool_rules import not_found
@@ -47,7 +47,7 @@ T = TypeVar("T")
 _logger = logging.getLogger("sie.gateway.pools")
 
 
-def parse_spec(body: object, profiles: Collection[str], catalogue: Catalogue) -> PoolSpec:
+def parse_spec(body: object, profiles: Collection[str], catalogue: Catalogue) -> ReservationSpec:
     """The spec that a body asks for. `profiles`: the machine profiles that there are.
 
     Raises InvalidInput with the field, PoolOperationForbidden for what is over a limit, ModelNotFound for a pinned
@@ -99,7 +99,7 @@ def parse_spec(body: object, profiles: Collection[str], catalogue: Catalogue) ->
         message = f"pinned_models: expected a list of at most {MAX_PINNED} strings, got {_kind(pinned)}"
         raise InvalidInput(message, reason="schema", param="pinned_models")
     models = tuple(dict.fromkeys(resolved.residency for model in pinned for resolved in resolve_all(catalogue, model)))
-    spec = PoolSpec(name, gpus, bundle or "", minimum, ttl_s, caps, models)
+    spec = ReservationSpec(name, gpus, bundle or "", minimum, ttl_s, caps, models)
     if len(messages.encode(spec)) > MAX_SPEC_BYTES:
         message = f"body: the reservation takes more than {MAX_SPEC_BYTES} bytes: name fewer machine profiles or models"
         raise PayloadTooLarge(message, param="body", extras={"limit": MAX_SPEC_BYTES})

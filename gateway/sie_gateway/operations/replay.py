@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sie_broker import Broker, Write
-from sie_broker.dead_letters import Found, Letters
+from sie_broker.dead_letters import DeadLetterEntry, Letters
 from sie_contracts.media.contents import content_keys
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.messages import Failed, WorkItem, WorkResult
-from sie_gateway.inference.inbox import Inbox
+from sie_gateway.inference.inbox import ResultInbox
 
 if TYPE_CHECKING:
     from sie_gateway.metrics import Metrics
@@ -38,7 +38,7 @@ class Replays:
         self,
         broker: Broker,
         letters: Letters,
-        inbox: Inbox,
+        inbox: ResultInbox,
         ack_wait_s: float,
         on_published: Callable[[str, WorkItem], None] | None = None,
     ) -> None:
@@ -48,7 +48,7 @@ class Replays:
         self._ack_wait_s = ack_wait_s
         self._on_published = on_published
 
-    async def run(self, located: Found, timeout_s: float) -> WorkResult:
+    async def run(self, located: DeadLetterEntry, timeout_s: float) -> WorkResult:
         """The result of the work, run again; its letter is removed if every input has a value.
 
         A content that is known as poison gets a new chance. `timeout_s` is the budget of the work as well. Raises
@@ -105,7 +105,7 @@ async def open_replays(
     """With an inbox of its own for the answers. `on_published` is called with the subject of each work that the broker
     has taken, and the work. Raises BrokerError.
     """
-    inbox = Inbox(broker, metrics)
+    inbox = ResultInbox(broker, metrics)
     await inbox.start()
     try:
         yield Replays(broker, letters, inbox, ack_wait_s, on_published)

@@ -29,13 +29,13 @@ from sie_gateway.fleet.lag import Labels, Lag
 from sie_gateway.fleet.lanes import STATES
 from sie_gateway.fleet.placement import Placer
 from sie_gateway.fleet.planner import ModelBacklog
-from sie_gateway.fleet.workers import WorkerSocket, WorkerSockets, WorkerStatus
+from sie_gateway.fleet.workers import WorkerFrame, WorkerSocket, WorkerSockets
 from sie_gateway.operations.history import RequestHistory
 from sie_gateway.operations.log_tail import LogTail
 from sie_gateway.operations.summary import MAX_SHOWN, CachedSummary, ClusterSummary, LaneTable, Waitings, of_pool
 from sie_runtime.feed import CatalogueFeed
 from sie_runtime.http.server import Receive, Scope, Send
-from sie_runtime.http.websocket import Frames, Seats
+from sie_runtime.http.websocket import Seats, ViewerFrames
 from sie_runtime.process import Stop
 
 EVERY_S = 1.0
@@ -44,7 +44,7 @@ LOOKED_S = 5.0  # after the last look nobody is asked any more
 HEARD_S = 0.5  # the broker says within this time that nobody listens; who listens says nothing
 
 
-class WorkerHealth:
+class WorkerProbe:
     """`gone`: workers that were looked for and are not connected. `run` belongs to one task."""
 
     def __init__(self, bus: Bus, clock: Callable[[], float] = time.monotonic) -> None:
@@ -125,7 +125,7 @@ def of_heartbeat(beat: Heartbeat, *, healthy: bool) -> ViewedWorker:
     return ViewedWorker(info, {status.model: (status.state, status.queued) for status in beat.models}, failures)
 
 
-def of_socket(url: str, status: WorkerStatus | None) -> ViewedWorker:
+def of_socket(url: str, status: WorkerFrame | None) -> ViewedWorker:
     """A worker by its own status; None while its socket tells nothing."""
     url = public_url(url)
     if status is None:
@@ -214,10 +214,12 @@ class ClusterStatus:
         self.sockets = WorkerSockets(settings)
         self.history = RequestHistory()
         self.log = LogTail()
-        self.pulse = WorkerHealth(queue)
+        self.pulse = WorkerProbe(queue)
         self.dead_letters = 0
         self.seats = Seats(MAX_SOCKETS, "gateway")
-        self._frames: dict[tuple[str, WorkerSocket | None], Frames] = {}  # by key and worker, None: of the cluster
+        self._frames: dict[
+            tuple[str, WorkerSocket | None], ViewerFrames
+        ] = {}  # by key and worker, None: of the cluster
         self._glance = CachedSummary(self._summarise)
         self._placed = CachedSummary(self._look_at_tables)
 
@@ -349,7 +351,7 @@ class ClusterStatus:
             raise NotFound("no such path")
         with self.seats.seat(scope, grant.key):
             if path == CLUSTER_PATH:
-                frames = Frames(lambda: self._cluster_frame(grant), CLUSTER_EVERY_S)
+                frames = ViewerFrames(lambda: self._cluster_frame(grant), CLUSTER_EVERY_S)
                 await self._show(self._frames.setdefault((grant.key, None), frames), scope, receive, send)
             else:
                 await self._show_worker(query, grant, scope, receive, send)
@@ -365,10 +367,10 @@ class ClusterStatus:
 
             if frame() is None and socket.frame is not None:
                 raise NotFound("this worker serves a reservation of another key")
-            frames = self._frames.setdefault((grant.key, socket), Frames(frame, WORKER_EVERY_S))
+            frames = self._frames.setdefault((grant.key, socket), ViewerFrames(frame, WORKER_EVERY_S))
             await self._show(frames, scope, receive, send)
 
-    async def _show(self, frames: Frames, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _show(self, frames: ViewerFrames, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve frames, which all sockets of a key share."""
         try:
             await frames.show(scope, receive, send)

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from sie_broker import BrokerError, BrokerUnavailable, Queue, Stored
+from sie_broker import BrokerError, BrokerUnavailable, Queue, StreamMessage
 from sie_broker.independent import independently
 from sie_contracts.wire import topology
 from sie_contracts.wire.messages import Priority
@@ -76,7 +76,7 @@ class Backlog:
         counts = await self._queue.subject_counts(topology.stream_name(pool), f"sie.work.{pool}.>")
         self._read[pool] = (asked_s, counts, _by_priority(counts))
 
-    async def oldest(self, pool: str, subjects: Sequence[str]) -> list[Stored | None]:
+    async def oldest(self, pool: str, subjects: Sequence[str]) -> list[StreamMessage | None]:
         """The oldest message of each subject or filter of a pool, None where there is none. Raises BrokerError."""
         stream = topology.stream_name(pool)
         questions = (self._queue.first_stored(stream, subject=subject) for subject in subjects)

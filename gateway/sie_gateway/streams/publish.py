@@ -22,7 +22,7 @@ from sie_broker.independent import independently
 from sie_contracts.errors import PayloadTooLarge, PoolNotFound, QueueFull, QueueUnavailable
 from sie_contracts.settings import SettingError, Settings
 from sie_contracts.wire import messages, topology
-from sie_contracts.wire.messages import Cancel, Payload, WorkItem
+from sie_contracts.wire.messages import CancelRequests, Payload, WorkItem
 from sie_contracts.wire.topology import ConsumerSpec, Lane
 from sie_gateway.metrics import Metrics
 from sie_gateway.streams.consumers import WorkConsumers
@@ -122,7 +122,7 @@ def work_spec(settings: Settings, pool: str, *, reserved: bool = False) -> topol
     )
 
 
-class StoredMessage(NamedTuple):
+class StreamPosition(NamedTuple):
     """Place of a message in a stream. A stream that was lost and created again counts from 1 again: there the sequence
     is somebody else's message.
     """
@@ -263,7 +263,7 @@ class WorkQueue:
         await independently((functools.partial(self.ensure_pools, pools), self.consumers.reverify))
         return True
 
-    async def publish(self, lane: Lane, items: Sequence[WorkItem], deadline_s: float) -> list[StoredMessage]:
+    async def publish(self, lane: Lane, items: Sequence[WorkItem], deadline_s: float) -> list[StreamPosition]:
         """Store all chunks of a request, or none: when one cannot be stored the others are removed. Returns where they
         lie.
 
@@ -284,10 +284,10 @@ class WorkQueue:
 
     async def _publish_all(
         self, lane: Lane, subject: str, spec: ConsumerSpec, items: Sequence[WorkItem], deadline_s: float
-    ) -> list[StoredMessage]:
+    ) -> list[StreamPosition]:
         turns = asyncio.Semaphore(PUBLISHES_AT_ONCE)  # the messages of a large request are not all in memory at once
 
-        async def in_turn(item: WorkItem) -> StoredMessage:
+        async def in_turn(item: WorkItem) -> StreamPosition:
             async with turns:
                 return await self._publish_one(lane, subject, item, deadline_s)
 
@@ -322,14 +322,14 @@ class WorkQueue:
         for task in tasks:
             task.cancel()
         settled = await asyncio.gather(*tasks, return_exceptions=True)
-        await self.withdraw(pool, [stored for stored in settled if isinstance(stored, StoredMessage)], request)
+        await self.withdraw(pool, [stored for stored in settled if isinstance(stored, StreamPosition)], request)
 
-    async def _publish_one(self, lane: Lane, subject: str, item: WorkItem, deadline_s: float) -> StoredMessage:
+    async def _publish_one(self, lane: Lane, subject: str, item: WorkItem, deadline_s: float) -> StreamPosition:
         """Store one message. Cancelled, it takes back what may have been stored; elsewhere the budget in the message
         ends it.
         """
         message_id = f"{item.request}.{item.chunk}.{item.attempt}"
-        stored, tried = StoredMessage("", 0), False
+        stored, tried = StreamPosition("", 0), False
         data = messages.encode(item)
         if self._offload is not None and len(data) > self.payload_bytes and self._is_too_large(item, len(data)):
             data = messages.encode(await self._offload.stored(item, _bounded(PUT_TIMEOUT_S, deadline_s)))
@@ -345,7 +345,7 @@ class WorkQueue:
             except BrokerError:
                 self._metrics.ack_failures.inc()
                 raise
-            stored = StoredMessage(created, published.sequence)
+            stored = StreamPosition(created, published.sequence)
             failpoint("queue.published")
 
         try:
@@ -364,7 +364,7 @@ class WorkQueue:
         with contextlib.suppress(BrokerError):  # then its age limit removes it
             created = self._created_of(pool)
             sequence = (await self._broker.publish(subject, data, message_id, PUBLISH_TIMEOUT_S)).sequence
-            await self.withdraw(pool, [StoredMessage(created, sequence)], request)
+            await self.withdraw(pool, [StreamPosition(created, sequence)], request)
 
     def _is_too_large(self, item: WorkItem, message_bytes: int) -> bool:
         """Whether its inputs pass the inline limit, or all of it what the broker takes."""
@@ -411,7 +411,7 @@ class WorkQueue:
             else:
                 return
 
-    async def withdraw(self, pool: str, stored: Sequence[StoredMessage], request: str = "") -> None:
+    async def withdraw(self, pool: str, stored: Sequence[StreamPosition], request: str = "") -> None:
         """Remove messages that nobody awaits any more, waiting or leased; what the broker cannot remove now its age
         limit will.
 
@@ -426,11 +426,11 @@ class WorkQueue:
         if request:
             failpoint("queue.before_cancel")
             try:
-                await self._broker.send(topology.cancel_subject(pool), messages.encode(Cancel((request,))))
+                await self._broker.send(topology.cancel_subject(pool), messages.encode(CancelRequests((request,))))
             except BrokerError as error:
                 _logger.info("request %s: its workers were not told that nobody waits: %s", request, error)
 
-    async def _remove(self, stream: str, stored: Sequence[StoredMessage]) -> None:
+    async def _remove(self, stream: str, stored: Sequence[StreamPosition]) -> None:
         """Raises BrokerError."""
         for start in range(0, len(stored), PUBLISHES_AT_ONCE):
             created = (await self._broker.stream_state(stream)).created  # a lost stream may not be known yet

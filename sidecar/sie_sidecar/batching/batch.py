@@ -82,7 +82,7 @@ class DeviceLoad:
 
 
 @dataclass
-class Job(Generic[T]):
+class BatchEntry(Generic[T]):
     """One tokenised work item. `cost`: what it takes of the budget of a batch. `time_cost`: in tokens of short texts
     that take as long (0: the same).
     `alone`: it was in a batch that killed an adapter and now runs by itself. It is due at `deadline_s`, and had
@@ -108,7 +108,7 @@ class Batch(Generic[T]):
     """Jobs of one key, the cheapest first. Within `BatchLimits.cost` unless it is a single job."""
 
     key: BatchKey
-    jobs: tuple[Job[T], ...]
+    jobs: tuple[BatchEntry[T], ...]
     cost: int
 
     @property
@@ -129,7 +129,7 @@ class _KeyQueue(Generic[T]):
     """The jobs of one key, in order of arrival."""
 
     key: BatchKey
-    jobs: deque[Job[T]] = field(default_factory=deque)
+    jobs: deque[BatchEntry[T]] = field(default_factory=deque)
     cost: int = 0
     alone: int = 0  # jobs that run by themselves
 
@@ -144,12 +144,12 @@ class _KeyQueue(Generic[T]):
         """Whether a batch of its jobs could not grow any more."""
         return self.alone > 0 or self.cost >= limits.cost or len(self.jobs) >= limits.requests
 
-    def insert(self, job: Job[T], place: int) -> None:
+    def insert(self, job: BatchEntry[T], place: int) -> None:
         self.jobs.insert(place, job)
         self.cost += job.cost
         self.alone += job.alone
 
-    def take(self, limits: BatchLimits, begins_s: float, times: BatchTimes) -> list[Job[T]]:
+    def take(self, limits: BatchLimits, begins_s: float, times: BatchTimes) -> list[BatchEntry[T]]:
         """The oldest job and what runs with it from `begins_s` on, in order of arrival. An oversize job runs alone."""
         places = self._together(limits)
         places = sorted(places[: fitting(self._asks(places, begins_s), times)])
@@ -178,7 +178,7 @@ class _KeyQueue(Generic[T]):
             return [0]
         return self._alike(limits) if self.key.padded else self._first(limits)
 
-    def remove(self, job: Job[T]) -> None:
+    def remove(self, job: BatchEntry[T]) -> None:
         del self.jobs[next(place for place, queued in enumerate(self.jobs) if queued is job)]
         self.cost -= job.cost
         self.alone -= job.alone
@@ -241,7 +241,7 @@ class _PriorityLine(Generic[T]):
     def queues(self) -> Iterator[_KeyQueue[T]]:
         return (queue for model in self.models.values() for queue in model.queues.values())
 
-    def add(self, job: Job[T], *, in_order: bool) -> None:
+    def add(self, job: BatchEntry[T], *, in_order: bool) -> None:
         """Behind all others, or to its place in the order of arrival if it was taken before."""
         model = self.models.get(job.key.residency)
         if model is None:
@@ -285,7 +285,7 @@ class _PriorityLine(Generic[T]):
         assert model is not None
         return min(model.queues.values(), key=lambda queue: queue.head_s)
 
-    def take(self, queue: _KeyQueue[T], limits: BatchLimits, begins_s: float, times: BatchTimes) -> list[Job[T]]:
+    def take(self, queue: _KeyQueue[T], limits: BatchLimits, begins_s: float, times: BatchTimes) -> list[BatchEntry[T]]:
         model = self.models[queue.key.residency]
         jobs = queue.take(limits, begins_s, times)
         del model.queues[queue.key]
@@ -294,7 +294,7 @@ class _PriorityLine(Generic[T]):
         self._place(model)
         return jobs
 
-    def remove(self, job: Job[T]) -> None:
+    def remove(self, job: BatchEntry[T]) -> None:
         model = self.models[job.key.residency]
         queue = model.queues[job.key]
         queue.remove(job)
@@ -343,20 +343,20 @@ class Waiting(Generic[T]):
             times = self._times[residency] = BatchTimes(TIMES_OVER)
         return times
 
-    def add(self, job: Job[T]) -> None:
+    def add(self, job: BatchEntry[T]) -> None:
         """A job that arrived now: after all that are here."""
         self._add(job, in_order=True)
 
-    def put_back(self, job: Job[T]) -> None:
+    def put_back(self, job: BatchEntry[T]) -> None:
         """Return a job that was sent and did not run to its place in the order of arrival."""
         self._add(job, in_order=False)
 
-    def _add(self, job: Job[T], *, in_order: bool) -> None:
+    def _add(self, job: BatchEntry[T], *, in_order: bool) -> None:
         self.lines[job.bulk].add(job, in_order=in_order)
         self.cost += job.cost
         self._length += 1
 
-    def remove(self, job: Job[T]) -> None:
+    def remove(self, job: BatchEntry[T]) -> None:
         """Forget a job that waits here."""
         self.lines[job.bulk].remove(job)
         self.cost -= job.cost
@@ -365,7 +365,7 @@ class Waiting(Generic[T]):
     def __len__(self) -> int:
         return self._length
 
-    def __iter__(self) -> Iterator[Job[T]]:
+    def __iter__(self) -> Iterator[BatchEntry[T]]:
         return (job for line in self.lines for queue in line.queues() for job in queue.jobs)
 
     def next_batch(

@@ -20,14 +20,14 @@ from sie_contracts.wire import ipc
 from sie_contracts.wire.messages import BatchNote
 from sie_contracts.wire.trace_context import Context
 from sie_sidecar.batching import batch as batches
-from sie_sidecar.batching.batch import Batch, BatchKey, BatchLimits, Job, Load, Waiting, WaitUntil
+from sie_sidecar.batching.batch import Batch, BatchEntry, BatchKey, BatchLimits, Load, Waiting, WaitUntil
 from sie_sidecar.batching.sizing import DeviceForecast, Rate
 from sie_sidecar.device.in_flight import InFlight, changed, runnable
 from sie_sidecar.device.link import AdapterLink
 from sie_sidecar.metrics import SidecarMetrics
 from sie_sidecar.models.inventory import Inventory
 from sie_sidecar.prepare import rows
-from sie_sidecar.prepare.rows import BatchPart, RowInput
+from sie_sidecar.prepare.rows import BatchPart, WorkItemInput
 from sie_sidecar.results import spans
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class DeviceQueue:
 
     # what waits
 
-    def job(self, flight: InFlight, arrived_s: float) -> Job[InFlight]:
+    def job(self, flight: InFlight, arrived_s: float) -> BatchEntry[InFlight]:
         """A tokenised work item as the scheduler sees it; its cost is counted from now on as what waits."""
         assert flight.hosted is not None
         item, ready = flight.item, flight.hosted.ready
@@ -123,7 +123,7 @@ class DeviceQueue:
         bulk = item.priority == "bulk"
         rows = ready.rows.get(item.operation) if ready is not None else None
         writes = rows is not None and rows.writes
-        return Job(
+        return BatchEntry(
             key, batch_cost, arrived_s, flight, bulk, alone, flight.due_s, budget_s, time_cost, media_bytes, writes
         )
 
@@ -142,7 +142,7 @@ class DeviceQueue:
         else:
             line.add(job)
 
-    def _line(self, job: Job[InFlight]) -> Waiting[InFlight]:
+    def _line(self, job: BatchEntry[InFlight]) -> Waiting[InFlight]:
         return self.writing if job.writes else self.waiting
 
     def is_full_of(self, consumer: str) -> bool:
@@ -267,7 +267,7 @@ def _frame(batch: Batch[InFlight], name: str, span: Span | None) -> tuple[ipc.Ru
     for job in batch.jobs:
         item = job.work.item
         run, chosen = runnable(job.work)
-        work = RowInput([item.inputs[index] for index in chosen], item.query, item.options)
+        work = WorkItemInput([item.inputs[index] for index in chosen], item.query, item.options)
         parts.append(BatchPart(run, work, spans.context_of(job.work), item.asker))
     first, key = batch.jobs[0].work, batch.key
     ready = first.hosted.ready if first.hosted is not None else None

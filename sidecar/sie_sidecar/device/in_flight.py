@@ -22,7 +22,7 @@ from sie_contracts.errors import CONFIG_CHANGED, InvalidInput, NotReady, SIEErro
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.wire import ipc
 from sie_contracts.wire.messages import ArraySlice, Failed, Ok, Outcome, Stages, WorkItem
-from sie_sidecar.batching.batch import Job
+from sie_sidecar.batching.batch import BatchEntry
 from sie_sidecar.device.poison import Mark
 from sie_sidecar.intake.leases import Lease
 from sie_sidecar.models.models import ModelState
@@ -62,14 +62,14 @@ class InFlight:
     started_s: float = 0.0
     stage: Stage = "preparing"
     settled: bool = False  # its outcome is on its way, or nobody waits for one
-    job: Job[InFlight] | None = None  # while it is waiting for the device
+    job: BatchEntry[InFlight] | None = None  # while it is waiting for the device
     given_up: SIEError | None = None  # why it becomes a dead letter
     dead: list[Mark] = field(default_factory=list)  # of its inputs that are poison
     payload_bytes: int = 0  # what its inputs take that came from the payload store
     counted: int = 0  # its share of the cost that waits for the device
     span: Span | None = None  # where it is traced
 
-    def move(self, stage: Stage, job: Job[InFlight] | None = None) -> None:
+    def move(self, stage: Stage, job: BatchEntry[InFlight] | None = None) -> None:
         """Enter a stage, with its `job` if that is `waiting`; settled is the last one."""
         self.job = job
         if not self.settled:

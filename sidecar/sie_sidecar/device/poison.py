@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from sie_broker import BrokerError, Entry, Store, Write, WrongRevision
-from sie_broker.record import Bucket, Record
+from sie_broker.record import Record, RecordBucket
 from sie_contracts.errors import InferenceFailed
 from sie_contracts.wire.topology import POISON_BUCKET, POISON_LIFETIME_S
 from sie_runtime.failpoints import failpoint
@@ -70,7 +70,7 @@ class PoisonMarks:
         self._known: OrderedDict[str, tuple[Mark, int]] = OrderedDict()  # with the revision, 0 until the broker has it
         self._models: Counter[str] = Counter()
         self._is_open = False
-        self._bucket = Bucket(broker, POISON_BUCKET, max_age_s=POISON_LIFETIME_S)
+        self._bucket = RecordBucket(broker, POISON_BUCKET, max_age_s=POISON_LIFETIME_S)
         self._record = Record(self._bucket, _decode, self._on_mark, on_lost=self._on_lost)
 
     async def open(self) -> None:

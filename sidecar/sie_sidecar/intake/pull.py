@@ -21,8 +21,8 @@ from typing import Literal, get_args
 
 from sie_broker import Broker, BrokerError, Delivery, Pulls, Queue, Subscription
 from sie_broker import tables as stored_tables
-from sie_broker.record import Bucket, Record
-from sie_broker.tables import Stored, StoredTable
+from sie_broker.record import Record, RecordBucket
+from sie_broker.tables import StoredPart, StoredTable
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.records import Placement
 from sie_contracts.wire.topology import Lane
@@ -95,7 +95,7 @@ class HostAssignment:
         self._stored = StoredTable(topology.lane_key(lane))
         self._mine: frozenset[str] | None = None
         self._record = Record(
-            Bucket(broker, topology.PLACEMENT_BUCKET),
+            RecordBucket(broker, topology.PLACEMENT_BUCKET),
             stored_tables.decode,
             self._on_value,
             on_lost=self._stored.forget,  # the last table counts until the new bucket has one
@@ -133,7 +133,7 @@ class HostAssignment:
             self._first.cancel()
             self._first = None
 
-    def _on_value(self, key: str, value: Stored | None, revision: int) -> None:
+    def _on_value(self, key: str, value: StoredPart | None, revision: int) -> None:
         if self._stored.put(key, value, revision):
             self._changed()
 
@@ -227,7 +227,7 @@ class HostAssignment:
 ACTIVE_S = 1.0  # a consumer that delivered this recently is active
 
 
-class _ConsumerState:
+class _DeliveryStatistics:
     """Statistics of recent deliveries of one durable consumer. `mean_cost` in tokens."""
 
     def __init__(self) -> None:
@@ -259,8 +259,8 @@ class Pulling:
         self._role = role
         self._stream = topology.stream_name(lane.pool)
         self._bulk = f"{lane.consumer_prefix()}bulk__"
-        self._consumers: dict[str, _ConsumerState] = {}
-        self._active: dict[str, _ConsumerState] = {}
+        self._consumers: dict[str, _DeliveryStatistics] = {}
+        self._active: dict[str, _DeliveryStatistics] = {}
         self._short: dict[
             str, None
         ] = {}  # in order: what delivered since it was looked at, or has less than an idle device would get
@@ -294,7 +294,7 @@ class Pulling:
         for name in before.difference(names, self._announced):
             self._forget(name)
         for name in names:
-            self._consumers.setdefault(name, _ConsumerState())
+            self._consumers.setdefault(name, _DeliveryStatistics())
         self.refill_all()
 
     async def _on_consumer(self, name: str, exists: bool) -> None:
@@ -302,7 +302,7 @@ class Pulling:
             return
         if exists:
             self._announced.add(name)
-            self._consumers.setdefault(name, _ConsumerState())
+            self._consumers.setdefault(name, _DeliveryStatistics())
             self._refill([name])
         else:
             self._forget(name)
@@ -317,7 +317,7 @@ class Pulling:
     def note(self, delivery: Delivery) -> None:
         """Account for a delivery, whatever is in it: it used up credit."""
         name = delivery.consumer
-        consumer = self._active[name] = self._consumers.setdefault(name, _ConsumerState())
+        consumer = self._active[name] = self._consumers.setdefault(name, _DeliveryStatistics())
         consumer.delivered_s = self._clock()
         self._short[name] = None
         if delivery.pending:
@@ -381,7 +381,7 @@ class Pulling:
                 self._active.pop(name, None)
                 self._more.discard(name)
 
-    def _share(self, load: Load, consumer: _ConsumerState) -> int:
+    def _share(self, load: Load, consumer: _DeliveryStatistics) -> int:
         credit = batch.credit(load, consumer.mean_cost, self._limits)
         return min(credit, max(1, credit // max(1, len(self._active))))
 

@@ -14,7 +14,7 @@ from sie_contracts.media.images import ImageTokens, Size, cost, grid_of, has_one
 from sie_contracts.wire.ipc import Rows
 from sie_contracts.wire.messages import Truncate
 from sie_sidecar.prepare.media_frames import PreparedImage
-from sie_sidecar.prepare.rows import OF_QUERY, PreparedImages, RowInput, TokenRow, WorkRows, is_cut
+from sie_sidecar.prepare.rows import OF_QUERY, PreparedImages, TokenRow, WorkItemInput, WorkRows, is_cut
 from sie_sidecar.prepare.tokens import Ids, ModelTokenizer, Tokens, cut
 
 _NONE = np.zeros(0, np.int32)
@@ -53,7 +53,7 @@ def beside(
 def of_pieces(
     tokenizer: ModelTokenizer,
     layout: Rows,
-    item: RowInput,
+    item: WorkItemInput,
     index: int,
     texts: tuple[str, str],
     truncate: Truncate,

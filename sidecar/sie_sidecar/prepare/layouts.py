@@ -24,8 +24,8 @@ from sie_sidecar.prepare.rows import (
     COST_CHARACTERS,
     HYPOTHESIS,
     PreparedImages,
-    RowInput,
     TokenRow,
+    WorkItemInput,
     WorkRows,
     checked_work,
     is_cut,
@@ -43,7 +43,7 @@ MAX_TOKENS = 8 << 20
 _NONE = np.zeros(0, np.int32)
 
 
-def make(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[RowInput]) -> list[WorkRows]:
+def make(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput]) -> list[WorkRows]:
     """The rows of work items of one model that agree in how texts are cut; their texts are tokenised together."""
     options = items[0].options
     limit = min(options.max_tokens, tokenizer.max_tokens) if options.max_tokens else tokenizer.max_tokens
@@ -63,7 +63,7 @@ def make(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[RowInput]) -> 
 
 
 def _text(
-    tokenizer: ModelTokenizer, layout: Rows, items: Sequence[RowInput], truncate: Truncate, limit: int
+    tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput], truncate: Truncate, limit: int
 ) -> list[WorkRows]:
     sides = [layout.query if item.options.is_query else layout.document for item in items for _ in item.inputs]
     paired = [source for item in items for source in item.inputs if source.pair is not None] if layout.pairs else []
@@ -79,7 +79,9 @@ def _text(
 _Content = str | Ids | Beside | TokenRow
 
 
-def _contents(tokenizer: ModelTokenizer, layout: Rows, item: RowInput, pairs: Iterator[TokenRow]) -> list[_Content]:
+def _contents(
+    tokenizer: ModelTokenizer, layout: Rows, item: WorkItemInput, pairs: Iterator[TokenRow]
+) -> list[_Content]:
     """Contents of the inputs, each with its prompt around it."""
     contents: list[_Content] = []
     prompt: tuple[Ids, Ids] | None = None
@@ -134,7 +136,7 @@ def _pairs(tokenizer: ModelTokenizer, inputs: Sequence[Input], truncate: Truncat
 
 
 def _sides(
-    tokenizer: ModelTokenizer, layout: Rows, items: Sequence[RowInput], truncate: Truncate, limit: int
+    tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput], truncate: Truncate, limit: int
 ) -> list[WorkRows]:
     contents: list[_Content] = []
     sides: list[Side] = []
@@ -196,7 +198,7 @@ def _sided(
 
 
 def _pair(
-    tokenizer: ModelTokenizer, layout: Rows, items: Sequence[RowInput], truncate: Truncate, limit: int
+    tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput], truncate: Truncate, limit: int
 ) -> list[WorkRows]:
     template = tokenizer.pair
     room = max(0, limit - template.special)
@@ -214,7 +216,7 @@ def _pair(
 
 
 def _hypotheses(
-    tokenizer: ModelTokenizer, layout: Rows, items: Sequence[RowInput], truncate: Truncate, limit: int
+    tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput], truncate: Truncate, limit: int
 ) -> list[WorkRows]:
     template = tokenizer.pair
     room = max(0, limit - template.special)
@@ -269,7 +271,7 @@ def _kept(whole: Tokens, shortened: Tokens, room: int, truncate: Truncate) -> Id
 
 
 def _pieces(
-    tokenizer: ModelTokenizer, layout: Rows, items: Sequence[RowInput], truncate: Truncate, limit: int
+    tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput], truncate: Truncate, limit: int
 ) -> list[WorkRows]:
     items = [_said_of(item, layout.empty) for item in items]
     text_rows = iter(_text_pieces(tokenizer, [item for item in items if not item.images], truncate, limit))
@@ -279,7 +281,7 @@ def _pieces(
     ]
 
 
-def _said_of(item: RowInput, empty: str) -> RowInput:
+def _said_of(item: WorkItemInput, empty: str) -> WorkItemInput:
     """With `empty` in the place of a text where there is nothing else."""
     if not empty:
         return item
@@ -293,7 +295,7 @@ def _said_of(item: RowInput, empty: str) -> RowInput:
 
 
 def _pieces_with_images(
-    tokenizer: ModelTokenizer, layout: Rows, item: RowInput, truncate: Truncate, limit: int
+    tokenizer: ModelTokenizer, layout: Rows, item: WorkItemInput, truncate: Truncate, limit: int
 ) -> WorkRows:
     """Make the pieces as for texts; no image is cut."""
     query = query_of(item)
@@ -308,7 +310,7 @@ def _pieces_with_images(
 
 
 def _text_pieces(
-    tokenizer: ModelTokenizer, items: Sequence[RowInput], truncate: Truncate, limit: int
+    tokenizer: ModelTokenizer, items: Sequence[WorkItemInput], truncate: Truncate, limit: int
 ) -> list[WorkRows]:
     """Each piece by itself, then joined: the answer stands after the last, so no end of the template is ever cut.
 
@@ -373,7 +375,7 @@ def _filled(piece: tuple[str, ...], query: str, document: str) -> str:
 
 
 def _spans(
-    tokenizer: ModelTokenizer, layout: Rows, items: Sequence[RowInput], truncate: Truncate, limit: int
+    tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput], truncate: Truncate, limit: int
 ) -> list[WorkRows]:
     first, last = tokenizer.first, tokenizer.last
     special = len(first) + len(last)
@@ -394,7 +396,7 @@ def _spans(
 
 
 def _passages(
-    tokenizer: ModelTokenizer, layout: Rows, items: Sequence[RowInput], truncate: Truncate, limit: int
+    tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput], truncate: Truncate, limit: int
 ) -> list[WorkRows]:
     template = tokenizer.pair
     room = max(0, limit - template.special)
@@ -418,7 +420,7 @@ def _passages(
 
 
 def _raw(
-    tokenizer: ModelTokenizer, layout: Rows, items: Sequence[RowInput], truncate: Truncate, limit: int
+    tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput], truncate: Truncate, limit: int
 ) -> list[WorkRows]:
     """The model reads the texts; the ids are only counted, so nothing is cut here. Images travel beside their text, and
     so does a sound or a document.

@@ -8,7 +8,7 @@ import msgspec
 
 from sie_contracts.media.images import MAX_RESULT_BYTES, Recipe, Size
 from sie_contracts.media.sounds import MAX_FEATURE_BYTES, Shape, SoundRecipe
-from sie_contracts.wire.child_frames import Frames, Hello, Unusable
+from sie_contracts.wire.child_frames import ChildFrames, Hello, Unusable
 
 MAX_FILE_BYTES = 128 << 20
 MAX_JOB_BYTES = MAX_FILE_BYTES + 4096
@@ -101,5 +101,5 @@ Job = ImageJob | SoundJob
 Made = MadeImage | MadeSound
 Answer = Hello | Made | Unusable
 
-_FRAMES: Frames[Job, Answer] = Frames(Job, Answer)
+_FRAMES: ChildFrames[Job, Answer] = ChildFrames(Job, Answer)
 frame, job, answer = _FRAMES.frame, _FRAMES.job, _FRAMES.answer

@@ -26,7 +26,7 @@ from sie_sidecar.prepare import layouts, tokenizer_requests
 from sie_sidecar.prepare.fetching import PayloadFetching
 from sie_sidecar.prepare.media_frames import PreparedImage, SoundFeatures
 from sie_sidecar.prepare.media_pool import MediaPool
-from sie_sidecar.prepare.rows import OF_QUERY, PreparedImages, RowInput, effort_of
+from sie_sidecar.prepare.rows import OF_QUERY, PreparedImages, WorkItemInput, effort_of
 from sie_sidecar.prepare.tokens import TokenizerPool
 from sie_sidecar.results.settle import Settle
 
@@ -154,7 +154,7 @@ class Prepare:
         if any(_has_files(flight.item) for flight in group):
             work = await asyncio.gather(*(self._work(flight.item, layout) for flight in group))
         else:  # without tasks, which would take 0.13 ms of a short text
-            work = [RowInput(flight.item.inputs, flight.item.query, flight.item.options) for flight in group]
+            work = [WorkItemInput(flight.item.inputs, flight.item.query, flight.item.options) for flight in group]
         effort = sum(effort_of(layout, rows) for rows in work)
         results = await self._tokenizers.run(
             effort, functools.partial(layouts.make, hosted.tokenizer, layout, work), together
@@ -168,10 +168,10 @@ class Prepare:
             )
             flight.unfit = rows.unfit
 
-    async def _work(self, item: WorkItem, layout: Rows) -> RowInput:
+    async def _work(self, item: WorkItem, layout: Rows) -> WorkItemInput:
         """With its images and sounds, as far as the model takes them."""
         images, sounds = await asyncio.gather(self._seen(item, layout.images), self._heard(item, layout.sounds))
-        return RowInput(item.inputs, item.query, item.options, images, sounds)
+        return WorkItemInput(item.inputs, item.query, item.options, images, sounds)
 
     async def _seen(self, item: WorkItem, recipe: Recipe | None) -> Mapping[int, PreparedImages | InvalidInput]:
         """The pixels of the inputs that have images, by their index, and of the query, or why they have none."""
@@ -219,7 +219,7 @@ class Prepare:
 
         async def answer(flight: InFlight) -> None:
             item = flight.item
-            work = RowInput(item.inputs, None, item.options)
+            work = WorkItemInput(item.inputs, None, item.options)
             flight.loaded_s, flight.fingerprint = loaded_s, hosted.fingerprint(item.profile, item.options)
             try:
                 work_call = functools.partial(tokenizer_requests.answer, tokenizer, item.operation, work)

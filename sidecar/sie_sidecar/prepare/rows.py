@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.media import documents
-from sie_contracts.media.documents import Document
+from sie_contracts.media.documents import DocumentFile
 from sie_contracts.wire.ipc import IMAGE_KEY_BYTES, Group, Layout, Rows, RunBatch
 from sie_contracts.wire.messages import Input, Mention, Operation, RunOptions, Vectors
 from sie_contracts.wire.trace_context import NONE, Context
@@ -56,7 +56,7 @@ class TokenRow:
     vectors: Vectors | None = None
     images: PreparedImages = ()
     sound: SoundFeatures | None = None
-    document: Document | None = None
+    document: DocumentFile | None = None
     uncounted: int = 0
 
     @property
@@ -80,7 +80,7 @@ class TokenRow:
         return beside + sum(len(image.pixels) for image in self.images) if self.images else beside
 
 
-class RowInput(NamedTuple):
+class WorkItemInput(NamedTuple):
     """Sources of the rows of one work item. `images` and `sounds`: those of each input that has any, by its index, or
     why they are none; the images of the query are at OF_QUERY.
     """
@@ -106,8 +106,8 @@ class WorkRows:
 
 
 def checked_work(
-    tokenizer: ModelTokenizer, layout: Rows, item: RowInput
-) -> tuple[RowInput, InvalidInput | None, dict[int, InvalidInput]]:
+    tokenizer: ModelTokenizer, layout: Rows, item: WorkItemInput
+) -> tuple[WorkItemInput, InvalidInput | None, dict[int, InvalidInput]]:
     """A work item as rows can be made of it, or why not of it, or of which of its inputs: in the place of these stands
     an empty text.
     """
@@ -171,7 +171,7 @@ def _unfit(tokenizer: ModelTokenizer, layout: Rows, source: Input, options: RunO
     return bad_token(tokenizer, source.tokens)
 
 
-def _unfit_document(layout: Rows, source: Input, document: Document) -> InvalidInput | None:
+def _unfit_document(layout: Rows, source: Input, document: DocumentFile) -> InvalidInput | None:
     if layout.documents is None:
         return _unsupported("document", "takes none")
     if source.images or source.audio:
@@ -217,7 +217,7 @@ def _unfit_vectors(layout: Rows, vectors: Vectors, options: RunOptions) -> Inval
     return None
 
 
-def _excess(layout: Rows, item: RowInput) -> InvalidInput | None:
+def _excess(layout: Rows, item: WorkItemInput) -> InvalidInput | None:
     """Why no rows are made of a work item that memory could not hold, or that has none to make."""
     rows, characters = _row_count(layout, item), _characters(layout, item)
     if not rows and item.inputs:
@@ -242,11 +242,11 @@ def too_many(subject: str, limit: int) -> InvalidInput:
     )
 
 
-def _row_count(layout: Rows, item: RowInput) -> int:
+def _row_count(layout: Rows, item: WorkItemInput) -> int:
     return len(item.inputs) * (len(item.options.labels) if layout.layout == "hypotheses" else 1)
 
 
-def _characters(layout: Rows, item: RowInput) -> int:
+def _characters(layout: Rows, item: WorkItemInput) -> int:
     """Count the characters of all texts made of a work item: repeated text counts each time."""
     options, query = item.options, len(query_of(item))
     around = len(options.prefix) + len(options.suffix)
@@ -268,7 +268,7 @@ def _characters(layout: Rows, item: RowInput) -> int:
     return once + sum(len(source.text or source.tokens or "") + around for source in item.inputs)
 
 
-def effort_of(layout: Rows, item: RowInput) -> int:
+def effort_of(layout: Rows, item: WorkItemInput) -> int:
     """Effort of making the rows of a work item, as characters to read."""
     return _characters(layout, item) + ROW_CHARACTERS * _row_count(layout, item)
 
@@ -278,7 +278,7 @@ def prompted(source: Input, options: RunOptions, empty: str = "") -> str:
     return options.prefix + (source.text or empty) + options.suffix
 
 
-def texts_of(item: RowInput) -> list[str]:
+def texts_of(item: WorkItemInput) -> list[str]:
     """Texts for a model that reads texts, one per row."""
     query = [item.query.text or ""] if item.query else []
     return [*query, *(prompted(source, item.options) for source in item.inputs)]
@@ -313,7 +313,7 @@ class BatchPart(NamedTuple):
     """
 
     rows: Sequence[TokenRow]
-    work: RowInput
+    work: WorkItemInput
     context: Context = NONE
     asker: str = ""
 
@@ -407,7 +407,7 @@ def _answered(options: RunOptions) -> RunOptions:
     )
 
 
-def query_of(item: RowInput) -> str:
+def query_of(item: WorkItemInput) -> str:
     return (item.query.text or "") if item.query else ""
 
 

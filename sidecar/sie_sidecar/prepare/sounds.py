@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.media.media import fault
-from sie_contracts.media.sounds import Header, Shape, SoundRecipe, check
+from sie_contracts.media.sounds import Shape, SoundHeader, SoundRecipe, check
 
 # by its first bytes, and the formats that libsndfile may say it is
 _MAGIC: tuple[tuple[Callable[[bytes], bool], frozenset[str]], ...] = (
@@ -86,7 +86,7 @@ def _decoded(data: bytes, rate: int) -> tuple[Float32, float]:
             raise fault("undecodable", "the sound file is of another format than its first bytes say")
         if file.frames >= _UNKNOWN_LENGTH:
             raise fault("undecodable", "the header of the sound file does not say how long the sound is")
-        header = Header(file.frames, file.samplerate, file.channels)
+        header = SoundHeader(file.frames, file.samplerate, file.channels)
         check(header)
         channels: Float32 = file.read(dtype="float32", always_2d=True)
     own = channels[:, 0] if channels.shape[1] == 1 else channels.mean(axis=1)

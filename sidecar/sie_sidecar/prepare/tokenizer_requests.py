@@ -17,7 +17,7 @@ from tokenizers import Encoding
 
 from sie_contracts.errors import InvalidInput, SIEError
 from sie_contracts.wire.messages import Failed, Input, Ok, Operation, Outcome, RunOptions
-from sie_sidecar.prepare.rows import MAX_CHARACTERS, RowInput, bad_token
+from sie_sidecar.prepare.rows import MAX_CHARACTERS, WorkItemInput, bad_token
 from sie_sidecar.prepare.tokens import ModelTokenizer
 
 OPERATIONS: tuple[Operation, ...] = ("tokenize", "decode")
@@ -25,14 +25,14 @@ OPERATIONS: tuple[Operation, ...] = ("tokenize", "decode")
 MAX_TOLD_CHARACTERS = 4 << 20
 
 
-def effort_of(item: RowInput) -> int:
+def effort_of(item: WorkItemInput) -> int:
     """Effort of the answer, as characters to read."""
     options = item.options
     around = len(options.prefix) + len(options.suffix)
     return sum(len(source.text or "") + len(source.tokens or ()) + around for source in item.inputs)
 
 
-def answer(tokenizer: ModelTokenizer, operation: Operation, item: RowInput) -> tuple[Outcome, ...]:
+def answer(tokenizer: ModelTokenizer, operation: Operation, item: WorkItemInput) -> tuple[Outcome, ...]:
     """One outcome per input. Raises InvalidInput for a work item that memory could not hold."""
     options = item.options
     handler = _decoded if operation == "decode" else _counted if options.parameters.get("count") else _told

@@ -23,7 +23,7 @@ from sie_broker.nats import NatsBroker, connect
 from sie_broker.nats.api import bucket_config
 from sie_broker.nats.transport import inbox_prefix
 from sie_broker.owner import own
-from sie_broker.record import Bucket
+from sie_broker.record import RecordBucket
 from sie_cli.serve.embedded import USERS, users
 from sie_contracts.settings import Secret
 from sie_contracts.wire import messages, topology
@@ -341,14 +341,14 @@ async def test_a_process_waits_for_the_owner_and_says_so(server: NatsServer) -> 
     """At once, not at a time-out; and needs it for nothing that is there."""
     async with connected(server, "gateway") as gateway:
         async with connected(server, "streams") as streams:
-            bucket = Bucket(gateway, topology.JOBS_BUCKET)
+            bucket = RecordBucket(gateway, topology.JOBS_BUCKET)
             with pytest.raises(BrokerUnavailable, match="the owner of streams, the config service, does not answer"):
                 await asyncio.wait_for(bucket.open(), API_TIMEOUT_S / 2)
             assert "the owner of streams" in gateway.troubles[topology.JOBS_BUCKET]
             await own(streams)
             await bucket.write([Write("a", b"1")])
             assert gateway.troubles == {}
-        entry = await Bucket(gateway, topology.JOBS_BUCKET).get("a")
+        entry = await RecordBucket(gateway, topology.JOBS_BUCKET).get("a")
         assert entry is not None
 
 

@@ -24,7 +24,7 @@ import torch
 
 from sie_adapter.engine import device as devices
 from sie_adapter.engine import engine as engines
-from sie_adapter.memory.batch_limits import BatchLimits
+from sie_adapter.memory.batch_limits import DeviceLimits
 from sie_contracts.models.entries import LoadOptions, ModelEntry, Weights
 from sie_contracts.settings import Settings
 from sie_contracts.wire import ipc
@@ -90,7 +90,7 @@ def main(folder: str, cache: str, headroom_mib: str, batches: str, seed: str, st
         load=LoadOptions(precision="float32"),
     )
     now_s = time.time()
-    engine.batch_limits = BatchLimits(Path(cache) / "sie" / "frontier.json", lambda: now_s)
+    engine.batch_limits = DeviceLimits(Path(cache) / "sie" / "frontier.json", lambda: now_s)
     engine.residency.ensure("m", entry)
     expected = [run(engine, [length], 7)[1] for length in (8, LONGEST)]
     held = 1024 * int(

@@ -22,7 +22,7 @@ from sie_adapter.heads import Head, Reduced, Row, States
 from sie_adapter.heads.multivector import MultivectorHead
 from sie_adapter.heads.pooling import DenseHead
 from sie_adapter.heads.sparse import TokenTable, TokenWeightHead
-from sie_adapter.memory.batch_limits import BatchLimits
+from sie_adapter.memory.batch_limits import DeviceLimits
 from sie_adapter.memory.oom import Remedy
 from sie_adapter.packed.packing import Int64, Items, PackedBatch, Positions, expanded, pack
 from sie_contracts.errors import InternalFailure, InvalidInput, LoraLoading, SIEError
@@ -500,7 +500,7 @@ def test_what_ran_out_of_memory_once_is_parted_before_the_next_pass(tmp_path: Pa
     """8 tokens do not fit, 4 do; the next batch of this model is run in fours at once; another model knows nothing of
     it.
     """
-    batch_limits = BatchLimits(tmp_path / "frontier", lambda: 0.0)
+    batch_limits = DeviceLimits(tmp_path / "frontier", lambda: 0.0)
     batch = message([[number] for number in range(8)])
     for key, expected in (("a", [8, 4, 4]), ("a", [4, 4]), ("b", [8, 4, 4])):
         encoder = FakeEncoder(limit=4)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sie_adapter.memory.batch_limits import FORGET_STEPS, MAX_KEYS, RAISE, WAIT_S, BatchLimits, limits_key, split_off
+from sie_adapter.memory.batch_limits import FORGET_STEPS, MAX_KEYS, RAISE, WAIT_S, DeviceLimits, limits_key, split_off
 
 KEY = limits_key("f00d", "float32", "NVIDIA L4")
 
@@ -27,7 +27,7 @@ class Device:
         self.restart()
 
     def restart(self) -> None:
-        self.batch_limits = BatchLimits(self.path, lambda: self.now_s)
+        self.batch_limits = DeviceLimits(self.path, lambda: self.now_s)
 
     def run(self, tokens: int) -> None:
         """A batch of one-token items."""
@@ -163,7 +163,7 @@ def test_a_corrupt_file_is_put_aside_with_a_warning(device: Device, caplog: pyte
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "sie").write_text("a file")
-    batch_limits = BatchLimits(tmp_path / "sie" / "frontier.json")
+    batch_limits = DeviceLimits(tmp_path / "sie" / "frontier.json")
     batch_limits.failed(KEY, 100)
     assert batch_limits.limit(KEY) == 50
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * len(caplog.records)
@@ -171,7 +171,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path, caplog:
 
 
 def test_two_processes_keep_what_each_learnt_of_its_models(device: Device) -> None:
-    other = BatchLimits(device.path, lambda: device.now_s)
+    other = DeviceLimits(device.path, lambda: device.now_s)
     assert other.limit("b") is None
     device.batch_limits.failed("a", 100)
     other.failed("b", 100)

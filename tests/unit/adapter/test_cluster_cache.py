@@ -20,9 +20,9 @@ from selection import long_but
 
 from sie_store.cluster import ClusterCache
 from sie_store.weights.cache import LocalCache
-from sie_store.weights.download import Limits
+from sie_store.weights.download import DownloadLimits
 from sie_store.weights.manifest import MANIFEST, FetchFailed, FileFact, Manifest, decode, describe, encode, verify
-from sie_store.weights.progress import Progress
+from sie_store.weights.progress import FetchProgress
 from sie_store.weights.push import Pushed, PushRefused
 
 REPOSITORY, COMMIT = "org/model", "0123456789abcdef0123456789abcdef01234567"
@@ -33,7 +33,7 @@ SMALL_FILES = {"config.json": b"{}", "1_Pooling/config.json": b"[]", "with space
 on_one_store = pytest.mark.parametrize(
     "place", ["moto", *(pytest.param(store, marks=pytest.mark.long) for store in ("seaweed", "google"))], indirect=True
 )
-LIMITS = Limits(part_bytes=64 << 10, parts_at_once=4, stall_s=10, tries=3, pause_s=0.01)
+LIMITS = DownloadLimits(part_bytes=64 << 10, parts_at_once=4, stall_s=10, tries=3, pause_s=0.01)
 
 
 @pytest.fixture
@@ -45,15 +45,15 @@ def source(tmp_path: Path) -> Path:
     return folder
 
 
-def opened(place: Place, limits: Limits = LIMITS) -> ClusterCache:
+def opened(place: Place, limits: DownloadLimits = LIMITS) -> ClusterCache:
     return ClusterCache(place.url, limits)
 
 
 def push(place: Place, folder: Path, *, force: bool = False, revision: str = COMMIT) -> Pushed:
-    return opened(place).push(folder, describe(folder, REPOSITORY, revision), Progress("it"), force=force)
+    return opened(place).push(folder, describe(folder, REPOSITORY, revision), FetchProgress("it"), force=force)
 
 
-def obtained(place: Place, cache: Path, limits: Limits = LIMITS, progress: Progress | None = None) -> Path:
+def obtained(place: Place, cache: Path, limits: DownloadLimits = LIMITS, progress: FetchProgress | None = None) -> Path:
     """Out of the bucket into a local cache, as a worker does it."""
     fetch = opened(place, limits).fetch(REPOSITORY, COMMIT)
     assert fetch is not None
@@ -72,7 +72,7 @@ def test_what_one_node_pushes_another_one_fetches(place: Place, source: Path, tm
     """Nested, empty and oddly named files; the manifest of the local cache says where it came from."""
     assert opened(place).fetch(REPOSITORY, COMMIT) is None
     assert push(place, source) == Pushed(5, 0, 1_000_003 + 5)
-    progress = Progress("it")
+    progress = FetchProgress("it")
     folder = obtained(place, tmp_path / "cache", progress=progress)
     assert files_of(folder) == files_of(source)
     assert progress.state().done_bytes == progress.state().total_bytes == 1_000_008
@@ -80,7 +80,7 @@ def test_what_one_node_pushes_another_one_fetches(place: Place, source: Path, tm
     assert (manifest.origin, verify(folder, manifest)) == ("cluster", [])
     (stored,) = opened(place).listed()
     assert (stored.repository, stored.revision, stored.bytes, stored.wrong) == (REPOSITORY, COMMIT, 1_000_008, {})
-    assert opened(place).verify(stored, Progress("it")) == []
+    assert opened(place).verify(stored, FetchProgress("it")) == []
 
 
 def test_a_bucket_of_google_holds_it_under_the_same_names(
@@ -106,7 +106,7 @@ def test_a_large_file_goes_in_parts(moto: Moto, monkeypatch: pytest.MonkeyPatch,
     moto.faults = Faults()
     assert push(place, source).bytes == (8 << 20) + 5
     assert len([path for path in moto.faults.writes() if path.endswith(LARGE)]) == 2
-    assert files_of(obtained(place, tmp_path / "cache", Limits())) == files_of(source)
+    assert files_of(obtained(place, tmp_path / "cache", DownloadLimits())) == files_of(source)
     assert push(place, source) == Pushed(0, 1, 0)
 
 
@@ -150,7 +150,7 @@ def test_two_pushers_at_once_harm_nothing(place: Place, source: Path, tmp_path: 
     )
     with ThreadPoolExecutor(4) as threads:
         pushes = [threads.submit(push, place, source) for _ in range(3)]
-        pushes.append(threads.submit(opened(place).push, less, short, Progress("it")))
+        pushes.append(threads.submit(opened(place).push, less, short, FetchProgress("it")))
         for each in pushes:
             each.result()
     (stored,) = opened(place).listed()
@@ -193,7 +193,7 @@ def test_a_commit_has_one_content(place: Place, source: Path) -> None:
     assert place.get(f"{PLACE}/config.json") == b"{}"
     assert push(place, source, force=True).written == 5
     assert place.get(f"{PLACE}/config.json") == b"[]"
-    assert opened(place).verify(opened(place).stored(REPOSITORY, COMMIT), Progress("it")) == []
+    assert opened(place).verify(opened(place).stored(REPOSITORY, COMMIT), FetchProgress("it")) == []
 
 
 @on_one_store
@@ -201,7 +201,7 @@ def test_a_file_that_is_not_what_its_manifest_says_is_not_pushed(place: Place, s
     manifest = describe(source, REPOSITORY, COMMIT)
     (source / "config.json").write_text("[]")
     with pytest.raises(PushRefused, match=r"config\.json is not what the manifest beside it says: .*verify --local"):
-        opened(place).push(source, manifest, Progress("it"))
+        opened(place).push(source, manifest, FetchProgress("it"))
     assert opened(place).fetch(REPOSITORY, COMMIT) is None
 
 
@@ -287,7 +287,7 @@ def test_what_is_broken_is_a_typed_error_that_a_push_repairs(
     assert caught.value.error_class == error_class
     assert LocalCache(tmp_path / "cache").find(REPOSITORY, COMMIT) is None
     (stored,) = opened(place).listed()
-    assert opened(place).verify(stored, Progress("it")), "the list or the check of it tells"
+    assert opened(place).verify(stored, FetchProgress("it")), "the list or the check of it tells"
     push(place, source, force=True)
     assert files_of(obtained(place, tmp_path / "cache")) == files_of(source)
 
@@ -315,7 +315,7 @@ def test_an_object_that_is_replaced_while_it_is_read_is_read_again(faulty: Place
                 faulty.put(f"{PLACE}/{LARGE}", right)
 
     faulty.server.faults.before = repaired
-    progress = Progress("it")
+    progress = FetchProgress("it")
     assert files_of(obtained(faulty, tmp_path / "cache", progress=progress)) == files_of(source)
     assert progress.state().done_bytes == 1_000_008
 
@@ -368,9 +368,9 @@ import sys
 from pathlib import Path
 from sie_store.weights.cache import LocalCache
 from sie_store.cluster import ClusterCache
-from sie_store.weights.download import Limits
+from sie_store.weights.download import DownloadLimits
 url, folder, repository, commit = sys.argv[1:]
-fetch = ClusterCache(url, Limits(part_bytes=1 << 16, parts_at_once=1)).fetch(repository, commit)
+fetch = ClusterCache(url, DownloadLimits(part_bytes=1 << 16, parts_at_once=1)).fetch(repository, commit)
 print(LocalCache(Path(folder)).obtain(repository, commit, fetch, "it"), flush=True)
 """
 
@@ -408,7 +408,7 @@ def test_a_slow_store_is_waited_for_while_bytes_come(faulty: Place, source: Path
     push(faulty, source)
     faulty.server.faults = Faults(slow_from=1 << 15, piece_bytes=1 << 15, pause_s=0.05)
     began_s = time.monotonic()
-    limits = Limits(part_bytes=1 << 20, parts_at_once=1, stall_s=1.0, tries=2, pause_s=0.01)
+    limits = DownloadLimits(part_bytes=1 << 20, parts_at_once=1, stall_s=1.0, tries=2, pause_s=0.01)
     assert files_of(obtained(faulty, tmp_path / "cache", limits)) == files_of(source)
     assert time.monotonic() - began_s > 1.0
     assert len(faulty.server.faults.reads()) == 4
@@ -420,7 +420,7 @@ def test_a_store_that_stands_still_ends_in_a_typed_error(
     """Connections stay open and nothing comes, before the manifest and after it."""
     place = Place.at(seaweed, monkeypatch)
     push(place, source)
-    limits = Limits(stall_s=0.2, tries=2, pause_s=0.01)
+    limits = DownloadLimits(stall_s=0.2, tries=2, pause_s=0.01)
     fetch = opened(place, limits).fetch(REPOSITORY, COMMIT)
     assert fetch is not None
     seaweed.pause()
@@ -446,7 +446,7 @@ def test_a_store_that_stands_still_for_a_moment_costs_a_moment(
 ) -> None:
     place = Place.at(seaweed, monkeypatch)
     push(place, source)
-    fetch = opened(place, Limits(stall_s=0.3, tries=30, pause_s=0.001)).fetch(REPOSITORY, COMMIT)
+    fetch = opened(place, DownloadLimits(stall_s=0.3, tries=30, pause_s=0.001)).fetch(REPOSITORY, COMMIT)
     assert fetch is not None
     seaweed.pause()
     later = threading.Timer(1.0, seaweed.resume)
@@ -465,7 +465,7 @@ def test_a_store_that_is_down_is_a_typed_error(monkeypatch: pytest.MonkeyPatch, 
         for name, value in aws_environ(url).items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(google_account(tmp_path / "account.json", url)))
-        cache = ClusterCache(f"{scheme}://bucket", Limits(tries=2, pause_s=0.01, stall_s=3))
+        cache = ClusterCache(f"{scheme}://bucket", DownloadLimits(tries=2, pause_s=0.01, stall_s=3))
         with pytest.raises(FetchFailed, match=r"did not answer properly \(.*\): is its endpoint right") as caught:
             cache.fetch(REPOSITORY, COMMIT)
     assert caught.value.error_class == "NETWORK"

@@ -20,7 +20,7 @@ from sie_adapter.documents.parsers import Parsers
 from sie_adapter.families.extraction import ExtractOptions
 from sie_adapter.loading.loading import Loader
 from sie_contracts.errors import InternalFailure, InvalidInput, ModelLoadFailed
-from sie_contracts.media.documents import Document
+from sie_contracts.media.documents import DocumentFile
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.entries import ModelEntry, Weights
 from sie_contracts.settings import Settings
@@ -49,7 +49,13 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DoclingMo
 
 
 def test_each_input_is_answered_in_its_place_and_a_bad_one_fails_alone(model: DoclingModel) -> None:
-    documents = [Document(b"first", "csv"), None, Document(b"refuse"), Document(b"second"), Document(b"third")]
+    documents = [
+        DocumentFile(b"first", "csv"),
+        None,
+        DocumentFile(b"refuse"),
+        DocumentFile(b"second"),
+        DocumentFile(b"third"),
+    ]
     options = [
         ASKED,
         ASKED,
@@ -81,9 +87,9 @@ def test_a_document_that_nobody_waits_for_is_parsed_no_further(model: DoclingMod
     (pid,) = model.pids
     reading = model.reading(None, lambda: True)
     with pytest.raises(InternalFailure) as raised:
-        reading.extract([""] * 2, [ASKED] * 2, [Document(b"sleep 60"), Document(b"never")])
+        reading.extract([""] * 2, [ASKED] * 2, [DocumentFile(b"sleep 60"), DocumentFile(b"never")])
     assert raised.value.reason == "cancelled"
-    (found,) = model.reading(None, lambda: False).extract([""], [ASKED], [Document(b"next")])
+    (found,) = model.reading(None, lambda: False).extract([""], [ASKED], [DocumentFile(b"next")])
     assert isinstance(found, dict)
     assert not Path(f"/proc/{pid}").exists()
 

@@ -10,7 +10,7 @@ import pytest
 from sie_adapter.documents import document_formats
 from sie_adapter.documents.document_formats import format_of
 from sie_contracts.errors import InvalidInput
-from sie_contracts.media.documents import Document
+from sie_contracts.media.documents import DocumentFile
 
 ODT = b"application/vnd.oasis.opendocument.text"
 
@@ -46,7 +46,7 @@ def archive(**members: bytes) -> bytes:
     ids=range(16),
 )
 def test_the_format_of_a_document(data: bytes, said: str, expected: str) -> None:
-    assert format_of(Document(data, said)) == expected
+    assert format_of(DocumentFile(data, said)) == expected
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_the_format_of_a_document(data: bytes, said: str, expected: str) -> None
 )
 def test_what_is_no_document_is_refused(data: bytes, said: str, says: str) -> None:
     with pytest.raises(InvalidInput) as caught:
-        format_of(Document(data, said))
+        format_of(DocumentFile(data, said))
     assert caught.value.reason == "invalid_media"
     assert caught.value.message.startswith(says)
     assert len(caught.value.message) < 400
@@ -76,10 +76,10 @@ def test_what_is_no_document_is_refused(data: bytes, said: str, says: str) -> No
 def test_an_archive_that_unpacks_to_too_much_is_refused_unopened(monkeypatch: pytest.MonkeyPatch) -> None:
     bomb = archive(**{"word/document.xml": bytes(1 << 20)})
     assert len(bomb) < 4096
-    assert format_of(Document(bomb)) == "docx"
+    assert format_of(DocumentFile(bomb)) == "docx"
     monkeypatch.setattr(document_formats, "MAX_UNPACKED_BYTES", (1 << 20) - 1)
     with pytest.raises(InvalidInput, match="too_large: the document unpacks to 1048576 bytes, at most 1048575"):
-        format_of(Document(bomb))
+        format_of(DocumentFile(bomb))
     monkeypatch.setattr(document_formats, "MAX_MEMBERS", 0)
     with pytest.raises(InvalidInput, match="too_large: the document has 1 parts, at most 0 are read"):
-        format_of(Document(bomb))
+        format_of(DocumentFile(bomb))

@@ -13,8 +13,8 @@ from sie_adapter.memory.batch_limits import (
     KILLED_WAIT_S,
     MAX_WAIT_S,
     SLOTS,
-    BatchLimits,
     CrashRecord,
+    DeviceLimits,
     PassRecord,
     PassRecords,
     limits_key,
@@ -85,18 +85,18 @@ def test_what_is_learnt_of_a_death(
     counter = 5
     monkeypatch.setattr(control_group, "oom_kills", lambda: counter)
     file = path.with_name("frontier.json")
-    crash_record = CrashRecord(PassRecords(path), lambda: BatchLimits(file))
+    crash_record = CrashRecord(PassRecords(path), lambda: DeviceLimits(file))
     die_in(path, tokens, fitted)
     counter += kills
     crash_record.learn()
-    assert BatchLimits(file).limit(KEY) == (tokens // 4 if is_learnt else None)
+    assert DeviceLimits(file).limit(KEY) == (tokens // 4 if is_learnt else None)
     crash_record.learn()
-    assert BatchLimits(file).limit(KEY) == (tokens // 4 if is_learnt else None), "a death counts once"
+    assert DeviceLimits(file).limit(KEY) == (tokens // 4 if is_learnt else None), "a death counts once"
 
 
 def test_a_size_that_killed_is_tried_again_after_minutes(tmp_path: Path) -> None:
     now_s = 1_000_000.0
-    batch_limits = BatchLimits(tmp_path / "frontier.json", lambda: now_s)
+    batch_limits = DeviceLimits(tmp_path / "frontier.json", lambda: now_s)
     kills, last_s, shortest_s = 0, -1e9, 1e9
     for _ in range(24 * 360):  # a day of full batches on a device that holds 3,000
         now_s += 10
@@ -115,7 +115,7 @@ def test_adapters_of_one_machine_share_the_frontier_and_keep_their_passes_apart(
         load(environ={"SIE_LOCAL_CACHE": str(tmp_path), "SIE_IPC_SOCKET_PATH": f"/run/{name}.sock"}).settings
         for name in "ab"
     )
-    BatchLimits.for_machine(one).failed(KEY, 100)
-    assert BatchLimits.for_machine(other).limit(KEY) == 50
+    DeviceLimits.for_machine(one).failed(KEY, 100)
+    assert DeviceLimits.for_machine(other).limit(KEY) == 50
     with PassRecords.for_socket(one).during(KEY, 9, 0):
         assert PassRecords.for_socket(other).left() == []

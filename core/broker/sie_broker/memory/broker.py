@@ -9,14 +9,14 @@ from collections.abc import Awaitable, Callable
 
 from sie_broker import Entry, KeyValue, Subscription, Write, WrongRevision
 from sie_broker.limits import API_TIMEOUT_S, STOP_TIMEOUT_S
-from sie_broker.memory.connection import Exchange, Follower, MemoryConnection
+from sie_broker.memory.connection import Exchange, MemoryConnection, WatchReader
 from sie_broker.memory.queue import MemoryAdministration
 from sie_broker.tasks import guarded
 
 _HELD_ENTRIES = 4096
 
 
-class Bucket:
+class MemoryBucket:
     """The last entry of each key, in order of revision. A removed key stays as an entry without a value.
 
     With a `max_age_s`, `age` removes older entries, and with a `removed_age_s` those that were removed longer ago; each
@@ -27,7 +27,7 @@ class Bucket:
         self.created = created
         self.revision = 0
         self.entries: OrderedDict[str, Entry] = OrderedDict()
-        self.watches: set[Watch] = set()
+        self.watches: set[MemoryWatch] = set()
         self._clock = clock
         self._max_age_s = max_age_s
         self._removed_age_s = removed_age_s
@@ -82,7 +82,7 @@ class Bucket:
 
 
 class MemoryKeyValue:
-    def __init__(self, connection: MemoryConnection, bucket: Bucket, watches: set[Follower]) -> None:
+    def __init__(self, connection: MemoryConnection, bucket: MemoryBucket, watches: set[WatchReader]) -> None:
         self._connection = connection
         self._bucket = bucket
         self._watches = watches
@@ -126,10 +126,10 @@ class MemoryKeyValue:
 
     async def watch(self, handler: Callable[[Entry], Awaitable[None]], after: int = 0) -> Subscription:
         await self._connection.reach(API_TIMEOUT_S)
-        return Watch(self._connection, self._bucket, self._watches, handler, after)
+        return MemoryWatch(self._connection, self._bucket, self._watches, handler, after)
 
 
-class Watch:
+class MemoryWatch:
     """Entries wait in order for one task, which runs only while there are some. Entries that were written while the
     connection was lost are read when it is back.
     """
@@ -137,8 +137,8 @@ class Watch:
     def __init__(
         self,
         connection: MemoryConnection,
-        bucket: Bucket,
-        watches: set[Follower],
+        bucket: MemoryBucket,
+        watches: set[WatchReader],
         handler: Callable[[Entry], Awaitable[None]],
         after: int,
     ) -> None:
@@ -207,7 +207,7 @@ class MemoryStore(MemoryConnection):
         opened = self._server.buckets.get(bucket)
         if opened is None:
             stamp, clock = self._server.stamp(), self._server.clock
-            opened = self._server.buckets[bucket] = Bucket(stamp, clock, max_age_s, removed_age_s)
+            opened = self._server.buckets[bucket] = MemoryBucket(stamp, clock, max_age_s, removed_age_s)
         return MemoryKeyValue(self, opened, self._watches)
 
 
@@ -228,7 +228,7 @@ class MemoryServer(Exchange):
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(max_payload=max_payload, clock=clock, wall_clock=wall_clock)
-        self.buckets: dict[str, Bucket] = {}
+        self.buckets: dict[str, MemoryBucket] = {}
 
     def connect(self, name: str) -> MemoryBroker:
         broker = MemoryBroker(self, name)

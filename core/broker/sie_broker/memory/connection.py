@@ -124,7 +124,7 @@ class Settlement(Protocol):
     def settle(self) -> None: ...
 
 
-class Follower(Protocol):
+class WatchReader(Protocol):
     """A watch of a bucket, as its connection sees it."""
 
     def catch_up(self) -> None:
@@ -150,7 +150,7 @@ class MemoryConnection:
         self._late_acks: list[Settlement] = []
         self._pulls: set[Puller] = set()
         self._listeners: set[Listener] = set()
-        self._watches: set[Follower] = set()
+        self._watches: set[WatchReader] = set()
         self._reconnect_handlers = ReconnectHandlers()
         self._tasks = OwnedTasks(name)
 

@@ -13,14 +13,14 @@ from sie_broker import (
     Delivery,
     Published,
     Pulls,
-    Stored,
+    StreamMessage,
     StreamState,
     Subscription,
     TopologyMismatch,
 )
 from sie_broker.limits import API_TIMEOUT_S, check_room
 from sie_broker.memory.connection import ADVISORY, Exchange, MemoryBus, MemoryConnection
-from sie_broker.memory.streams import Consumer, Credit, Message, matches, normal
+from sie_broker.memory.streams import Consumer, DeliveryCredit, Message, matches, normal
 from sie_contracts.wire.topology import ConsumerSpec, StreamSpec
 
 log = logging.getLogger("sie.broker")
@@ -104,7 +104,7 @@ class MemoryPulls:
         self._server = server
         self._stream = stream
         self._handler = handler
-        self._credits: dict[str, Credit] = {}
+        self._credits: dict[str, DeliveryCredit] = {}
         self._stopped = False
 
     def want(self, consumer: str, credit: int) -> None:
@@ -112,7 +112,7 @@ class MemoryPulls:
         if entry is None:
             if credit <= 0 or self._stopped:
                 return
-            entry = self._credits[consumer] = Credit(self)
+            entry = self._credits[consumer] = DeliveryCredit(self)
         entry.left = max(0, credit)
         if entry.left and not entry.queued and not self._stopped and self._connection.live:
             self.attach(consumer)
@@ -209,12 +209,12 @@ class MemoryQueue(MemoryBus):
         if registered is not None and sequence in registered.delivered:
             registered.postpone(sequence, 0.0)
 
-    async def first_stored(self, stream: str, sequence: int = 0, subject: str = ">") -> Stored | None:
+    async def first_stored(self, stream: str, sequence: int = 0, subject: str = ">") -> StreamMessage | None:
         await self.reach(API_TIMEOUT_S)
         messages = self._server.stream(stream).messages.values()
         return next(
             (
-                Stored(message.sequence, message.subject, message.data, message.sent_s)
+                StreamMessage(message.sequence, message.subject, message.data, message.sent_s)
                 for message in messages
                 if message.sequence >= sequence and matches(subject, message.subject)
             ),

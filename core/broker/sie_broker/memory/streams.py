@@ -104,7 +104,7 @@ class Puller(Protocol):
         """Hand this leased message to the handler."""
 
 
-class Credit:
+class DeliveryCredit:
     """The deliveries that one connection still takes from one consumer. `queued`: it stands in the consumer's line."""
 
     __slots__ = ("left", "pulls", "queued")
@@ -128,7 +128,7 @@ class Consumer:
         self.again: dict[int, float] = {}
         self.again_order: list[tuple[float, int]] = []
         self.delivered: dict[int, int] = {}
-        self.credits: deque[Credit] = deque()
+        self.credits: deque[DeliveryCredit] = deque()
         self._deliveries = 0
         self._expiry_armed = False
 

@@ -56,7 +56,7 @@ class ApiError(msgspec.Struct):
     description: str = ""
 
 
-class Answer(msgspec.Struct):
+class ApiReply(msgspec.Struct):
     error: ApiError | None = None
 
 
@@ -66,7 +66,7 @@ class Ack(msgspec.Struct):
     error: ApiError | None = None
 
 
-class State(msgspec.Struct):
+class ApiState(msgspec.Struct):
     messages: int
     bytes: int
     first_seq: int
@@ -78,7 +78,7 @@ class State(msgspec.Struct):
 class StreamInfo(msgspec.Struct):
     created: str
     config: dict[str, Any]
-    state: State
+    state: ApiState
     total: int = 0
     ts: datetime | None = None  # of the answer, by the clock of the stream's leader
 
@@ -105,12 +105,12 @@ class Consumers(msgspec.Struct):
     consumers: list[ConsumerInfo] | None = None
 
 
-class Names(msgspec.Struct):
+class ConsumerNames(msgspec.Struct):
     total: int
     consumers: list[str] | None = None
 
 
-class StoredMessage(msgspec.Struct):
+class ApiMessage(msgspec.Struct):
     seq: int
     time: datetime
     subject: str = ""
@@ -119,7 +119,7 @@ class StoredMessage(msgspec.Struct):
 
 
 class StoredAnswer(msgspec.Struct):
-    message: StoredMessage
+    message: ApiMessage
 
 
 _decode_ack = msgspec.json.Decoder(Ack).decode

@@ -28,7 +28,7 @@ _PERMISSION = re.compile(r"permissions violation for publish to \\?\"([^\"\\]+)"
 _SEND_BUFFER_BYTES = 64 << 20
 
 
-class Inbox(Protocol):
+class PullInbox(Protocol):
     """Open pulls, as their connection sees them. Their inbox ends with the connection it was made on."""
 
     def abandon(self) -> None:
@@ -106,7 +106,7 @@ class NatsConnection:
         self._dropped = 0
         self._droppers: dict[Any, Callable[[str], None]] = {}  # by subscription of the client
         self._answers = Answers("")
-        self._inboxes: set[Inbox] = set()
+        self._inboxes: set[PullInbox] = set()
         self._reconnect_handlers = ReconnectHandlers()
         self._tasks = OwnedTasks(name)
 
@@ -243,11 +243,11 @@ class NatsConnection:
         """
         return self._tasks.start(work, what)
 
-    def attach(self, inbox: Inbox) -> None:
+    def attach(self, inbox: PullInbox) -> None:
         """Tell these pulls when the connection is lost, back or closed, until `forget`."""
         self._inboxes.add(inbox)
 
-    def forget(self, inbox: Inbox) -> None:
+    def forget(self, inbox: PullInbox) -> None:
         self._inboxes.discard(inbox)
 
     async def _on_error(self, error: Exception) -> None:

@@ -14,7 +14,7 @@ from sie_broker.nats.api import (
     NO_CONSUMER,
     NO_STREAM,
     STREAM_EXISTS,
-    Answer,
+    ApiReply,
     Refusal,
     StreamInfo,
     error_of,
@@ -45,7 +45,7 @@ class JetStream(NatsBus):
         if is_no_responder(answer):
             raise BrokerUnavailable(f"{verb}: the broker has no JetStream")
         try:
-            error = msgspec.json.decode(answer.data, type=Answer).error
+            error = msgspec.json.decode(answer.data, type=ApiReply).error
             if error is not None:
                 raise error_of(verb, error)
             return msgspec.json.decode(answer.data, type=kind)
@@ -102,7 +102,7 @@ class JetStream(NatsBus):
         return True
 
     async def delete_consumer(self, stream: str, name: str) -> bool:
-        return await self.find(f"CONSUMER.DELETE.{stream}.{name}", {}, Answer, NO_CONSUMER, NO_STREAM) is not None
+        return await self.find(f"CONSUMER.DELETE.{stream}.{name}", {}, ApiReply, NO_CONSUMER, NO_STREAM) is not None
 
     def open_pulls(
         self,

@@ -12,7 +12,7 @@ from sie_broker import BrokerError, BrokerUnavailable, Entry, KeyValue, Subscrip
 from sie_broker.limits import API_TIMEOUT_S, STOP_TIMEOUT_S
 from sie_broker.nats.api import (
     NO_MESSAGE,
-    Answer,
+    ApiReply,
     ConsumerInfo,
     StoredAnswer,
     bucket_config,
@@ -154,7 +154,7 @@ class NatsKeyValue:
     async def purge(self, within: str) -> None:
         """Remove keys; see `KeyValue.purge`."""
         purged = {"filter": f"{self._prefix}{within}.>"}
-        await self._jetstream.api(f"STREAM.PURGE.{self._stream}", purged, Answer)
+        await self._jetstream.api(f"STREAM.PURGE.{self._stream}", purged, ApiReply)
 
     async def epoch(self) -> str:
         state = await self._jetstream.stream_state(self._stream)
@@ -167,7 +167,7 @@ class NatsKeyValue:
         )
 
     async def watch(self, handler: Callable[[Entry], Awaitable[None]], after: int = 0) -> Subscription:
-        watch = _Watch(self._jetstream, self, self._stream, handler, after)
+        watch = _KeyValueWatch(self._jetstream, self, self._stream, handler, after)
         try:
             await watch.open()
         except BrokerError:
@@ -211,7 +211,7 @@ class NatsKeyValue:
         return Entry(delivery.subject[len(self._prefix) :], None if removed else delivery.data, delivery.sequence)
 
 
-class _Watch:
+class _KeyValueWatch:
     """Reads a bucket in order. Whenever something may have been missed, a new reader starts after the last revision
     handled.
     """

@@ -42,7 +42,7 @@ _FIXED = {
 
 
 @dataclass(frozen=True)
-class Change:
+class FieldChange:
     field: str
     found: Any
     wanted: Any
@@ -56,7 +56,7 @@ class Step:
     kind: Literal["stream", "consumer"]
     name: str
     stream: str
-    changes: tuple[Change, ...] = ()
+    changes: tuple[FieldChange, ...] = ()
     reason: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
 
@@ -193,18 +193,18 @@ def _step(
     stream: str,
     current: dict[str, Any],
     desired: dict[str, Any],
-    changes: tuple[Change, ...],
+    changes: tuple[FieldChange, ...],
     reason: str,
 ) -> Iterable[Step]:
     version = version_of(current)
     if version != TOPOLOGY_VERSION:
-        changes = (Change("topology version", version, TOPOLOGY_VERSION), *changes)
+        changes = (FieldChange("topology version", version, TOPOLOGY_VERSION), *changes)
     if changes:
         yield Step("refuse" if reason else "update", kind, name, stream, changes, reason, update_of(current, desired))
 
 
-def _changes(current: dict[str, Any], desired: dict[str, Any]) -> tuple[Change, ...]:
-    return tuple(Change(name, current.get(name), desired[name]) for name in differences(current, desired))
+def _changes(current: dict[str, Any], desired: dict[str, Any]) -> tuple[FieldChange, ...]:
+    return tuple(FieldChange(name, current.get(name), desired[name]) for name in differences(current, desired))
 
 
 def _newer(current: dict[str, Any]) -> str:
@@ -216,7 +216,7 @@ def _newer(current: dict[str, Any]) -> str:
     )
 
 
-def _fixed(changes: tuple[Change, ...]) -> str:
+def _fixed(changes: tuple[FieldChange, ...]) -> str:
     fixed = next((_FIXED[change.field] for change in changes if change.field in _FIXED), "")
     return (
         f"{fixed} cannot be changed in place: let it run empty, delete it and start a gateway, which makes it anew"

@@ -89,7 +89,7 @@ class NatsDelivery:
         await self._connection.post(self.reply, b"+TERM " + reason.encode())
 
 
-class _Credit:
+class _PullCredit:
     """The open pulls of one consumer.
 
     `issued` counts every delivery that was ever asked for. `settled` counts those that came or that the broker gave
@@ -153,11 +153,11 @@ class NatsPulls:
         self._stream = stream
         self._handler = handler
         self._on_break = on_break
-        self._credits: dict[str, _Credit] = {}
-        self._by_index: dict[int, _Credit] = {}
+        self._credits: dict[str, _PullCredit] = {}
+        self._by_index: dict[int, _PullCredit] = {}
         self._next_index = 0
-        self._dirty: dict[_Credit, None] = {}
-        self._ages: deque[tuple[float, _Credit, int]] = deque()
+        self._dirty: dict[_PullCredit, None] = {}
+        self._ages: deque[tuple[float, _PullCredit, int]] = deque()
         self._watchdog: asyncio.TimerHandle | None = None
         self._silent = 0
         self._logged_s = -_LOG_EVERY_S
@@ -174,7 +174,7 @@ class NatsPulls:
         if entry is None:
             if credit <= 0:
                 return
-            entry = _Credit(consumer, self._next_index)
+            entry = _PullCredit(consumer, self._next_index)
             self._next_index += 1
             self._credits[consumer] = self._by_index[entry.index] = entry
         entry.wanted = max(0, credit)
@@ -232,7 +232,7 @@ class NatsPulls:
 
     # ---- asking
 
-    def _consider(self, entry: _Credit) -> None:
+    def _consider(self, entry: _PullCredit) -> None:
         if entry.wanted > entry.open:
             self._dirty[entry] = None
             self._wake.set()
@@ -240,7 +240,7 @@ class NatsPulls:
             self._credits.pop(entry.consumer, None)
             self._by_index.pop(entry.index, None)
 
-    def _renew(self, entry: _Credit) -> None:
+    def _renew(self, entry: _PullCredit) -> None:
         # The many small pulls that top-ups leave become one again. Renewed each for itself, those of 200 consumers with
         # a credit of 16 cost 5 % of an idle core.
         if entry.open * 2 < entry.wanted or not entry.open:
@@ -295,7 +295,7 @@ class NatsPulls:
                 entry.settle(missing)
                 raise
 
-    def _expect(self, deadline_s: float, entry: _Credit) -> None:
+    def _expect(self, deadline_s: float, entry: _PullCredit) -> None:
         ages = self._ages
         while ages and ages[0][1].settled >= ages[0][2]:
             ages.popleft()
@@ -376,7 +376,7 @@ class NatsPulls:
         else:
             self._retry_later(entry, f"{status} {reason if status != '503' else 'no such consumer'}")
 
-    def _retry_later(self, entry: _Credit, reason: str) -> None:
+    def _retry_later(self, entry: _PullCredit, reason: str) -> None:
         now_s = asyncio.get_running_loop().time()
         if not entry.retry_s and now_s >= self._logged_s + _LOG_EVERY_S:
             self._logged_s = now_s
@@ -387,6 +387,6 @@ class NatsPulls:
         if self._on_break is not None:
             self._on_break()
 
-    def _retry(self, entry: _Credit) -> None:
+    def _retry(self, entry: _PullCredit) -> None:
         entry.retry = None
         self._consider(entry)

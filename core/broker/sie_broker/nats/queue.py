@@ -13,7 +13,7 @@ from sie_broker import (
     Delivery,
     Published,
     Pulls,
-    Stored,
+    StreamMessage,
     StreamState,
     Subscription,
 )
@@ -24,10 +24,10 @@ from sie_broker.nats.api import (
     NEVER_UPDATED,
     NO_MESSAGE,
     NO_STREAM,
-    Answer,
+    ApiReply,
     ConsumerInfo,
+    ConsumerNames,
     Consumers,
-    Names,
     Refusal,
     StoredAnswer,
     StreamInfo,
@@ -73,19 +73,19 @@ class NatsQueue(JetStream):
 
     async def delete(self, stream: str, sequence: int) -> bool:
         body = {"seq": sequence, "no_erase": True}
-        return await self.find(f"STREAM.MSG.DELETE.{stream}", body, Answer, *NO_MESSAGE) is not None
+        return await self.find(f"STREAM.MSG.DELETE.{stream}", body, ApiReply, *NO_MESSAGE) is not None
 
     async def release(self, reply: str) -> None:
         parse_reply(reply)
         await self.post(reply, b"-NAK")
 
-    async def first_stored(self, stream: str, sequence: int = 0, subject: str = ">") -> Stored | None:
+    async def first_stored(self, stream: str, sequence: int = 0, subject: str = ">") -> StreamMessage | None:
         query = {"seq": max(1, sequence), "next_by_subj": subject}
         answer = await self.find(f"STREAM.MSG.GET.{stream}", query, StoredAnswer, *NO_MESSAGE)
         if answer is None:
             return None
         stored = answer.message
-        return Stored(stored.seq, stored.subject, stored.data, stored.time.timestamp())
+        return StreamMessage(stored.seq, stored.subject, stored.data, stored.time.timestamp())
 
     async def server_time(self, stream: str) -> float:
         info = await self.api(f"STREAM.INFO.{stream}", {}, StreamInfo)
@@ -96,7 +96,7 @@ class NatsQueue(JetStream):
     async def consumers(self, stream: str) -> list[str]:
         names: list[str] = []
         while True:
-            page = await self.api(f"CONSUMER.NAMES.{stream}", {"offset": len(names)}, Names)
+            page = await self.api(f"CONSUMER.NAMES.{stream}", {"offset": len(names)}, ConsumerNames)
             names += page.consumers or []
             if not page.consumers or len(names) >= page.total:
                 return names
@@ -155,7 +155,7 @@ class NatsAdministration(NatsQueue):
             raise mismatch(name, field, current, desired) from refusal
 
     async def delete_stream(self, stream: str) -> bool:
-        return await self.find(f"STREAM.DELETE.{stream}", {}, Answer, NO_STREAM) is not None
+        return await self.find(f"STREAM.DELETE.{stream}", {}, ApiReply, NO_STREAM) is not None
 
     async def ensure_consumer(self, spec: ConsumerSpec) -> None:
         for _ in range(_ENSURE_ATTEMPTS):

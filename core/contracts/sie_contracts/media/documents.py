@@ -14,7 +14,7 @@ MIN_TOKENS = 256
 BYTES_PER_TOKEN = 64  # a megabyte takes about as long as a full batch of texts
 
 
-class Document(msgspec.Struct, frozen=True, omit_defaults=True):
+class DocumentFile(msgspec.Struct, frozen=True, omit_defaults=True):
     """A file as the client sent it. `format`: what the client says that it is, read where its content does not say
     it.
     """

@@ -35,7 +35,7 @@ class Shape(NamedTuple):
     bins: int
 
 
-class Header(NamedTuple):
+class SoundHeader(NamedTuple):
     """Header of a sound file: `frames` samples of each channel, `rate` of them a second."""
 
     frames: int
@@ -112,7 +112,7 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
         return -(-shape.frames * self.hop // self.chunk) if self.whole else self.tokens
 
 
-def check(header: Header) -> None:
+def check(header: SoundHeader) -> None:
     """Raises the fault of a sound that is longer than is read, which is known from its header."""
     frames, rate, channels = header
     if not RATES[0] <= rate <= RATES[1]:

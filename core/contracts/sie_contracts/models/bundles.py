@@ -20,7 +20,7 @@ BUNDLE_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")  # as SIE_BUNDLE takes it
 _REQUIREMENT = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?\s*(\[[^\]]*\])?\s*([<>=!~(;].*)?$")
 
 
-class Bundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class BundleEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Packages that the workers of one image have installed, and the families that they can serve.
 
     `requires` are requirements in the form of PEP 508; an adapter that lacks one refuses to start. `families`: the
@@ -39,12 +39,12 @@ class Bundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         return not self.families or family in self.families
 
 
-def parse_bundle(raw: object) -> Bundle:
+def parse_bundle(raw: object) -> BundleEntry:
     """Check decoded YAML or JSON and return the bundle; `built-in` is replaced by the names of the families. Raises
     ValidationFailed; its `errors` name the path.
     """
     try:
-        bundle = msgspec.convert(raw, Bundle)
+        bundle = msgspec.convert(raw, BundleEntry)
     except msgspec.ValidationError as error:
         message = in_words(str(error))
         text, at, loc = message.rpartition(" - at ")
@@ -71,12 +71,12 @@ def _invalid(loc: str, message: str) -> ValidationFailed:
     return ValidationFailed(f"{loc}: {message}", param=loc, extras={"errors": [{"loc": loc, "message": message}]})
 
 
-def ordered(bundles: Mapping[str, Bundle]) -> list[Bundle]:
+def ordered(bundles: Mapping[str, BundleEntry]) -> list[BundleEntry]:
     """All bundles, the preferred one first."""
     return sorted(bundles.values(), key=lambda bundle: (bundle.priority, bundle.id))
 
 
-def serving(bundles: Mapping[str, Bundle], family: str, named: str = "") -> tuple[str, ...]:
+def serving(bundles: Mapping[str, BundleEntry], family: str, named: str = "") -> tuple[str, ...]:
     """The bundles that can serve a model of `family`, the preferred one first. A model that names a bundle is served by
     that one only.
     """
@@ -85,7 +85,7 @@ def serving(bundles: Mapping[str, Bundle], family: str, named: str = "") -> tupl
     return tuple(bundle.id for bundle in ordered(bundles) if bundle.serves(family) and named in ("", bundle.id))
 
 
-def lacking(bundles: Mapping[str, Bundle], family: str, named: str = "") -> tuple[str, str]:
+def lacking(bundles: Mapping[str, BundleEntry], family: str, named: str = "") -> tuple[str, str]:
     """Return why no bundle can serve a model, and the fix: the path of the wrong field, and a sentence."""
     able = [bundle.id for bundle in ordered(bundles) if bundle.serves(family)]
     families_of_bundles = "; ".join(

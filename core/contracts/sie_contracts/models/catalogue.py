@@ -21,9 +21,9 @@ import msgspec
 from sie_contracts.errors import BundleConflict, ModelNotFound
 from sie_contracts.models import bundles as bundling
 from sie_contracts.models.aliases import Alias, choose
-from sie_contracts.models.bundles import Bundle
+from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.models.entries import HeadOptions, LoadOptions, ModelEntry, RunDefaults
-from sie_contracts.names import Names
+from sie_contracts.names import NameIndex
 
 _Value = TypeVar("_Value")
 
@@ -79,7 +79,7 @@ class Catalogue:
 
     entries: Mapping[str, ModelEntry] = field(default_factory=dict)
     revisions: Mapping[str, int] = field(default_factory=dict)
-    bundles: Mapping[str, Bundle] = field(default_factory=dict)
+    bundles: Mapping[str, BundleEntry] = field(default_factory=dict)
     epoch: str = ""
     aliases: Mapping[str, Alias] = field(default_factory=dict)
     # by id, the number of the write that made the present revision, as epochs count
@@ -90,7 +90,7 @@ class Catalogue:
         cls,
         documents: Mapping[str, ModelEntry | Alias],
         revisions: Mapping[str, int],
-        bundles: Mapping[str, Bundle],
+        bundles: Mapping[str, BundleEntry],
         epoch: str,
         written: Mapping[str, int] | None = None,
     ) -> Catalogue:
@@ -129,8 +129,8 @@ class Catalogue:
         return self.epoch if number is None else f"{self.epoch.rpartition(':')[0]}:{number}"
 
     @functools.cached_property
-    def _names(self) -> Names:
-        return Names((*self.entries, *self.aliases))
+    def _names(self) -> NameIndex:
+        return NameIndex((*self.entries, *self.aliases))
 
     def find(self, name: str) -> ModelEntry | None:
         """The entry with this id. If none has it exactly, the only entry whose id differs in case alone."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from sie_contracts.hosts import UNLIMITED, Holdings, Order, Worker, lot_of, pair
+from sie_contracts.hosts import UNLIMITED, Holdings, HostWorker, Order, lot_of, pair
 
 HOT = 0.8  # planned use of a worker above which a model is moved off it
 MOVE_GAIN = 0.1  # of a worker: a move must lower the higher planned use of the two workers by this much
@@ -24,7 +24,7 @@ _FIRST_MODELS = 64
 
 
 @dataclass(slots=True, eq=False)
-class _Row:
+class _ModelHosts:
     """The hosts of one model. A host in `leaving` still serves, beside `target_count` hosts, until these have the
     model.
     """
@@ -32,7 +32,7 @@ class _Row:
     model: str
     index: int
     target_count: int
-    hosts: list[Worker] = field(default_factory=list)
+    hosts: list[HostWorker] = field(default_factory=list)
     leaving: str = ""
     before: tuple[str, ...] = ()  # the hosts in the stored table
 
@@ -43,7 +43,7 @@ class _Row:
         )
         return (self.leaving, *hosts) if self.leaving else hosts
 
-    def is_loaded(self, hosts: Iterable[Worker]) -> bool:
+    def is_loaded(self, hosts: Iterable[HostWorker]) -> bool:
         """Check that each of `hosts` has loaded it."""
         return all(self.model in worker.holdings.loaded for worker in hosts)
 
@@ -66,9 +66,9 @@ class Layout:
 
     def __init__(self, pause: Callable[[], None] = lambda: None) -> None:
         """`pause` is called between parts of a long `settle`."""
-        self.rows: dict[str, _Row] = {}
-        self.workers: dict[str, Worker] = {}
-        self._hosts: dict[int, Worker] = {}  # by index
+        self.rows: dict[str, _ModelHosts] = {}
+        self.workers: dict[str, HostWorker] = {}
+        self._hosts: dict[int, HostWorker] = {}  # by index
         self._share = np.zeros(_FIRST_MODELS)  # demand on one host of a model, in workers
         self.having: dict[str, set[str]] = {}  # by model: workers that have or load it
         self.loading: set[str] = set()  # workers that load a model now
@@ -96,7 +96,9 @@ class Layout:
         worker = self.workers.get(name)
         if worker is None:
             index = self._free_workers.pop() if self._free_workers else len(self.workers) + 1
-            worker = self.workers[name] = self._hosts[index] = Worker(name, index, lot_of(name), Holdings(), UNLIMITED)
+            worker = self.workers[name] = self._hosts[index] = HostWorker(
+                name, index, lot_of(name), Holdings(), UNLIMITED
+            )
         if worker.slots != (slots or UNLIMITED):
             worker.slots = slots or UNLIMITED
             self._count(worker)
@@ -137,7 +139,7 @@ class Layout:
             if index >= len(self._target_counts):
                 self._target_counts = np.concatenate([self._target_counts, np.ones(len(self._target_counts))])
                 self._first = np.concatenate([self._first, np.zeros(len(self._first), np.intp)])
-            row = self.rows[model] = _Row(model, index, 0)
+            row = self.rows[model] = _ModelHosts(model, index, 0)
             self.indices[model] = index
             if index == len(self.names):
                 self.names.append(model)
@@ -204,7 +206,7 @@ class Layout:
                     return True
         return False
 
-    def _place(self, lacking: list[_Row], demand: NDArray[np.float64], touched: set[str]) -> None:
+    def _place(self, lacking: list[_ModelHosts], demand: NDArray[np.float64], touched: set[str]) -> None:
         lacking.sort(key=lambda row: (-demand[row.index], row.model))
         for row in lacking:
             if not row.hosts:
@@ -237,7 +239,7 @@ class Layout:
                 self._unsettled.add(model)
         return changes
 
-    def _complete(self, row: _Row) -> int:
+    def _complete(self, row: _ModelHosts) -> int:
         return min(row.target_count, len(self.workers))
 
     def _use(self) -> NDArray[np.float64]:
@@ -251,7 +253,7 @@ class Layout:
         use[0] = 0.0  # index 0: models without a host
         return np.round(use, 9)
 
-    def _assign(self, row: _Row, hosts: list[Worker]) -> None:
+    def _assign(self, row: _ModelHosts, hosts: list[HostWorker]) -> None:
         for worker in row.hosts:
             worker.models.discard(row.model)
             self._count(worker)
@@ -261,39 +263,39 @@ class Layout:
         row.hosts = hosts
         self._hosted(row)
 
-    def _hosted(self, row: _Row) -> None:
+    def _hosted(self, row: _ModelHosts) -> None:
         self._first[row.index] = row.hosts[0].index if row.hosts else 0
         if len(row.hosts) > 1:
             self._several.add(row.model)
         else:
             self._several.discard(row.model)
 
-    def _count(self, worker: Worker) -> None:
+    def _count(self, worker: HostWorker) -> None:
         if len(worker.models) > worker.slots:
             self._overfull.add(worker.name)
         else:
             self._overfull.discard(worker.name)
 
-    def _add(self, row: _Row, worker: Worker) -> None:
+    def _add(self, row: _ModelHosts, worker: HostWorker) -> None:
         row.hosts.append(worker)
         worker.models.add(row.model)
         self._count(worker)
         self._hosted(row)
         self._used(worker, float(self._share[row.index]))
 
-    def _drop(self, row: _Row, worker: Worker) -> None:
+    def _drop(self, row: _ModelHosts, worker: HostWorker) -> None:
         row.hosts.remove(worker)
         worker.models.discard(row.model)
         self._count(worker)
         self._hosted(row)
         self._used(worker, -float(self._share[row.index]))
 
-    def _used(self, worker: Worker, more: float) -> None:
+    def _used(self, worker: HostWorker, more: float) -> None:
         worker.use = round(worker.use + more, 9)
         if self._order is not None:
             self._order.moved(worker)
 
-    def _keep(self, row: _Row) -> None:
+    def _keep(self, row: _ModelHosts) -> None:
         """A model keeps its live hosts, except those that refused it while another worker did not."""
         live = [self.workers[name] for name in row.before if name in self.workers]
         refused = self._refused.get(row.model, set())
@@ -308,14 +310,14 @@ class Layout:
             live = rest
         self._assign(row, live[: row.target_count])
 
-    def _adopt(self, row: _Row) -> None:
+    def _adopt(self, row: _ModelHosts) -> None:
         """A model without a host takes the workers that have it loaded."""
         having = [self.workers[name] for name in self.having.get(row.model, ())]
         having.sort(key=lambda worker: (row.model not in worker.holdings.loaded, worker.use, worker.name))
         for worker in having[: row.target_count]:
             self._add(row, worker)
 
-    def _best(self, row: _Row, *, only_free: bool) -> Worker | None:
+    def _best(self, row: _ModelHosts, *, only_free: bool) -> HostWorker | None:
         """The next host: a worker that did not refuse the model, with room for it, low planned use, the model loaded
         and few other models; ties are broken by hash.
         """
@@ -386,7 +388,7 @@ class Layout:
             self._move(self.rows[best[1]], hot, self.workers[best[2]])
             touched.add(best[1])
 
-    def _move(self, row: _Row, worker: Worker, target: Worker) -> None:
+    def _move(self, row: _ModelHosts, worker: HostWorker, target: HostWorker) -> None:
         self._drop(row, worker)
         self._add(row, target)
         if row.model in worker.holdings.loaded and row.model not in target.holdings.loaded:

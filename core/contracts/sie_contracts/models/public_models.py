@@ -159,14 +159,14 @@ class _Dim(msgspec.Struct, frozen=True):
     dim: int
 
 
-class _Encode(msgspec.Struct, frozen=True):
+class _PublicEncode(msgspec.Struct, frozen=True):
     dense: _Dim | None = None
     sparse: _Dim | None = None
     multivector: _Dim | None = None
 
 
-class _Tasks(msgspec.Struct, frozen=True):
-    encode: _Encode | None = None
+class _PublicTasks(msgspec.Struct, frozen=True):
+    encode: _PublicEncode | None = None
     score: dict[str, Any] | None = None
     extract: dict[str, Any] | None = None
     generate: dict[str, Any] | None = None
@@ -177,7 +177,7 @@ class _Options(msgspec.Struct, frozen=True):
     runtime: dict[str, Any] = {}
 
 
-class _Profile(msgspec.Struct, frozen=True):
+class _PublicProfile(msgspec.Struct, frozen=True):
     extends: str | None = None
     adapter_path: str | None = None
     compute_precision: str | None = None
@@ -185,8 +185,8 @@ class _Profile(msgspec.Struct, frozen=True):
 
 
 class _Model(msgspec.Struct, frozen=True):
-    tasks: _Tasks
-    profiles: dict[str, _Profile]
+    tasks: _PublicTasks
+    profiles: dict[str, _PublicProfile]
     sie_id: str = ""
     hf_id: str | None = None
     hf_revision: str | None = None
@@ -299,7 +299,7 @@ class _Translator:
             )
         return kind
 
-    def _flat(self, name: str) -> _Profile:
+    def _flat(self, name: str) -> _PublicProfile:
         """A profile with what it takes from another one: its options replace those of the other one as a whole."""
         profile = self._model.profiles[name]
         parent = self._model.profiles.get(profile.extends or "")
@@ -308,7 +308,7 @@ class _Translator:
                 raise _refused(f"$.profiles.{name}.extends", f"expected a profile, got {profile.extends[:80]!r}")
             return profile
         options, inherited = profile.adapter_options, parent.adapter_options
-        return _Profile(
+        return _PublicProfile(
             adapter_path=profile.adapter_path or parent.adapter_path,
             compute_precision=profile.compute_precision or parent.compute_precision,
             adapter_options=_Options(options.loadtime or inherited.loadtime, options.runtime or inherited.runtime),
@@ -323,7 +323,7 @@ class _Translator:
             if is_read and kind == "video":
                 self._ignored["inputs.video"] = "no family here reads it"
         for name in self._model.profiles:
-            for unread in sorted(self._raw["profiles"][name].keys() - set(_Profile.__struct_fields__)):
+            for unread in sorted(self._raw["profiles"][name].keys() - set(_PublicProfile.__struct_fields__)):
                 if not any(path.endswith(f".{unread}") for path in self._ignored):
                     self._ignored[f"profiles.{name}.{unread}"] = _WHY.get(unread, _NOTHING)
 

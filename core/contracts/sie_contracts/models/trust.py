@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from sie_contracts.models.bundles import Bundle
+from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.models.entries import ModelEntry
 
 USUAL = "./models"
@@ -37,7 +37,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Refused:
+class TrustRefusal:
     """Reason for the refusal of an entry, for people. It names no path of this machine."""
 
     reason: Literal["remote_code", "model_path"]
@@ -98,13 +98,15 @@ class Trust:
     operator's folder.
     """
 
-    def __init__(self, allowed: Allowed, bundles: Iterable[Bundle], own: Callable[[], Iterable[ModelEntry]]) -> None:
+    def __init__(
+        self, allowed: Allowed, bundles: Iterable[BundleEntry], own: Callable[[], Iterable[ModelEntry]]
+    ) -> None:
         """`bundles`: those of the distribution; their families count as its own."""
         self._allowed = allowed
         self._families = frozenset(family for bundle in bundles for family in bundle.families)
         self._own = own
 
-    def refused(self, entry: ModelEntry, *, is_here: bool) -> Refused | None:
+    def refused(self, entry: ModelEntry, *, is_here: bool) -> TrustRefusal | None:
         """Return why the entry is refused; None if it is allowed. `is_here`: its files are on this machine, and are
         searched for links that lead out.
         """
@@ -147,7 +149,7 @@ def is_below(path: str, folders: Iterable[str], *, is_here: bool) -> bool:
     return True
 
 
-def _refused(claim: Claim) -> Refused:
+def _refused(claim: Claim) -> TrustRefusal:
     name = claim.loc.removeprefix("$.")
     as_file = "or write the entry as a file in SIE_MODELS_DIR"
     both = "at the config service and at workers"
@@ -156,6 +158,6 @@ def _refused(claim: Claim) -> Refused:
             f"{name} names a place that is neither below the models folder nor below a folder of SIE_MODEL_PATHS, or "
             "has links out of it"
         )
-        return Refused("model_path", claim.loc, f"{fault}; add the folder to SIE_MODEL_PATHS {both}, {as_file}")
+        return TrustRefusal("model_path", claim.loc, f"{fault}; add the folder to SIE_MODEL_PATHS {both}, {as_file}")
     fault = f"{name} makes a worker use code or files that the operator has not allowed to entries written over HTTP"
-    return Refused("remote_code", claim.loc, f"{fault}; set SIE_ALLOW_REMOTE_CODE=true {both}, {as_file}")
+    return TrustRefusal("remote_code", claim.loc, f"{fault}; set SIE_ALLOW_REMOTE_CODE=true {both}, {as_file}")

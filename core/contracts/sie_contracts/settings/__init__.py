@@ -24,7 +24,7 @@ from urllib.parse import unquote
 from sie_contracts.settings.batching import BatchingSettings
 from sie_contracts.settings.cluster import ClusterSettings
 from sie_contracts.settings.models import EngineSettings, ModelSettings, WeightSettings
-from sie_contracts.settings.rows import COMPONENTS, Mode, Row, SettingError, public_url, shown
+from sie_contracts.settings.rows import COMPONENTS, Mode, SettingError, SettingRow, public_url, shown
 from sie_contracts.settings.telemetry import TelemetrySettings, Tracing
 from sie_contracts.settings.values import Secret, StoreUrl, store_url
 from sie_contracts.settings.worker import MemorySettings, WorkerSettings
@@ -37,9 +37,9 @@ __all__ = [
     "ROWS",
     "Loaded",
     "Mode",
-    "Row",
     "Secret",
     "SettingError",
+    "SettingRow",
     "Settings",
     "StoreUrl",
     "Tracing",
@@ -63,7 +63,7 @@ GROUPS: Mapping[str, type] = {
 }
 
 
-ROWS: tuple[Row, ...] = tuple(
+ROWS: tuple[SettingRow, ...] = tuple(
     dataclasses.replace(field.metadata["row"], field=field.name, heading=heading)
     for heading, group in GROUPS.items()
     for field in dataclasses.fields(group)

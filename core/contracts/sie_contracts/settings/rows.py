@@ -22,7 +22,7 @@ class SettingError(Exception):
 
 
 @dataclass(frozen=True)
-class Row:
+class SettingRow:
     """Definition of one setting. `expected` completes "expected ..."; `waits_for` names the capability that will read
     it.
     """
@@ -78,11 +78,11 @@ def row(
 ) -> Any:
     expected, parse = kind
     readers = COMPONENTS if components == "all" else tuple(components.split())
-    meta = Row(name, "", default, readers, expected, parse, meaning, mode, parse in SECRETIVE, waits_for)
+    meta = SettingRow(name, "", default, readers, expected, parse, meaning, mode, parse in SECRETIVE, waits_for)
     return dataclasses.field(default=default, metadata={"row": meta})
 
 
-def shown(row: Row, value: Any) -> str:
+def shown(row: SettingRow, value: Any) -> str:
     """A value as operators may see it: secrets as stars, URLs without credentials."""
     if value is None:
         return "(unset)"

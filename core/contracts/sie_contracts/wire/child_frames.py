@@ -34,7 +34,7 @@ class Unusable(msgspec.Struct, frozen=True, tag=True):
     raised: Annotated[str, msgspec.Meta(max_length=100)]
 
 
-class Frames(Generic[J, A]):
+class ChildFrames(Generic[J, A]):
     """Codec for one kind of child. `jobs` and `answers` are the types that may come, or a union of them."""
 
     def __init__(self, jobs: Any, answers: Any) -> None:

@@ -20,7 +20,7 @@ import msgspec
 from sie_contracts import plain
 from sie_contracts.errors import InvalidInput, NotFound, SIEError, envelope
 from sie_contracts.models import bundles as bundling
-from sie_contracts.models.bundles import Bundle
+from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.names import did_you_mean
 from sie_contracts.wire.heartbeats import Heartbeat
@@ -126,19 +126,19 @@ def listed(model: str, document: Mapping[str, Any], source: str, note: str = "")
     return {"model_id": model, "profiles": ["default", *document.get("profiles", ())], "source": source, **named}
 
 
-def bundle_of(bundles: Mapping[str, Bundle], name: str) -> dict[str, Any]:
+def bundle_of(bundles: Mapping[str, BundleEntry], name: str) -> dict[str, Any]:
     """A bundle as a document. Raises NotFound."""
     if name not in bundles:
         raise NotFound(f"no bundle named {name[:100]!r}; there are {', '.join(sorted(bundles))}", param="id")
     return {"id": name, **_bundle(bundles[name])}
 
 
-def bundle_list(bundles: Mapping[str, Bundle]) -> dict[str, Any]:
+def bundle_list(bundles: Mapping[str, BundleEntry]) -> dict[str, Any]:
     """All bundles, in the order in which they are preferred."""
     return {"bundles": [{"bundle_id": bundle.id, **_bundle(bundle)} for bundle in bundling.ordered(bundles)]}
 
 
-def _bundle(bundle: Bundle) -> dict[str, Any]:
+def _bundle(bundle: BundleEntry) -> dict[str, Any]:
     return {
         "priority": bundle.priority,
         "description": bundle.description,

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import msgspec
 
 from sie_contracts.errors import ErrorInfo
-from sie_contracts.media.documents import Document, DocumentLimits
+from sie_contracts.media.documents import DocumentFile, DocumentLimits
 from sie_contracts.media.images import ImageTokens, Recipe
 from sie_contracts.media.sounds import SoundRecipe
 from sie_contracts.wire.device_reports import RanBatch, Shortages, TowerUse
@@ -201,7 +201,7 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     mentions: tuple[tuple[Mention, ...], ...] = ()
     sounds: bytes = b""
     features: bytes = b""
-    documents: tuple[Document | None, ...] = ()
+    documents: tuple[DocumentFile | None, ...] = ()
     image_keys: bytes = b""
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import msgspec
 
 from sie_contracts.errors import ErrorInfo
-from sie_contracts.media.documents import Document
+from sie_contracts.media.documents import DocumentFile
 from sie_contracts.models.muvera import Muvera
 
 if TYPE_CHECKING:  # most processes that read messages need no numpy
@@ -74,7 +74,7 @@ class Input(msgspec.Struct, frozen=True, omit_defaults=True):
     images: tuple[bytes, ...] = ()
     mentions: tuple[Mention, ...] = ()
     audio: bytes = b""
-    document: Document | None = None
+    document: DocumentFile | None = None
 
     @property
     def nbytes(self) -> int:
@@ -265,7 +265,7 @@ class Fragment(msgspec.Struct, frozen=True, omit_defaults=True, tag="fragment/1"
     data: bytes
 
 
-class Cancel(msgspec.Struct, frozen=True, omit_defaults=True, tag="cancel/1"):
+class CancelRequests(msgspec.Struct, frozen=True, omit_defaults=True, tag="cancel/1"):
     """Nobody waits for these requests any more. This is a hint: a worker that misses it runs work whose result is
     dropped.
     """
@@ -316,7 +316,7 @@ decode_work = msgspec.msgpack.Decoder(WorkItem).decode
 decode_result = msgspec.msgpack.Decoder(WorkResult).decode
 decode_result_or_fragment = msgspec.msgpack.Decoder(WorkResult | Fragment).decode
 decode_payload = msgspec.msgpack.Decoder(Payload).decode
-decode_cancel = msgspec.msgpack.Decoder(Cancel).decode
+decode_cancel = msgspec.msgpack.Decoder(CancelRequests).decode
 decode_residency = msgspec.msgpack.Decoder(Residency).decode
 decode_dead_letter = msgspec.msgpack.Decoder(DeadLetter).decode
 decode_confirmation = msgspec.msgpack.Decoder(Confirmation).decode

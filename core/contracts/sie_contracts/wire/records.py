@@ -58,7 +58,7 @@ class PlacementPart(msgspec.Struct, frozen=True, omit_defaults=True, tag="placem
     raised_s: dict[str, float] = {}
 
 
-class PoolSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+class ReservationSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """Demand of a reservation: a minimum of GPUs of each machine profile, and a minimum of workers in all
     (`minimum_worker_count`), of `bundle` if it names one. Its lease lasts `ttl_seconds`.
     """
@@ -77,7 +77,7 @@ class Reservation(msgspec.Struct, frozen=True, omit_defaults=True):
     the default pool. `owner`: the key of the credential that made it.
     """
 
-    spec: PoolSpec
+    spec: ReservationSpec
     created_s: float
     renewed_s: float
     takes_last: bool = False

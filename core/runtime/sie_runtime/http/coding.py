@@ -144,11 +144,11 @@ class Compressed:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] == "http":
-            send = _Reply(scope, send).send
+            send = _CompressedReply(scope, send).send
         await self._app(scope, receive, send)
 
 
-class _Reply:
+class _CompressedReply:
     """One reply. Its head waits for the first piece of its body, which says how long it is."""
 
     def __init__(self, scope: Scope, send: Send) -> None:

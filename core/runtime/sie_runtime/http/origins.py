@@ -29,7 +29,7 @@ _CLUSTER_NAMES = (".svc", ".cluster.local")  # not in public DNS, so no web page
 _ANY = "*"
 
 
-class Names:
+class HostNames:
     """The host names of a listener. `allowed`: SIE_ALLOWED_HOSTS. None: any name; on loopback, the names of loopback
     and of this machine.
     """
@@ -102,7 +102,7 @@ class Names:
 class Guarded:
     """Passes requests to `app` if they name this listener and come from no foreign page."""
 
-    def __init__(self, app: App, names: Names, refusals: Refusals) -> None:
+    def __init__(self, app: App, names: HostNames, refusals: Refusals) -> None:
         self.app = app
         self._names = names
         self._refusals = refusals

@@ -58,7 +58,7 @@ def _head(status: int, headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, i
     return STATUS_LINE[status] + b"\r\n".join(lines) + b"\r\n\r\n", int(length)
 
 
-class State(ServerState):
+class SharedState(ServerState):
     """State that the connections of a server share. `min_rate`: bytes a second of a body and of what is read of a
     response. `leaving`: each response is the last of its connection.
     """
@@ -93,7 +93,7 @@ class _Cycle(RequestResponseCycle):
     Other responses (no length, HEAD, a connection that closes, unusual headers) are left to uvicorn.
     """
 
-    server_state: State
+    server_state: SharedState
     _begun: tuple[bytes, int] | None = None
 
     async def send_500_response(self) -> None:
@@ -144,7 +144,7 @@ class Protocol(HttpToolsProtocol):
     A request whose head arrives in one piece needs no timer.
     """
 
-    server_state: State
+    server_state: SharedState
     cycle: _Cycle
     _in_head = False
     _head_bytes = 0  # of an incomplete head, without the piece in which it began

@@ -35,8 +35,8 @@ from sie_runtime.http.asgi import (
     uuid7,
 )
 from sie_runtime.http.coding import Compressed
-from sie_runtime.http.origins import Guarded, Names
-from sie_runtime.http.protocol import HEAD_S, MAX_HEAD_BYTES, MIN_RATE, Protocol, State
+from sie_runtime.http.origins import Guarded, HostNames
+from sie_runtime.http.protocol import HEAD_S, MAX_HEAD_BYTES, MIN_RATE, Protocol, SharedState
 from sie_runtime.http.refusals import Refusals
 from sie_runtime.metrics import Registry
 
@@ -72,7 +72,7 @@ class _Server(uvicorn.Server):
     is not sent here.
     """
 
-    def __init__(self, config: uvicorn.Config, state: State) -> None:
+    def __init__(self, config: uvicorn.Config, state: SharedState) -> None:
         super().__init__(config)
         self.server_state = state
         self._ending = asyncio.Event()
@@ -107,10 +107,10 @@ class HttpServer:
         refused: Callable[[str], object] | None = None,
         min_rate: int = MIN_RATE,
     ) -> None:
-        """`websockets`: the websocket protocol; without it an upgrade is refused. `allowed_hosts`: see `Names`.
+        """`websockets`: the websocket protocol; without it an upgrade is refused. `allowed_hosts`: see `HostNames`.
         Pages of `cors_origins` may act.
         `refused` is called with the reason of each request that is refused before an application sees it, one of
-        `refusals.REFUSED`. `min_rate`: see `State`.
+        `refusals.REFUSED`. `min_rate`: see `SharedState`.
         """
         try:
             self._socket = _listen(host, port)
@@ -119,7 +119,7 @@ class HttpServer:
         self.port: int = self._socket.getsockname()[1]
         refusals = Refusals(refused)
         config = uvicorn.Config(
-            Guarded(Compressed(app), Names(host, allowed_hosts, cors_origins), refusals),
+            Guarded(Compressed(app), HostNames(host, allowed_hosts, cors_origins), refusals),
             interface="asgi3",
             loop="none",
             http=Protocol,
@@ -135,7 +135,7 @@ class HttpServer:
             server_header=False,
             date_header=False,
         )
-        self._state = State(refusals, min_rate)
+        self._state = SharedState(refusals, min_rate)
         self._server = _Server(config, self._state)
         self._task: asyncio.Task[None] | None = None
 

@@ -98,7 +98,7 @@ def _network(address: str) -> str:
     return str(ipaddress.ip_network((ip, 64), strict=False)) if ip.version == 6 else str(ip)
 
 
-class Frames:
+class ViewerFrames:
     """Frames of one kind, sent to each viewer at most once in `interval_s`. One frame is made for all viewers."""
 
     def __init__(self, make: Callable[[], str | None], interval_s: float, *, patience_s: float = PATIENCE_S) -> None:

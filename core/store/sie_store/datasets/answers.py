@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from sie_contracts.errors import ErrorInfo
 from sie_contracts.jobs import MAX_CODES
-from sie_store.datasets.rows import Row
+from sie_store.datasets.rows import InputRow
 
 Array = NDArray[Any]
 EXTRACTED = ("entities", "relations", "classifications", "objects", "data")
@@ -40,7 +40,7 @@ class About(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 @dataclass(frozen=True)
-class Answer:
+class RowAnswer:
     """The answer to one row. `arrays` by the names of `messages.Ok`: `dense`, `dense.scale`, `sparse.indices`, ..."""
 
     error: ErrorInfo | None = None
@@ -74,7 +74,7 @@ class Shard:
         return np.array([error is None for error in self.errors], bool)
 
 
-def shard_of(about: About, rows: Sequence[Row], answers: Sequence[Answer], keep: Sequence[str] = ()) -> Shard:
+def shard_of(about: About, rows: Sequence[InputRow], answers: Sequence[RowAnswer], keep: Sequence[str] = ()) -> Shard:
     """The shard of a span. Raises ValueError where vectors of its rows have different widths or types."""
     errors = [answer.error for answer in answers]
     tokens = np.array([answer.tokens for answer in answers], np.int32)
@@ -136,11 +136,11 @@ def _column(name: str) -> str:
     return name.replace(".", "_")
 
 
-def _found(answer: Answer, name: str) -> Any:
+def _found(answer: RowAnswer, name: str) -> Any:
     return None if answer.error is not None or answer.data is None else answer.data.get(name)
 
 
-def _numbers(answers: Sequence[Answer], value: Callable[[Answer], Any]) -> NDArray[np.float32]:
+def _numbers(answers: Sequence[RowAnswer], value: Callable[[RowAnswer], Any]) -> NDArray[np.float32]:
     numbers = np.full(len(answers), np.nan, np.float32)
     for at, answer in enumerate(answers):
         if answer.error is None and (number := value(answer)) is not None:
@@ -148,7 +148,7 @@ def _numbers(answers: Sequence[Answer], value: Callable[[Answer], Any]) -> NDArr
     return numbers
 
 
-def _stacked(answers: Sequence[Answer]) -> Array:
+def _stacked(answers: Sequence[RowAnswer]) -> Array:
     arrays = [answer.arrays["dense"] for answer in answers if answer.error is None]
     if len({(array.shape, array.dtype) for array in arrays}) != 1:
         raise ValueError("dense: vectors of one shard have different widths or types")
@@ -157,7 +157,7 @@ def _stacked(answers: Sequence[Answer]) -> Array:
     return vectors
 
 
-def _ragged(answers: Sequence[Answer], name: str) -> list[Array | None]:
+def _ragged(answers: Sequence[RowAnswer], name: str) -> list[Array | None]:
     arrays = [None if answer.error is not None else answer.arrays.get(name) for answer in answers]
     if len({(array.shape[1:], array.dtype) for array in arrays if array is not None}) > 1:
         raise ValueError(f"{name}: vectors of one shard have different widths or types")

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sie_contracts.errors import InvalidInput
-from sie_store.datasets.objects import Found, RangeFile
+from sie_store.datasets.objects import ObjectEntry, RangeFile
 from sie_store.datasets.places import Place
 from sie_store.datasets.scan import Cut
 from sie_store.datasets.sizes import MAX_SPAN_VALUES, SpanSize
@@ -27,7 +27,7 @@ MAX_DENSE_VALUES = (
 MAX_FOOTER_BYTES = 64 << 20
 
 
-class Group(NamedTuple):
+class ParquetGroup(NamedTuple):
     """A row group: its rows, and the bytes and values of the columns that are read once they are decoded."""
 
     rows: int
@@ -37,14 +37,14 @@ class Group(NamedTuple):
 
 class Footer(NamedTuple):
     columns: tuple[str, ...]
-    groups: tuple[Group, ...]
+    groups: tuple[ParquetGroup, ...]
 
 
 def malformed(source: str) -> InvalidInput:
     return InvalidInput(f"{source}: the object is no valid Parquet file", reason="malformed", param="input.url")
 
 
-def _opened(place: Place, what: Found, compact: Collection[str] = ()) -> ParquetFile:
+def _opened(place: Place, what: ObjectEntry, compact: Collection[str] = ()) -> ParquetFile:
     """A file whose values of the columns `compact` stay in their dictionaries where it has such. Raises InvalidInput,
     StoreError.
     """
@@ -77,7 +77,7 @@ def _opened(place: Place, what: Found, compact: Collection[str] = ()) -> Parquet
         raise malformed(what.source) from error
 
 
-def footer(place: Place, what: Found, names: Collection[str]) -> Footer:
+def footer(place: Place, what: ObjectEntry, names: Collection[str]) -> Footer:
     """The footer of an object; sizes are those of the columns `names`. For a thread. Raises InvalidInput,
     StoreError.
     """
@@ -101,7 +101,7 @@ def footer(place: Place, what: Found, names: Collection[str]) -> Footer:
                 if schema.column(at).max_repetition_level > 0:
                     _check_dense(what.source, column.path_in_schema, column.num_values, column.total_uncompressed_size)
             size = sum(column.total_uncompressed_size for column in read)
-            groups.append(Group(group.num_rows, size, sum(column.num_values for column in read)))
+            groups.append(ParquetGroup(group.num_rows, size, sum(column.num_values for column in read)))
         return Footer(columns, tuple(groups))
 
 
@@ -118,20 +118,20 @@ def _check_dense(source: str, path: str, values: int, size: int) -> None:
         )
 
 
-def cuts(groups: Sequence[Group], max_rows: int, max_bytes: int) -> Iterator[Cut]:
+def cuts(groups: Sequence[ParquetGroup], max_rows: int, max_bytes: int) -> Iterator[Cut]:
     """Spans of whole row groups, as many as fit; a larger group is split evenly by rows. Their values are at most half
     of what a span may have: rows of a group have different numbers of them.
     """
-    most = Group(max_rows, max_bytes, MAX_SPAN_VALUES // 2)
+    most = ParquetGroup(max_rows, max_bytes, MAX_SPAN_VALUES // 2)
     first = row = start = 0
-    whole = Group(0, 0)
+    whole = ParquetGroup(0, 0)
     for number, group in enumerate(groups):
-        joined = Group(*map(sum, zip(whole, group, strict=True)))
+        joined = ParquetGroup(*map(sum, zip(whole, group, strict=True)))
         if row > first and any(have > limit for have, limit in zip(joined, most, strict=True)):
             yield Cut(first, row - first, start, number)
             first = row
         if row == first:
-            start, whole, joined = number, Group(0, 0), group
+            start, whole, joined = number, ParquetGroup(0, 0), group
         parts = max(-(-have // limit) for have, limit in zip(group, most, strict=True))
         if parts > 1 and group.rows > 1:
             parts = min(group.rows, parts)
@@ -139,14 +139,14 @@ def cuts(groups: Sequence[Group], max_rows: int, max_bytes: int) -> Iterator[Cut
             for begin in range(0, group.rows, step):
                 yield Cut(row + begin, min(step, group.rows - begin), number, number + 1)
             row += group.rows
-            first, whole = row, Group(0, 0)
+            first, whole = row, ParquetGroup(0, 0)
             continue
         row, whole = row + group.rows, joined
     if row > first:
         yield Cut(first, row - first, start, len(groups))
 
 
-def read(place: Place, what: Found, cut: Cut, names: Sequence[str], size: SpanSize) -> Iterator[dict[str, Any]]:
+def read(place: Place, what: ObjectEntry, cut: Cut, names: Sequence[str], size: SpanSize) -> Iterator[dict[str, Any]]:
     """The columns `names` of the rows of a span. For a thread. Raises InvalidInput, StoreError."""
     import pyarrow as pa
 

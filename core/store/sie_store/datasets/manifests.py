@@ -7,12 +7,12 @@ import msgspec
 from sie_contracts.api.jobs import JobManifest
 from sie_store.datasets.formats import MANIFEST
 from sie_store.datasets.places import Place
-from sie_store.object_stores import ObjectMissing, Patience
+from sie_store.object_stores import ObjectMissing, RetryPolicy
 
-_PATIENCE = Patience()
+_PATIENCE = RetryPolicy()
 
 
-async def write(place: Place, manifest: JobManifest, patience: Patience = _PATIENCE) -> None:
+async def write(place: Place, manifest: JobManifest, patience: RetryPolicy = _PATIENCE) -> None:
     """Replaces one that is there: a leader that died after this step is followed by one that takes it again. Raises
     StoreError.
     """
@@ -24,7 +24,7 @@ async def write(place: Place, manifest: JobManifest, patience: Patience = _PATIE
     await patience.asked(lambda: obstore.put_async(place.store, key, data))
 
 
-async def read(place: Place, patience: Patience = _PATIENCE) -> JobManifest | None:
+async def read(place: Place, patience: RetryPolicy = _PATIENCE) -> JobManifest | None:
     """None if there is none. Raises StoreError."""
     import obstore
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sie_contracts.errors import InvalidInput
 from sie_store.datasets.places import Place
-from sie_store.object_stores import ObjectMissing, Patience, StoreError, failure, within
+from sie_store.object_stores import ObjectMissing, RetryPolicy, StoreError, failure, within
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -21,7 +21,7 @@ READ_AHEAD_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Found:
+class ObjectEntry:
     """An object: what spans call it, its size, and its tag, which is another one for another version."""
 
     source: str
@@ -48,7 +48,7 @@ def changed(source: str) -> InvalidInput:
     )
 
 
-async def found(place: Place, source: str, patience: Patience) -> Found:
+async def found(place: Place, source: str, patience: RetryPolicy) -> ObjectEntry:
     """Query the store for an object. Raises InvalidInput (reason input_missing), StoreError."""
     import obstore
 
@@ -58,10 +58,10 @@ async def found(place: Place, source: str, patience: Patience) -> Found:
         meta = await patience.asked(lambda: obstore.head_async(place.store, key))
     except ObjectMissing as error:
         raise missing(source) from error
-    return Found(source, meta["size"], tag_of(place, meta))
+    return ObjectEntry(source, meta["size"], tag_of(place, meta))
 
 
-async def pieces(place: Place, what: Found, start: int, end: int, patience: Patience) -> AsyncIterator[bytes]:
+async def pieces(place: Place, what: ObjectEntry, start: int, end: int, patience: RetryPolicy) -> AsyncIterator[bytes]:
     """Bytes `start` to `end`, all of one version: that of the tag, or without a tag the one that is there at first.
     After a failure it asks for the rest. Raises InvalidInput (reasons input_missing, input_changed), StoreError.
     """
@@ -99,7 +99,9 @@ async def _next(stream: AsyncIterator[Any]) -> bytes | None:
     return None if piece is None else bytes(piece)
 
 
-async def whole(place: Place, what: Found, patience: Patience, start: int = 0, end: int | None = None) -> bytes:
+async def whole(
+    place: Place, what: ObjectEntry, patience: RetryPolicy, start: int = 0, end: int | None = None
+) -> bytes:
     """Read the bytes `start` to `end` at once; by default the whole object. See `pieces`."""
     return b"".join([piece async for piece in pieces(place, what, start, what.size if end is None else end, patience)])
 
@@ -109,7 +111,7 @@ class RangeFile(io.RawIOBase):
     InvalidInput (reason input_changed).
     """
 
-    def __init__(self, place: Place, what: Found) -> None:
+    def __init__(self, place: Place, what: ObjectEntry) -> None:
         super().__init__()
         self._place, self._what = place, what
         self._at = self._ahead_at = 0

@@ -22,15 +22,15 @@ from typing import NamedTuple
 
 from sie_contracts.api.jobs import MAX_SHARD_ROWS, InputFormat, JobInput
 from sie_contracts.errors import ErrorInfo, InvalidInput
-from sie_contracts.jobs import Span
+from sie_contracts.jobs import RowSpan
 from sie_store.datasets import footers, sizes
 from sie_store.datasets.fields import fields
 from sie_store.datasets.formats import format_of, is_hidden, is_packed
-from sie_store.datasets.objects import Found, found, pieces, tag_of, whole
+from sie_store.datasets.objects import ObjectEntry, found, pieces, tag_of, whole
 from sie_store.datasets.places import Place
 from sie_store.datasets.scan import BOM, Cut, Cutter, Scanner
 from sie_store.datasets.templates import columns, reads_images
-from sie_store.object_stores import Patience, within
+from sie_store.object_stores import RetryPolicy, within
 
 MAX_OBJECTS = 1_000_000  # whose names are in memory while they are sorted
 MAX_SPANS = 100_000  # of a job: each is a record, and all are in memory
@@ -41,7 +41,7 @@ MAX_SPAN_BYTES = 64 << 20  # of such a row, and of the images of a span
 MAX_COLUMNS_SHOWN = 50
 SAMPLE_ROWS, SAMPLE_BYTES = 1000, 1 << 20
 LISTED_AT_ONCE = 1000
-_PATIENCE = Patience()
+_PATIENCE = RetryPolicy()
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,14 @@ class Broken:
     error: ErrorInfo
 
 
-Planned = list[Span] | Broken
+Planned = list[RowSpan] | Broken
 
 
 async def plan(
     place: Place,
     source: JobInput,
     shard_rows: int,
-    patience: Patience = _PATIENCE,
+    patience: RetryPolicy = _PATIENCE,
     *,
     text_bytes: int | None = None,
 ) -> AsyncIterator[Planned]:
@@ -95,7 +95,7 @@ def _check_count(spans: int, shard_rows: int) -> None:
         )
 
 
-async def _each(place: Place, source: JobInput, most: _Most, patience: Patience) -> AsyncIterator[Planned]:
+async def _each(place: Place, source: JobInput, most: _Most, patience: RetryPolicy) -> AsyncIterator[Planned]:
     names = columns(source)
     if not place.is_folder:
         yield await _planned(place, place.label or place.name, source, names, most, patience)
@@ -114,7 +114,7 @@ async def _each(place: Place, source: JobInput, most: _Most, patience: Patience)
         raise InvalidInput("input.url: there is nothing to read", reason="input_missing", param="input.url")
 
 
-async def inputs(place: Place, source: JobInput, patience: Patience = _PATIENCE) -> list[Found]:
+async def inputs(place: Place, source: JobInput, patience: RetryPolicy = _PATIENCE) -> list[ObjectEntry]:
     """The objects that a job reads, by name. Raises InvalidInput, StoreError."""
     if not place.is_folder:
         return [await found(place, place.label or place.name, patience)]
@@ -128,14 +128,14 @@ def _is_input(name: str, input_format: InputFormat | None) -> bool:
     return input_format is not None or (own is not None and own != "images") or is_packed(name)
 
 
-async def images(place: Place, patience: Patience, after: str = "", most: int | None = None) -> list[Found]:
+async def images(place: Place, patience: RetryPolicy, after: str = "", most: int | None = None) -> list[ObjectEntry]:
     """List the images below a folder; see `_listed`."""
     return await _listed(place, lambda name: format_of(name) == "images", patience, after, most)
 
 
 async def _listed(
-    place: Place, is_wanted: Callable[[str], bool], patience: Patience, after: str = "", most: int | None = None
-) -> list[Found]:
+    place: Place, is_wanted: Callable[[str], bool], patience: RetryPolicy, after: str = "", most: int | None = None
+) -> list[ObjectEntry]:
     """The objects below a folder by name; with `most`, the first ones after the name `after`. Raises InvalidInput where
     there are more than MAX_OBJECTS, and StoreError.
     """
@@ -144,10 +144,10 @@ async def _listed(
 
 async def _listed_once(
     place: Place, is_wanted: Callable[[str], bool], stall_s: float, after: str, most: int | None
-) -> list[Found]:
+) -> list[ObjectEntry]:
     import obstore
 
-    objects: list[Found] = []
+    objects: list[ObjectEntry] = []
     limit = MAX_OBJECTS if most is None else most
     pages = aiter(
         obstore.list(
@@ -161,7 +161,7 @@ async def _listed_once(
         for entry in page:
             name = entry["path"].removeprefix(place.folder)
             if name > after and not is_hidden(name) and is_wanted(name):
-                objects.append(Found(name, entry["size"], tag_of(place, entry)))
+                objects.append(ObjectEntry(name, entry["size"], tag_of(place, entry)))
         if most is None and len(objects) > limit:
             raise InvalidInput(f"input.url: more than {limit} objects", reason=TOO_MANY, param="input.url")
         if most is not None and len(objects) >= limit + LISTED_AT_ONCE:
@@ -172,12 +172,12 @@ async def _listed_once(
     return (await asyncio.to_thread(sorted, objects, key=_name))[:limit]
 
 
-def _name(what: Found) -> str:
+def _name(what: ObjectEntry) -> str:
     return what.source
 
 
 async def _planned(
-    place: Place, name: str, source: JobInput, names: dict[str, str], most: _Most, patience: Patience
+    place: Place, name: str, source: JobInput, names: dict[str, str], most: _Most, patience: RetryPolicy
 ) -> Planned:
     try:
         what = await found(place, name, patience)
@@ -206,8 +206,8 @@ async def _planned(
         return Broken(name, error.info())
 
 
-def _span(what: Found, kind: str, cut: Cut, header: str = "") -> Span:
-    return Span(what.source, kind, cut.first, cut.rows, cut.start, cut.end, tag=what.tag, header=header)
+def _span(what: ObjectEntry, kind: str, cut: Cut, header: str = "") -> RowSpan:
+    return RowSpan(what.source, kind, cut.first, cut.rows, cut.start, cut.end, tag=what.tag, header=header)
 
 
 def _check_columns(source: str, params: dict[str, str], there: Iterable[str]) -> None:
@@ -225,8 +225,8 @@ def _check_columns(source: str, params: dict[str, str], there: Iterable[str]) ->
 
 
 async def _scanned(
-    place: Place, what: Found, kind: str, names: dict[str, str], most: _Most, patience: Patience
-) -> list[Span]:
+    place: Place, what: ObjectEntry, kind: str, names: dict[str, str], most: _Most, patience: RetryPolicy
+) -> list[RowSpan]:
     has_mark = await whole(place, what, patience, 0, min(len(BOM), what.size)) == BOM
     begin = len(BOM) if has_mark else 0
     header = ""
@@ -235,14 +235,14 @@ async def _scanned(
         _check_columns(what.source, names, fields(header.encode()) or ())
     else:
         data = await whole(place, what, patience, begin, min(what.size, begin + SAMPLE_BYTES))
-        sample = await asyncio.to_thread(_Sample.of, data, names, is_whole=begin + len(data) == what.size)
+        sample = await asyncio.to_thread(_JsonSample.of, data, names, is_whole=begin + len(data) == what.size)
         if sample.columns:
             _check_columns(
                 what.source, {name: why for name, why in names.items() if why != "input.keep"}, sample.columns
             )
         # rows behind the sample may have more values than those in it
         most = most._replace(rows=max(1, min(most.rows, sizes.MAX_SPAN_VALUES // 2 // max(1, sample.values))))
-    spans: list[Span] = []
+    spans: list[RowSpan] = []
     scanner = Scanner(is_quoted=kind == "csv", at=begin)
     cutter = Cutter(most.rows, most.bytes)
 
@@ -258,7 +258,7 @@ async def _scanned(
     return [*spans, *(_span(what, kind, cut, header) for cut in last)]
 
 
-class _Sample(NamedTuple):
+class _JsonSample(NamedTuple):
     """The first rows of an object of JSON. Its objects have no common columns, and a column of the job that none of the
     first ones has is named wrong: a job of which every row fails is no answer. `values`: the most that a row has in the
     columns of the job.
@@ -268,7 +268,7 @@ class _Sample(NamedTuple):
     values: int
 
     @classmethod
-    def of(cls, data: bytes, names: Collection[str], *, is_whole: bool) -> _Sample:
+    def of(cls, data: bytes, names: Collection[str], *, is_whole: bool) -> _JsonSample:
         lines = data.split(b"\n")
         if not is_whole:
             lines.pop()  # it goes on
@@ -282,7 +282,7 @@ class _Sample(NamedTuple):
         return cls(list(names_of_columns), min(most, sizes.MAX_ROW_VALUES))
 
 
-async def _header(place: Place, what: Found, begin: int, patience: Patience) -> tuple[str, int]:
+async def _header(place: Place, what: ObjectEntry, begin: int, patience: RetryPolicy) -> tuple[str, int]:
     """The first row of a CSV, and where the next one begins."""
     head = await whole(place, what, patience, begin, min(what.size, begin + MAX_HEADER_BYTES))
     scanner = Scanner(is_quoted=True, at=begin)
@@ -300,22 +300,22 @@ async def _header(place: Place, what: Found, begin: int, patience: Patience) -> 
     )
 
 
-def _runs(files: list[Found], shard_rows: int) -> Iterable[Span]:
+def _runs(files: list[ObjectEntry], shard_rows: int) -> Iterable[RowSpan]:
     """Runs of images in the order of their names."""
     first, after = 0, ""
-    run: list[Found] = []
+    run: list[ObjectEntry] = []
     size = 0
     for image in files:
         if run and (len(run) == shard_rows or size + image.size > MAX_SPAN_BYTES):
-            yield Span("", "images", first, len(run), after=after, tag=tag_of_run(run))
+            yield RowSpan("", "images", first, len(run), after=after, tag=tag_of_run(run))
             first, after, run, size = first + len(run), run[-1].source, [], 0
         run.append(image)
         size += image.size
     if run:
-        yield Span("", "images", first, len(run), after=after, tag=tag_of_run(run))
+        yield RowSpan("", "images", first, len(run), after=after, tag=tag_of_run(run))
 
 
-def tag_of_run(run: Iterable[Found]) -> str:
+def tag_of_run(run: Iterable[ObjectEntry]) -> str:
     """Names and tags of images as one."""
     digest = hashlib.sha256()
     for image in run:

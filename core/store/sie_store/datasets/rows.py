@@ -17,25 +17,25 @@ import msgspec
 
 from sie_contracts.api.jobs import JobInput
 from sie_contracts.errors import ErrorInfo, InvalidInput
-from sie_contracts.jobs import Span
+from sie_contracts.jobs import RowSpan
 from sie_store.datasets import footers, sizes
 from sie_store.datasets.fields import fields
-from sie_store.datasets.objects import Found, changed, found, whole
+from sie_store.datasets.objects import ObjectEntry, changed, found, whole
 from sie_store.datasets.places import Place
 from sie_store.datasets.plans import MAX_SPAN_BYTES, images, tag_of_run
 from sie_store.datasets.scan import Cut, rows_of
 from sie_store.datasets.sizes import SpanSize
 from sie_store.datasets.templates import ColumnFault, columns, plain, templates
-from sie_store.object_stores import Patience
+from sie_store.object_stores import RetryPolicy
 
 MAX_ID = 1024  # characters
 IMAGES_AT_ONCE = 8
-_PATIENCE = Patience()
+_PATIENCE = RetryPolicy()
 _Columns = Mapping[str, Any] | ErrorInfo
 
 
 @dataclass(frozen=True)
-class Row:
+class InputRow:
     """A row of the input. With a `fault` it is not asked of any model."""
 
     id: str
@@ -47,7 +47,7 @@ class Row:
     fault: ErrorInfo | None = None
 
 
-async def read(place: Place, span: Span, source: JobInput, patience: Patience = _PATIENCE) -> list[Row]:
+async def read(place: Place, span: RowSpan, source: JobInput, patience: RetryPolicy = _PATIENCE) -> list[InputRow]:
     """The rows of a span, as many as it says, in their order. Raises InvalidInput (reasons input_missing,
     input_changed, malformed), StoreError.
     """
@@ -57,7 +57,7 @@ async def read(place: Place, span: Span, source: JobInput, patience: Patience = 
     if what.tag != span.tag:
         raise changed(span.source)
     names = list(columns(source))
-    make, size = _Maker(span, source), SpanSize(span)
+    make, size = _RowMaker(span, source), SpanSize(span)
     if span.format == "parquet":
         cut = Cut(span.first, span.rows, span.start, span.end)
         await place.check(place.key(span.source))
@@ -70,7 +70,7 @@ async def read(place: Place, span: Span, source: JobInput, patience: Patience = 
     return await asyncio.to_thread(lambda: make.all(_parsed(data, span, names, size), size))
 
 
-def _parsed(data: bytes, span: Span, names: Sequence[str], size: SpanSize) -> Iterator[_Columns]:
+def _parsed(data: bytes, span: RowSpan, names: Sequence[str], size: SpanSize) -> Iterator[_Columns]:
     """The columns of each row, one row at a time."""
     lines = rows_of(data, is_quoted=span.format == "csv")
     if len(lines) != span.rows:
@@ -117,14 +117,14 @@ def _fault(reason: str, message: str, param: str = "") -> ErrorInfo:
     return InvalidInput(message, reason=reason, param=param).info()
 
 
-class _Maker:
+class _RowMaker:
     """Makes rows from their columns."""
 
-    def __init__(self, span: Span, source: JobInput) -> None:
+    def __init__(self, span: RowSpan, source: JobInput) -> None:
         self._span, self._source = span, source
         self._templates = templates(source)
 
-    def all(self, rows: Iterable[_Columns], size: SpanSize) -> list[Row]:
+    def all(self, rows: Iterable[_Columns], size: SpanSize) -> list[InputRow]:
         """The rows of a span. Raises InvalidInput where they are too large together."""
         complete = []
         for at, read_columns in enumerate(rows):
@@ -133,26 +133,26 @@ class _Maker:
             complete.append(row)
         return complete
 
-    def __call__(self, at: int, row: _Columns) -> Row:
+    def __call__(self, at: int, row: _Columns) -> InputRow:
         default = f"{self._span.source}#{self._span.first + at}"
         if isinstance(row, ErrorInfo):
-            return Row(default, kept=dict.fromkeys(self._source.keep), fault=row)
+            return InputRow(default, kept=dict.fromkeys(self._source.keep), fault=row)
         columns_to_keep = {name: row.get(name) for name in self._source.keep}
         try:
             own = self._id(row, default)
         except ColumnFault as error:
-            return Row(default, kept=columns_to_keep, fault=_fault("schema", f"{error}", "input.id"))
+            return InputRow(default, kept=columns_to_keep, fault=_fault("schema", f"{error}", "input.id"))
         texts: dict[str, str] = {}
         for name, template in self._templates.items():
             try:
                 texts[name] = template.text(row)
             except ColumnFault as error:
-                return Row(own, kept=columns_to_keep, fault=_fault("schema", f"{error}", f"input.{name}"))
+                return InputRow(own, kept=columns_to_keep, fault=_fault("schema", f"{error}", f"input.{name}"))
         try:
             files = self._images(row)
         except ColumnFault as error:
-            return Row(own, kept=columns_to_keep, fault=_fault("schema", f"{error}", "input.image"))
-        return Row(own, texts.get("text"), texts.get("query"), texts.get("document"), files, columns_to_keep)
+            return InputRow(own, kept=columns_to_keep, fault=_fault("schema", f"{error}", "input.image"))
+        return InputRow(own, texts.get("text"), texts.get("query"), texts.get("document"), files, columns_to_keep)
 
     def _id(self, row: Mapping[str, Any], default: str) -> str:
         if not self._source.id:
@@ -173,7 +173,7 @@ class _Maker:
         return tuple(_image(file, column) for file in values)
 
 
-def _bytes_of(row: Row) -> int:
+def _bytes_of(row: InputRow) -> int:
     """Compute the bytes that the texts of a row take; its lists and maps are counted by their values."""
     texts = (row.text, row.query, row.document, *row.images, *row.kept.values())
     return sum(sys.getsizeof(text) for text in texts if isinstance(text, str | bytes))
@@ -196,7 +196,7 @@ def _image(value: Any, column: str) -> bytes:
     raise ColumnFault(f"column {column!r} has no image file: expected bytes, a map with bytes, or base64")
 
 
-async def _images(place: Place, span: Span, patience: Patience) -> list[Row]:
+async def _images(place: Place, span: RowSpan, patience: RetryPolicy) -> list[InputRow]:
     if place.is_folder:
         run = await images(place, patience, span.after, span.rows)
     else:
@@ -205,20 +205,22 @@ async def _images(place: Place, span: Span, patience: Patience) -> list[Row]:
         raise changed(run[0].source if run else place.folder)
     turns = asyncio.Semaphore(IMAGES_AT_ONCE)
 
-    async def one(what: Found) -> Row:
+    async def one(what: ObjectEntry) -> InputRow:
         if what.size > MAX_SPAN_BYTES:
-            return Row(what.source, fault=_fault("invalid_media", f"the image has more than {MAX_SPAN_BYTES} bytes"))
+            return InputRow(
+                what.source, fault=_fault("invalid_media", f"the image has more than {MAX_SPAN_BYTES} bytes")
+            )
         async with turns:
             try:
                 # a listing may have other tags than an answer (Google's emulator), so that of the run is compared above
-                return Row(what.source, images=(await whole(place, replace(what, tag=""), patience),))
+                return InputRow(what.source, images=(await whole(place, replace(what, tag=""), patience),))
             except InvalidInput as error:
                 if error.reason == "not_allowed":
-                    return Row(what.source, fault=error.info())
+                    return InputRow(what.source, fault=error.info())
                 raise
 
     outcomes = await asyncio.gather(*map(one, run), return_exceptions=True)
-    rows: list[Row] = []
+    rows: list[InputRow] = []
     for outcome in outcomes:
         if isinstance(outcome, BaseException):
             raise outcome

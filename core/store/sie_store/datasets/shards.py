@@ -19,18 +19,18 @@ from sie_store import durable
 from sie_store.datasets.formats import MANIFEST
 from sie_store.datasets.parts import PartFault, inspect
 from sie_store.datasets.places import Place
-from sie_store.object_stores import FILES, ObjectMissing, Patience, StoreError, WrittenMeanwhile, check_room, within
+from sie_store.object_stores import FILES, ObjectMissing, RetryPolicy, StoreError, WrittenMeanwhile, check_room, within
 
 PUT_S = 300.0
 OWNER = ".sie-job"  # whose output the folder holds
-_PATIENCE = Patience()
+_PATIENCE = RetryPolicy()
 
 
 class PartDamaged(StoreError):
     """Object in the place of a part that is no part. Another attempt helps once somebody has moved it."""
 
 
-async def claim(place: Place, owner: str, patience: Patience = _PATIENCE) -> None:
+async def claim(place: Place, owner: str, patience: RetryPolicy = _PATIENCE) -> None:
     """Have a folder for one job alone: parts of another one would be taken for its own. `owner`: what all leaders of
     the job know, and no other job. Raises InvalidInput (reason output_in_use) where it has another owner,
     or parts without one; StoreError.
@@ -60,7 +60,7 @@ def in_use(why: str) -> InvalidInput:
     return InvalidInput(f"output.url: {why}; name another folder", reason="output_in_use", param="output.url")
 
 
-async def _has_parts(place: Place, patience: Patience) -> bool:
+async def _has_parts(place: Place, patience: RetryPolicy) -> bool:
     """Whether a manifest or a part lies in the folder."""
     import obstore
 
@@ -75,7 +75,7 @@ async def _has_parts(place: Place, patience: Patience) -> bool:
 
 
 async def put_once(
-    place: Place, name: str, data: bytes, format: OutputFormat, patience: Patience = _PATIENCE
+    place: Place, name: str, data: bytes, format: OutputFormat, patience: RetryPolicy = _PATIENCE
 ) -> ShardRecord:
     """The record of the part `name`, which is `data` unless there is a part already. Raises PartDamaged, StoreError."""
     import obstore
@@ -99,7 +99,9 @@ async def put_once(
     return record
 
 
-async def existing(place: Place, name: str, format: OutputFormat, patience: Patience = _PATIENCE) -> ShardRecord | None:
+async def existing(
+    place: Place, name: str, format: OutputFormat, patience: RetryPolicy = _PATIENCE
+) -> ShardRecord | None:
     """The record of the part that is there, None if there is none. Raises PartDamaged, StoreError."""
     key = place.folder + name
     try:
@@ -115,7 +117,7 @@ async def existing(place: Place, name: str, format: OutputFormat, patience: Pati
     return record
 
 
-async def bytes_of(place: Place, name: str, patience: Patience = _PATIENCE) -> bytes:
+async def bytes_of(place: Place, name: str, patience: RetryPolicy = _PATIENCE) -> bytes:
     """The part `name`. Raises ObjectMissing, StoreError."""
     import obstore
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from sie_contracts.errors import InvalidInput
-from sie_contracts.jobs import Span
+from sie_contracts.jobs import RowSpan
 
 MAX_ROW_VALUES = 100_000  # of the columns of a row that a job reads: lists, maps and what they hold
 MAX_SPAN_VALUES = 1_000_000  # some 100 bytes each
@@ -29,7 +29,7 @@ class TooManyValues(ValueError):
 class SpanSize:
     """Size of a span in memory so far."""
 
-    def __init__(self, span: Span) -> None:
+    def __init__(self, span: RowSpan) -> None:
         self._span = span
         self._values = self._bytes = 0
 

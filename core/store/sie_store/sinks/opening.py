@@ -10,13 +10,13 @@ from __future__ import annotations
 from urllib.parse import unquote, urlsplit
 
 from sie_contracts.settings import SettingError
-from sie_store.object_stores import Patience
+from sie_store.object_stores import RetryPolicy
 from sie_store.sinks.sink import PATIENCE, ROW_ID, Sink
 
 QDRANT_PORT = 6333
 
 
-def opened(url: str, setting: str, patience: Patience = PATIENCE) -> Sink:
+def opened(url: str, setting: str, patience: RetryPolicy = PATIENCE) -> Sink:
     """The database at `url`; nothing is asked of it yet. Raises SettingError, which names `setting` and never `url`."""
     try:
         pieces = urlsplit(url)

@@ -19,7 +19,7 @@ from typing import Any
 import asyncpg
 import numpy as np
 
-from sie_store.object_stores import AccessRefused, Patience, StoreError
+from sie_store.object_stores import AccessRefused, RetryPolicy, StoreError
 from sie_store.sinks.sink import (
     CollectionMismatch,
     CollectionMissing,
@@ -53,7 +53,7 @@ WHERE a.attrelid = to_regclass($1) AND a.attnum > 0 AND NOT a.attisdropped
 class PgvectorSink:
     """A call has a connection of its own: it writes thousands of rows, and no connection that broke is kept."""
 
-    def __init__(self, url: str, patience: Patience) -> None:
+    def __init__(self, url: str, patience: RetryPolicy) -> None:
         self._url = url
         self._patience = patience
         self._dims = 0

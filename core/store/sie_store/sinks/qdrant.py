@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from sie_store.object_stores import AccessRefused, Patience, StoreError
+from sie_store.object_stores import AccessRefused, RetryPolicy, StoreError
 from sie_store.sinks.sink import (
     ROW_ID,
     CollectionMismatch,
@@ -46,12 +46,12 @@ def point_id(row_id: str) -> str:
     return str(uuid.uuid5(uuid.NAMESPACE_URL, row_id))
 
 
-class _Answer(msgspec.Struct):
+class _QdrantReply(msgspec.Struct):
     result: Any = None
 
 
 class QdrantSink:
-    def __init__(self, url: str, api_key: str, patience: Patience, body_bytes: int = BODY_BYTES) -> None:
+    def __init__(self, url: str, api_key: str, patience: RetryPolicy, body_bytes: int = BODY_BYTES) -> None:
         self._patience = patience
         self._body_bytes = body_bytes
         self._collection = ""
@@ -162,7 +162,7 @@ async def _body(response: httpx.Response) -> bytes:
 
 def _result(body: bytes) -> Any:
     try:
-        return msgspec.json.decode(body, type=_Answer).result
+        return msgspec.json.decode(body, type=_QdrantReply).result
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         raise SinkUnsuitable("the server does not answer as Qdrant does") from None
 

@@ -25,11 +25,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from sie_store.object_stores import Patience, StoreError
+from sie_store.object_stores import RetryPolicy, StoreError
 
 Kind = Literal["keyword", "integer", "float", "bool"]
 # the pauses of ten attempts add up to two minutes: a database that is restarted or fails over is back by then
-PATIENCE = Patience(stall_s=60.0, tries=10)
+PATIENCE = RetryPolicy(stall_s=60.0, tries=10)
 ROW_ID = "_id"  # of a payload in Qdrant: the id of its row
 # a name of PostgreSQL has 63 bytes at most, and a longer one would be cut
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,62}")

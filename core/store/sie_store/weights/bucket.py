@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sie_store import object_stores
-from sie_store.object_stores import ObjectMissing, Patience, RangeMissing, StoreError
-from sie_store.weights.download import PIECE_BYTES, Limits, Piece, RemoteFile
+from sie_store.object_stores import ObjectMissing, RangeMissing, RetryPolicy, StoreError
+from sie_store.weights.download import PIECE_BYTES, DownloadLimits, Piece, RemoteFile
 from sie_store.weights.manifest import MANIFEST, MAX_MANIFEST_BYTES, FetchFailed, Manifest, ManifestError, decode
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def place(repository: str, revision: str) -> str:
 
 
 @dataclass(frozen=True)
-class Stored:
+class CommitState:
     """The state of one commit in the bucket. `wrong`: what is wrong with it, a line each; a missing manifest is one of
     them.
 
@@ -53,13 +53,13 @@ class Stored:
         return sum(self.sizes.values())
 
 
-class Bucket:
+class WeightBucket:
     """A bucket of snapshots. Its coroutines end within bounds of time and raise StoreError or FetchFailed."""
 
-    def __init__(self, url: str, store: ObjectStore, limits: Limits) -> None:
+    def __init__(self, url: str, store: ObjectStore, limits: DownloadLimits) -> None:
         self.url, self.store, self.limits = url, store, limits
         # the load of a model that is not on the disk waits for this before it tries the next source
-        self._glance = Patience(min(limits.stall_s, GLANCE_S), min(limits.tries, GLANCES), limits.pause_s)
+        self._glance = RetryPolicy(min(limits.stall_s, GLANCE_S), min(limits.tries, GLANCES), limits.pause_s)
 
     async def manifest(self, repository: str, revision: str) -> tuple[Manifest | None, PutMode]:
         """The manifest of a snapshot, None if it is not complete; and how to write another one unless somebody else did
@@ -117,7 +117,7 @@ class Bucket:
         listing = await self.limits.asked(lambda: obstore.list_with_delimiter_async(self.store, prefix=prefix))
         return sorted(path.rpartition("/")[2] for path in listing["common_prefixes"])
 
-    async def stored(self, repository: str, revision: str) -> Stored:
+    async def stored(self, repository: str, revision: str) -> CommitState:
         sizes, manifest = await self.sizes(repository, revision), None
         wrong: dict[str, str] = {}
         try:
@@ -131,12 +131,12 @@ class Bucket:
                 wrong[name] = (
                     f"{name} is missing" if size is None else f"{name} has {size} bytes, the manifest says {fact.bytes}"
                 )
-        return Stored(repository, revision, manifest, sizes, wrong)
+        return CommitState(repository, revision, manifest, sizes, wrong)
 
-    async def listed(self) -> list[Stored]:
+    async def listed(self) -> list[CommitState]:
         turns = asyncio.Semaphore(self.limits.parts_at_once)
 
-        async def of(folder: str) -> list[Stored]:
+        async def of(folder: str) -> list[CommitState]:
             repository = folder.removeprefix("models--").replace("--", "/")
             async with turns:
                 return [await self.stored(repository, revision) for revision in await self.below(folder)]
@@ -163,7 +163,7 @@ class Bucket:
 class BucketSource:
     """The files of a manifest, as a source of the download engine."""
 
-    def __init__(self, bucket: Bucket, manifest: Manifest, what: str) -> None:
+    def __init__(self, bucket: WeightBucket, manifest: Manifest, what: str) -> None:
         self._bucket, self._manifest, self.what = bucket, manifest, what
         self.limits = bucket.limits
         self._prefix = place(manifest.repository, manifest.revision)

@@ -41,7 +41,7 @@ from sie_store.weights.manifest import (
     encode,
     verify,
 )
-from sie_store.weights.progress import Progress
+from sie_store.weights.progress import FetchProgress
 from sie_store.weights.selection import LORA_FILES, Wanted, common
 
 _logger = logging.getLogger("sie.store")
@@ -64,7 +64,7 @@ class Fetch(Protocol):
     byte is fetched. Raises FetchFailed, OSError.
     """
 
-    def __call__(self, folder: Path, progress: Progress) -> Manifest: ...
+    def __call__(self, folder: Path, progress: FetchProgress) -> Manifest: ...
 
 
 @dataclass(frozen=True)
@@ -176,14 +176,14 @@ class LocalCache:
         what: str,
         *,
         wanted: Wanted | None = None,
-        progress: Progress | None = None,
+        progress: FetchProgress | None = None,
     ) -> Path:
         """The folder of a snapshot, fetched if it is not there. One process of the node fetches; the others wait and
         find it afterwards.
 
         `what` names it in logs and errors. Raises FetchFailed. A caller that needs it to stay must hold a lease before.
         """
-        progress = progress or Progress(what)
+        progress = progress or FetchProgress(what)
 
         def fetched() -> Path:
             with self._sole_fetch(repository, revision, what, progress) as lock:
@@ -341,7 +341,7 @@ class LocalCache:
         return self.hub / ".locks" / self._of(repository).name / f"{revision}.{kind}"
 
     @contextlib.contextmanager
-    def _sole_fetch(self, repository: str, revision: str, what: str, progress: Progress) -> Iterator[Lock]:
+    def _sole_fetch(self, repository: str, revision: str, what: str, progress: FetchProgress) -> Iterator[Lock]:
         """The lock of the one process that fetches. While another process holds it, wait and follow its progress.
         Raises FetchFailed if that makes no progress for STALLED_S.
         """

@@ -1,5 +1,5 @@
 """Room for weights on a disk that is nearly full. Least recently used snapshots are evicted before a fetch begins, and
-also while the process serves (`Watch`), because others fill the disk too.
+also while the process serves (`DiskWatch`), because others fill the disk too.
 
 Only what SIE put there is removed: snapshots whose manifest it wrote, and partial folders of fetches that no process
 continues. What the hub's own client, or anybody else, put into the same cache stays. A snapshot that a process of this
@@ -30,26 +30,26 @@ LOOK_S = 30.0  # between two checks of the disk while the process serves
 SPARE_BYTES = 16 << 20  # file systems need some of their own
 
 
-class Usage(NamedTuple):
+class DiskUsage(NamedTuple):
     """Used bytes of a file system, and bytes that this user may still write."""
 
     used: int
     free: int
 
 
-Probe = Callable[[Path], Usage]
+Probe = Callable[[Path], DiskUsage]
 
 
-def usage(folder: Path, limit_bytes: int | None = None) -> Usage:
+def usage(folder: Path, limit_bytes: int | None = None) -> DiskUsage:
     """The usage of the file system of `folder`, or of the one that will hold it. With a limit: of so many bytes for
     what is below `folder`.
     """
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     disk = shutil.disk_usage(there)
     if limit_bytes is None:
-        return Usage(disk.used, disk.free)
+        return DiskUsage(disk.used, disk.free)
     used = sum(_size(os.path.join(where, name)) for where, _, names in os.walk(folder) for name in names)
-    return Usage(used, max(0, min(disk.free, limit_bytes - used)))
+    return DiskUsage(used, max(0, min(disk.free, limit_bytes - used)))
 
 
 def _size(path: str) -> int:
@@ -118,7 +118,7 @@ def relieve(cache: LocalCache, threshold_percent: float, probe: Probe) -> bool:
     return not is_above()
 
 
-class Watch:
+class DiskWatch:
     """A thread that calls `look` every LOOK_S until it is closed. `look` returns whether all is well; when that changes
     to False, a warning is logged.
     """

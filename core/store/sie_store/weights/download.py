@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from sie_store.durable import PART
-from sie_store.object_stores import Patience, StoreError
+from sie_store.object_stores import RetryPolicy, StoreError
 from sie_store.weights.manifest import FetchFailed, FileFact
-from sie_store.weights.progress import Progress
+from sie_store.weights.progress import FetchProgress
 
 _logger = logging.getLogger("sie.store")
 _T = TypeVar("_T")
@@ -39,7 +39,7 @@ ROUNDS = 2  # a file with a wrong digest is read once more from its start: its p
 
 
 @dataclass(frozen=True)
-class Limits(Patience):
+class DownloadLimits(RetryPolicy):
     """Limits of one download. `stall_s`: the longest wait for the next MIN_BYTES. `tries` counts answers that brought
     fewer. One answer brings `part_bytes`; `parts_at_once` parts of all files are read ahead and kept in memory. With 0,
     one answer brings the rest of a file, which is written as it arrives.
@@ -65,7 +65,7 @@ class Source(Protocol):
     """The place of the files of one snapshot. `what` names the snapshot in logs and errors."""
 
     what: str
-    limits: Limits
+    limits: DownloadLimits
 
     def answer(self, file: RemoteFile, start: int, end: int) -> AsyncGenerator[Piece, None]:
         """The bytes from `start` to before `end`, or the first of them. Raises StoreError for a failure that may pass,
@@ -81,7 +81,7 @@ class Source(Protocol):
 class Reader:
     """Reads the files of a source. `progress` counts every byte that arrives."""
 
-    def __init__(self, source: Source, progress: Progress) -> None:
+    def __init__(self, source: Source, progress: FetchProgress) -> None:
         self._source, self._limits, self._progress = source, source.limits, progress
         self._turns = asyncio.Semaphore(source.limits.parts_at_once)
 
@@ -170,7 +170,7 @@ class Digests:
         if self._file.blob:
             self._blob.update(data)
 
-    def add_file(self, path: Path, progress: Progress) -> int:
+    def add_file(self, path: Path, progress: FetchProgress) -> int:
         """Add the contents of a file. Returns its bytes. Raises OSError."""
         with path.open("rb") as opened:
             while piece := opened.read(PIECE_BYTES):
@@ -188,10 +188,10 @@ class Digests:
         return FileFact(self._bytes, self.sha256) if is_right and self._bytes == self._file.size else None
 
 
-class Download:
+class SnapshotDownload:
     """The files of one snapshot into `folder`, a partial one of the local cache."""
 
-    def __init__(self, source: Source, folder: Path, progress: Progress) -> None:
+    def __init__(self, source: Source, folder: Path, progress: FetchProgress) -> None:
         self._source, self._folder, self._progress = source, folder, progress
         self._reader = Reader(source, progress)
 

@@ -21,15 +21,15 @@ import msgspec
 import sie_contracts
 from sie_store.object_stores import StoreError
 from sie_store.weights.cache import Fetch
-from sie_store.weights.download import Download, Limits, Piece, RemoteFile
+from sie_store.weights.download import DownloadLimits, Piece, RemoteFile, SnapshotDownload
 from sie_store.weights.manifest import MAX_MANIFEST_BYTES, FetchFailed, Manifest, ManifestError, check_paths, is_safe
-from sie_store.weights.progress import Progress
+from sie_store.weights.progress import FetchProgress
 from sie_store.weights.selection import Wanted, of_lora
 
 _T = TypeVar("_T")
 
 # One answer brings the rest of a file: the hub counts requests, and redirects each of them to an address that it signs.
-LIMITS = Limits(tries=3, part_bytes=0)
+LIMITS = DownloadLimits(tries=3, part_bytes=0)
 LISTING_S = 30.0  # for one listing
 MAX_LORA_BYTES = 4 << 30  # a client may name any: it must not cost the disk its models
 
@@ -78,12 +78,12 @@ def commit_of(repository: str, revision: str | None = None, *, what: str = "") -
     return sha
 
 
-def _fetch(repository: str, revision: str, wanted: Wanted, folder: Path, progress: Progress) -> Manifest:
+def _fetch(repository: str, revision: str, wanted: Wanted, folder: Path, progress: FetchProgress) -> Manifest:
     with _classed(progress.what):
         return asyncio.run(_fetched(repository, revision, wanted, folder, progress))
 
 
-async def _fetched(repository: str, revision: str, wanted: Wanted, folder: Path, progress: Progress) -> Manifest:
+async def _fetched(repository: str, revision: str, wanted: Wanted, folder: Path, progress: FetchProgress) -> Manifest:
     from huggingface_hub import constants
 
     what = progress.what
@@ -101,7 +101,7 @@ async def _fetched(repository: str, revision: str, wanted: Wanted, folder: Path,
         files = [await _file(session, url, siblings[name], what) for name in names]
         if wanted is of_lora and (size := sum(file.size for file in files)) > MAX_LORA_BYTES:
             raise FetchFailed("INCOMPATIBLE", f"{what} has {size} bytes, a LoRA has at most {MAX_LORA_BYTES}")
-        facts = await Download(_Hub(session, url, what), folder, progress).all(files)
+        facts = await SnapshotDownload(_Hub(session, url, what), folder, progress).all(files)
     left_out = tuple(sorted(name for name in siblings if not wanted(name) and is_safe(name)))
     return Manifest(repository, revision, facts, left_out, "hub")
 

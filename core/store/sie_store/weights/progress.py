@@ -15,7 +15,7 @@ LOG_EVERY_S = 5.0
 STEP_EVERY_S = 1.0
 
 
-class Progress:
+class FetchProgress:
     """One fetch. Every method may be called from any thread. `what` names it in the log; `clock` is in seconds.
 
     `on_expect` is called before the first byte with the number of bytes to come, and may raise FetchFailed. `on_step`

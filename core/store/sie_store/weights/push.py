@@ -21,9 +21,9 @@ from typing import IO, TYPE_CHECKING
 
 from sie_store import object_stores
 from sie_store.object_stores import ObjectMissing, StoreError, WrittenMeanwhile
-from sie_store.weights.bucket import Bucket, place
+from sie_store.weights.bucket import WeightBucket, place
 from sie_store.weights.manifest import MANIFEST, FetchFailed, FileFact, Manifest, digest, encode
-from sie_store.weights.progress import Progress
+from sie_store.weights.progress import FetchProgress
 
 if TYPE_CHECKING:
     from obstore import PutMode
@@ -54,7 +54,7 @@ class Pushed:
 class Push:
     """One push of the files of `manifest`, which are in `folder`."""
 
-    def __init__(self, bucket: Bucket, folder: Path, manifest: Manifest, progress: Progress) -> None:
+    def __init__(self, bucket: WeightBucket, folder: Path, manifest: Manifest, progress: FetchProgress) -> None:
         self._bucket, self._folder, self._manifest, self._progress = bucket, folder, manifest, progress
         self._place = place(manifest.repository, manifest.revision)
         self._what = f"{manifest.repository}@{manifest.revision}"

@@ -33,7 +33,7 @@ from sie_store.weights.cache import LocalCache
 from sie_store.weights.hub import commit_of, hub_fetch
 from sie_store.weights.locks import Lock
 from sie_store.weights.manifest import FetchFailed, ManifestError, is_safe
-from sie_store.weights.progress import Progress
+from sie_store.weights.progress import FetchProgress
 from sie_store.weights.selection import LORA_FILES, has_safetensors, is_model, lacking, of_lora, wanted_by
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class WeightSources:
     may_download: bool
     cluster: ClusterCache | None = None
     cache: LocalCache = None  # type: ignore[assignment]  # of cache_folder, unless one with limits is given
-    _fetching: dict[str, Progress] = field(default_factory=dict, repr=False)
+    _fetching: dict[str, FetchProgress] = field(default_factory=dict, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __post_init__(self) -> None:
@@ -221,9 +221,9 @@ class WeightSources:
             raise load_failed(error.error_class, error.message) from error
 
     @contextlib.contextmanager
-    def _reported(self, name: str, what: str) -> Iterator[Progress]:
+    def _reported(self, name: str, what: str) -> Iterator[FetchProgress]:
         """The progress of a fetch, which `fetching` shows while it runs."""
-        progress = Progress(what)
+        progress = FetchProgress(what)
         with self._lock:
             self._fetching[name] = progress
         try:
