@@ -437,7 +437,7 @@ def test_vectors_of_labels_are_kept(load: Load[Any], monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(kind, "_vectors", lambda labels: made.append(tuple(labels)) or original(labels))
     monkeypatch.setattr(owlv2, "_KEPT_LABELS", 2)
     file = png(PICTURES[0])
-    kind._known.clear()
+    kind._cached.clear()
     found = [
         find(served, Asked([file], labels))[0] for labels in (("a", "b", "a"), ("b",), ("c", "b"), ("a", "b", "a"))
     ]
@@ -519,15 +519,15 @@ def test_numbers_that_are_not_finite_fail_their_input(
 ) -> None:
     served = load(kind).served
     detector: Any = served.weights._kind
-    original = detector.look
+    original = detector.detect
 
-    def look(shown: Any, prompt: Any) -> Any:
+    def detect(shown: Any, prompt: Any) -> Any:
         sight = original(shown, prompt)
         if shown[0].height == 90:
             sight.scores[:, 0] = float("nan")
         return sight
 
-    monkeypatch.setattr(detector, "detect", look)
+    monkeypatch.setattr(detector, "detect", detect)
     broken, good = find(served, Asked([png(PICTURES[1])]), Asked([png(PICTURES[0])]))
     assert (broken.code, broken.reason) == ("INFERENCE_ERROR", "non_finite")
     assert isinstance(good, list)

@@ -219,7 +219,7 @@ READS_ENVIRON = {
     "cli/sie_cli/doctor/command.py": (
         "hands it to the settings piece by piece, so that one wrong setting hides no other"
     ),
-    "cli/sie_cli/doctor/gpu.py": "CUDA_VISIBLE_DEVICES, which hides a GPU from torch",
+    "cli/sie_cli/doctor/machine.py": "CUDA_VISIBLE_DEVICES, which hides a GPU from torch",
     "adapter/sie_adapter/process.py": "TMPDIR, where a folder is named that cannot be written to",
     "adapter/sie_adapter/loading/precision.py": "ONEDNN_MAX_CPU_ISA, which excludes instructions that torch would use",
     "adapter/sie_adapter/engine/sglang_server.py": "hands the paths of its environment to a server",
