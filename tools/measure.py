@@ -1,17 +1,18 @@
-"""Counts what the structure of the product is held to: lines, files, classes, constructors, layers, import circles.
+"""Counts how hard the product is to read: import circles, full folders, reused class names, vague names, docstrings.
 
-    python tools/measure.py            a table, and what is over its bound
-    python tools/measure.py --all      every file, class and constructor over its bound, not the first few
+    python tools/measure.py            a table, and the first places of each kind
+    python tools/measure.py --all      every place
 
-Lines are those of the files as they are, which `make lint` has formatted at 120 columns. A circle is a set of modules
-of one package of which each imports the others, directly or through others, when it is loaded: imports within
-functions and under TYPE_CHECKING do not count. The layers of a package are the modules on its longest chain of imports.
+A circle is a set of modules of one package of which each imports the others, directly or through others; imports within
+functions and under TYPE_CHECKING count.
 """
 
 import argparse
 import ast
 import functools
+import re
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
@@ -31,11 +32,44 @@ PACKAGES = {  # by the folder that each is in
     "cli": "sie_cli",
 }
 FOLDERS = {package: folder for folder, package in PACKAGES.items()}
-MAX_PRODUCT_LINES = 45_000
-MAX_FILE_LINES = 450
-MAX_METHODS = 25
-MAX_ARGUMENTS = 8
-MAX_GATEWAY_LAYERS = 10
+# participles and pronouns that are called where a noun of the field would say what a value is
+VAGUE_VALUES = frozenset(
+    [
+        "told",
+        "found",
+        "given",
+        "asked",
+        "wanted",
+        "each",
+        "kept",
+        "known",
+        "made",
+        "seen",
+        "heard",
+        "spoilt",
+        "taken",
+        "said",
+        "gone",
+        "been",
+        "meant",
+        "what",
+        "who",
+        "whom",
+        "other",
+        "others",
+        "another",
+        "one",
+        "ones",
+        "something",
+        "anything",
+        "nothing",
+        "whoever",
+        "afresh",
+        "anew",
+    ]
+)
+VAGUE_FUNCTIONS = frozenset(["of", "take", "forget", "look", "tell", "say", "ask", "hear", "told", "heard", "given"])
+NO_SUBJECT = re.compile(r"^(What|Of|Who|Whom|That|Those|Which|Where|As|Else|None of|Nothing|Such)\b")
 SHOWN = 8
 
 
@@ -63,29 +97,16 @@ def modules(folder: str) -> Sequence[Module]:
     return found
 
 
-def loaded(tree: ast.Module) -> Iterator[ast.Import | ast.ImportFrom]:
-    """The imports that run when the module is loaded."""
-    waiting: list[ast.AST] = list(tree.body)
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield node
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            waiting += node.orelse
-        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            waiting += ast.iter_child_nodes(node)
-
-
 def imports(found: Sequence[Module]) -> dict[str, set[str]]:
     """What each module of a package imports of that package. A package is imported for the names of its own file."""
     names = {module.name for module in found}
     graph: dict[str, set[str]] = {}
     for module in found:
         used: set[str] = set()
-        for node in loaded(module.tree):
+        for node in ast.walk(module.tree):
             if isinstance(node, ast.Import):
                 used |= {alias.name for alias in node.names}
-            elif node.module:
+            elif isinstance(node, ast.ImportFrom) and node.module:
                 parts = {f"{node.module}.{alias.name}" for alias in node.names}
                 used |= parts & names or {node.module}
         graph[module.name] = (used & names) - {module.name}
@@ -107,28 +128,50 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
             return found
 
 
-def layers(graph: Mapping[str, set[str]]) -> int:
-    """The modules on the longest chain; where there is a circle, of the chains that end at it."""
-    depth: dict[str, int] = {}
+def reused_classes() -> dict[str, list[str]]:
+    """Places of the classes that share a name, without a leading underscore, with another class of the product."""
+    places = defaultdict(list)
+    for package in PACKAGES:
+        for module in modules(package):
+            for node in ast.walk(module.tree):
+                if isinstance(node, ast.ClassDef):
+                    places[node.name.lstrip("_")].append(f"{module.name}:{node.lineno}")
+    return {name: each for name, each in places.items() if len(each) > 1}
 
-    def of(name: str, above: frozenset[str]) -> int:
-        if name not in depth:
-            depth[name] = 1 + max((of(used, above | {name}) for used in graph[name] - above), default=0)
-        return depth[name]
 
-    return max((of(name, frozenset()) for name in graph), default=0)
+def within_a_package(places: Sequence[str]) -> bool:
+    return max(Counter(place.partition(".")[0] for place in places).values()) > 1
 
 
-def classes(module: Module) -> Iterator[tuple[str, int, int]]:
-    """Each class with its number of methods and the arguments of its constructor, `self` apart. The fields of a
-    dataclass or a struct are data, no arguments of a constructor.
-    """
+def vague_names(module: Module) -> Iterator[str]:
+    """Values and functions that are called by a participle or pronoun, once for each function that has them."""
     for node in ast.walk(module.tree):
-        if isinstance(node, ast.ClassDef):
-            methods = [each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
-            made = [each.args for each in methods if each.name == "__init__"]
-            arguments = [len(each.posonlyargs) + len(each.args) + len(each.kwonlyargs) - 1 for each in made]
-            yield f"{module.name}.{node.name}", len(methods), max(arguments, default=0)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if node.name.strip("_") in VAGUE_FUNCTIONS | VAGUE_VALUES:
+                yield f"{module.name}:{node.lineno} {node.name}()"
+            arguments = node.args
+            names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names = [node.id]
+        else:
+            continue
+        for name in names:
+            if name.strip("_") in VAGUE_VALUES:
+                yield f"{module.name}:{node.lineno} {name}"
+
+
+def docstrings_without_subject(module: Module) -> Iterator[str]:
+    """Docstrings that begin with neither a verb nor the noun that they describe."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node) or ""
+            if NO_SUBJECT.match(text):
+                yield f"{module.name}:{getattr(node, 'lineno', 1)} {text[:60]!r}"
+
+
+def files_by_folder() -> Counter[str]:
+    """The number of modules directly in each folder of the product."""
+    return Counter(str(module.file.parent.relative_to(ROOT)) for package in PACKAGES for module in modules(package))
 
 
 def assigned(module: Module) -> Iterator[str]:
@@ -151,43 +194,31 @@ def assigned(module: Module) -> Iterator[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help="every one over a bound, not the first few")
+    parser.add_argument("--all", action="store_true", help="every place, not the first few")
     shown = None if parser.parse_args().all else SHOWN
-    over: dict[str, list[tuple[int, str]]] = {}
+    places: dict[str, list[str]] = defaultdict(list)
     total = files = 0
-    print(f"{'package':16}{'files':>6}{'lines':>8}{'largest':>8}{'layers':>8}{'circles':>8}")
+    print(f"{'package':16}{'files':>6}{'lines':>8}{'circles':>8}")
     for package in PACKAGES:
-        found = modules(package)
-        graph = imports(found)
-        there = circles(graph)
-        depth = layers(graph)
-        lines = sum(module.lines for module in found)
-        total, files = total + lines, files + len(found)
-        largest = max(module.lines for module in found)
-        print(f"{package:16}{len(found):6}{lines:8,}{largest:8,}{depth:8}{len(there):8}")
-        over.setdefault("import circles", []).extend((len(circle), " > ".join(circle)) for circle in there)
-        if package == "gateway" and depth > MAX_GATEWAY_LAYERS:
-            over["layers of the gateway"] = [(depth, f"bound {MAX_GATEWAY_LAYERS}")]
-        for module in found:
-            if module.lines > MAX_FILE_LINES:
-                name = str(module.file.relative_to(ROOT))
-                over.setdefault(f"files over {MAX_FILE_LINES} lines", []).append((module.lines, name))
-            for name, methods, arguments in classes(module):
-                if methods > MAX_METHODS:
-                    over.setdefault(f"classes over {MAX_METHODS} methods", []).append((methods, name))
-                if arguments > MAX_ARGUMENTS:
-                    over.setdefault(f"constructors over {MAX_ARGUMENTS} arguments", []).append((arguments, name))
-            for place in assigned(module):
-                over.setdefault("attributes of other objects that are set", []).append((1, place))
+        own = modules(package)
+        package_circles = circles(imports(own))
+        lines = sum(module.lines for module in own)
+        total, files = total + lines, files + len(own)
+        print(f"{package:16}{len(own):6}{lines:8,}{len(package_circles):8}")
+        places["import circles"] += [" > ".join(circle) for circle in package_circles]
+        for module in own:
+            places["values and functions called by a participle or pronoun"] += vague_names(module)
+            places["docstrings without a subject"] += docstrings_without_subject(module)
+            places["attributes of other objects that are set"] += assigned(module)
     print(f"{'all':16}{files:6}{total:8,}")
-    if total > MAX_PRODUCT_LINES:
-        over["lines of product"] = [(total, f"bound {MAX_PRODUCT_LINES:,}")]
-    for what, rows in over.items():
-        if rows:
-            print(f"\n{what}: {len(rows)}")
-            for count, name in sorted(rows, reverse=True)[:shown]:
-                print(f"  {count:6,}  {name}")
-    return int(any(over.values()))
+    reused = reused_classes()
+    places["class names used more than once"] = [f"{name}: {', '.join(where)}" for name, where in reused.items()]
+    places["folders by files"] = [f"{count} {folder}" for folder, count in files_by_folder().most_common(SHOWN)]
+    for title, rows in places.items():
+        print(f"\n{title}: {len(rows)}")
+        for row in rows[:shown]:
+            print(f"  {row}")
+    return 0
 
 
 if __name__ == "__main__":

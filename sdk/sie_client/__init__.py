@@ -1,10 +1,8 @@
 """Python client of SIE: `SIEClient` and `SIEAsyncClient`."""
 
-from sie_client.async_client import SIEAsyncClient
-from sie_client.async_client_jobs import AsyncJob
-from sie_client.client import SIEClient
-from sie_client.client_jobs import Job
-from sie_client.drawing import draw
+from sie_client.async_client import AsyncJob, SIEAsyncClient
+from sie_client.client import Job, SIEClient
+from sie_client.drawing import draw, region
 from sie_client.errors import (
     AllItemsFailedError,
     AuthenticationError,
@@ -46,7 +44,6 @@ from sie_client.errors import (
 )
 from sie_client.jobs import JobInfo
 from sie_client.late_interaction import maxsim
-from sie_client.regions import region
 from sie_client.types import (
     Capacity,
     EncodeResult,

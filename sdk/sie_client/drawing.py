@@ -1,11 +1,11 @@
-"""Drawing of the results of an extraction on a copy of the image, with Pillow."""
+"""Results on images: drawings with Pillow on a copy of the image, and regions of an image as models take one."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sie_client.errors import InvalidInputError, RequestError
@@ -13,6 +13,28 @@ from sie_client.media import media
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+_BINS = 1000
+
+
+def region(bbox: Sequence[float], size: tuple[int, int]) -> str:
+    """A box as the `instruction` of Florence-2's tasks about a region, such as `<REGION_TO_OCR>`.
+
+    `bbox`: x, y, width and height in pixels of the upright image, as results have it. `size`: width and height of that
+    image. Raises InvalidInputError for a box without an area, and for one that is not within the image.
+    """
+    if len(bbox) == 4 and len(size) == 2:
+        left, top, width, height = bbox
+        if width > 0 and height > 0 and 0 <= left <= left + width <= size[0] and 0 <= top <= top + height <= size[1]:
+            corners = (left, top, left + width, top + height)
+            return "".join(f"<loc_{_bin(place, size[index % 2])}>" for index, place in enumerate(corners))
+    message = f"bbox: expected x, y, width and height within an image of {size} pixels, got {list(bbox)}"
+    raise InvalidInputError(message, code="INVALID_INPUT", details={"param": "bbox", "reason": "region"})
+
+
+def _bin(place: float, edge: int) -> int:
+    return min(int(place * _BINS / edge), _BINS - 1)
+
 
 _COLOURS = ("#e6194b", "#0082c8", "#3cb44b", "#f58231", "#911eb4", "#008080", "#aa6e28", "#800000")
 _DARKEST_FOR_BLACK = 150  # of a colour's brightness: text on it is black above, else white

@@ -300,9 +300,7 @@ def test_the_public_surface_of_the_sdk() -> None:
     public = {name for name in vars(sie_client) if not name.startswith("_")} | {"__version__"}
     modules = {
         "async_client",
-        "async_client_jobs",
         "client",
-        "client_jobs",
         "cluster",
         "core",
         "drawing",
@@ -312,7 +310,6 @@ def test_the_public_surface_of_the_sdk() -> None:
         "late_interaction",
         "media",
         "progress",
-        "regions",
         "tasks",
         "threads",
         "transport",
