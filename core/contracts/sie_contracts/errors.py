@@ -23,7 +23,7 @@ SIEError
 ├── ModelLoadFailed          500  MODEL_LOAD_FAILED        never with Retry-After; 502 to public SDKs
 ├── LoraLoadFailed           400, 404 or 500  LORA_LOAD_FAILED  never with Retry-After
 ├── ModelLoading             503  MODEL_LOADING            retryable from here on
-├── Provisioning             503  PROVISIONING             202 to public SDKs below 0.6.5
+├── NotProvisioned           503  PROVISIONING             202 to public SDKs below 0.6.5
 ├── LoraLoading              503  LORA_LOADING
 ├── ResourceExhausted        503  RESOURCE_EXHAUSTED
 ├── QueueFull                503  QUEUE_FULL
