@@ -81,7 +81,7 @@ PLACES: dict[str, Place] = {
     "inbox.assembled": Place("gateway", "big_result", "error", long=True),
     "gateway.before_withdraw": Place("gateway", "given_up"),
     "queue.before_cancel": Place("gateway", "given_up", long=True),
-    "attach.left": Place("gateway", "client_leaves", "error"),
+    "reattach.left": Place("gateway", "client_leaves", "error"),
     "gateway.before_demand": Place("gateway", "cold_model", long=True),
     "gateway.before_placement": Place("gateway", "cold_model", long=True),
     "gateway.placement_written": Place("gateway", "cold_model", long=True),

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
-from sie_cli.evals import evaluation, opened, outputs, quality, report, results, targets, tasks
+from sie_cli.evals import evaluation, opened, outputs, quality, report, results, steps, targets, tasks
 from sie_cli.evals.evaluation import EvalSpec
 from sie_cli.evals.load import LoadFailure, LoadRequest, Send
 from sie_cli.evals.mteb_tasks import Mteb
@@ -336,7 +336,7 @@ def test_a_first_stage_is_ordered_again_by_a_reranker() -> None:
 def test_an_evaluation_that_was_interrupted_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quality, "PART", 10)
+    monkeypatch.setattr(steps, "PART", 10)
     documents = {f"d{number}": f"document {number}" for number in range(35)}
     rows = {text: [1.0, 0.1 * number] for number, text in enumerate([*documents.values(), "query"])}
     task = Retrieval("made", documents, {"q": "query"}, {"q": {"d20": 1}})

@@ -15,9 +15,8 @@ ENTRY = {"id": "toy/one", "weights": {"path": "/toy"}, "family": "toy", "outputs
 MANIFEST = {"repository": "toy/one", "revision": "0" * 40, "files": {"config.json": {"bytes": 2, "sha256": "0" * 64}}}
 LEARNT_WHILE = """
 import json, sys
-from sie_contracts import entries
-from sie_contracts import catalogue
-from sie_store import manifest
+from sie_contracts.models import catalogue, entries
+from sie_store.weights import manifest
 names = []
 sys.setprofile(lambda frame, event, argument: names.append(frame.f_code.co_name))
 {use}

@@ -112,7 +112,7 @@ async def test_a_response_of_known_length_is_one_write_and_the_connection_stays(
             await response(reader)
     whole = (
         b"HTTP/1.1 200 OK\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: 10\r\nx-made:"
-        b" yes\r\n" + SECURED + b"\r\n0123456789"
+        b" yes\r\nvary: Accept-Encoding\r\n" + SECURED + b"\r\n0123456789"
     )
     assert written == [whole] * 3
 

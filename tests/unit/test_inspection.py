@@ -197,7 +197,7 @@ def test_a_text_classifier(tmp_path: Path, engine: AdapterEngine) -> None:
 def test_a_gliner_folder(tmp_path: Path, engine: AdapterEngine) -> None:
     folder = gliner_checkpoints.gliner_folder(tmp_path / "gliner", max_len=64)
     entry = inspected(folder)
-    assert (entry.family, entry.outputs, entry.max_tokens) == ("gliner", {"entities": 0}, 256)
+    assert (entry.family, entry.outputs, entry.max_tokens) == ("gliner", {"entities": 0}, 512)
     assert {"gliner_config.json", "model.safetensors"} <= entry.weights.digests.keys()
     (found,) = run(engine, entry, "extract", TEXTS[:1], labels=["person", "place"], threshold=0.0)
     assert found["entities"]

@@ -13,7 +13,7 @@ from sie_contracts.settings import SettingError
 
 FEW = range(31_000, 31_000 + ports._TRIED)
 OTHER = f"""
-from sie_cli import ports
+from sie_cli.serve import ports
 ports._BELOW_EPHEMERAL = range({FEW.start}, {FEW.stop})
 print(*[ports.free_port() for _ in range(60)], flush=True)
 input()
@@ -22,11 +22,11 @@ input()
 
 @pytest.fixture
 def few_ports(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    given: dict[int, int] = {}
+    descriptors: dict[int, int] = {}
     monkeypatch.setattr(ports, "_BELOW_EPHEMERAL", FEW)
-    monkeypatch.setattr(ports, "_given", given)
+    monkeypatch.setattr(ports, "_descriptors", descriptors)
     yield
-    for descriptor in given.values():
+    for descriptor in descriptors.values():
         os.close(descriptor)
 
 

@@ -246,7 +246,7 @@ READS_HOME = {
     "core/store/sie_store/models_folder.py": "~ in SIE_MODELS_DIR and SIE_MODEL_PATHS",
     "core/contracts/sie_contracts/models/trust.py": "~ in SIE_MODELS_DIR, SIE_MODEL_PATHS and the paths of an entry",
     "cli/sie_cli/data_dir.py": "the default data directory",
-    "cli/sie_cli/jobs/submitting.py": "~ in a folder that is named on the command line",
+    "cli/sie_cli/jobs/job.py": "~ in a folder that is named on the command line",
     "cli/sie_cli/migrating/corpus.py": "~ in a file that is named on the command line",
     "cli/sie_cli/models/add.py": "~ in a folder that is named on the command line",
     "cli/sie_cli/models/inspect.py": "~ in a folder that is named on the command line",

@@ -236,7 +236,7 @@ class Run(Generic[A]):
         self._present -= 1
         if self._present:
             return
-        failpoint("attach.left")
+        failpoint("reattach.left")
         loop = asyncio.get_running_loop()
         if self._outcome is None:
             self._outcome = loop.create_future()
