@@ -36,12 +36,12 @@ PREPARED = "BENCH_REPLY_BYTES"
 PREPARE = f"""
 import os
 if os.environ.get("{PREPARED}"):
-    from sie_gateway.inference.call import Answer
+    from sie_gateway.inference.call import EncodedReply
     from sie_gateway.dialects import native
     body = bytes(int(os.environ["{PREPARED}"]))
     def prepared(call, finished, **_):
         finished.check()
-        return Answer(body, "application/octet-stream", finished.headers(finished.timing(call.received_s)))
+        return EncodedReply(body, "application/octet-stream", finished.headers(finished.timing(call.received_s)))
     native._answer = prepared
 """
 

@@ -337,7 +337,7 @@ class WorkQueue:
         async def attempt() -> None:
             nonlocal stored, tried
             tried, created = True, self._created_of(lane.pool)
-            failpoint("queue.before_publish")
+            failpoint("publish.before_publish")
             try:
                 published = await self._broker.publish(
                     subject, data, message_id, _bounded(PUBLISH_TIMEOUT_S, deadline_s)
@@ -346,7 +346,7 @@ class WorkQueue:
                 self._metrics.ack_failures.inc()
                 raise
             stored = StreamPosition(created, published.sequence)
-            failpoint("queue.published")
+            failpoint("publish.published")
 
         try:
             await self._with_patience(attempt, lane.pool, deadline_s)
@@ -424,7 +424,7 @@ class WorkQueue:
             except BrokerError as error:
                 _logger.warning("of %d withdrawn messages not all could be removed: %s", len(stored), error)
         if request:
-            failpoint("queue.before_cancel")
+            failpoint("publish.before_cancel")
             try:
                 await self._broker.send(topology.cancel_subject(pool), messages.encode(CancelRequests((request,))))
             except BrokerError as error:

@@ -198,7 +198,7 @@ class Leases:
         left = self._ledger.take_over(FENCE * self._ack_wait_s) if self._ledger else []
         count = 0
         for reply in left:
-            failpoint("ledger.before_release")
+            failpoint("leases.before_release")
             try:
                 await queue.release(reply)
                 count += 1

@@ -57,7 +57,7 @@ class DeadLetterWriter:
             self._now_s(),
         )
         data = messages.encode(letter)
-        failpoint("deadletter.before_publish")
+        failpoint("dead_letters.before_publish")
         for attempt in range(ATTEMPTS):
             try:
                 await self._queue.publish(topology.dead_letter_subject(self._pool), data, name, PUBLISH_TIMEOUT_S)
@@ -71,7 +71,7 @@ class DeadLetterWriter:
             break
         _logger.error("work was given up, `sie dlq show %s` tells which: %s %s", name, error.code, error.reason)
         self._metrics.dead_letters.labels("kept").inc()
-        failpoint("deadletter.published")
+        failpoint("dead_letters.published")
         return True
 
 

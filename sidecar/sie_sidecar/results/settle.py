@@ -71,7 +71,7 @@ class ResultDelivery:
             return
         if before_ack is not None:
             await before_ack()
-        failpoint("settlement.before_ack")
+        failpoint("settle.before_ack")
         await self.leases.finish(lease)
 
     async def _answer(self, lease: Lease, item: WorkItem, result: WorkResult, deadline_s: float) -> str:
@@ -79,7 +79,7 @@ class ResultDelivery:
         fence = lease if only_errors else None
         if fence is not None and not self.leases.is_mine(fence):
             return "fenced"
-        failpoint("settlement.before_result")
+        failpoint("settle.before_result")
         data = messages.encode(result)
         verdict = "part"
         if len(data) <= min(MAX_BYTES, self._bus.max_payload):
@@ -108,7 +108,7 @@ class ResultDelivery:
                 for index in range(count):
                     piece = view[index * size : (index + 1) * size]
                     part = Fragment(item.request, item.chunk, item.attempt, index, count, digest, piece)  # type: ignore[arg-type]
-                    failpoint("settlement.between_parts")
+                    failpoint("settle.between_parts")
                     verdict = await self._deliver(item, messages.encode(part), deadline_s, fence)
                     if verdict != "part":
                         return verdict

@@ -79,7 +79,7 @@ def test_a_limit_on_the_data_of_the_process_is_its_memory() -> None:
     """What the allocator has free again counts as free."""
     program = """
 import resource, torch
-from sie_adapter import device as devices
+from sie_adapter.engine import device as devices
 
 def held_bytes():
     # with so much more, this limit is the tightest
