@@ -344,7 +344,7 @@ def test_an_evaluation_that_was_interrupted_goes_on_where_it_was(
     def run(source: Table) -> tuple[Measurement, int]:
         kept = ResultCache(tmp_path)
         with kept.until_done():
-            return quality.measure(task, EvalStep(source, DENSE), EvalWork(kept, lambda done: None)), kept.found
+            return quality.measure(task, EvalStep(source, DENSE), EvalWork(kept, lambda done: None)), kept.reused_texts
 
     whole = run(Table(rows, identity=["model 1"]))[0]
     assert list(tmp_path.iterdir()) == []

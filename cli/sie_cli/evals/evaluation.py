@@ -125,8 +125,8 @@ def _quality(context: _EvalContext, sources: OpenSources) -> EvalOutcome:
     first = scores[0]
     missed = targets.missed(expected, first.scores, first.source)
     about = f"{counts(task)}{note}"
-    if cache.found:
-        about += f"; answers to {counted(cache.found, 'text')} are those of an interrupted evaluation"
+    if cache.reused_texts:
+        about += f"; answers to {counted(cache.reused_texts, 'text')} are those of an interrupted evaluation"
     document = report.of_quality(spec.model, task.name, about, scores, expected, missed)
     return EvalOutcome(document, context.about, {task.name: targets.expected(first.scores, is_speed=False)})
 

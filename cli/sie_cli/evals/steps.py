@@ -28,12 +28,12 @@ KEEP_S = 7 * 86_400
 
 
 class ResultCache:
-    """`found`: how many answers came from an earlier evaluation."""
+    """`reused_texts`: texts whose answers came from an earlier evaluation."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: list[Path] = []
-        self.found = 0
+        self.reused_texts = 0
 
     def part(
         self, identity: Sequence[str], texts: Sequence[str], compute: Callable[[], Sequence[Any]]
@@ -50,7 +50,7 @@ class ResultCache:
         with contextlib.suppress(FileNotFoundError, ValueError):  # half a file cannot be: it is moved when it is whole
             earlier: Sequence[Any] = arrays.unpack(arrays.decode_msgpack(file.read_bytes()))
             if len(earlier) == len(texts):
-                self.found += len(texts)
+                self.reused_texts += len(texts)
                 self._files.append(file)
                 return earlier
         answers = compute()

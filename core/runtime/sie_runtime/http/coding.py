@@ -95,9 +95,9 @@ class _Gunzipped:
 
     def _inflate(self, most: int, *, members: int) -> bytes:
         """Inflate at most so many bytes, of so many members. The rest of the input is pending."""
-        found = b""
+        plain = b""
         try:
-            while self._pending and len(found) < most:
+            while self._pending and len(plain) < most:
                 if self._inflating.eof:
                     if not _HEAD.startswith(self._pending[: len(_HEAD)]):
                         raise _corrupt("bytes that are no gzip follow its gzip")
@@ -108,11 +108,11 @@ class _Gunzipped:
                     self._members += 1
                     members -= 1
                     self._inflating = zlib.decompressobj(_GZIP)
-                found += self._inflating.decompress(self._pending, most - len(found))
+                plain += self._inflating.decompress(self._pending, most - len(plain))
                 self._pending = self._inflating.unconsumed_tail or self._inflating.unused_data
         except zlib.error as error:
             raise _corrupt("its gzip is corrupt") from error
-        return found
+        return plain
 
 
 def _corrupt(why: str) -> InvalidInput:
