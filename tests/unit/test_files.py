@@ -463,6 +463,18 @@ async def test_writers_at_once_leave_the_reserve_too(tmp_path: Path) -> None:
         assert least >= 2 * reserve
 
 
+async def test_payloads_at_once_leave_the_reserve_too(tmp_path: Path) -> None:
+    with disk(tmp_path / "disk", "120m"):
+        payloads = open_store(str(tmp_path / "disk"))
+        assert payloads is not None
+        sent = [payloads.put(bytes([number]) * (30 << 20), period=1, timeout_s=60) for number in range(6)]
+        results = await asyncio.gather(*sent, return_exceptions=True)
+        assert sum(isinstance(result, StoreFull) for result in results) >= 3
+        assert sum(isinstance(result, str) for result in results) >= 1
+        usage = shutil.disk_usage(tmp_path / "disk")
+        assert usage.free >= int(usage.total * RESERVE_SHARE)
+
+
 # clean-up
 
 

@@ -33,7 +33,6 @@ class FileObjects:
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
-        self._unwritten = 0  # at most: bytes that writers have and the disk perhaps not yet
 
     async def put(self, file: str, pieces: AsyncIterator[bytes], timeout_s: float) -> None:
         """Write an object, which replaces one that is there. Raises what `pieces` raises, StoreFull; then, and when
@@ -42,15 +41,12 @@ class FileObjects:
         import obstore
 
         async def checked() -> AsyncIterator[bytes]:
-            own = 0
-            try:
+            left = PARTS_AT_ONCE * PART_BYTES  # no more is in memory and not on the disk
+            with object_stores.room(self._store, reserves=object_stores.FILES) as claim:
                 async for piece in pieces:
-                    more = min(len(piece), PARTS_AT_ONCE * PART_BYTES - own)
-                    own, self._unwritten = own + more, self._unwritten + more
-                    object_stores.check_room(self._store, self._unwritten, reserves=object_stores.FILES)
+                    claim(min(len(piece), left))
+                    left -= min(len(piece), left)
                     yield piece
-            finally:
-                self._unwritten -= own
 
         writing = obstore.put_async(
             self._store, _key(file), checked(), use_multipart=True, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE

@@ -18,11 +18,14 @@ import asyncio
 import atexit
 import errno
 import logging
+import os
 import random
 import re
 import shutil
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -41,6 +44,7 @@ MAX_PAUSE_S = 30.0
 RESERVE_SHARE, MAX_RESERVE_BYTES = 0.1, 256 << 20  # of a disk
 PAYLOADS, FILES = 1, 2  # reserves that each leaves free
 EXIT_PAUSE_S = 0.1
+_claimed: Counter[int] = Counter()  # bytes by file system that writers of this process have, disks perhaps not yet
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _IN = re.compile(r" in [0-9.]+(ns|µs|ms|s)\b")
@@ -137,21 +141,38 @@ def opened(url: str, setting: str) -> ObjectStore:
         raise SettingError(setting, _first_line(error)) from error
 
 
-def check_room(store: ObjectStore, size: int, *, reserves: int) -> None:
-    """Raises StoreFull where a folder's file system would have fewer than `reserves` free after `size` more bytes. A
-    bucket has quotas of its own.
+@contextmanager
+def room(store: ObjectStore, *, reserves: int) -> Iterator[Callable[[int], None]]:
+    """A function that claims bytes of a folder's file system before they are written there. A bucket has quotas of
+    its own.
 
     The queue may share that disk, and takes no work when it is full. So payloads leave it one reserve, and what waits
-    for no answer, such as files and outputs of jobs, leaves payloads another one.
+    for no answer, such as files and outputs of jobs, leaves payloads another one. What other writers of this process
+    have claimed counts until they end: their bytes are perhaps not on the disk yet.
+
+    Raises StoreFull where fewer than `reserves` would be left.
     """
     from obstore.store import LocalStore
 
-    if not isinstance(store, LocalStore):
-        return
-    disk = shutil.disk_usage(str(store.prefix))
-    reserve = min(MAX_RESERVE_BYTES, int(disk.total * RESERVE_SHARE))
-    if disk.free - size < reserves * reserve:
-        raise StoreFull(f"its disk has {disk.free} bytes free, {reserves * reserve} are kept free for the queue")
+    folder = str(store.prefix) if isinstance(store, LocalStore) else None
+    device = os.stat(folder).st_dev if folder is not None else None
+    own = 0
+
+    def claim(size: int) -> None:
+        nonlocal own
+        if folder is None or device is None:
+            return
+        own, _claimed[device] = own + size, _claimed[device] + size
+        disk = shutil.disk_usage(folder)
+        reserve = min(MAX_RESERVE_BYTES, int(disk.total * RESERVE_SHARE))
+        if disk.free - _claimed[device] < reserves * reserve:
+            raise StoreFull(f"its disk has {disk.free} bytes free, {reserves * reserve} are kept free for the queue")
+
+    try:
+        yield claim
+    finally:
+        if device is not None:
+            _claimed[device] -= own
 
 
 def _let_threads_finish() -> None:

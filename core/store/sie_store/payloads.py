@@ -48,9 +48,10 @@ class PayloadStore:
             async with self._turns:
                 digest = await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest())
                 key = f"{digest}.{period}"
-                object_stores.check_room(self._store, len(data), reserves=object_stores.PAYLOADS)
-                failpoint("payloads.before_put")
-                await obstore.put_async(self._store, key, data)
+                with object_stores.room(self._store, reserves=object_stores.PAYLOADS) as claim:
+                    claim(len(data))
+                    failpoint("payloads.before_put")
+                    await obstore.put_async(self._store, key, data)
                 failpoint("payloads.after_put")
                 return key
 

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from sie_gateway.jobs.values import pack, unpack
 from sie_store.datasets.answers import RowAnswer
-from sie_store.object_stores import FILES, ObjectMissing, WrittenMeanwhile, check_room, within
+from sie_store.object_stores import FILES, ObjectMissing, WrittenMeanwhile, room, within
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -203,9 +203,10 @@ class AnswerCache:
         if not values:
             return 0
         data = await asyncio.to_thread(segment, values)
-        check_room(self._store, len(data), reserves=FILES)
         try:
-            await within(LONG_S, obstore.put_async(self._store, self._folder + name, data, mode="create"))
+            with room(self._store, reserves=FILES) as claim:
+                claim(len(data))
+                await within(LONG_S, obstore.put_async(self._store, self._folder + name, data, mode="create"))
         except WrittenMeanwhile:
             return 0  # by a leader before this one, of the same shard
         return len(data)

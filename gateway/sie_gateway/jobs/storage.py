@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sie_contracts import jobs as records
 from sie_contracts.jobs import Plan
 from sie_gateway.jobs.files import FileStore
-from sie_store.object_stores import FILES, ObjectMissing, WrittenMeanwhile, check_room, within
+from sie_store.object_stores import FILES, ObjectMissing, WrittenMeanwhile, room, within
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -55,9 +55,10 @@ class JobStorage:
         """Store an object whole, unless it is there. Returns the one that is there then. Raises StoreError."""
         import obstore
 
-        check_room(self.store, len(data), reserves=FILES)
         try:
-            await within(LONG_S, obstore.put_async(self.store, f"{self._prefix}/{name}", data, mode="create"))
+            with room(self.store, reserves=FILES) as claim:
+                claim(len(data))
+                await within(LONG_S, obstore.put_async(self.store, f"{self._prefix}/{name}", data, mode="create"))
         except WrittenMeanwhile:
             existing = await self.existing(name)
             if existing is None:  # it was removed since

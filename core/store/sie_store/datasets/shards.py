@@ -19,7 +19,7 @@ from sie_store import durable
 from sie_store.datasets.formats import MANIFEST
 from sie_store.datasets.parts import PartFault, inspect
 from sie_store.datasets.places import Place
-from sie_store.object_stores import FILES, ObjectMissing, RetryPolicy, StoreError, WrittenMeanwhile, check_room, within
+from sie_store.object_stores import FILES, ObjectMissing, RetryPolicy, StoreError, WrittenMeanwhile, room, within
 
 PUT_S = 300.0
 OWNER = ".sie-job"  # whose output the folder holds
@@ -83,11 +83,12 @@ async def put_once(
     record = await asyncio.to_thread(_record, name, data, format)
     key = place.folder + name
     await place.check(key)
-    check_room(place.store, len(data), reserves=FILES)
     try:
-        await patience.repeated(
-            lambda: within(PUT_S, obstore.put_async(place.store, key, data, mode="create", use_multipart=False))
-        )
+        with room(place.store, reserves=FILES) as claim:
+            claim(len(data))
+            await patience.repeated(
+                lambda: within(PUT_S, obstore.put_async(place.store, key, data, mode="create", use_multipart=False))
+            )
     except WrittenMeanwhile as error:
         # by another leader, or by this one: its answer may have been lost
         there = await existing(place, name, format, patience)
