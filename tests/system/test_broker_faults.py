@@ -116,7 +116,7 @@ async def _faults(server: NatsServer, count: int) -> None:
         await queue.ensure_pool(LANE.pool)
         publisher.on_reconnect(functools.partial(_reverified, queue))
         subject, spec = queue.consumers.route(LANE, "interactive", "toy/a", time.perf_counter() + 900.0)
-        await queue.consumers.ensure(spec)
+        await queue.consumers.ensure(LANE.pool, spec)
         pulls = worker.pulls(STREAM, received.put)
         watch = await (await worker.key_value("things")).watch(seen.put)
         bucket = await publisher.key_value("things")

@@ -27,9 +27,8 @@ from sie_contracts.wire import heartbeats, ipc, messages, topology
 from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
 from sie_contracts.wire.messages import BatchNote, WorkResult
 from sie_contracts.wire.topology import Lane
-from sie_gateway.admission.admission import Admission
+from sie_gateway.admission.admission import Admission, Peers, mean_cost
 from sie_gateway.admission.grant import Grant
-from sie_gateway.admission.peers import Peers, mean_cost
 from sie_gateway.fleet.demand import ColdStarts, DemandRecords
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.fleet.scaling import wanted_replicas

@@ -20,7 +20,6 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.models import options
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.wire.messages import RunOptions
-from sie_gateway.admission.grant import Charge
 from sie_gateway.dialects import embedding_types, fields, multimodal, native, vocabulary, voyage
 from sie_gateway.dialects.selection import able
 from sie_gateway.inference import body as bodies
@@ -228,7 +227,7 @@ async def _check_tokens(inference: Inference, call: Call, request: PlannedReques
     if max_tokens([item.text or "" for item in texts], run) <= MAX_TOKENS:
         return
     # of its own name: an answer to it that comes late is none to the run that follows; nor is it charged
-    counting = replace(call, id=f"{call.id}-count", charge=Charge())
+    counting = replace(call, id=f"{call.id}-count", charge=None)
     counted = await inference.run(
         counting, InferRequest("tokenize", request.resolved, texts, {}, run=options.counting(run))
     )

@@ -276,10 +276,8 @@ class Edge:
             status = status if is_whole else InternalFailure.status
             raise
         finally:
-            if status not in (
-                CLIENT_GONE,
-                GatewayTimeout.status,
-            ):  # whose work may have run; of what did run nothing is left to refund
+            # of the others the work may have run; of what did run nothing is left to refund
+            if call.charge is not None and status not in (CLIENT_GONE, GatewayTimeout.status):
                 call.charge.refund()
             self._count(route, call, status, None if is_socket else time.perf_counter() - received_s)
 
@@ -317,7 +315,8 @@ class Edge:
     def _admit(self, call: Call, method: str, path: str) -> None:
         call.grant = self._gate.check(method, path, call.headers.get("authorization", ""))
         self._gateway.status.log.admitted(call.id, call.key)
-        call.charge = self._gateway.quotas.charge(call.key, call.grant.limits)
+        if call.grant.limits.tokens_per_minute:
+            call.charge = self._gateway.quotas.charge(call.key, call.grant.limits)
         if self._readiness.draining and method == "POST":
             raise ShuttingDown("this gateway is shutting down; another one takes the request")
 

@@ -74,7 +74,7 @@ class Call:
     path: str = ""
     receive: Receive | None = None  # tells when the client goes away
     grant: Grant = ANYBODY  # what its credential is let in with
-    charge: Charge = field(default_factory=Charge)  # the tokens that it uses of its key's quota
+    charge: Charge | None = None  # the tokens that it uses of its key's quota, if that has one
     shape: ErrorShape = native_shape
     dialect: Dialect = NATIVE
     budget_s: float = 0.0  # from received_s on
@@ -103,7 +103,8 @@ class Call:
     def again(self) -> None:
         """Begin anew, with other work: that of before is given back."""
         self.attempt += 1
-        self.charge.refund()
+        if self.charge is not None:
+            self.charge.refund()
 
     @property
     def explains(self) -> bool:

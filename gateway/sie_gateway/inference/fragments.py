@@ -1,6 +1,6 @@
 """Results that are larger than a message and come in parts.
 
-    part ──► Fragments: held until all are there ──► put_together, in a thread: the digest is checked
+part ──► Fragments: held until all are there ──► put_together, in a thread: the digest is checked
 """
 
 from __future__ import annotations

@@ -104,7 +104,8 @@ class Runner:
         left_s = deadline_s - time.perf_counter()
         asker = call.key, lane, priority, resolved.residency
         self._admission.check(*asker, sum(costs), left_s, call.digest, sum(squares))
-        call.charge.spend(sum(costs))
+        if call.charge is not None:
+            call.charge.spend(sum(costs))
         permits = self._admission.enter(*asker, costs, size_bytes, left_s, call.digest, call.work_id, squares)
         published_s = time.perf_counter()
         try:
@@ -135,7 +136,8 @@ class Runner:
         if call.span is not None:
             telemetry.trace_chunks(call.span, published_s, finished.publish_ms, results, waits_ms)
         tokens = finished.usage["total_tokens"]
-        call.charge.settle(tokens)
+        if call.charge is not None:
+            call.charge.settle(tokens)
         self._metrics.used(call.grant.name, tokens, finished.device_s)
         return finished
 

@@ -23,8 +23,8 @@ from sie_contracts.settings import Settings, public_url
 from sie_contracts.status import QueueInfo
 from sie_contracts.wire import topology
 from sie_contracts.wire.heartbeats import Heartbeat
+from sie_gateway.admission.admission import Peers
 from sie_gateway.admission.grant import Grant
-from sie_gateway.admission.peers import Peers
 from sie_gateway.fleet.lag import Labels, Lag
 from sie_gateway.fleet.lanes import STATES
 from sie_gateway.fleet.placement import Placer
