@@ -19,8 +19,8 @@ from simulation.network import Connection
 import sie_gateway.inference.results
 import sie_sidecar.device.device
 import sie_sidecar.device.dispatch
+import sie_sidecar.device.in_flight
 import sie_sidecar.intake.leases
-import sie_sidecar.models.inventory
 import sie_sidecar.process
 import sie_sidecar.results.settle
 from sie_broker import BrokerError
@@ -161,7 +161,7 @@ def _held_cost_kept() -> AbstractContextManager[Any]:
     def change(count: Any) -> Any:
         return lambda self, held, cost: count(self, held, cost or 1)
 
-    return _around(sie_sidecar.models.inventory.Inventory, "count", change)
+    return _around(sie_sidecar.device.in_flight.Inventory, "count", change)
 
 
 BUGS: dict[str, Bug] = {
