@@ -34,7 +34,7 @@ from sie_gateway.http.auth import Gate, require_tokens
 from sie_gateway.http.routes import inference_route
 from sie_gateway.inference.handler import Inference
 from sie_gateway.inference.image_urls import NETWORK, ImageUrls, Network
-from sie_gateway.inference.inbox import ResultInbox
+from sie_gateway.inference.results import ResultInbox
 from sie_gateway.inference.runner import Runner
 from sie_gateway.jobs.assembly import assembled
 from sie_gateway.jobs.ledger import JobFigures

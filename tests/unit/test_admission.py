@@ -37,7 +37,7 @@ from sie_gateway.http.routes import NATIVE
 from sie_gateway.inference.call import Call
 from sie_gateway.inference.handler import Inference
 from sie_gateway.inference.image_urls import ImageUrls
-from sie_gateway.inference.inbox import ResultInbox
+from sie_gateway.inference.results import ResultInbox
 from sie_gateway.inference.runner import Runner
 from sie_gateway.metrics import Metrics
 from sie_gateway.streams.backlog import Backlog

@@ -24,9 +24,9 @@ from sie_gateway.admission.grant import Charge
 from sie_gateway.dialects import embedding_types, fields, multimodal, native, vocabulary, voyage
 from sie_gateway.dialects.selection import able
 from sie_gateway.inference import body as bodies
-from sie_gateway.inference import decoding, reply
+from sie_gateway.inference import reply
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, EncodedReply, InferRequest
+from sie_gateway.inference.call import Call, EncodedReply, InferRequest, decode_body
 from sie_gateway.inference.results import PlannedRequest, RequestResult
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _UNNAMED = f"token_encoding: ids were read as {DEFAULT_ENCODING}, since none was
 
 async def embeddings(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     """`POST /v1/embeddings`: the vectors that encode gives, in the order of the inputs."""
-    body = await decoding.decode(call, raw)
+    body = await decode_body(call, raw)
     cut = voyage.truncation(call, body)
     resolved = able(inference, call, "embed", body.get("model"))
     kind, is_base64 = _type(body)

@@ -113,13 +113,8 @@ class Shadows:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def after(self, call: Call, finished: RequestResult) -> None:
-        """A request was answered; where it came by an alias it is counted, and copied if its turn has come."""
-        if (
-            not finished.request.resolved.alias
-            or call.infer_request is None
-            or call.infer_request.run is not None
-            or call.grant.key == KEY
-        ):
+        """A request that came by an alias was answered: count it, and copy it if its turn has come."""
+        if call.infer_request is None or call.infer_request.run is not None or call.grant.key == KEY:
             return
         try:
             self._after(call, call.infer_request, finished)

@@ -30,8 +30,7 @@ from sie_gateway.fleet.lanes import STATES
 from sie_gateway.fleet.placement import Placer
 from sie_gateway.fleet.planner import ModelBacklog
 from sie_gateway.fleet.workers import WorkerFrame, WorkerSocket, WorkerSockets
-from sie_gateway.operations.history import RequestHistory
-from sie_gateway.operations.log_tail import LogTail
+from sie_gateway.operations.history import LogTail, RequestHistory
 from sie_gateway.operations.summary import MAX_SHOWN, CachedSummary, ClusterSummary, LaneTable, Waitings, of_pool
 from sie_runtime.feed import CatalogueFeed
 from sie_runtime.http.server import Receive, Scope, Send
