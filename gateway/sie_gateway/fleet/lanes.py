@@ -297,8 +297,8 @@ class Fleet:
         while none of its workers is up.
 
         Raises PoolNotFound, BundleConflict, InvalidInput with reason gpu_not_configured or machine_profile_excluded,
-        and, without a list of machine profiles, NotFound where no worker is what was named, Provisioning while none is
-        there at all.
+        and, without a list of machine profiles, NotFound where no worker has the named profile, NotProvisioned while
+        there is no worker at all.
         """
         bundle = resolved.bundle
         configured = tuple(name.strip() for name in self._settings.gateway_configured_gpus or ())
@@ -349,7 +349,7 @@ class Fleet:
 
     def _awaited(self, requested: str, pool: str, bundle: str) -> str:
         """The machine profile whose lane a request waits in, none of whose workers is ready: one that was heard of, or
-        this installation's own. Raises NotFound, Provisioning.
+        this installation's own. Raises NotFound, NotProvisioned.
         """
         types: dict[str, Counter[str]] = {self._settings.profile: Counter([gpu_type(self._settings.gpu_type or "")])}
         serving = self._served.get((pool, bundle), {})

@@ -66,7 +66,7 @@ class Fragments:
         return len(self._all)
 
     def add(self, part: Fragment, now_s: float) -> Assembly:
-        """Keep a part, once. Raises NoRoom, and ValueError for one that is no part of anything."""
+        """Keep a part, once. Raises InboxFull, and ValueError for one that is no part of anything."""
         if not (0 <= part.index < part.count <= MAX_PARTS and part.data):
             raise ValueError(f"part {part.index} of {part.count} with {len(part.data)} bytes")
         key = (part.request, part.chunk, part.digest)

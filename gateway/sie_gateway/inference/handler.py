@@ -354,7 +354,7 @@ class Inference:
 
     def lane(self, headers: Mapping[str, str], resolved: Resolved) -> Lane:
         """The lane of a request with these headers. Raises InvalidInput, PoolNotFound, BundleConflict, NotFound,
-        Provisioning.
+        NotProvisioned.
         """
         machine_profile = headers.get("x-sie-machine-profile", "").strip().lower()
         pool_header = headers.get("x-sie-pool", "").strip()

@@ -154,7 +154,7 @@ class Runner:
         """Wait for all results until the end of the budget. From the end of the hold on, until a worker has the model,
         check each CHECK_AGAIN_S whether one loads it.
 
-        Raises ModelLoading, Provisioning, GatewayTimeout, and the error that the collector was failed with.
+        Raises ModelLoading, NotProvisioned, GatewayTimeout, and the error that the collector was failed with.
         """
         until_s, hosted = call.received_s + min(call.budget_s, self._load_hold_s if call.dialect.holds else 0.0), False
         while True:

@@ -21,17 +21,18 @@ log = logging.getLogger("sie.broker")
 
 
 def _pattern(subject: str) -> re.Pattern[str]:
-    """The subjects that a subscription is for.
+    """Return a pattern of the subjects that a subscription is for.
 
-    Whoever may ask for deliveries of a stream names where they go to, which no permission looks at. They keep the
-    subject on which they were said first, so they are told from what is said on a subject now.
+    A user that may pull from a stream chooses the subject on which the deliveries arrive, and no permission checks that
+    choice. A delivery keeps the subject of its first publish. So the pattern tells such a delivery from a message that
+    was published on a subject of this subscription.
     """
     wild = {"*": r"[^.]+", ">": ".+"}
     return re.compile(r"\.".join(wild.get(part) or re.escape(part) for part in subject.split(".")))
 
 
 class NatsBus(NatsConnection):
-    """The protocol `Bus`."""
+    """Implementation of the protocol `Bus`."""
 
     async def send(self, subject: str, data: bytes, reply: str = "") -> None:
         await self.post(subject, data, reply)
@@ -85,10 +86,10 @@ class NatsBus(NatsConnection):
         return _NatsSubscription(self, subscription)
 
     async def drain(self, subscription: Any) -> None:
-        """End a subscription of the client. What the broker sent before it learnt of this is handled first, for at most
-        STOP_TIMEOUT_S.
+        """End a subscription of the client. Messages that the broker sent before it received the UNSUB are handled
+        first, for at most STOP_TIMEOUT_S seconds.
         """
-        # The task is left alone at the time-out: the client does not survive a cancelled flush (nats-py 2.16).
+        # At the time-out the task is not cancelled: the client does not survive a cancelled flush (nats-py 2.16).
         self._droppers.pop(subscription, None)
         task = self.own(self._drained(subscription), "drain")
         await asyncio.wait({task}, timeout=STOP_TIMEOUT_S)
@@ -96,18 +97,18 @@ class NatsBus(NatsConnection):
             log.warning("%s: a subscription was not drained within %s s", self.name, STOP_TIMEOUT_S)
 
     async def _drained(self, subscription: Any) -> None:
-        # The client's own drain lets its PING overtake its UNSUB and drops what comes between, under load 4 messages of
-        # a credit of 16 (nats-py 2.16). So ours goes before: the echo comes back behind everything that was sent on the
-        # subscription.
+        # The client's own drain lets its PING overtake its UNSUB and drops the messages that arrive in between: under
+        # load, 4 messages of a credit of 16 (nats-py 2.16). So this UNSUB is sent first. The echo of `flush` comes back
+        # behind every message that the broker sent on the subscription.
         try:
             await self._client._send_unsubscribe(subscription._id)
             await self.flush()
         except BrokerUnavailable as error:
-            log.info("%s: a subscription ends without its connection: %s", self.name, error)
+            log.info("%s: a subscription ended because its connection was lost: %s", self.name, error)
         try:
             await subscription.drain()
         except NatsError as error:
-            log.info("%s: a subscription had ended before: %s", self.name, error)
+            log.info("%s: a subscription had already ended: %s", self.name, error)
 
 
 class _NatsSubscription:

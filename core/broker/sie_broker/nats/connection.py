@@ -1,4 +1,4 @@
-"""One connection to a NATS server or cluster: how it is opened and kept, and how an answer finds its request."""
+"""One connection to a NATS server or cluster: its opening, its state, and the match of answers to requests."""
 
 from __future__ import annotations
 
@@ -24,25 +24,28 @@ log = logging.getLogger("sie.broker")
 _CLOSE_TIMEOUT_S = 2.0
 _PERMISSION = re.compile(r"permissions violation for publish to \\?\"([^\"\\]+)", re.IGNORECASE)
 
-# A buffer above any burst between two turns of the loop; beyond it a publisher waits for the socket.
+# Bytes of the client's send buffer, above any burst between two turns of the loop. When the buffer is full, a publisher
+# waits for the socket.
 _SEND_BUFFER_BYTES = 64 << 20
 
 
 class PullInbox(Protocol):
-    """Open pulls, as their connection sees them. Their inbox ends with the connection it was made on."""
+    """Open pulls, with the methods that their connection calls. Their inbox ends with the connection on which it was
+    made.
+    """
 
     def abandon(self) -> None:
-        """The connection is closed: forget everything, send nothing."""
+        """Discard all pulls and send nothing: the connection is closed."""
 
     async def retire(self) -> None:
-        """The connection is lost: leave the inbox."""
+        """Leave the inbox: the connection is lost."""
 
     def wake(self) -> None:
-        """Resume, once there is a connection again."""
+        """Resume the pulls: there is a connection again."""
 
 
 class Answers:
-    """The requests in flight, by the token that ends their reply subject. All of them share one inbox."""
+    """The requests in flight, by the token that ends their reply subject. All requests share one inbox."""
 
     def __init__(self, inbox: str) -> None:
         self.inbox = inbox
@@ -51,7 +54,7 @@ class Answers:
         self._token = 0
 
     def expect(self, subject: str) -> tuple[str, asyncio.Future[Any]]:
-        """A new token, and the future of its answer. `forget` the token afterwards."""
+        """Return a new token and the future of its answer. The caller passes the token to `forget` afterwards."""
         self._token += 1
         token = str(self._token)
         answer = self._waiting[token] = asyncio.get_running_loop().create_future()
@@ -62,8 +65,8 @@ class Answers:
         del self._waiting[token], self._subjects[token]
 
     def refused(self, subject: str) -> bool:
-        """Fail the requests on a subject that this user may not publish to: nothing answers them. Returns whether there
-        were any.
+        """Fail the requests on a subject to which this user may not publish: they get no answer. Returns whether there
+        were requests on the subject.
         """
         tokens = [token for token, subscribed in self._subjects.items() if subscribed.lower() == subject.lower()]
         for token in tokens:
@@ -76,7 +79,8 @@ class Answers:
         skip = len(self.inbox)
         answer = self._waiting.get(message.subject[skip:])
         if answer is None and message.reply:
-            answer = self._waiting.get(message.reply[skip:])  # our own echo
+            # the echo that `flush` sends to the inbox has its token in the reply subject
+            answer = self._waiting.get(message.reply[skip:])
         if answer is not None and not answer.done():
             answer.set_result(message)
 
@@ -98,13 +102,14 @@ class NatsConnection:
         self._client: Any = Client()
         self._transport = Transport()
         self._client._transport = self._transport
-        self._opened = False  # ever
+        self._opened = False  # whether `open` has ever succeeded
         self._live = False
         self._closed = False
         self._up = asyncio.Event()
         self._failed_attempts = 0
         self._dropped = 0
-        self._droppers: dict[Any, Callable[[str], None]] = {}  # by subscription of the client
+        # subscription of the client -> callback for a dropped message
+        self._droppers: dict[Any, Callable[[str], None]] = {}
         self._answers = Answers("")
         self._inboxes: set[PullInbox] = set()
         self._reconnect_handlers = ReconnectHandlers()
@@ -113,7 +118,7 @@ class NatsConnection:
     # ---- opening and closing
 
     async def open(self, url: str, timeout_s: float, password: Secret | None = None, user: str = "") -> None:
-        """Connect, as `sie_broker.nats.connect` says."""
+        """Connect as `sie_broker.nats.connect` describes."""
         servers, credentials = split(url, password)
         if user and password is not None:
             credentials = {"user": user, "password": password.reveal()}
@@ -128,7 +133,8 @@ class NatsConnection:
             except (TimeoutError, NatsError, OSError) as error:
                 last = self._client.last_error
                 if reason is None or last or not isinstance(error, TimeoutError):
-                    reason = last or error  # an attempt that the deadline cuts short says less than the one before
+                    # keep the earlier error if the deadline cut this attempt short: it says more
+                    reason = last or error
                 await self._hang_up()
                 if loop.time() + FIRST_RETRY_S >= deadline_s:
                     where = ", ".join(servers)
@@ -145,8 +151,8 @@ class NatsConnection:
         self._up.set()
 
     async def _attempt(self, servers: list[str], credentials: dict[str, str]) -> None:
-        """Try each server once or twice. The client's own loop would go on for ever, also after a cancellation (nats-py
-        2.16).
+        """Connect once; the client tries each server once or twice. The client's own retry loop would never end, also
+        after a cancellation (nats-py 2.16).
         """
         self._client = Client()
         self._client._transport = self._transport = Transport()
@@ -175,7 +181,7 @@ class NatsConnection:
         )
 
     async def _hang_up(self) -> None:
-        """End the connection, by force if the peer does not read what is buffered."""
+        """End the connection. Abort the transport if the peer does not read the buffered bytes."""
         closing = asyncio.get_running_loop().create_task(self._client.close())
         await asyncio.wait({closing}, timeout=HANG_UP_S)
         self._transport.abort()
@@ -185,8 +191,8 @@ class NatsConnection:
         await self._transport.wait_closed()
 
     async def close(self) -> None:
-        """Send what is buffered, then end the connection and all its tasks. Open pulls and watches just end: `stop`
-        them before.
+        """Send the buffered messages, then end the connection and all its tasks. Open pulls and watches end without a
+        drain: call their `stop` before.
         """
         if self._live:
             try:
@@ -206,7 +212,7 @@ class NatsConnection:
 
     @property
     def live(self) -> bool:
-        """Return whether there is a connection. `connected` also says that none of its tasks crashed."""
+        """Return whether there is a connection. `connected` is False also if a task of the connection crashed."""
         return bool(self._live and self._client.is_connected)
 
     @property
@@ -215,7 +221,9 @@ class NatsConnection:
 
     @property
     def server(self) -> tuple[str, bool]:
-        """The version of the server, and whether it has JetStream, as it said when the connection was made."""
+        """Return the version of the server and whether it has JetStream, as the server reported when the connection was
+        made.
+        """
         info = self._client._server_info
         return str(info.get("version", "")), bool(info.get("jetstream"))
 
@@ -224,7 +232,7 @@ class NatsConnection:
             self.own(self._reconnect_handlers.run(), "reconnect handlers")
 
     async def reach(self, timeout_s: float) -> float:
-        """Wait for a connection. Returns what is left of `timeout_s`; raises BrokerUnavailable when nothing is."""
+        """Wait for a connection. Returns the rest of `timeout_s`. Raises BrokerUnavailable when that time is over."""
         loop = asyncio.get_running_loop()
         start_s = loop.time()
         if not self._closed:
@@ -238,13 +246,13 @@ class NatsConnection:
         return timeout_s - (loop.time() - start_s)
 
     def own(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
-        """Run `work` as a task of this connection, which is cancelled at close. If it crashes, the connection counts as
-        not connected.
+        """Run `work` as a task of this connection, which is cancelled at close. If the task crashes, the connection
+        counts as not connected.
         """
         return self._tasks.start(work, what)
 
     def attach(self, inbox: PullInbox) -> None:
-        """Tell these pulls when the connection is lost, back or closed, until `forget`."""
+        """Register pulls until `forget`. The connection calls their methods when it is lost, back or closed."""
         self._inboxes.add(inbox)
 
     def forget(self, inbox: PullInbox) -> None:
@@ -299,7 +307,7 @@ class NatsConnection:
         self._reconnect_handlers.reconnected()
 
     async def _on_closed(self) -> None:
-        if self._opened and not self._closed:  # else it is an attempt that failed, which `open` reports
+        if self._opened and not self._closed:  # `open` reports a failed attempt itself
             log.critical("%s: the connection is closed for good: %s", self.name, self._client.last_error)
             self._closed = True
             self._up.set()
@@ -307,12 +315,13 @@ class NatsConnection:
     # ---- messages and answers
 
     async def flush(self, timeout_s: float = 2.0) -> None:
-        # An echo instead of the client's own flush: one that times out there ends its reader (nats-py 2.16).
+        # Send an echo instead of the client's own flush: a flush that times out ends the client's reader (nats-py
+        # 2.16).
         await self.roundtrip(f"{self._answers.inbox}echo", b"", timeout_s)
 
     async def post(self, subject: str, data: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
-        """Send over the present connection. Without one it raises BrokerUnavailable: nothing is kept for a later one,
-        when it may no longer be true.
+        """Send over the present connection. Raises BrokerUnavailable if there is none: a message is not kept for a
+        later connection, because it may be out of date then.
         """
         if not self._live:
             raise BrokerUnavailable(f"{self.name}: no connection to the broker")
@@ -325,7 +334,7 @@ class NatsConnection:
             raise BrokerUnavailable(f"{self.name}: {error}") from error
 
     async def acknowledge(self, reply: str) -> None:
-        """Send an ack. Unlike other messages, it is kept while there is no connection: it is right whenever it
+        """Send an ack. Unlike other messages, an ack is kept while there is no connection: it stays correct whenever it
         arrives.
         """
         if self._closed:
@@ -338,7 +347,7 @@ class NatsConnection:
     async def roundtrip(
         self, subject: str, data: bytes, timeout_s: float, headers: dict[str, str] | None = None
     ) -> Any:
-        """Send with a reply subject and return the first message that comes back, which may be a status. Raises
+        """Send with a reply subject and return the first message that comes back, which may be a status message. Raises
         BrokerUnavailable.
         """
         if not self._live:
@@ -355,7 +364,7 @@ class NatsConnection:
 
 
 def _check_size(limit: int, data: bytes, headers: dict[str, str] | None) -> None:
-    # The server ends the connection of a client that sends more, so such a message must never get there.
+    # The server closes the connection of a client that sends a larger message, so the message is refused here.
     size = len(data)
     if headers is not None:
         size += 12 + sum(len(key) + len(value.encode()) + 4 for key, value in headers.items())

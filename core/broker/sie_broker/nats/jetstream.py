@@ -27,7 +27,8 @@ from sie_contracts.wire import messages
 from sie_contracts.wire.records import StreamRequest
 from sie_contracts.wire.topology import streams_subject
 
-# Of buckets, each with the bytes of a pull on the way: together far from what a server holds for one connection.
+# Reads of buckets at the same time. Each has the bytes of one pull in flight. Together they stay far below the bytes
+# that a server holds for one connection.
 _READS_AT_ONCE = 2
 _T = TypeVar("_T")
 
@@ -40,7 +41,9 @@ class JetStream(NatsBus):
         self.reading = asyncio.Semaphore(_READS_AT_ONCE)
 
     async def api(self, verb: str, body: object, kind: type[_T]) -> _T:
-        """One request to the JetStream API. Raises BrokerUnavailable, or the BrokerError of the error code."""
+        """Send one request to the JetStream API. Raises BrokerUnavailable, or the BrokerError that belongs to the error
+        code.
+        """
         answer = await self.roundtrip(f"$JS.API.{verb}", msgspec.json.encode(body), API_TIMEOUT_S)
         if is_no_responder(answer):
             raise BrokerUnavailable(f"{verb}: the broker has no JetStream")
@@ -53,7 +56,7 @@ class JetStream(NatsBus):
             raise BrokerError(f"{verb}: the broker's answer cannot be decoded: {error}") from error
 
     async def find(self, verb: str, body: object, kind: type[_T], *absent: int) -> _T | None:
-        """`api`, but None where the error code is one of `absent`."""
+        """Send a request as `api` does, but return None if the error code is one of `absent`."""
         try:
             return await self.api(verb, body, kind)
         except Refusal as refusal:
@@ -71,8 +74,9 @@ class JetStream(NatsBus):
         return state_of(info)
 
     async def create_stream(self, request: StreamRequest, config: dict[str, Any]) -> StreamInfo | None:
-        """The stream as it is, created now if it did not exist: by the owner of streams as it was asked for, else with
-        this `config`. Two callers at once get the same one. None if it was deleted meanwhile.
+        """Return the stream, created now if it did not exist. The owner of streams creates it from `request`. Without
+        an owner this process creates it from `config`. Two concurrent callers get the same stream. Returns None if the
+        stream was deleted meanwhile.
         """
         name = request.name
         info = await self.stream_info(name)
@@ -81,13 +85,14 @@ class JetStream(NatsBus):
                 info = await self.find(f"STREAM.CREATE.{name}", config, StreamInfo, STREAM_EXISTS)
             except NotPermitted as error:
                 raise BrokerUnavailable(
-                    f"{name} is not there, and the owner of streams, the config service, does not answer: {error}"
+                    f"{name} does not exist, and the owner of streams, the config service, does not answer: {error}"
                 ) from error
         return info or await self.stream_info(name)
 
     async def ask_owner(self, request: StreamRequest) -> bool:
-        """Have the owner of streams make or update one. False where nobody is the owner, or this user may not ask: a
-        broker without users, or with those of an older version, lets each process do it itself. Raises BrokerError.
+        """Ask the owner of streams to create or update a stream. Returns False if this process is the owner, if there
+        is no owner, or if this user may not ask: a broker without users, or with the users of an older version, lets
+        each process create streams. Raises BrokerError.
         """
         if self.owns_streams:
             return False
@@ -98,7 +103,7 @@ class JetStream(NatsBus):
         if is_no_responder(answer):
             return False
         if answer.data:
-            raise BrokerError(f"the owner of streams does not make {request.name}: {answer.data.decode()}")
+            raise BrokerError(f"the owner of streams does not create {request.name}: {answer.data.decode()}")
         return True
 
     async def delete_consumer(self, stream: str, name: str) -> bool:

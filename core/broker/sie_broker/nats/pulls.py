@@ -1,4 +1,6 @@
-"""Deliveries of a stream, and the pull requests for them: how many are open at each consumer, and which were lost."""
+"""Deliveries of a stream, and the pull requests for them. `NatsPulls` counts the open pulls of each consumer and finds
+lost pulls.
+"""
 
 from __future__ import annotations
 
@@ -18,28 +20,29 @@ from sie_broker.nats.transport import FIRST_RETRY_S, MAX_RETRY_S
 
 log = logging.getLogger("sie.broker")
 
-PULL_EXPIRES_S = 5.0  # at most
-# A holder that stops reads nothing and closes nothing, and its open pulls take deliveries until they expire: each waits
-# for the ack wait then. So a pull for several deliveries of work expires early. It expires before the ack wait (3 s at
-# least) in any case, so that no delivery comes to the stopped holder a second time. One for a single delivery may wait
-# longer: there is one for each quiet model.
+PULL_EXPIRES_S = 5.0  # longest life of a pull
+# A holder that hangs reads nothing and closes nothing. Its open pulls take deliveries until they expire, and each of
+# these deliveries then waits for the ack wait. So a pull for several deliveries of work expires early. It always
+# expires before the ack wait (at least 3 s), so that no message is delivered to the hanging holder twice. A pull for a
+# single delivery may last longer: each quiet model has one.
 WORK_EXPIRES_S = 1.0
-# Pulls expire at whole ticks, so that those of many consumers are renewed in one turn of the loop: 200 that each woke
-# it cost 1.5 % of a core, together 0.1 % (nats-server 2.15, 2 cores).
+# Pulls expire at whole ticks, so that one turn of the loop renews the pulls of many consumers. 200 pulls that each woke
+# the loop cost 1.5 % of a core; together they cost 0.1 % (nats-server 2.15, 2 cores).
 _TICK_S = 1.0
-# A server ends a connection that has 64 MiB unsent (its `max_pending`), so a pull for several deliveries is bounded by
-# bytes too. It must not be below the largest message with its subjects, which the server counts as well.
+# A server closes a connection that has 64 MiB unsent (its `max_pending`), so a pull for several deliveries also has a
+# limit in bytes. The limit must not be below the largest message with its subjects: the server counts these as well.
 PULL_BYTES = 4 << 20
 _SUBJECT_BYTES = 64 << 10
-_PULL_LATE_S = 1.0  # the broker answers an expired pull within milliseconds: a silent one is lost
-_LOG_EVERY_S = 10.0  # between log lines about consumers that a restarted broker does not have yet
-_SWEEP_S = 0.25  # between searches for late pulls: timers must not grow with the message rate
+# seconds after the expiry. The broker answers an expired pull within milliseconds, so a silent pull is lost.
+_PULL_LATE_S = 1.0
+_LOG_EVERY_S = 10.0  # seconds between log lines about consumers that a restarted broker does not have yet
+_SWEEP_S = 0.25  # seconds between searches for late pulls: the number of timers must not grow with the message rate
 
 
 def parse_reply(reply: str) -> list[str]:
-    """Consumer, deliveries, sequence, consumer sequence, time and pending of
-    `$JS.ACK[.domain.account].stream.consumer.…`, which has 9 or from 11 tokens. Raises ValueError for what is no ack
-    subject.
+    """Return consumer, deliveries, sequence, consumer sequence, time and pending of
+    `$JS.ACK[.domain.account].stream.consumer.…`, which has 9 tokens or at least 11. Raises ValueError for a subject
+    that is no ack subject.
     """
     tokens = reply.split(".")
     at = 3 if len(tokens) == 9 else 5
@@ -49,7 +52,7 @@ def parse_reply(reply: str) -> list[str]:
 
 
 class NatsDelivery:
-    """A leased message. Its facts are read from the ack subject."""
+    """A leased message. Its sequence, time and counts are parsed from the ack subject."""
 
     __slots__ = (
         "_connection",
@@ -66,7 +69,7 @@ class NatsDelivery:
     )
 
     def __init__(self, connection: NatsConnection, message: Any) -> None:
-        """Raises ValueError for a message that no consumer sent."""
+        """Parse a message. Raises ValueError for a message that no consumer sent."""
         self.consumer, *numbers = parse_reply(message.reply)
         self.delivered, self.sequence, self.consumer_sequence, sent_ns, self.pending = map(int, numbers)
         self.sent_s = sent_ns / 1e9
@@ -92,9 +95,9 @@ class NatsDelivery:
 class _PullCredit:
     """The open pulls of one consumer.
 
-    `issued` counts every delivery that was ever asked for. `settled` counts those that came or that the broker gave
-    back. The difference may still come. The broker fills several pulls of a consumer in turns, so a delivery cannot be
-    assigned to one of them; the sums are exact.
+    `issued` counts every delivery that was ever requested. `settled` counts the deliveries that came or that the broker
+    gave back. The difference may still come. The broker fills several pulls of a consumer in turns, so a delivery
+    cannot be assigned to one of them; the sums are exact.
     """
 
     __slots__ = ("consumer", "index", "issued", "retry", "retry_s", "settled", "single", "wanted", "written_off")
@@ -105,10 +108,9 @@ class _PullCredit:
         self.wanted = 0
         self.issued = 0
         self.settled = 0
-        self.single = (
-            False  # the next message is above the bytes of a pull, but a pull for one message has no such bound
-        )
-        self.written_off = 0  # statuses of pulls issued up to here are ignored: they were written off
+        # True: the next message exceeds the byte limit of a pull. A pull for one message has no byte limit.
+        self.single = False
+        self.written_off = 0  # value of `issued` up to which the pulls were written off: their statuses are ignored
         self.retry: asyncio.TimerHandle | None = None
         self.retry_s = 0.0
 
@@ -130,11 +132,11 @@ def _expiry(now_s: float, longest_s: float) -> float:
 
 
 class NatsPulls:
-    """The open pulls of one connection on the consumers of a stream. One task issues them; one timer looks for pulls
+    """The open pulls of one connection on the consumers of a stream. One task issues pulls. One timer looks for pulls
     that the broker did not end.
 
     `on_break` is called when deliveries may have been lost on the way or a consumer is gone. A queue needs no such
-    call, since the ack wait covers it; a watch does.
+    call, because the ack wait covers lost deliveries. A watch needs it.
     """
 
     def __init__(
@@ -146,7 +148,7 @@ class NatsPulls:
         on_break: Callable[[], None] | None = None,
         expires_s: float = PULL_EXPIRES_S,
     ) -> None:
-        """`expires_s`: of pulls for more than one delivery."""
+        """Start the task that issues pulls. `expires_s` applies to pulls for more than one delivery."""
         self._bus = bus
         self._expires_s = expires_s
         self._client = client
@@ -196,7 +198,7 @@ class NatsPulls:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def abandon(self) -> None:
-        """Forget everything, and send nothing to the broker."""
+        """Discard all pulls, and send nothing to the broker."""
         self._stopping = True
         for entry in self._credits.values():
             if entry.retry is not None:
@@ -208,14 +210,15 @@ class NatsPulls:
         self._bus.forget(self)
 
     async def retire(self) -> None:
-        """Leave the inbox: deliveries for it may be lost from now on. What has arrived on it is handled before this
-        returns.
+        """Leave the inbox: deliveries to it may be lost from now on. Messages that have arrived on it are handled
+        before this returns.
         """
         subscription, self._subscription = self._subscription, None
         if subscription is not None:
             for _ in range(10):
                 if subscription.pending_msgs:
-                    await asyncio.sleep(0)  # the handler does not block: one turn of the loop handles what has arrived
+                    # the handler does not block: one turn of the loop handles the messages that have arrived
+                    await asyncio.sleep(0)
             try:
                 await subscription.unsubscribe()
             except NatsError as error:
@@ -241,8 +244,8 @@ class NatsPulls:
             self._by_index.pop(entry.index, None)
 
     def _renew(self, entry: _PullCredit) -> None:
-        # The many small pulls that top-ups leave become one again. Renewed each for itself, those of 200 consumers with
-        # a credit of 16 cost 5 % of an idle core.
+        # Top-ups leave many small pulls, which become one pull again here. With 200 consumers and a credit of 16,
+        # separate renewals of the small pulls cost 5 % of an idle core.
         if entry.open * 2 < entry.wanted or not entry.open:
             self._consider(entry)
 
@@ -278,7 +281,7 @@ class NatsPulls:
             if missing <= 0 or entry.retry is not None:
                 continue
             if self._stopping or self._subscription is not subscription:
-                return  # retired meanwhile: everything is asked for again on the next inbox
+                return  # the inbox was retired meanwhile: all missing deliveries are requested again on the next inbox
             if entry.single:
                 missing, entry.single = 1, False
             entry.issued += missing
@@ -304,7 +307,7 @@ class NatsPulls:
             self._watchdog = asyncio.get_running_loop().call_at(deadline_s, self._sweep)
 
     def _sweep(self) -> None:
-        """Ask again for deliveries that a pull past its expiry neither brought nor gave back."""
+        """Request again the deliveries that an expired pull neither brought nor gave back."""
         loop = asyncio.get_running_loop()
         self._watchdog = None
         ages = self._ages
@@ -345,8 +348,9 @@ class NatsPulls:
             log.exception("pulls on %s: the handler failed", self._stream)
 
     def _ended(self, token: str, headers: dict[str, str]) -> None:
-        """A pull ended: 408 expired, 404 no messages, 409 the consumer is gone or moves, or the pull's bytes are used
-        up, 503 nobody serves it. 100 is a heartbeat.
+        """Handle the status of a pull that ended. 408: the pull expired. 404: there are no messages. 409: the consumer
+        is gone or moves, or the byte limit of the pull is used up. 503: no server has the consumer. 100 is a heartbeat
+        and ends no pull.
         """
         parts = token.split("_")
         status = headers.get("Status", "")
@@ -357,13 +361,13 @@ class NatsPulls:
         if entry is None or issued <= entry.written_off:
             return
         reason = headers.get("Description", "").strip()
-        if reason == "Batch Completed":  # said of a pull with a bound in bytes only
+        if reason == "Batch Completed":  # only a pull with a byte limit gets this status, after its last delivery
             return
         left = headers.get("Nats-Pending-Messages")
         if left is not None:
             entry.settle(int(left))
         elif status == "409" and ("Deleted" in reason or "Leadership" in reason):
-            # every pull of the consumer ended, and no status says how many deliveries were left
+            # every pull of the consumer ended, and the status does not say how many deliveries were left
             entry.write_off(issued)
         else:
             entry.settle(requested)
