@@ -22,7 +22,6 @@ import pytest
 from consumer_race import LANE, Outcome, item, race, work_queue
 from inprocess import until
 from nats_server import NatsServer
-from sie_gateway.inference.inbox import ResultInbox
 from tcp_proxy import TcpProxy
 
 from sie_broker import Broker, BrokerError, BrokerUnavailable, Delivery, Entry, Write
@@ -30,6 +29,7 @@ from sie_broker.nats import connect
 from sie_contracts.errors import ErrorInfo, QueueUnavailable
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.messages import Failed, WorkResult
+from sie_gateway.inference.results import ResultInbox
 from sie_gateway.metrics import Metrics
 from sie_gateway.streams import publish as gateway_queue
 from sie_gateway.streams.publish import WorkQueue
