@@ -90,7 +90,7 @@ class Inference:
     @property
     def catalogue(self) -> Catalogue:
         """The catalogue of models. Raises NotReady before it is loaded."""
-        if not self._feed.loaded:
+        if not self._feed.first.is_set():
             raise NotReady("the catalogue is not loaded yet")
         return self._feed.catalogue
 

@@ -11,42 +11,24 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 from sie_contracts.errors import InvalidInput, UnsupportedMediaType
-from sie_runtime.http.asgi import App, Receive, Scope, Send, headers_of
+from sie_runtime.http.asgi import Receive, Scope, Send, headers_of
 
 GZIP_OVER = 4096  # bytes: the headers of a short reply are as long as what it would save
 INLINE_BYTES = 64 << 10  # which take some 2 ms; what is larger is done beside the event loop
 PIECE_BYTES = 1 << 20
 MAX_MEMBERS = 1 << 14  # of one body: each costs some 10 us, also without content
 LEVEL = 1
-INCOMPRESSIBLE = "sie.incompressible"  # of a scope: its reply is numbers, which cost more time than they save
 _GZIP = 16 + zlib.MAX_WBITS
 _HEAD = b"\x1f\x8b"  # with which each member begins (RFC 1952)
 _BODILESS = frozenset({"GET", "HEAD", "OPTIONS"})
-_UNSPECIFIC = frozenset({"", "text/plain", "application/octet-stream", "application/x-www-form-urlencoded"})
 _TEXTUAL = ("json", "yaml", "xml", "javascript", "openmetrics-text")
 
 
 # requests
-
-
-def check_type(headers: Mapping[str, str], media: Sequence[str]) -> None:
-    """Raises UnsupportedMediaType for a Content-Type that names another format than `media`.
-
-    What clients send who name none passes, such as the type of forms, which is curl's for every body.
-    """
-    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind in _UNSPECIFIC:
-        return
-    formats = {name.rpartition("/")[2].removeprefix("x-") for name in media}
-    # application/x-msgpack, application/vnd.api+json
-    if kind.rpartition("/")[2].rpartition("+")[2].removeprefix("x-").removeprefix("vnd.") not in formats:
-        raise UnsupportedMediaType(
-            f"Content-Type: expected {' or '.join(media)}", reason="content_type", param="Content-Type"
-        )
 
 
 def decoded(method: str, headers: Mapping[str, str], receive: Receive) -> Receive:
@@ -135,21 +117,10 @@ def accepts_gzip(accepted: str) -> bool:
     return 0.0 < weights.get("gzip", weights.get("*", 0.0)) <= 1.0
 
 
-class Compressed:
-    """`app`, with its replies gzipped where their clients accept that and it pays."""
-
-    def __init__(self, app: App) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        if scope["type"] == "http":
-            send = _CompressedReply(scope, send).send
-        await self._app(scope, receive, send)
-
-
-class _CompressedReply:
-    """One reply. Its head waits for the first piece of its body, which says how long it is."""
+class CompressedReply:
+    """One reply, gzipped where its client accepts that and it pays. Its head waits for the first piece of its body,
+    which says how long it is.
+    """
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self._scope = scope
@@ -161,7 +132,7 @@ class _CompressedReply:
         """Send a message of the application."""
         if message["type"] == "http.response.start":
             headers = dict(message.get("headers", ()))
-            if _is_text(headers.get(b"content-type", b"")) and not self._scope.get(INCOMPRESSIBLE):
+            if _is_text(headers.get(b"content-type", b"")):
                 self._start = {**message, "headers": _varying(message["headers"])}
                 return
         elif message["type"] == "http.response.body":

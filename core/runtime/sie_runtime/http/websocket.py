@@ -21,22 +21,31 @@ from typing import Any
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from sie_contracts.errors import ResourceExhausted
-from sie_runtime.http.asgi import Receive, Scope, Send
+from sie_runtime.http.asgi import REQUEST_ID, Receive, Scope, Send, common_headers, uuid7
 
 PATIENCE_S = 10.0
+_HANDSHAKES = frozenset({"websocket.accept", "websocket.http.response.start"})
 GOING_AWAY, TRY_AGAIN_LATER = 1001, 1013  # RFC 6455, and IANA's registry of close codes
 _logger = logging.getLogger("sie.websocket")
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
-    """uvicorn's, with two differences: a server that ends says so (close code 1001), and an application can disconnect
-    a client.
+    """uvicorn's, with three differences: a server that ends says so (close code 1001), an application can disconnect
+    a client, and a handshake is answered with the headers that every reply has.
     """
+
+    scope: Any
 
     async def run_asgi(self) -> None:
         extensions: dict[str, Any] = self.scope["extensions"]
         extensions["abort"] = self.transport.abort
+        self.scope[REQUEST_ID] = uuid7()
         await super().run_asgi()
+
+    async def send(self, message: Any) -> None:
+        if message["type"] in _HANDSHAKES:
+            message = {**message, "headers": common_headers(self.scope, message.get("headers", ()))}
+        await super().send(message)
 
     def shutdown(self) -> None:
         if not self.handshake_complete or self.close_sent:
