@@ -21,6 +21,7 @@ A gateway's own figures count as it announced them, so that equal figures stand 
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import heapq
 import logging
@@ -62,6 +63,12 @@ def mean_cost(traffic: list[LaneTraffic]) -> float:
     """Tokens of a message; 0.0 where nobody has sent one lately."""
     count = sum(flow.messages for flow in traffic)
     return sum(flow.tokens for flow in traffic) / count if count else 0.0
+
+
+@functools.lru_cache(1024)
+def _flow_name(lane: Lane, priority: Priority) -> str:
+    """Name of a lane and priority in an announcement."""
+    return f"{lane}.{priority}"
 
 
 class _LaneFlow:
@@ -154,11 +161,13 @@ class Peers:
         self._flows = {key: flow for key, flow in self._flows.items() if flow.messages > _MIN_MESSAGES}
         waiting = self._waiting()
         traffic = {
-            f"{lane}.{priority}": LaneTraffic(flow.messages, flow.tokens, flow.rate, waiting.get((lane, priority), 0))
+            _flow_name(lane, priority): LaneTraffic(
+                flow.messages, flow.tokens, flow.rate, waiting.get((lane, priority), 0)
+            )
             for (lane, priority), flow in self._flows.items()
         }
         for (lane, priority), tokens in waiting.items():
-            traffic.setdefault(f"{lane}.{priority}", LaneTraffic(0.0, 0.0, 0.0, tokens))
+            traffic.setdefault(_flow_name(lane, priority), LaneTraffic(0.0, 0.0, 0.0, tokens))
         self._answers.append((self._answered, seconds))
         self._answered = 0
         while len(self._answers) > 1 and sum(took_s for _, took_s in self._answers) > QPS_S:
@@ -201,7 +210,7 @@ class Peers:
 
     def traffic(self, lane: Lane, priority: Priority) -> list[LaneTraffic]:
         """Traffic of a lane and priority, as each live gateway announced it."""
-        name = f"{lane}.{priority}"
+        name = _flow_name(lane, priority)
         return [flow for beat in self._live() if (flow := beat.traffic.get(name)) is not None]
 
 
