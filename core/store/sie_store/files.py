@@ -41,7 +41,7 @@ class FileObjects:
         import obstore
 
         async def checked() -> AsyncIterator[bytes]:
-            left = PARTS_AT_ONCE * PART_BYTES  # bytes to claim: no more are in memory and not yet on the disk
+            left = PARTS_AT_ONCE * PART_BYTES  # bytes still to claim: an upload has at most this many in memory
             with object_stores.room(self._store, reserves=object_stores.FILES) as claim:
                 async for piece in pieces:
                     claim(min(len(piece), left))

@@ -275,7 +275,7 @@ class _JsonSample(NamedTuple):
         names_of_columns: dict[str, None] = {}
         most = 0
         for line in lines[:SAMPLE_ROWS]:
-            with contextlib.suppress(ValueError, RecursionError):  # only this row fails, later
+            with contextlib.suppress(ValueError, RecursionError):  # an invalid row fails later, by itself
                 row = sizes.columns_of(line)
                 names_of_columns |= dict.fromkeys(row)
                 most = max(most, sum(sizes.values_of(row[name]) for name in names if name in row))

@@ -194,7 +194,7 @@ def _image(value: Any, column: str) -> bytes:
                 if data := base64.b64decode(rest, validate=True):
                     return data
             except (binascii.Error, ValueError):
-                pass  # raised below
+                pass  # ColumnFault is raised below
     raise ColumnFault(f"column {column!r} has no image file: expected bytes, a map with bytes, or base64")
 
 

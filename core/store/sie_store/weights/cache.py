@@ -47,7 +47,7 @@ from sie_store.weights.selection import LORA_FILES, Wanted, common
 _logger = logging.getLogger("sie.store")
 
 POLL_S = 0.2
-STALLED_S = 180.0  # without progress: then a fetch by another process has failed, since its own time-outs are shorter
+STALLED_S = 180.0  # time without progress after which another process's fetch has failed: its time-outs are shorter
 REMOVAL_S = 60.0
 FULL = (errno.ENOSPC, errno.EDQUOT)
 REMOVED = ".removed"
@@ -279,7 +279,7 @@ class LocalCache:
                 path.parents[1].name.removeprefix("models--").replace("--", "/"),
                 path.name.removesuffix(REMOVED),
             )
-            with contextlib.suppress(ManifestError, FileNotFoundError):  # not of SIE, or moved meanwhile
+            with contextlib.suppress(ManifestError, FileNotFoundError):  # the folder is not SIE's, or was moved
                 check_names(repository, revision)
                 if not self._is_used(repository, revision):
                     used_s = self.used_s(repository, revision)

@@ -94,7 +94,7 @@ def make_room(cache: LocalCache, threshold_percent: float | None, probe: Probe, 
             used, free = probe(cache.folder)
             return 100 * (used + needed) > threshold_percent * (used + free) or needed + SPARE_BYTES > free
 
-        _remove_while(is_above, cache, going, f"with the fetched bytes the disk would be above {threshold_percent:g} %")
+        _remove_while(is_above, cache, going, f"with the new files the disk would be above {threshold_percent:g} %")
         if is_above():
             _logger.warning(
                 "the disk of %s stays above %g %%: nothing else there may be removed", cache.folder, threshold_percent

@@ -33,8 +33,8 @@ Piece = bytes | bytearray
 
 FILES_AT_ONCE = 8
 PIECE_BYTES = 1 << 18
-MIN_BYTES = 1 << 14  # that an answer must bring in `stall_s`; if it does, the count of tries begins again
-MAX_WAITING_BYTES = 1 << 20  # of one file that may wait while earlier bytes are being written
+MIN_BYTES = 1 << 14  # bytes that an answer must bring in `stall_s`; as many bytes reset the count of tries
+MAX_WAITING_BYTES = 1 << 20  # bytes of one file that may wait while earlier bytes are being written
 ROUNDS = 2  # a file with a wrong digest is read once more from its start: its part on the disk may be damaged
 
 
