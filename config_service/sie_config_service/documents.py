@@ -99,14 +99,14 @@ def _check_nodes(root: yaml.Node) -> None:
     while waiting:
         node = waiting.pop()
         if id(node) in visited:
-            raise invalid("$", "an alias: expected its value written out", node.start_mark.line + 1)
+            raise invalid("$", "a YAML alias: expected the value itself", node.start_mark.line + 1)
         visited.add(id(node))
         if isinstance(node, yaml.MappingNode):
             names: set[str] = set()
             for key, value in node.value:
                 if not isinstance(key, yaml.ScalarNode) or key.value in names:
                     got = f"{key.value[:60]!r} twice" if isinstance(key, yaml.ScalarNode) else "a list or a map"
-                    raise invalid("$", f"keys: expected each once and a text, got {got}", key.start_mark.line + 1)
+                    raise invalid("$", f"keys: expected texts, each only once, got {got}", key.start_mark.line + 1)
                 names.add(key.value)
                 waiting.append(value)
         elif isinstance(node, yaml.SequenceNode):
@@ -154,7 +154,9 @@ def _parsed(raw: Any, document: ParsedDocument, parse: Callable[[Any], T], kind:
 
 
 def _value_at(value: Any, path: str, message: str) -> str:
-    """End of a message about a wrong type: the text or number that stands at the path."""
+    """Return the end of a message about a wrong type: the text or number that stands at the path; empty for other
+    messages.
+    """
     if not _GOT.search(message):
         return ""
     while path:

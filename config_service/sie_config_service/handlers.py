@@ -190,7 +190,7 @@ async def _write(
     profiles: Collection[str] | None = None,
     warnings: tuple[str, ...] = (),
 ) -> Response:
-    """Do one write and answer it."""
+    """Do one write and reply to it."""
     dry_run, force = _flags(request, "dry_run", "force")
     answered = await service.require_writer().write(
         WriteRequest(
@@ -247,7 +247,7 @@ def _if_match(request: Request) -> int | None:
     header = request.headers.get("if-match")
     if header is None:
         return None
-    # a proxy that compresses makes an ETag a weak one
+    # a proxy that compresses a reply makes its ETag weak
     text = header.strip().removeprefix("W/").removeprefix('"').removesuffix('"')
     if not (text.isascii() and text.isdigit() and len(text) < 19):
         message = f"If-Match: expected the number of a revision, as the ETag of the model gives it, got {header[:60]!r}"

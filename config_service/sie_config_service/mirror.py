@@ -270,8 +270,8 @@ class Mirror:
         )
 
     async def _since(self, last: int) -> list[Entry]:
-        """Read the writes since the last read, up to revision `last` at least, or those that the bucket still has.
-        Raises BrokerUnavailable.
+        """Read the writes since the last read, at least up to revision `last`. If the bucket has lost that write,
+        return the writes that it still has. Raises BrokerUnavailable.
         """
         entries: list[Entry] = []
         for _ in range(int(BEHIND_S / _PAUSE_S)):

@@ -46,9 +46,7 @@ def warn_of_others(folders: Folders, read: CatalogueSnapshot) -> None:
             and stored.entry != normalised(packaged[0])
         ):
             does = "removed" if stored.entry is None else "written"
-            _logger.warning(
-                "%s is not applied: %s was %s over the API, which keeps it; change it there", path, model, does
-            )
+            _logger.warning("%s is not applied: %s was %s over the API; change it over the API", path, model, does)
 
 
 def log_broken(read: CatalogueSnapshot, index: AliasIndex, done: Iterable[CatalogueChange]) -> None:
@@ -56,7 +54,7 @@ def log_broken(read: CatalogueSnapshot, index: AliasIndex, done: Iterable[Catalo
     that was written over the API.
     """
     for alias, why in broken_by(read, index, (change.model for change in done)).items():
-        _logger.error("the alias %s does not hold with the models as the folder has them: %s", alias, why)
+        _logger.error("the alias %s is not valid with the models of the folder: %s", alias, why)
 
 
 @dataclass

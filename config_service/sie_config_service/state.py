@@ -19,7 +19,7 @@ from sie_runtime.connection import because
 if TYPE_CHECKING:
     from sie_runtime.spans import Tracer
 
-WORKER_TIMEOUT_S = 15.0  # silence after which a worker no longer counts
+WORKER_TIMEOUT_S = 15.0  # time without a heartbeat after which a worker no longer counts
 
 
 class ConfigService:

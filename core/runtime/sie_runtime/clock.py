@@ -3,8 +3,8 @@
     8 requests for the time ──► the one with the shortest round trip ──► offset of our monotonic clock; half the round
     trip is its margin of error
 
-Method: Cristian, "Probabilistic clock synchronization" (1989). Our own wall clock is not used once the broker has
-answered.
+Method: Cristian, "Probabilistic clock synchronization" (1989). `now_s` does not use our own wall clock after the first
+answer of the broker.
 """
 
 from __future__ import annotations

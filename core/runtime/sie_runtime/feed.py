@@ -65,7 +65,7 @@ _epoch = msgspec.json.Decoder(ConfigEpoch)
 
 
 class ConfigUnavailable(Exception):
-    """The config service could not be reached, or did not answer with a catalogue that may replace the present one."""
+    """Error for a config service that cannot be reached, or whose answer may not replace the present catalogue."""
 
 
 class ConfigSource(Protocol):

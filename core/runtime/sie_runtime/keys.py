@@ -137,7 +137,7 @@ def bucket_of(broker: Store, replicas: int, name: str = topology.KEYS_BUCKET) ->
 
 
 class KeyBuckets:
-    """The bucket of keys and its copy, as commands read and write them."""
+    """The bucket of keys and its copy, for commands that read and write both."""
 
     def __init__(self, bucket: KeyValue, copy: KeyValue) -> None:
         self.bucket = bucket

@@ -30,7 +30,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # their additional s
 
 
 class Fold:
-    """Bounds the label sets of one metric."""
+    """Limits the number of label sets of one metric."""
 
     def __init__(self, metric: Metric) -> None:
         self._labels = metric.labels
@@ -62,7 +62,7 @@ class Fold:
         self._folded.clear()
 
     def forget(self, values: tuple[str, ...]) -> None:
-        """Forget this label set, to make room."""
+        """Forget one label set, to make room."""
         self._known.discard(values)
 
 

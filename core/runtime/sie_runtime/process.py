@@ -123,7 +123,7 @@ def configure_logging(*, json: bool) -> None:
     plain.converter = time.gmtime
     handler.setFormatter(_Json() if json else plain)
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    for noisy in ("httpx", "httpcore", "httpx2", "httpcore2", "uvicorn"):  # clients log every URL, signed ones too
+    for noisy in ("httpx", "httpcore", "httpx2", "httpcore2", "uvicorn"):  # HTTP clients log every URL, signed or not
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 

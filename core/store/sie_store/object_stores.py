@@ -275,7 +275,7 @@ def failure(error: Exception) -> StoreError:
     if _found(_OS_ERROR, text) in _FULL:
         return StoreFull("there is no room for it")
     if code == "InvalidRange" or status == "416":
-        return RangeMissing("the object is shorter than what was asked of it")
+        return RangeMissing("the object is shorter than the requested range")
     if (
         isinstance(error, PermissionDeniedError | UnauthenticatedError | PermissionError)
         or code in _REFUSED

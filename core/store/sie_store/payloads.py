@@ -34,7 +34,7 @@ class PayloadMissing(StoreError):
 
 
 class PayloadStore:
-    """Objects by the digest of their bytes. Every call ends within its `timeout_s`, or raises StoreError."""
+    """Store of payloads, by the digest of their bytes. Every call ends within its `timeout_s`, or raises StoreError."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store

@@ -80,7 +80,7 @@ class HostNames:
                 host = value
                 if not self.has(value):
                     raise PermissionDenied(
-                        "Host: not a name of this server; SIE_ALLOWED_HOSTS lists the names that it has beside its own",
+                        "Host: not a name of this server; SIE_ALLOWED_HOSTS lists its further names",
                         reason="host",
                         param="Host",
                     )
@@ -92,14 +92,14 @@ class HostNames:
             return
         if not all(self.is_own_page(origin, host) for origin in origins):
             raise PermissionDenied(
-                "Origin: a page of another origin may change and compute nothing here; SIE_CORS_ORIGINS lists the "
-                "origins whose pages may, SIE_ALLOWED_HOSTS the other names of this server",
+                "Origin: a page of another origin may not change or compute anything here; SIE_CORS_ORIGINS lists the "
+                "origins whose pages may, SIE_ALLOWED_HOSTS lists the further names of this server",
                 reason="origin",
                 param="Origin",
             )
         if not origins and site in _FOREIGN_SITES:
             raise PermissionDenied(
-                "Sec-Fetch-Site: a page of another site may change and compute nothing here", reason="origin"
+                "Sec-Fetch-Site: a page of another site may not change or compute anything here", reason="origin"
             )
 
 

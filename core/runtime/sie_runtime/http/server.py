@@ -144,7 +144,7 @@ class HttpServer:
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]), name=f"http:{self.port}")
 
     def leave(self) -> None:
-        """Mark each response from now on as the last of its connection. Nothing else changes."""
+        """Make each response from now on the last of its connection. Nothing else changes."""
         self._state.leave()
 
     async def hang_up(self) -> None:

@@ -46,7 +46,7 @@ _PATIENCE = RetryPolicy()
 
 @dataclass(frozen=True)
 class Broken:
-    """An object that cannot be planned."""
+    """An object that cannot be planned, with the error."""
 
     source: str
     error: ErrorInfo

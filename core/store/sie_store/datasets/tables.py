@@ -61,7 +61,7 @@ def inspect(data: bytes) -> About:
     metadata = parquet.read_metadata(pa.BufferReader(data))
     about = msgspec.json.decode((metadata.metadata or {}).get(KEY, b""), type=About)
     if metadata.num_rows != about.rows:
-        raise ValueError("the rows are not those of the metadata")
+        raise ValueError("the number of rows differs from that in the metadata")
     return about
 
 

@@ -1,11 +1,11 @@
 """The local cache: snapshots of weights on this node's disk, laid out as HF_HOME so that other programs find them too.
 
     hub/models--org--name/snapshots/COMMIT/     a snapshot: complete with a manifest, or as the hub's own client left it
-    hub/models--org--name/partial/COMMIT/       what a fetch has so far; the next fetch resumes there
+    hub/models--org--name/partial/COMMIT/       files of an unfinished fetch; the next fetch resumes there
     hub/.locks/models--org--name/COMMIT.fetch   exclusive lock of the one process of the node that fetches the snapshot;
                                                 it contains the progress
     hub/.locks/models--org--name/COMMIT.use     shared lock of processes that load, hold or fetch the snapshot;
-                                                exclusive lock of one that removes it. Its mtime: the last use
+                                                exclusive lock of a process that removes it. Its mtime is the last use
 
 A fetch fills the partial folder. The manifest is written last, and then the folder is renamed into place.
 """

@@ -182,7 +182,7 @@ def _no_room(
     )
     if threshold_percent is None:
         return FetchFailed("NETWORK", f"{needs}; make room there, or set SIE_DISK_CACHE_ENABLED=true")
-    return FetchFailed("NETWORK", f"{needs}, and what may be removed there is too little; make room there")
+    return FetchFailed("NETWORK", f"{needs}, and not enough files there may be removed; make room there")
 
 
 def _sole_removal(cache: LocalCache) -> Lock:

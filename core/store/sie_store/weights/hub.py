@@ -180,7 +180,7 @@ async def _answered(session: Any, url: str, *, method: str = "GET", start: int =
         async with session.stream(method, url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as response:
             hf_raise_for_status(response)
             if response.headers.get("Content-Encoding", "identity").lower() != "identity":
-                raise StoreError("the answer is compressed, which was not asked for")
+                raise StoreError("the answer is compressed, although compression was not requested")
             yield response
 
 
@@ -202,7 +202,7 @@ class _Hub:
 
     def damaged(self, file: RemoteFile) -> FetchFailed:
         return FetchFailed(
-            "NETWORK", f"{self.what}: {file.path} came twice without the digest that the hub names for it"
+            "NETWORK", f"{self.what}: {file.path} was received twice with another digest than the hub names"
         )
 
 

@@ -99,7 +99,9 @@ def decode(data: bytes) -> Manifest:
 
 
 def check_names(repository: str, revision: str) -> None:
-    """Raise ManifestError unless both can be part of a path: they may come from an entry, a bucket or an archive."""
+    """Raise ManifestError unless both names can be part of a path: they may come from an entry, a bucket or an
+    archive.
+    """
     is_long = len(repository) > MAX_REPOSITORY_CHARS
     if is_long or not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in repository:
         raise ManifestError(f"{repository[:200]!r} is not the name of a repository: expected organisation/name")

@@ -158,7 +158,7 @@ class Push:
             or await asyncio.to_thread(digest, path, self._progress.touch) != fact.sha256
         ):
             raise PushRefused(
-                f"{path} is not what the manifest beside it says: `sie weights verify --local` tells what else is wrong"
+                f"{path} is not what the manifest beside it says: `sie weights verify --local` lists all faults"
             )
         attributes = {DIGEST: fact.sha256}
         if fact.bytes <= MIN_PART_BYTES:

@@ -146,7 +146,7 @@ class WeightSources:
             except FetchFailed as error:
                 failed = error
                 looked.append(f"the cluster cache {self.cluster.url} (SIE_CLUSTER_CACHE): {error.message}")
-                # the next source may have it
+                # the next source may have the snapshot
                 _logger.warning("%s: the cluster cache %s: %s", what, self.cluster.url, error.message)
         unverified = self.cache.place(weights.hub, revision)
         unfit = self.cache.flaw(weights.hub, revision)
@@ -288,7 +288,7 @@ class WeightSources:
             except FetchFailed as error:
                 failed = error
                 why = error.error_class if private else error.message
-                # the next source may have it
+                # the next source may have the snapshot
                 _logger.warning("%s: the cluster cache %s: %s", what, self.cluster.url, why)
         unverified = self.cache.place(repository, commit)
         fits = _has_lora(unverified) and not self.cache.flaw(repository, commit)
