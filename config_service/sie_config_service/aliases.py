@@ -1,6 +1,6 @@
 """Guard of aliases and models: no write may break an alias that is valid now.
 
-    a write of an alias ──► its targets exist and are alike ──► stored together with its row of the index
+    a write of an alias ──► its targets exist and are compatible ──► stored together with its row of the index
     a write of a model  ──► does the index name it? ──► would those aliases stay valid? ──► else 409, unless forced
 
 The index is one key of the bucket, with the targets of each alias. A write of an alias, a write of a model that an
@@ -142,8 +142,8 @@ def _those(read: CatalogueSnapshot, names: Iterable[str]) -> Catalogue:
 
 
 def _entry_of(entry: dict[str, Any] | None) -> ModelEntry | Alias | None:
-    """Parse a stored document. Returns None if there is none, or if it is not valid any more, since an older schema
-    permitted it: a write replaces such a document.
+    """Parse a stored document. Returns None if there is no document, or if it is not valid any more because an older
+    schema permitted it. A later write replaces an invalid document.
     """
     try:
         return None if entry is None else parse_document(entry)

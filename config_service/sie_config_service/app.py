@@ -131,7 +131,7 @@ def _answer_to(error: Exception, request_id: str) -> Response:
     if error.retryable:
         headers["Retry-After"] = str(max(1, error.retry_after_s))
     if error.reason == "content_encoding":
-        headers["Accept-Encoding"] = "gzip"  # RFC 7694
+        headers["Accept-Encoding"] = "gzip"  # as RFC 7694 says
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     status, body = configs.config_shape(error, request_id, None)

@@ -127,8 +127,8 @@ def invalid(loc: str, message: str, line: int | None = None) -> ValidationFailed
 
 
 def checked(raw: Any, document: ParsedDocument) -> ModelEntry | Alias:
-    """Return the entry in `raw`, which is all or a part of `document` or was merged with it. Raises
-    ValidationFailed.
+    """Return the entry in `raw`: the value of `document`, a part of it, or its merge into a stored entry. `document`
+    gives the line of a fault. Raises ValidationFailed.
     """
     entry = _parsed(raw, document, parse_document, Alias if is_alias(raw) else ModelEntry)
     revision = entry.weights.revision if isinstance(entry, ModelEntry) and entry.weights.hub else ""

@@ -43,8 +43,8 @@ _Record = TypeVar("_Record")
 
 
 class StoredModel(msgspec.Struct, frozen=True):
-    """One revision of a model. `entry` is None for a removal. `source`: packaged, overlay or api; seeding changes only
-    models of the first two.
+    """Revision of a model. `entry` is None for a removal. `source`: packaged, overlay or api; seeding changes only
+    models of the first two sources.
     """
 
     entry: dict[str, Any] | None
@@ -89,8 +89,8 @@ _bundle = msgspec.json.Decoder(BundleEntry)
 
 @dataclass(frozen=True)
 class CatalogueSnapshot:
-    """All models at one epoch, also removed ones. `concerned`: the number of the last known write that concerned each
-    bundle. `unknown`: any write up to this number may have concerned any bundle.
+    """Models of the catalogue at one epoch, also removed ones. `concerned`: the number of the last known write that
+    concerned each bundle. `unknown`: any write up to this number may have concerned any bundle.
     """
 
     epoch: str = ""
@@ -151,7 +151,7 @@ def bundles_of(bundles: Mapping[str, BundleEntry], entry: Mapping[str, Any]) -> 
 
 def concerns(bundles: Mapping[str, BundleEntry], *entries: dict[str, Any] | None) -> set[str]:
     """Return the bundles that a change concerns: those that could serve the model before or can serve it now. If there
-    is none, the default bundle is returned, because gateways must hear of each change.
+    is none, the default bundle is returned, so that gateways get a delta for each change.
     """
     return {bundle for entry in entries if entry is not None for bundle in bundles_of(bundles, entry)} or {DEFAULT}
 
@@ -212,8 +212,8 @@ class Mirror:
             return self._now
 
     async def invalidate(self) -> None:
-        """Have the next read begin anew: the connection to the broker was lost, and the broker may now have an older
-        copy.
+        """Make the next read begin from the start: the connection to the broker was lost, and the broker may now have
+        an older copy.
         """
         async with self._lock:
             if self._now.epoch:

@@ -57,7 +57,7 @@ class Folders:
 
 
 class Overlay:
-    """SIE_MODELS_DIR. The document of a file is cached until the file changes."""
+    """The folder or bucket of SIE_MODELS_DIR. The document of a file is cached until the file changes."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

@@ -130,7 +130,7 @@ class Reload:
             _logger.info("%s was changed: %s", self.overlay.name, outcome)
 
     async def _check_files(self, folders: Folders) -> None:
-        """Raise ValidationFailed for an entry that no worker could load: the former entry goes on serving."""
+        """Raise ValidationFailed for an entry that no worker could load: workers then keep the former entry."""
         if self.check is None:
             return
         for change in await self.store.to_seed(folders.models):
@@ -143,7 +143,7 @@ class Reload:
                     ) from None
 
     async def _read_back(self, folders: Folders, done: list[CatalogueChange]) -> None:
-        """Read the changes from the broker, and log what it has now."""
+        """Read the changed models from the broker, and log their present revisions."""
         read = await self.store.snapshot()
         for change in done:
             held = read.held[change.model]

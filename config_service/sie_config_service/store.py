@@ -70,7 +70,7 @@ _logger = logging.getLogger("sie.config")
 
 @dataclass(frozen=True)
 class CatalogueChange:
-    """One write of a model: the new entry, or None for a removal. `held` is the stored model that it replaces."""
+    """Write of a model: the new entry, or None for a removal. `held` is the stored model that it replaces."""
 
     model: str
     held: HeldModel
@@ -165,8 +165,8 @@ class CatalogueStore:
         return self._mirror.last
 
     async def reconnected(self) -> None:
-        """Have the next read begin anew: the connection to the broker was lost, and the broker may now have an older
-        copy, or nothing.
+        """Make the next read begin from the start: the connection to the broker was lost, and the broker may now have
+        an older copy, or nothing.
         """
         await self._mirror.invalidate()
 

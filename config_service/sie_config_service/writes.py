@@ -213,8 +213,8 @@ def profiles_of(entry: dict[str, Any] | None) -> dict[str, Any]:
 class Edits:
     """Operations that change the stored document of a model.
 
-    Every stored document has passed `checked`, has a bundle that serves it, and asks for no code and no path that is
-    not allowed.
+    Every stored document has passed `checked` and has a bundle that serves it. It uses only code and paths that are
+    allowed.
     """
 
     def __init__(self, store: CatalogueStore, bundles: Mapping[str, BundleEntry], trust: Trust) -> None:
@@ -223,7 +223,7 @@ class Edits:
         self._trust = trust
 
     def entry(self, raw: Any, document: ParsedDocument) -> dict[str, Any]:
-        """Return a checked document as it is stored. Raises ValidationFailed, PermissionDenied."""
+        """Check a document and return it in its stored form. Raises ValidationFailed, PermissionDenied."""
         return normalised(self._allowed(self._routable(checked(raw, document), document)))
 
     def _allowed(self, entry: ModelEntry | Alias) -> ModelEntry | Alias:

@@ -22,7 +22,7 @@ from sie_runtime.process import Trouble
 
 SAMPLES = 8
 EVERY_S = 30.0
-RETRY_S = 1.0  # between attempts until the first measurement has succeeded
+RETRY_S = 1.0  # seconds between attempts until the first measurement has succeeded
 _logger = logging.getLogger("sie.clock")
 
 

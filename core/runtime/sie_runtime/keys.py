@@ -31,7 +31,7 @@ from sie_contracts.wire import topology
 from sie_runtime.process import Stop, Trouble
 
 TOKEN_BYTES = 32
-CHECK_S = 5.0  # between two checks whether a bucket was deleted or made again
+CHECK_S = 5.0  # seconds between two checks whether a bucket was deleted or made again
 RETRY_S = 0.5
 MAX_NAMED = 10  # keys that one log line names at most
 _logger = logging.getLogger("sie.keys")
@@ -231,7 +231,7 @@ class Keys:
                 # the bucket alone is enough, its copy is not needed
                 self.loaded = self.loaded or not troubles[0].lasting
                 lost = self.lost()
-                if {key.id for key in lost} & before:  # in two checks in a row, because the two watches are not in step
+                if {key.id for key in lost} & before:  # lost in two checks in a row: the two watches are not in step
                     damage.met(damage_of(lost))
                 elif not lost:
                     damage.passed()

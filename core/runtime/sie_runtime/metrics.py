@@ -22,7 +22,7 @@ from sie_runtime.metrics_table import FOLDED, OTHER, TABLE, Kind, Metric, Proces
 Labels = TypeVar("Labels", bound=tuple[str, ...])
 Child = TypeVar("Child", Counter, Gauge, Histogram)
 
-TURN_S = 60.0  # between two rankings of the busiest names
+TURN_S = 60.0  # seconds between two rankings of the busiest names
 HALF_LIFE_S = 600.0
 KEEPS = 2
 _FORGOTTEN = 0.01

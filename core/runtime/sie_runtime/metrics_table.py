@@ -71,8 +71,8 @@ _BELOW = (
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric. `name` is without the `_total` that a counter is exported with. `buckets` are the upper bounds of a
-    histogram without the infinite one.
+    """Row of the table: a metric. `name` is without the `_total` that a counter is exported with. `buckets` are the
+    upper bounds of a histogram without the infinite one.
     """
 
     name: str

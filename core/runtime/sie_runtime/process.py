@@ -82,8 +82,8 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class _Plain(logging.Formatter):
-    """A log line for people. The model, the request id and the trace id are printed after the message, if they are
-    known.
+    """Formatter of log lines for people. The model, the request id and the trace id are printed after the message, if
+    they are known.
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:
@@ -95,8 +95,8 @@ class _Plain(logging.Formatter):
 
 
 class _Json(_Plain):
-    """One JSON object per line, with the documented keys and no others. Values come from `extra={...}` of the logging
-    call.
+    """Formatter of log lines as JSON objects, one per line, with the documented keys and no others. Values come from
+    `extra={...}` of the logging call.
     """
 
     def format(self, record: logging.LogRecord) -> str:

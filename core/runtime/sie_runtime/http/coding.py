@@ -156,8 +156,8 @@ class Compressed:
 
 
 class _CompressedReply:
-    """One reply. Its head is held back until the first piece of its body arrives, because the length of the piece is
-    needed to decide about gzip.
+    """Reply that may be compressed. Its head is held back until the first piece of its body arrives, because the length
+    of the piece is needed to decide about gzip.
     """
 
     def __init__(self, scope: Scope, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""One HTTP/1.1 connection: uvicorn's protocol, with limits on slow, unfinished and large requests.
+"""HTTP/1.1 connection: uvicorn's protocol, with limits on slow, unfinished and large requests.
 
     head ──► body ──► trailers, which are dropped
     answered before its body ended ──► the last response of the connection: it says so; then the server stops sending
@@ -34,11 +34,11 @@ MAX_HEAD_BYTES = 64 << 10  # bytes of a request line with its headers and traile
 HEAD_S = 10.0
 MIN_RATE = 4096  # bytes of a body per second
 RATE_S = 15.0  # period over which the rate of a body is measured
-SLICE_BYTES = 16 << 10  # bytes of a chunked body parsed at once: then a slice of a long chunk header has no body
+SLICE_BYTES = 16 << 10  # bytes of a chunked body parsed at once, so that a slice of a long chunk header has no body
 WRITE_S = 60.0
 LINGER_S = 5.0  # time for a client that still sends to read its response: a reset would discard it
 HALF_CLOSED_S = 1.0  # age of a request at which a test begins whether a half-closed client still reads
-MIN_ASK_S, MAX_ASK_S = 0.001, 1.0  # between checks for the result of this test
+MIN_ASK_S, MAX_ASK_S = 0.001, 1.0  # seconds between checks for the result of this test
 MAX_PIPELINED = 128  # requests that a client may send before earlier ones were answered
 _FRAMING = frozenset((b"connection", b"transfer-encoding", b"upgrade"))
 _NO_NAME = re.compile(rb"[^a-z0-9-]")

@@ -57,7 +57,7 @@ class Content(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """One method of one path. `endpoint` is its name in metrics and logs, `tag` its section of the document.
+    """A method of a path. `endpoint` is its name in metrics and logs, `tag` its section of the OpenAPI document.
 
     `reader`: SIE_CONFIG_READ_TOKEN is enough. `served`: False for a route that the config service serves and a gateway
     does not (405). `errors`: the shape of all its errors; None for a probe, whose refusal is one of `replies`. Each

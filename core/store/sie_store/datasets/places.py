@@ -25,7 +25,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
 
 @dataclass(frozen=True)
 class Place:
-    """One object of a store, or all objects below a folder.
+    """Object of a store, or all objects below a folder.
 
     `folder`: the key of the folder, empty or with a `/` at its end. `name`: the name of the object; empty for all
     objects below the folder. `label`: the name of the object in spans and ids, by default `name`. `digest`: the digest

@@ -103,7 +103,7 @@ def _as_json(values: list[Any]) -> pa.Array:
 
 
 def _fixed(matrix: Array, absent: Array | None = None) -> pa.Array:
-    """Build a column of lists of a fixed length from [rows, width]. `absent`: the rows that are null."""
+    """Build a column of lists of a fixed length from a matrix [rows, width]. `absent`: the rows that are null."""
     import pyarrow as pa
 
     flat = pa.array(np.ascontiguousarray(matrix).reshape(-1))

@@ -69,7 +69,7 @@ class Fetch(Protocol):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One complete snapshot of the cache, as `listed` found it. `used_s`: time of its last use, seconds since 1970."""
+    """Complete snapshot of the cache, as `listed` found it. `used_s`: time of its last use, seconds since 1970."""
 
     folder: Path
     manifest: Manifest
@@ -385,7 +385,7 @@ class LocalCache:
 
     def _publish(self, partial: Path, place: Path, manifest: Manifest) -> None:
         (partial / MANIFEST).unlink(missing_ok=True)
-        if place.exists():  # it may be in use: none of its files is removed
+        if place.exists():  # the snapshot may be in use: none of its files is removed
             for name in manifest.files:
                 source, target = partial / name, place / name
                 if source.exists() and not (target.exists() and os.path.samefile(source, target)):

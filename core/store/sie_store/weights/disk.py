@@ -26,7 +26,7 @@ from sie_store.weights.manifest import FetchFailed
 
 _logger = logging.getLogger("sie.store")
 _POLL_S = 0.2
-LOOK_S = 30.0  # between two checks of the disk while the process serves
+LOOK_S = 30.0  # seconds between two checks of the disk while the process serves
 SPARE_BYTES = 16 << 20  # a file system needs some bytes for itself
 
 
@@ -41,8 +41,8 @@ Probe = Callable[[Path], DiskUsage]
 
 
 def usage(folder: Path, limit_bytes: int | None = None) -> DiskUsage:
-    """Return the usage of the file system that has `folder`, or that will have it. With `limit_bytes`, the files below
-    `folder` are the used bytes, and they may have at most `limit_bytes`.
+    """Return the usage of the file system that has `folder`, or that will have it. With `limit_bytes`, only the files
+    below `folder` count as used, and they may have at most `limit_bytes`.
     """
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     disk = shutil.disk_usage(there)

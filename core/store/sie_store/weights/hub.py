@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 # One request asks for the rest of a file: the hub limits the number of requests, and redirects each to a signed URL.
 LIMITS = DownloadLimits(tries=3, part_bytes=0)
 LISTING_S = 30.0  # time limit for one listing
-MAX_LORA_BYTES = 4 << 30  # a client may name any LoRA: its files must not push the models off the disk
+MAX_LORA_BYTES = 4 << 30  # a client may name any LoRA: its files must not take the disk space of models
 
 
 class _Lfs(msgspec.Struct):

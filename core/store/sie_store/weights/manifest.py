@@ -47,14 +47,14 @@ class FetchFailed(Exception):
 
 
 class FileFact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One file: its size and its SHA-256 in lower-case hex."""
+    """Size in bytes and SHA-256 in lower-case hex of a file."""
 
     bytes: int
     sha256: str
 
 
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """All files of a snapshot, by their path below its folder, with `/`.
+    """Files of a snapshot, by their path below its folder, with `/`.
 
     `revision` is the commit. `left_out`: files of the repository that were not wanted when it was fetched; for a model
     that needs one of them the snapshot is not complete. `origin`: where this copy came from; another program made a

@@ -52,7 +52,7 @@ class Pushed:
 
 
 class Push:
-    """One push of the files of `manifest`, which are in `folder`."""
+    """Push of the files of `manifest`, which are in `folder`."""
 
     def __init__(self, bucket: WeightBucket, folder: Path, manifest: Manifest, progress: FetchProgress) -> None:
         self._bucket, self._folder, self._manifest, self._progress = bucket, folder, manifest, progress
