@@ -11,7 +11,7 @@ bucket.
 
 A token is 256 random bits that only its holder has. Nobody can guess it from its digest. The slow salted hashes that
 passwords need would cost milliseconds for each request and add no safety. While the broker cannot be reached, the last
-known keys stay valid.
+known keys stay valid. Every process judges the expiry of a key by the clock of the broker.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import functools
 import hashlib
 import hmac
 import logging
+import math
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -27,7 +28,9 @@ import msgspec
 
 from sie_broker import BrokerError, Entry, KeyValue, Store, Write
 from sie_broker.record import Record, RecordBucket
+from sie_contracts.errors import NotReady
 from sie_contracts.wire import topology
+from sie_runtime.clock import BrokerClock
 from sie_runtime.process import Stop, Trouble
 
 TOKEN_BYTES = 32
@@ -179,8 +182,9 @@ class Keys:
     valid. If both buckets are lost, their keys are lost too.
     """
 
-    def __init__(self, broker: Store, replicas: int) -> None:
+    def __init__(self, broker: Store, replicas: int, clock: BrokerClock) -> None:
         self.loaded = False
+        self._clock = clock
         self._by_id: dict[str, Key] = {}
         self._by_digest: dict[str, Key] = {}
         self._sides: tuple[dict[str, Key], dict[str, Key]] = ({}, {})  # records of the bucket, records of its copy
@@ -209,6 +213,14 @@ class Keys:
     def of_id(self, key_id: str) -> Key | None:
         """Return a key by its id, also a key that is not valid any more."""
         return self._by_id.get(key_id)
+
+    def ended(self, key: Key) -> str:
+        """Return why a key is not valid any more, by the clock of the broker; empty while it is valid. Raises NotReady
+        of one that expires while the broker's time is not known.
+        """
+        if key.expires_s and math.isinf(self._clock.margin_s):
+            raise NotReady("the time of the broker has not been read yet, by which keys expire")
+        return key.ended(self._clock.now_s())
 
     def lost(self) -> list[Key]:
         """Return the keys of the copy that the bucket lacks, or has without their revocation."""
