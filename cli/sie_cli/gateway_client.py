@@ -37,7 +37,7 @@ def gateway_client(cluster: Cluster, scopes: str, *, is_patient: bool = False) -
         ) as client:
             yield client
     except AuthenticationError as error:
-        refuse(printable(f"{error}: set SIE_AUTH_TOKEN to a token with {scopes}"))
+        refuse(printable(f"{error}: set SIE_API_KEY to a token with {scopes}"))
     except SIEConnectionError as error:
         refuse(f"no gateway answers at {public_url(url)}: {error}; {cluster.without_gateway()}")
     except ModelNotFoundError as error:

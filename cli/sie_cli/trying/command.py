@@ -68,7 +68,7 @@ def try_model(cluster: Cluster, model: str, **question: Any) -> None:
 
     - is standard input, as one text. @FILE is an image, a sound or a document, where the model takes it; a text that
     begins with @ is written @@. Texts that begin with - stand behind --. `sie models list` shows the models. Where the
-    gateway wants a token: SIE_AUTH_TOKEN; without it SIE_ADMIN_TOKEN, but only for the gateway that SIE_GATEWAY_URL
+    gateway wants a token: SIE_API_KEY; without it SIE_ADMIN_TOKEN, but only for the gateway that SIE_GATEWAY_URL
     names.
 
     Status 0: answered. 1: refused, or a text has no result. 2: no gateway answered, or an option is wrong.
