@@ -20,7 +20,7 @@ import importlib.metadata
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,6 +59,7 @@ class WeightSources:
     may_download: bool
     cluster: ClusterCache | None = None
     cache: LocalCache = None  # type: ignore[assignment]  # by default without limits, in cache_folder
+    begin: Callable[[str], FetchProgress] = FetchProgress  # makes the progress of a fetch, by the name of the snapshot
     _fetching: dict[str, FetchProgress] = field(default_factory=dict, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -202,7 +203,8 @@ class WeightSources:
         except FetchFailed as error:
             raise load_failed(error.error_class, error.message) from error
         if not is_model(located.folder, entry):
-            raise load_failed("INCOMPATIBLE", f"{what} {lacking(entry)}")
+            fix = "weights in other formats are not read: name a repository with these, or save the model anew"
+            raise load_failed("INCOMPATIBLE", f"{what} {lacking(entry)}; {fix} with save_pretrained")
         return located
 
     def _fetched(self, entry: ModelEntry, lease: Lock) -> Located:
@@ -223,7 +225,7 @@ class WeightSources:
     @contextlib.contextmanager
     def _reported(self, name: str, what: str) -> Iterator[FetchProgress]:
         """Yield the progress of a fetch, which `fetching` shows while the fetch runs."""
-        progress = FetchProgress(what)
+        progress = self.begin(what)
         with self._lock:
             self._fetching[name] = progress
         try:
