@@ -127,7 +127,7 @@ _decode_ack = msgspec.json.Decoder(Ack).decode
 
 
 class Refusal(BrokerError):
-    """The JetStream API refused a request. `number` is its error code."""
+    """Error of a request that the JetStream API refused. `number` is its error code."""
 
     def __init__(self, act: str, error: ApiError) -> None:
         super().__init__(f"{act}: {error.description} ({error.err_code})")

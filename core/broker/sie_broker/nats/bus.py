@@ -59,7 +59,9 @@ class NatsBus(NatsConnection):
 
         async def arrived(message: Any) -> None:
             if pattern.fullmatch(message.subject) is None:
-                log.error("%s: a delivery of %s came on %s: dropped", self.name, message.subject[:200], subject)
+                log.error(
+                    "%s: a delivery of %s arrived on %s and was dropped", self.name, message.subject[:200], subject
+                )
                 return
             await guarded(handler_name, handler(CoreMessage(message.subject, message.data, message.reply)))
 

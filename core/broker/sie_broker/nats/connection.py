@@ -1,4 +1,4 @@
-"""One connection to a NATS server or cluster: its opening, its state, and the match of answers to requests."""
+"""Connection to a NATS server or cluster: its opening, its state, and the match of answers to requests."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Answers:
 
 
 class NatsConnection:
-    """One connection to a NATS server or cluster. `open` it before use."""
+    """A connection to a NATS server or cluster. `open` it before use."""
 
     def __init__(self, name: str) -> None:
         self.name = name

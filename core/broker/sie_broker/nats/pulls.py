@@ -20,7 +20,7 @@ from sie_broker.nats.transport import FIRST_RETRY_S, MAX_RETRY_S
 
 log = logging.getLogger("sie.broker")
 
-PULL_EXPIRES_S = 5.0  # longest life of a pull
+PULL_EXPIRES_S = 5.0  # seconds: longest life of a pull
 # A holder that hangs reads nothing and closes nothing. Its open pulls take deliveries until they expire, and each of
 # these deliveries then waits for the ack wait. So a pull for several deliveries of work expires early. It always
 # expires before the ack wait (at least 3 s), so that no message is delivered to the hanging holder twice. A pull for a
@@ -233,7 +233,7 @@ class NatsPulls:
     def wake(self) -> None:
         self._wake.set()
 
-    # ---- asking
+    # ---- pull requests
 
     def _consider(self, entry: _PullCredit) -> None:
         if entry.wanted > entry.open:
@@ -384,7 +384,9 @@ class NatsPulls:
         now_s = asyncio.get_running_loop().time()
         if not entry.retry_s and now_s >= self._logged_s + _LOG_EVERY_S:
             self._logged_s = now_s
-            log.warning("pulls on %s: %s: %s; trying again until it is there", self._stream, entry.consumer, reason)
+            log.warning(
+                "pulls on %s: %s: %s; trying again until the consumer exists", self._stream, entry.consumer, reason
+            )
         entry.retry_s = min(MAX_RETRY_S, max(FIRST_RETRY_S, entry.retry_s * 2))
         if entry.retry is None:
             entry.retry = asyncio.get_running_loop().call_later(entry.retry_s, self._retry, entry)
