@@ -93,7 +93,7 @@ class Backbone:
         self._max_tokens = max_tokens
         self._lengths = (*_TRIAL_LENGTHS, *(12 + number % 13 for number in range(more_samples)))
         self._pad = model.config.pad_token_id or 0
-        self._stock = model.config._attn_implementation  # the default of the class, since not every class has sdpa
+        self._stock = model.config._attn_implementation  # the implementation that was loaded; not every class has sdpa
         self._edge = 0
         _check_rotary(model, max_tokens)
         self._numbering = _numbering(model)
