@@ -55,7 +55,7 @@ class _LabelPrompt:
     tokens: Sequence[Tensor]
 
 
-class _CachedBackbone(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
+class _CachedBackbone(nn.Module):  # type: ignore[misc]  # the type checker skips torch
     """Replacement of the model's image backbone. It returns maps that were computed before, for the pass that this
     thread runs.
     """
@@ -148,7 +148,9 @@ class GroundingDino:
         )
 
     def misfit(self, image: Shown) -> InvalidInput | None:
-        """Return an error for a narrow image that has fewer places than the model chooses candidates."""
+        """Return the error of a narrow image, which has fewer places than the model needs candidates; None for other
+        images.
+        """
         height, width, _ = image.pixels.shape
         places = _places(height, width, self._strides)
         if places >= self._queries:

@@ -60,7 +60,7 @@ def format_of(document: DocumentFile) -> str:
         )
     text_format = _TEXTS.get(format_name, "md")
     if text_format != "html" and not _is_text(data):  # an HTML page names its encoding itself
-        raise fault("undecodable", f"the content is of no format that is read, and no text in UTF-8: {_READ}")
+        raise fault("undecodable", f"the content has no supported format and is not UTF-8 text, supported: {_READ}")
     return text_format
 
 
@@ -97,5 +97,5 @@ def _of_archive(data: bytes) -> str:
                 if open_format:
                     return open_format
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OSError, ValueError) as error:
-        raise fault("undecodable", "the document is damaged: it begins as an archive and is none") from error
-    raise fault("undecodable", f"the archive is of no format that is read: {_READ}")
+        raise fault("undecodable", "the document is damaged: it begins like an archive but is not one") from error
+    raise fault("undecodable", f"the archive has no supported format, supported: {_READ}")

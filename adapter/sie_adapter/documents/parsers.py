@@ -193,7 +193,7 @@ class _ParseCall:
                 self._processes.discard(process)
 
     def end(self) -> None:
-        """Kill the processes that parse documents of this call."""
+        """End the call: kill the processes that parse its documents."""
         with self._lock:
             self.is_over = True
             for process in self._processes:

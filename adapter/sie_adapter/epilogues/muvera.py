@@ -176,7 +176,9 @@ class _Sketch:
 
 @dataclass(frozen=True, slots=True)
 class _Inner:
-    """Sketches of all repetitions from token width to `cell`, one row [repetitions, dim] for each."""
+    """Count sketches of all repetitions, from the token width to `cell` columns. Each tensor has one row per
+    repetition, [repetitions, dim].
+    """
 
     columns: Tensor
     signs: Tensor

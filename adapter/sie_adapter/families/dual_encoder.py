@@ -159,7 +159,7 @@ class VectorHead:
         """
         if states.pooling:
             raise InvalidInput(
-                "pooling: a dual encoder has one way to read a text", reason="unknown_option", param="pooling"
+                "pooling: a dual encoder has no choice of pooling", reason="unknown_option", param="pooling"
             )
         packed = states.packed
         vectors = states.hidden if isinstance(packed, _DualPass) else self._towers.text(states.hidden, packed)
@@ -167,7 +167,7 @@ class VectorHead:
         return Reduced(vectors.unbind(0), torch.isfinite(vectors).all(1))
 
 
-class _TextEmbeddings(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
+class _TextEmbeddings(nn.Module):  # type: ignore[misc]  # the type checker skips torch
     """Embeddings of a text tower without its limit on the tokens of a pass. The packed texts of a pass are longer
     together than the limit of a single text.
     """
@@ -177,7 +177,7 @@ class _TextEmbeddings(nn.Module):  # type: ignore[misc]  # torch is not followed
         self.token_embedding, self.position_embedding = source.token_embedding, source.position_embedding
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """[.., tokens, width]"""
+        """Return embeddings, [.., tokens, width]."""
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[-1], device=input_ids.device)[None]
         embeddings: Tensor = self.token_embedding(input_ids) + self.position_embedding(position_ids)

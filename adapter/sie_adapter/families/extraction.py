@@ -146,7 +146,7 @@ class Extractor(ABC, Generic[M]):
     def _check_room(self, tokens: int) -> None:
         """Raise InvalidInput if labels of `tokens` tokens leave too little room for the text."""
         if self.max_tokens - tokens < self.max_tokens // _MIN_ROOM:
-            raise labels_refused(f"they take {tokens} of {self.max_tokens} tokens")
+            raise labels_refused(f"they take {tokens} of {self.max_tokens} tokens, too little is left for the text")
 
     def prepare(self, texts: Sequence[str], options: Sequence[ExtractOptions]) -> Preparation:
         """Prepare these texts for `extract`. May be called off the device thread, by several threads at once."""

@@ -116,7 +116,7 @@ class ColQwen(QwenVL):
         return late_rows(self.width, images, tokens)
 
 
-class _Projected(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
+class _Projected(nn.Module):  # type: ignore[misc]  # the type checker skips torch
     """Module that holds the layers to which a LoRA of ColQwen applies, under the names that the LoRA has for them. Its
     forward pass is the projection.
     """

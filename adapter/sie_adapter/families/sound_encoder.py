@@ -102,7 +102,7 @@ def _roberta(source: Any) -> Any:
     return model.eval().requires_grad_(False)
 
 
-class _Float32(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
+class _Float32(nn.Module):  # type: ignore[misc]  # the type checker skips torch
     """Layer that runs in float32 in a model of another precision: 16 bits have too few digits for levels in
     decibels.
     """

@@ -39,8 +39,8 @@ class MaskedLanguageHead:
         dropped: frozenset[int],
         max_entries: int = 0,
     ) -> None:
-        """`twice` applies log1p twice. `dropped` ids get no weight. A row keeps its `max_entries` largest weights; 0
-        keeps all.
+        """Make the head. `twice` applies log1p twice. `dropped` ids get no weight. A row keeps its `max_entries`
+        largest weights; 0 keeps all.
         """
         self._head, self._vocabulary, self._twice, self._max_entries = head, vocabulary, twice, max_entries
         self._dropped = torch.tensor(sorted(dropped), dtype=torch.int64, device=device)
@@ -155,7 +155,7 @@ class TokenTable:
     """
 
     def __init__(self, weights: Tensor) -> None:
-        """`weights`: float32 [vocabulary], on the host."""
+        """Keep `weights`, float32 [vocabulary], on the host."""
         self._weights = weights
 
     def row(self, ids: Int64) -> Row:

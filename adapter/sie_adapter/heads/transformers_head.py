@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 from sie_adapter.packed.linear import BlockedLinear, block_linears
 
 
-class _BackbonePlaceholder(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
+class _BackbonePlaceholder(nn.Module):  # type: ignore[misc]  # the type checker skips torch
     """Placeholder for the backbone. It returns `inputs_embeds` as the last states, and the output of the backbone's
     pooler for them.
     """
@@ -33,8 +33,8 @@ class TransformersHead:
     """Layers of `model` after its backbone."""
 
     def __init__(self, model: PreTrainedModel, *, in_float32: bool) -> None:
-        """Take the backbone out of `model`, which cannot be used otherwise from then on. `backbone` is the backbone
-        without its pooler.
+        """Take the backbone out of `model`, which is then only the head. `self.backbone` is the backbone without its
+        pooler.
         """
         self.backbone: PreTrainedModel = model.base_model
         pooler = getattr(self.backbone, "pooler", None)
@@ -64,7 +64,7 @@ class TransformersHead:
 
     def block(self) -> None:
         """Replace the linear layers by blocked ones, on a CPU: see `linear`. This pays if the head is as large as that
-        of a language model. A tied decoder becomes a copy.
+        of a language model. The weight of a tied decoder is copied.
         """
         block_linears(self._model)
 

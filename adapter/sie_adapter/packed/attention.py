@@ -40,7 +40,7 @@ class Kernel(IntEnum):
 
     SDPA = 0  # torch's fused kernel, sequences of equal length
     BLOCKS = 2  # matrix products over blocks of queries, sequences of equal length, any window
-    REFERENCE = 3  # one sequence after the other, written out
+    REFERENCE = 3  # one sequence after the other, by the definition of attention
     VARLEN = 4  # torch's variable-length kernel, all sequences at once, CUDA
     FLASH = 5  # flash_attn_varlen_func, all sequences at once, CUDA
 
@@ -167,7 +167,7 @@ def packed_attention(
     return output[None], None
 
 
-@torch.library.custom_op("sie::packed_attention", mutates_args=())  # type: ignore[untyped-decorator]  # torch is not followed
+@torch.library.custom_op("sie::packed_attention", mutates_args=())  # type: ignore[untyped-decorator]  # the type checker skips torch
 def _packed_attention(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, layout: Tensor, scale: float, left: int, right: int
 ) -> Tensor:

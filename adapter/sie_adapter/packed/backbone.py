@@ -64,7 +64,7 @@ class StateRunner(Protocol):
 
 
 class Backbone:
-    """`model` without its head. `forward` may run on several threads at once, under inference mode.
+    """Transformers model without its head. `forward` may run on several threads at once, under inference mode.
 
     `vocabulary`: all ids are below this number. `width`: the width of a hidden state. `crossover_tokens`: the length of
     a sequence at which attention takes as long as all other layers, by the model's configuration (`costs`).
@@ -155,8 +155,8 @@ class Backbone:
         )[0][0][:real]
 
     def forward_padded(self, packed: PackedBatch) -> Tensor:
-        """Return the same states by the stock path: padded on the right, with a mask. The packed path is compared with
-        it.
+        """Return the states of `forward` by the stock path: padded on the right, with a mask. The packed path is
+        compared with them.
         """
         return torch.cat(
             [self._forward_padded_part(packed, start, stop) for start, stop in evenly_long(packed.lengths)]

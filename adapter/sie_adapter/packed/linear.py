@@ -21,7 +21,7 @@ _CHUNK = 512
 _RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
-class BlockedLinear(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
+class BlockedLinear(nn.Module):  # type: ignore[misc]  # the type checker skips torch
     """An nn.Linear for inference on a CPU: [.., in] -> [.., out]. It owns its weight; the weight of `source` may be
     freed.
     """

@@ -70,7 +70,7 @@ class _Active(threading.local):
 _ACTIVE = _Active()
 
 
-class LoraLinear(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
+class LoraLinear(nn.Module):  # type: ignore[misc]  # the type checker skips torch
     """Linear layer that adds the part of the active LoRA, if that LoRA names `path`."""
 
     def __init__(self, base: nn.Module, path: str) -> None:

@@ -305,8 +305,8 @@ def _packed_alone(batch: Items, chosen: Int64, numbering: Positions) -> PackedBa
 
 
 def filled_up(packed: PackedBatch, filler: int, numbering: Positions) -> PackedBatch:
-    """Add a sequence of `filler` ids to the batch, so that its number of tokens is one of few. `order` does not name
-    the sequence.
+    """Add a sequence of `filler` ids to the batch, so that its number of tokens is one of few possible numbers. `order`
+    does not name the sequence.
 
     oneDNN keeps about a megabyte for every number of rows that a product ever had. The steps add about 2 % of rows.
     """

@@ -47,7 +47,7 @@ P_contra = TypeVar("P_contra", bound="GenerationPrompt", contravariant=True)
 
 
 class GenerationPrompt(Protocol):
-    """Prompt of a row. Only its model reads the rest of it."""
+    """Prompt of a row. The loop uses only these attributes; the model may need others."""
 
     @property
     def rules(self) -> Rules: ...
@@ -312,7 +312,9 @@ class Readings:
         torch_threads: int = 1,
         shed: Callable[[], object] = lambda: None,
     ) -> None:
-        """`fits` returns whether rows that run together may take a number of bytes more."""
+        """Make the readings of one device. `fits` returns whether rows that run together may take a number of bytes
+        more.
+        """
         self._device = device
         self._fits = fits
         self._shed = shed

@@ -70,7 +70,7 @@ def _whole(positions: int) -> int:
     return -(-positions // _STEP) * _STEP
 
 
-class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not followed by the type checker
+class _Layer(CacheLayerMixin):  # type: ignore[misc]  # the type checker skips transformers
     """Cache of one layer, as the attention of transformers calls it during a step."""
 
     is_sliding = False
@@ -97,7 +97,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not foll
         """Ignore the value: the base class clears the values."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        raise NotImplementedError("the layer is made with its states")
+        raise NotImplementedError("the layer is created with its states")
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **named: Any) -> tuple[Tensor, Tensor]:
         """Write the new state of each row, [rows, heads, 1, width], at the end of the row."""

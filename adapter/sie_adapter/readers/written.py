@@ -199,7 +199,7 @@ def attended(mask: Tensor, dtype: torch.dtype, *, is_eager: bool) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
 
 
-class RowPositions(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
+class RowPositions(nn.Module):  # type: ignore[misc]  # the type checker skips torch
     """Learned positions of a decoder of BART's kind, with separate positions for each row. The decoder itself numbers
     all rows alike. `given` [rows, 1]: the positions of a step; None while a prompt is read.
     """
@@ -229,7 +229,7 @@ class BartDecoder:
     """Decoder of BART's kind, which attends to the states of an encoder. For one thread only."""
 
     def __init__(self, stack: Any, decode: Decode) -> None:
-        """`stack`: the module with the layers. `decode` calls it."""
+        """Wrap a decoder. `stack` is the module with its layers, which `decode` calls."""
         self._decode = decode
         self._is_eager = stack.config._attn_implementation == "eager"
         self._width: int = stack.config.d_model
