@@ -217,7 +217,7 @@ class Builder:
         if stored is not None:
             if stored.ndim != 1 or len(stored) > len(table):
                 raise load_failed(
-                    "INCOMPATIBLE", f"{self.entry.id}: {len(stored)} weights of queries, vocabulary: {len(table)}"
+                    "INCOMPATIBLE", f"{self.entry.id}: {len(stored)} query weights for a vocabulary of {len(table)}"
                 )
             table[: len(stored)] = stored
         else:

@@ -86,7 +86,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # the type checker skips t
 
     @keys.setter
     def keys(self, value: None) -> None:
-        """Ignore the value: the base class clears the keys."""
+        """Ignore the value: the base class assigns None to clear the keys."""
 
     @property
     def values(self) -> Tensor:
@@ -94,7 +94,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # the type checker skips t
 
     @values.setter
     def values(self, value: None) -> None:
-        """Ignore the value: the base class clears the values."""
+        """Ignore the value: the base class assigns None to clear the values."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise NotImplementedError("the layer is created with its states")
