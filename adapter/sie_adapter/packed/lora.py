@@ -130,12 +130,7 @@ class ModelLoras:
 
     @contextlib.contextmanager
     def acting(self, name: str) -> Iterator[None]:
-        """Run the passes of this thread with the LoRA `name`, or without a LoRA for an empty name. Raises LoraLoading
-        if it is not loaded.
-        """
-        if not name:
-            yield
-            return
+        """Run the passes of this thread with the LoRA `name`. Raises LoraLoading if it is not loaded."""
         with self._lock:
             if name not in self._kept:
                 shown = name[:200]

@@ -132,8 +132,8 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
     `done`, `failed`, `reused`, `tokens`, `codes` are sums over shards with a record, and over what the leader has
     answered of others, which a new leader answers again. `is_planned`: rows and shards are known.
 
-    `lost`: leaders that ended without leaving the job to others, one after the other, each with one of the shards
-    `suspects` in its hands. They are forgotten when all of these are answered.
+    `lost`: leaders that ended without leaving the job to others, one after the other, since it had `peak_done` rows
+    done. `peak_done`: the largest value of `done` when a leader ended so.
     """
 
     id: str
@@ -149,7 +149,7 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
     fingerprint: str = ""
     leader: str = ""
     lost: tuple[str, ...] = ()
-    suspects: tuple[int, ...] = ()
+    peak_done: int = 0
     is_planned: bool = False
     rows: int | None = None
     shards: int | None = None

@@ -15,8 +15,8 @@ room in the sidecar's `prepare/media_pool` and the adapter's `memory/oom`, `memo
     admission/slots.KeySlots        RESOURCE_EXHAUSTED  uploads of all keys at once
     inference/handler.Inference     QUEUE_FULL          requests in progress
     inference/image_urls.ImageUrls  QUEUE_FULL          memory of fetched images
-    inference/inbox.ResultInbox     RESOURCE_EXHAUSTED  memory of results that come back
-    inference/intake.BodyReader     QUEUE_FULL          memory of bodies
+    inference/results.ResultInbox   RESOURCE_EXHAUSTED  memory of results that come back
+    inference/call.BodyReader       QUEUE_FULL          memory of bodies
     jobs/files._unavailable         RESOURCE_EXHAUSTED  space of the payload store for files
     jobs/records.OwnerUsage         RATE_LIMITED        jobs and files that are kept
     streams/publish.WorkQueue       QUEUE_FULL          messages of a work stream

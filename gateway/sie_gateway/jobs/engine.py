@@ -46,7 +46,7 @@ class Credentials(NamedTuple):
     """`grant` looks up the credential of a job as it is now, `charge` opens what a call uses of its quota."""
 
     grant: Callable[[str], Grant | None]
-    charge: Callable[[Grant], Charge]
+    charge: Callable[[Grant], Charge | None]
 
 
 class JobEngine:

@@ -194,7 +194,8 @@ class BatchJob:
             try:
                 return await self._client.inference.answered(call, route, request.body)
             finally:
-                call.charge.refund()
+                if call.charge is not None:
+                    call.charge.refund()
 
         await self._client.room.enter(1)
         began_s = asyncio.get_running_loop().time()

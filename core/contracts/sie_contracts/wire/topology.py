@@ -59,6 +59,7 @@ ASSIGNED_SUBJECT = "sie.assigned"
 RESIDENCY_SUBJECT = "sie.residency"
 STREAMS_SUBJECT = "sie.streams"  # what is below it: `streams_subject`
 CONFIG_SUBJECT = "sie.config.models"
+DEFAULT_POOL = "_default"
 DUPLICATE_WINDOW_S = 120.0
 # Of work: a publisher keeps trying for 10 s, and the broker keeps a quarter of a KiB for each message of the window.
 WORK_DUPLICATE_WINDOW_S = 30.0
@@ -105,7 +106,7 @@ def pool_name(name: str) -> str:
     if not _POOL.fullmatch(name):
         raise ValueError(f"pool {name[:70]!r}: expected 1 to 63 letters, digits, _ or -")
     lowered = name.lower()
-    return "_default" if lowered == "default" else lowered
+    return DEFAULT_POOL if lowered == "default" else lowered
 
 
 def stream_name(pool: str) -> str:
