@@ -63,16 +63,17 @@ class ReconnectHandlers:
 
 
 async def guarded(what: str, work: Awaitable[None]) -> None:
-    """Await a callback of a user. Its errors are logged, as `log_failure` does."""
+    """Await a callback of a user, and log its errors with `log_failure`."""
     try:
         await work
-    except (asyncio.CancelledError, Exception) as error:  # noqa: BLE001  logged there
+    except (asyncio.CancelledError, Exception) as error:  # noqa: BLE001  `log_failure` logs it
         log_failure(what, error)
 
 
 def log_failure(what: str, error: BaseException) -> None:
-    """Log the error of a callback of a user, also a cancellation that came from inside it; an error of the broker,
-    which is no fault of the callback, as one line. Raises the cancellation of the task that called it.
+    """Log the error of a callback of a user, also a cancellation that came from inside the callback. An error of the
+    broker is no fault of the callback, so it is logged in one line. Raises the error if it is a cancellation of the
+    present task.
     """
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()

@@ -1,4 +1,4 @@
-"""Parts of the frames of /ws/cluster-status that gateways write and clients of ours read."""
+"""Parts of the frames of /ws/cluster-status. Gateways write them, and clients of SIE read them."""
 
 from __future__ import annotations
 

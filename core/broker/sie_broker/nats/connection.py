@@ -1,4 +1,4 @@
-"""One connection to a NATS server or cluster: its opening, its state, the match of answers to requests, and core NATS,
+"""Connection to a NATS server or cluster: its opening, its state, and the match of answers to requests. And core NATS,
 whose messages are delivered at most once (`NatsBus`).
 """
 
@@ -103,7 +103,7 @@ class Answers:
 
 
 class NatsConnection:
-    """One connection to a NATS server or cluster. `open` it before use."""
+    """A connection to a NATS server or cluster. `open` it before use."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -426,11 +426,13 @@ class NatsBus(NatsConnection):
 
         async def arrived(message: Any) -> None:
             if pattern.fullmatch(message.subject) is None:
-                log.error("%s: a delivery of %s came on %s: dropped", self.name, message.subject[:200], subject)
+                log.error(
+                    "%s: a delivery of %s arrived on %s and was dropped", self.name, message.subject[:200], subject
+                )
                 return
             try:
                 await handler(CoreMessage(message.subject, message.data, message.reply))
-            except (asyncio.CancelledError, Exception) as error:  # noqa: BLE001  logged there
+            except (asyncio.CancelledError, Exception) as error:  # noqa: BLE001  `log_failure` logs it
                 log_failure(handler_name, error)
 
         await self.reach(API_TIMEOUT_S)

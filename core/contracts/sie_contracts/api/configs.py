@@ -1,4 +1,4 @@
-"""The catalogue over HTTP, as gateways and the config service answer."""
+"""The catalogue over HTTP, in the form of gateways and of the config service."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ class Resolution(Struct, kw_only=True):
     alias: Text = UNSET
 
 
-# at the config service alone
+# structs that only the config service uses
 
 
 class Revision(Struct, kw_only=True):

@@ -1,4 +1,4 @@
-"""Errors over HTTP: the envelope that every client family reads its part of."""
+"""Errors over HTTP: one envelope, of which each client family reads a part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`POST /v1/encode`, `/v1/score` and `/v1/extract`."""
+"""Bodies and replies of `POST /v1/encode`, `/v1/score` and `/v1/extract`."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class Extract(Struct, kw_only=True):
 
 # replies
 
-ITEM_USED = {"prompt_tokens": 3, "total_tokens": 3, "truncated": False}  # of examples
+ITEM_USED = {"prompt_tokens": 3, "total_tokens": 3, "truncated": False}  # usage of an input in the examples
 
 
 class RequestUsage(Usage, kw_only=True):

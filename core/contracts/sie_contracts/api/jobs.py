@@ -1,7 +1,7 @@
-"""Jobs over HTTP: work on whole files that runs beside the requests of clients, and survives any process.
+"""Jobs over HTTP: work on whole files that runs beside the requests of clients and survives the end of any process.
 
-A job reads rows (JSON Lines, CSV, Parquet, or the images of a folder), asks one model, and writes one answer for each
-row, in files that are named by a manifest.
+A job reads rows (JSON Lines, CSV, Parquet, or the images of a folder), runs one model, and writes one answer for each
+row. A manifest names the files of the answers.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ JobState = Literal[
 ENDED: frozenset[JobState] = frozenset({"completed", "failed", "cancelled", "expired"})
 SHARD_ROWS = 10_000
 MAX_SHARD_ROWS = 100_000
-MAX_METADATA = 16  # as OpenAI has it
-MAX_KEEP = 100  # columns
+MAX_METADATA = 16  # entries; OpenAI has the same limit
+MAX_KEEP = 100  # columns of the input that the output may repeat
 MAX_WINDOWS = 16
-MAX_REQUEST_BYTES = 40 << 10  # of a job or a batch as its record has it: every gateway has all records in memory
+MAX_REQUEST_BYTES = 40 << 10  # bytes of a job or batch in its record; every gateway holds all records in memory
 
 _Column = Annotated[str, Meta(min_length=1, max_length=256)]
 _Window = Annotated[str, Meta(max_length=16)]
