@@ -1,6 +1,6 @@
 """Model configurations as people write them: read, checked by the schema that workers use, merged, compared.
 
-bytes ──read──► Document ──checked──► ModelEntry, Alias or Bundle
+bytes ──read──► ParsedDocument ──checked──► ModelEntry, Alias or BundleEntry
                             └ ValidationFailed: the field, what is wrong with it, and for YAML the line
 """
 
