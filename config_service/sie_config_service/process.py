@@ -22,6 +22,7 @@ from sie_contracts.errors import NotReady, ValidationFailed
 from sie_contracts.settings import SettingError, Settings
 from sie_contracts.wire import topology
 from sie_runtime import tracing
+from sie_runtime.clock import BrokerClock
 from sie_runtime.connection import connected
 from sie_runtime.http.server import HttpServer
 from sie_runtime.keys import Keys
@@ -174,13 +175,16 @@ async def run(
             service.broker = broker
             if broker is not None:
                 await service.workers.follow(broker, stop)
+                clock = BrokerClock(broker, f"KV_{topology.CATALOGUE_BUCKET}")
                 if settings.auth_mode == "token":
-                    keys = Keys(broker, settings.stream_replicas)
+                    keys = Keys(broker, settings.stream_replicas, clock)
                     service.gate.go_by(keys)
                     tasks.start(keys.run(served), "keys")
                 prepared = await seeded(service, settings, broker, stop)
                 if prepared is not None:
                     broker.on_reconnect(service.reconnected)
+                    await clock.begin()
+                    tasks.start(clock.run(), "broker clock")
                     tasks.start(keep(service, settings, broker, prepared, served), "catalogue")
             await stop.wait()
             service.leaving = True

@@ -129,12 +129,7 @@ class ModelLoras:
 
     @contextlib.contextmanager
     def acting(self, name: str) -> Iterator[None]:
-        """The passes of this thread run with the LoRA `name`; with none for an empty name. Raises LoraLoading if it is
-        not loaded.
-        """
-        if not name:
-            yield
-            return
+        """The passes of this thread run with the LoRA `name`. Raises LoraLoading if it is not loaded."""
         with self._lock:
             if name not in self._kept:
                 shown = name[:200]

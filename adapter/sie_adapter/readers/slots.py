@@ -125,7 +125,7 @@ class _SlotStates:
         self.width = 0
 
     def make_room(self, states: States) -> None:
-        """For a row with these. Raises NoRoom."""
+        """For a row with these. Raises SlotsFull."""
         self._reserve(states, len(self.lengths) + 1, max(states[0][0].shape[2] + 1, *self.lengths, 1))
 
     def add(self, states: States) -> None:
@@ -174,7 +174,7 @@ class _SlotStates:
         return slots * positions * position_bytes - held + held // len(states)
 
     def _reserve(self, states: States, slots: int, positions: int) -> None:
-        """Have room for so many; raises NoRoom. What a slot held before stays in it: finite numbers, which are
+        """Have room for so many; raises SlotsFull. What a slot held before stays in it: finite numbers, which are
         masked.
         """
         has_slots, has_positions = self._sizes()
@@ -267,7 +267,7 @@ class DecoderSlots:
         return not needed_bytes or self._fits(needed_bytes)
 
     def add(self, begun: RowStart) -> None:
-        """Take a row in, behind the others. Raises NoRoom if it does not fit beside them."""
+        """Take a row in, behind the others. Raises SlotsFull if it does not fit beside them."""
         self._own.make_room(begun.own)
         if begun.encoder_states:
             self._encoder_states.make_room(begun.encoder_states)
@@ -285,7 +285,7 @@ class DecoderSlots:
         self._shifts.pop()
 
     def ready(self) -> None:
-        """A step begins. Raises NoRoom if the rows have become too long to run together."""
+        """A step begins. Raises SlotsFull if the rows have become too long to run together."""
         self._own.ready()
         if self._encoder_states.lengths:
             self._encoder_states.open(max(self._encoder_states.lengths))

@@ -63,20 +63,27 @@ class ReconnectHandlers:
 
 
 async def guarded(what: str, work: Awaitable[None]) -> None:
-    """Await a callback of a user, and log its errors, also a cancellation that came from inside it. An error of the
-    broker is no fault of the callback, so it is logged in one line.
-    """
+    """Await a callback of a user, and log its errors with `log_failure`."""
     try:
         await work
-    except asyncio.CancelledError:
+    except (asyncio.CancelledError, Exception) as error:  # noqa: BLE001  `log_failure` logs it
+        log_failure(what, error)
+
+
+def log_failure(what: str, error: BaseException) -> None:
+    """Log the error of a callback of a user, also a cancellation that came from inside the callback. An error of the
+    broker is no fault of the callback, so it is logged in one line. Raises the error if it is a cancellation of the
+    present task.
+    """
+    if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
         if task is None or task.cancelling():
-            raise
-        log.exception("%s was cancelled from inside", what)
-    except BrokerError as error:
+            raise error
+        log.error("%s was cancelled from inside", what, exc_info=error)
+    elif isinstance(error, BrokerError):
         log.warning("%s was not completed: %s", what, error)
-    except Exception:
-        log.exception("%s failed", what)
+    else:
+        log.error("%s failed", what, exc_info=error)
 
 
 def expire(answer: asyncio.Future[Any], subject: str, timeout_s: float) -> None:

@@ -135,8 +135,8 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
     other shards that the leader has answered. A new leader answers the rows of these other shards again. `is_planned`:
     rows and shards are known.
 
-    `lost`: the leaders, in order, that ended without passing the job on. Each of them may have been working on the
-    shards `suspects`. Both are cleared when all these shards are answered.
+    `lost`: the leaders, in order, that ended without passing the job on, since `peak_done` rows were done. `peak_done`:
+    the largest value of `done` when a leader ended in this way.
     """
 
     id: str
@@ -152,7 +152,7 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
     fingerprint: str = ""
     leader: str = ""
     lost: tuple[str, ...] = ()
-    suspects: tuple[int, ...] = ()
+    peak_done: int = 0
     is_planned: bool = False
     rows: int | None = None
     shards: int | None = None

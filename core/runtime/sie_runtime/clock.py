@@ -80,6 +80,11 @@ class BrokerClock:
             samples.append(ClockSample(asked_s, self._clock(), broker_s))
         self._offset_s, self.margin_s = estimate(samples)
 
+    async def begin(self) -> None:
+        """Measure once, for what goes by the broker's time from its start on. `run` tells of a failure."""
+        with contextlib.suppress(BrokerError):
+            await self.measure()
+
     async def run(self) -> None:
         """Measure now, every EVERY_S and after each reconnect, until cancelled."""
         trouble = Trouble(_logger, "the broker's time could not be read, its last known offset is kept")

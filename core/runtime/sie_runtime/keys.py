@@ -10,7 +10,7 @@ removed from the copy first: whatever is in the copy alone was lost from the buc
 
 A token is 256 random bits, and only its holder has it. It cannot be found from its digest by guessing, so the slow
 salted hashes that passwords need would cost milliseconds for each request and add no safety. While the broker cannot be
-reached, the last known keys stay valid.
+reached, the last known keys stay valid. Every process judges the expiry of a key by the clock of the broker.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import functools
 import hashlib
 import hmac
 import logging
+import math
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -26,7 +27,9 @@ import msgspec
 
 from sie_broker import BrokerError, Entry, KeyValue, Store, Write
 from sie_broker.record import Record, RecordBucket
+from sie_contracts.errors import NotReady
 from sie_contracts.wire import topology
+from sie_runtime.clock import BrokerClock
 from sie_runtime.process import Stop, Trouble
 
 TOKEN_BYTES = 32
@@ -170,8 +173,9 @@ class Keys:
     keys are lost too.
     """
 
-    def __init__(self, broker: Store, replicas: int) -> None:
+    def __init__(self, broker: Store, replicas: int, clock: BrokerClock) -> None:
         self.loaded = False
+        self._clock = clock
         self._by_id: dict[str, Key] = {}
         self._by_digest: dict[str, Key] = {}
         self._sides: tuple[dict[str, Key], dict[str, Key]] = ({}, {})  # what the bucket has, and what its copy has
@@ -200,6 +204,14 @@ class Keys:
     def of_id(self, key_id: str) -> Key | None:
         """A key by its id, also one that is not valid any more."""
         return self._by_id.get(key_id)
+
+    def ended(self, key: Key) -> str:
+        """Return why a key is not valid any more, by the clock of the broker; empty while it is valid. Raises NotReady
+        of one that expires while the broker's time is not known.
+        """
+        if key.expires_s and math.isinf(self._clock.margin_s):
+            raise NotReady("the time of the broker has not been read yet, by which keys expire")
+        return key.ended(self._clock.now_s())
 
     def lost(self) -> list[Key]:
         """The keys that the bucket lacks, or has as they were before they were revoked, while the copy has them."""

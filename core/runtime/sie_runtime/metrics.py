@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from sie_runtime.current_trace import current_trace_id
+from sie_runtime.current_trace import TRACE_ID
 from sie_runtime.metrics_table import FOLDED, OTHER, TABLE, Kind, Metric, Process
 
 Labels = TypeVar("Labels", bound=tuple[str, ...])
@@ -253,7 +253,7 @@ def _folded(fold: Fold, values: Mapping[Labels, float]) -> dict[tuple[str, ...],
 
 def exemplar() -> dict[str, str] | None:
     """The trace to attach to a latency that is observed now; None if there is no trace, or none that is sampled."""
-    trace_id = current_trace_id()
+    trace_id = TRACE_ID.get()
     return {"trace_id": trace_id} if trace_id is not None else None
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from sie_runtime.current_trace import current_trace_id
+from sie_runtime.current_trace import TRACE_ID
 
 EXIT_BAD_SETTING = 2
 GC_THRESHOLDS = (20_000, 20, 20)
@@ -75,7 +75,7 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
     attributes = record.__dict__
     fields = {name: attributes.get(name) for name in _FIELDS}
     if fields["trace_id"] is None:
-        fields["trace_id"] = current_trace_id()
+        fields["trace_id"] = TRACE_ID.get()
     return fields
 
 

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from sie_contracts.models import families
-from sie_contracts.models.entries import LoadOptions, ModelEntry
+from sie_contracts.models.entries import LoadOptions, ModelEntry, Pooling
 from sie_contracts.models.families import FAMILIES, TEXT_ENCODER
 from sie_store.folder_files import read_json, read_value
 
 MODEL_FILE = "config_sentence_transformers.json"
+# flags of older files of a Pooling module, and the names that newer ones have for them
 POOLING_NAMES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -26,6 +27,8 @@ POOLING_NAMES = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
+# poolings of entries that sentence-transformers calls by another name
+ENTRY_NAMES: Mapping[str, Pooling] = {"lasttoken": "last", "weightedmean": "weighted"}
 # model types that number positions from the pad id on
 _NUMBERED_FROM_PAD = frozenset(
     {
@@ -130,4 +133,4 @@ def pooling_name(config: Mapping[str, Any]) -> str:
     """The pooling that the config.json of a Pooling module says; several are joined by `+`."""
     modes = config.get("pooling_mode") or [mode for key, mode in POOLING_NAMES.items() if config.get(key)] or ["mean"]
     pooling = "+".join([modes] if isinstance(modes, str) else modes)
-    return {"lasttoken": "last", "weightedmean": "weighted"}.get(pooling, pooling)
+    return ENTRY_NAMES.get(pooling, pooling)

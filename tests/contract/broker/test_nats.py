@@ -20,7 +20,7 @@ from tcp_proxy import TcpProxy
 from sie_broker import BrokerUnavailable, Delivery, Entry, PayloadTooBig, Write
 from sie_broker.nats import NatsBroker, NatsDelivery, connect
 from sie_broker.nats.api import ConsumerInfo, consumer_config, version_of
-from sie_broker.nats.pulls import WORK_EXPIRES_S
+from sie_broker.nats.jetstream import WORK_EXPIRES_S
 
 
 async def connections(harness: NatsHarness) -> int:

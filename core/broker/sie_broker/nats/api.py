@@ -61,12 +61,6 @@ class ApiReply(msgspec.Struct):
     error: ApiError | None = None
 
 
-class Ack(msgspec.Struct):
-    seq: int = 0
-    duplicate: bool = False
-    error: ApiError | None = None
-
-
 class ApiState(msgspec.Struct):
     messages: int
     bytes: int
@@ -123,9 +117,6 @@ class StoredAnswer(msgspec.Struct):
     message: ApiMessage
 
 
-_decode_ack = msgspec.json.Decoder(Ack).decode
-
-
 class Refusal(BrokerError):
     """Error of a request that the JetStream API refused. `number` is its error code."""
 
@@ -143,22 +134,6 @@ def error_of(act: str, error: ApiError) -> BrokerError:
     if error.code == 503 or error.err_code == _BATCH_INCOMPLETE:
         return BrokerUnavailable(f"{act}: {error.description}")
     return Refusal(act, error)
-
-
-def is_no_responder(answer: Any) -> bool:
-    return answer.headers is not None and not answer.data and answer.headers.get("Status") == "503"
-
-
-def publish_ack(subject: str, answer: Any) -> Ack:
-    if is_no_responder(answer):
-        raise BrokerUnavailable(f"no stream takes {subject}")
-    try:
-        ack = _decode_ack(answer.data)
-    except msgspec.DecodeError as error:
-        raise BrokerError(f"{subject}: the answer is not that of a stream: {error}") from error
-    if ack.error is not None:
-        raise error_of(subject, ack.error)
-    return ack
 
 
 def nanoseconds(seconds: float) -> int:

@@ -19,10 +19,8 @@ from sie_broker.nats.api import (
     difference,
     mismatch,
     nanoseconds,
-    publish_ack,
 )
-from sie_broker.nats.jetstream import JetStream
-from sie_broker.nats.pulls import NatsDelivery
+from sie_broker.nats.jetstream import JetStream, NatsDelivery, publish_ack
 from sie_broker.nats.transport import FIRST_RETRY_S, MAX_RETRY_S
 from sie_broker.tasks import guarded
 from sie_contracts.wire.records import StreamRequest

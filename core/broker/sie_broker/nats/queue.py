@@ -10,9 +10,6 @@ from sie_broker import (
     BrokerUnavailable,
     ConsumerState,
     CoreMessage,
-    Delivery,
-    Published,
-    Pulls,
     StreamMessage,
     StreamState,
     Subscription,
@@ -36,14 +33,12 @@ from sie_broker.nats.api import (
     consumer_state_of,
     difference,
     mismatch,
-    publish_ack,
     state_of,
     stream_config,
     update_of,
     version_of,
 )
-from sie_broker.nats.jetstream import JetStream
-from sie_broker.nats.pulls import WORK_EXPIRES_S, parse_reply
+from sie_broker.nats.jetstream import JetStream, parse_reply
 from sie_contracts.wire.records import StreamRequest
 from sie_contracts.wire.topology import ConsumerSpec, StreamSpec
 
@@ -51,15 +46,7 @@ _ENSURE_ATTEMPTS = 10  # attempts to create a consumer that other processes dele
 
 
 class NatsQueue(JetStream):
-    """Implementation of the protocol `Queue`."""
-
-    async def publish(self, subject: str, data: bytes, message_id: str, timeout_s: float = 2.0) -> Published:
-        answer = await self.roundtrip(subject, data, timeout_s, {"Nats-Msg-Id": message_id})
-        ack = publish_ack(subject, answer)
-        return Published(ack.seq, ack.duplicate)
-
-    def pulls(self, stream: str, handler: Callable[[Delivery], None]) -> Pulls:
-        return self.open_pulls(stream, handler, expires_s=WORK_EXPIRES_S)
+    """Implementation of the protocol `Queue`, of which `JetStream` publishes and pulls."""
 
     async def subject_counts(self, stream: str, subject_filter: str) -> dict[str, int]:
         counts: dict[str, int] = {}

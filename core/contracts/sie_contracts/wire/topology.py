@@ -60,6 +60,7 @@ ASSIGNED_SUBJECT = "sie.assigned"
 RESIDENCY_SUBJECT = "sie.residency"
 STREAMS_SUBJECT = "sie.streams"  # `streams_subject` adds the last token
 CONFIG_SUBJECT = "sie.config.models"
+DEFAULT_POOL = "_default"
 DUPLICATE_WINDOW_S = 120.0
 # A shorter window is enough for work: a publisher keeps trying for 10 s. The broker keeps a quarter of a KiB for each
 # message of the window.
@@ -110,7 +111,7 @@ def pool_name(name: str) -> str:
     if not _POOL.fullmatch(name):
         raise ValueError(f"pool {name[:70]!r}: expected 1 to 63 letters, digits, _ or -")
     lowered = name.lower()
-    return "_default" if lowered == "default" else lowered
+    return DEFAULT_POOL if lowered == "default" else lowered
 
 
 def stream_name(pool: str) -> str:
