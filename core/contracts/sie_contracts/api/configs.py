@@ -22,7 +22,7 @@ class ListedModel(Struct, kw_only=True):
 
 
 class ConfigModels(Struct, kw_only=True):
-    """All models."""
+    """The models of the catalogue."""
 
     EXAMPLE: ClassVar[Any] = {"models": [{"model_id": MINI, "profiles": ["default"], "source": "catalogue"}]}
 
@@ -72,7 +72,7 @@ class WorkerFollower(Follower, kw_only=True):
 
 
 class ModelRevisions(Struct, kw_only=True):
-    """Which gateways and workers serve which revision of a model."""
+    """Revisions of a model that gateways and workers serve."""
 
     EXAMPLE: ClassVar[Any] = {
         "model_id": MINI,

@@ -88,7 +88,7 @@ class Pool(Struct, kw_only=True):
 
 
 class Pools(Struct, kw_only=True):
-    """All pools."""
+    """Pools and reservations."""
 
     EXAMPLE: ClassVar[Any] = {"pools": [Pool.EXAMPLE]}
 
@@ -96,7 +96,7 @@ class Pools(Struct, kw_only=True):
 
 
 class PoolDeleted(Struct, kw_only=True):
-    """Answer to the end of a reservation."""
+    """Answer to the deletion of a reservation."""
 
     EXAMPLE: ClassVar[Any] = {"message": "Pool deleted"}
 
@@ -113,7 +113,7 @@ class PoolRenewed(Struct, kw_only=True):
 
 
 class Assignment(Struct, kw_only=True):
-    """The pool that a worker is to serve."""
+    """Pool that a worker should serve."""
 
     EXAMPLE: ClassVar[Any] = {"worker": "w0", "pools": ["_default"]}
 
