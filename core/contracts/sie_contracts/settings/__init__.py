@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from sie_contracts import client_environment
 from sie_contracts.settings.batching import BatchingSettings
 from sie_contracts.settings.cluster import ClusterSettings
 from sie_contracts.settings.models import EngineSettings, ModelSettings, WeightSettings
@@ -214,7 +215,7 @@ def _warnings(sources: Mapping[str, str], environ: Mapping[str, str], mode: Mode
     warnings = [
         f"{name} is set, but no such setting exists"
         for name in sorted(environ)
-        if name.startswith("SIE_") and name not in BY_NAME
+        if name.startswith("SIE_") and name not in BY_NAME and name not in client_environment.NAMES
     ]
     for row in ROWS:
         if sources[row.name] not in ("flag", "environment"):
