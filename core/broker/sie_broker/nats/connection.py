@@ -391,8 +391,8 @@ def _pattern(subject: str) -> re.Pattern[str]:
     """Return a pattern of the subjects that a subscription is for.
 
     A user that may pull from a stream chooses the subject on which the deliveries arrive, and no permission checks that
-    choice. A delivery keeps the subject of its first publish. So the pattern tells such a delivery from a message that
-    was published on a subject of this subscription.
+    choice. A delivery keeps the subject of its first publish. So the pattern separates deliveries from messages that
+    were published on a subject of this subscription.
     """
     wild = {"*": r"[^.]+", ">": ".+"}
     return re.compile(r"\.".join(wild.get(part) or re.escape(part) for part in subject.split(".")))

@@ -60,7 +60,7 @@ class Usage(msgspec.Struct, kw_only=True):
 
 
 class Reply(msgspec.Struct, kw_only=True):
-    """What every reply of inference may tell beside its result."""
+    """Fields that every reply of inference may have beside its result."""
 
     model: Text = msgspec.UNSET
     usage: Usage | msgspec.UnsetType = msgspec.UNSET

@@ -99,10 +99,10 @@ class BatchTimes:
         """Return the size of the smallest efficient batch, in tokens; 0 while that is not known. `full` is the size of
         a full batch.
 
-        An efficient batch meets two conditions. Its throughput is at least 1 - `loss` of the throughput of a full
-        batch. The share of time that it saves is at least the share of throughput that it loses. With a fixed part
-        worth F tokens, a batch of c tokens takes (F + c) / (F + full) of the time of a full batch. So the first
-        condition is c >= (1 - loss) full F / (F + loss full), and the second condition is c >= F^2 / full.
+        An efficient batch meets two conditions. Its throughput is at least (1 - `loss`) times that of a full batch. The
+        share of time that it saves is at least the share of throughput that it loses. With a fixed part worth F tokens,
+        a batch of c tokens takes (F + c) / (F + full) of the time of a full batch. So the first condition is
+        c >= (1 - loss) full F / (F + loss full), and the second condition is c >= F^2 / full.
         """
         fixed = self._fixed
         if not fixed:

@@ -223,8 +223,9 @@ class Stages(msgspec.Struct, frozen=True, omit_defaults=True):
 class BatchNote(msgspec.Struct, frozen=True, omit_defaults=True):
     """The batch that a chunk ran in, for `explain` and for tests of batch independence.
 
-    `padding`: positions that were computed beside the tokens. `swapped`: another model was closed to new work so that
-    this one could be loaded. `engine` computed the hidden states; empty if nothing ran.
+        `padding`: positions that were computed in addition to the tokens. `swapped`
+    : another model was closed to new work so that
+        this one could be loaded. `engine` computed the hidden states; empty if nothing ran.
     """
 
     id: str = ""
