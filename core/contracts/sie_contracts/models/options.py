@@ -28,9 +28,11 @@ from sie_contracts.models.muvera import Muvera
 from sie_contracts.models.option_values import (
     CHECKS,
     SCORE_MODES,
+    THRESHOLDS,
     any_value,
     bad,
     boolean,
+    check_fraction,
     integer,
     one_of,
     text,
@@ -232,7 +234,7 @@ def _merged(
     entry: ModelEntry, defaults: RunDefaults, request: _Parameters, operation: Operation, names: frozenset[str]
 ) -> RunOptions:
     """`names`: the parameters that only this family reads."""
-    parameters = _family_parameters(defaults, request, names)
+    parameters = _family_parameters(entry, defaults, request, names)
     common: dict[str, Any] = {
         "truncate": truncate(*request.get("truncate"), default=defaults.truncate or "END"),
         "max_tokens": _max_tokens(entry, *request.get("max_seq_length")),
@@ -385,13 +387,20 @@ def _extract(
     return {"outputs": (), "labels": tuple(labels or ()), "threshold": parameters.get("threshold")}
 
 
-def _family_parameters(defaults: RunDefaults, request: _Parameters, names: frozenset[str]) -> dict[str, Any]:
+def _family_parameters(
+    entry: ModelEntry, defaults: RunDefaults, request: _Parameters, names: frozenset[str]
+) -> dict[str, Any]:
     """The options `names`, which only this family reads. A family of another package checks its own."""
     parameters = dict(defaults.parameters or {})
     for name in names:
         path, value = request.get(name)
         if value is not None:
             parameters[name] = CHECKS[name](path, value) if name in CHECKS else any_value(path, value)
+    if entry.family in FAMILIES and not parameters.get("raw_scores"):
+        for name in names & THRESHOLDS:
+            path, value = request.get(name)
+            if value is not None:
+                check_fraction(path, value)
     return parameters
 
 
