@@ -13,11 +13,13 @@ from typing import Any, TypeVar
 
 import click
 
+from sie_cli.display import transfers
 from sie_cli.options import loaded
 from sie_cli.refusal import CommandRefused
 from sie_contracts.errors import SIEError
 from sie_contracts.models.catalogue import Catalogue, packaged_folder
 from sie_contracts.models.entries import ModelEntry, is_id, parse_entry
+from sie_contracts.names import NameIndex
 from sie_contracts.settings import Settings
 from sie_runtime.feed import read_folder
 
@@ -66,13 +68,13 @@ def inspect(source: str, revision: str | None, check: bool) -> None:
 
 def described(settings: Settings, source: str, name: str, revision: str | None) -> tuple[str, ModelEntry]:
     """The text of an entry's file, and the entry. Raises CommandRefused."""
-    from sie_adapter.loading.inspection import inspect as inspect_folder
-
     try:
         folder, weights, model = _located(settings, source, revision)
         model = name or model
         if not is_id(model):
             raise CommandRefused(f"{model!r} cannot be the id of a model: name one with --id")
+        from sie_adapter.loading.inspection import inspect as inspect_folder  # takes seconds: it imports torch
+
         packaged = read_folder(packaged_folder() / "models").get(weights.get("hub", ""))
         report = inspect_folder(folder, model, weights, packaged)
         return _yaml(report.entry, report.findings, report.assumed), parse_entry(report.entry)
@@ -93,17 +95,25 @@ def _located(settings: Settings, source: str, revision: str | None) -> tuple[Pat
     if folder.is_dir():
         if revision:
             raise CommandRefused(f"{source} is a folder: --revision is for repositories of the hub")
-        return (
-            folder,
-            {"path": str(folder.resolve())},
-            re.sub(r"[^a-zA-Z0-9._-]+", "-", folder.resolve().name).strip("-._"),
-        )
+        return folder, {"path": str(folder.resolve())}, folder_name(folder)
     if not _HUB_ID.fullmatch(source):
         raise CommandRefused(
             f"there is no folder {source}, and it is no id of the hub, which has the form organisation/name"
+            f"{_like(source)}"
         )
     commit = _commit(settings, source, revision)
     return _repository(settings, source, commit), {"hub": source, "revision": commit}, source
+
+
+def folder_name(folder: Path) -> str:
+    """The id of the model in a folder, where nobody names one."""
+    return re.sub(r"[^a-zA-Z0-9._-]+", "-", folder.resolve().name).strip("-._")
+
+
+def _like(name: str) -> str:
+    """The end of a message about an unknown name: the names of the packaged catalogue that are like it."""
+    near = NameIndex(read_folder(packaged_folder() / "models")).near(name)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def _commit(settings: Settings, hub: str, revision: str | None) -> str:
@@ -126,6 +136,8 @@ def _commit(settings: Settings, hub: str, revision: str | None) -> str:
     try:
         return commit_of(hub, revision)
     except FetchFailed as error:
+        if error.error_class == "NOT_FOUND" and not revision:
+            raise CommandRefused(f"{error.message}{_like(hub) or '; is the name right?'}") from error
         instead = "give --revision the whole commit, 40 hex digits" if revision else "give --revision COMMIT"
         raise CommandRefused(f"the commit of {hub}: {error.message}; or {instead}") from error
 
@@ -157,13 +169,11 @@ def _repository(settings: Settings, hub: str, commit: str) -> Path:
     """
     import dataclasses
 
-    from sie_store.configured import weight_sources
-
     def sources(family: str, *, may_download: bool) -> Path:
         stub = parse_entry(
             {"id": hub, "weights": {"hub": hub, "revision": commit}, "family": family, "outputs": {}, "max_tokens": 1}
         )
-        return weight_sources(dataclasses.replace(settings, hf_fallback=may_download)).folder(stub)
+        return weights_folder(dataclasses.replace(settings, hf_fallback=may_download), stub)
 
     for family in ("gliner", "text-encoder"):
         try:
@@ -177,6 +187,27 @@ def _repository(settings: Settings, hub: str, commit: str) -> Path:
     with _hub(f"{hub}@{commit}", "put it into SIE_LOCAL_CACHE, or name a folder that holds it"):
         is_gliner = file_exists(hub, "gliner_config.json", revision=commit)
     return sources("gliner" if is_gliner else "text-encoder", may_download=True)
+
+
+def weights_folder(settings: Settings, entry: ModelEntry) -> Path:
+    """The folder of the weights of an entry, downloaded if necessary, with a bar on a terminal. Raises ModelLoadFailed,
+    SettingError.
+    """
+    import dataclasses
+
+    from sie_store.configured import weight_sources
+    from sie_store.weights.progress import FetchProgress
+
+    with transfers() as bars:
+
+        def begin(title: str) -> FetchProgress:
+            progress, task = FetchProgress(title), bars.add_task(title, total=None)
+            progress.on_step = lambda state: bars.update(
+                task, completed=state.done_bytes, total=state.total_bytes or None
+            )
+            return progress
+
+        return dataclasses.replace(weight_sources(settings), begin=begin).folder(entry)
 
 
 def answers(entry: ModelEntry, settings: Settings) -> list[str]:

@@ -26,7 +26,7 @@ TIMEOUT_S = 15.0
 POLL_S = 0.5
 STALE_S = 3.0  # a failure that is older than the load is reported until the worker has begun
 _NEXT = {
-    "UNAUTHENTICATED": "set SIE_ADMIN_TOKEN to the gateway's, or SIE_AUTH_TOKEN to a key with the scope admin",
+    "UNAUTHENTICATED": "set SIE_ADMIN_TOKEN to the gateway's, or SIE_API_KEY to a key with the scope admin",
     "PERMISSION_DENIED": "this needs the scope admin: SIE_ADMIN_TOKEN, or a key of `sie keys create --scopes admin`",
 }
 
