@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from types import SimpleNamespace, TracebackType
+from typing import Any, cast
 
 import httpx
 import msgspec
@@ -23,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
 
-from sie_broker import CoreMessage, Entry
+from sie_broker import CoreMessage, Entry, Queue
 from sie_broker.memory import MemoryBroker, MemoryServer
 from sie_cli.serve.ports import free_port
 from sie_contracts.models.entries import ModelEntry
@@ -33,6 +34,7 @@ from sie_contracts.wire.configs import ConfigEpoch, ConfigExport, ConfigModel
 from sie_contracts.wire.heartbeats import Heartbeat
 from sie_gateway.inference.image_urls import NETWORK, Network
 from sie_gateway.process import serve as serve_gateway
+from sie_runtime.clock import BrokerClock
 from sie_runtime.process import Stop
 from sie_sidecar.process import serve as serve_sidecar
 
@@ -44,6 +46,14 @@ HTTP_POLL_S = 0.02  # a request takes some milliseconds of the loop that it wait
 def settings_of(mode: Mode = "queue", **environ: str) -> Settings:
     """The settings of a process with exactly this environment."""
     return load(environ=environ, mode=mode).settings
+
+
+def clock_at(now_s: Callable[[], float] = time.time) -> BrokerClock:
+    """The broker's clock as a process has measured it, at this time."""
+    broker = cast("Queue", SimpleNamespace(on_reconnect=lambda handler: None))
+    clock = BrokerClock(broker, "none", now_s)
+    clock._offset_s = clock.margin_s = 0.0
+    return clock
 
 
 async def until(condition: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> Any:

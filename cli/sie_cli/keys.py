@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -14,9 +13,10 @@ import msgspec
 from sie_broker import Broker, WrongRevision
 from sie_cli import display
 from sie_cli.cluster import BROKER_URL, Cluster, cluster_options
-from sie_cli.moments import future, moment
+from sie_cli.moments import Deadline, moment
 from sie_cli.options import AnyPosition
 from sie_cli.refusal import CommandRefused
+from sie_contracts.wire import topology
 from sie_runtime import keys as records
 from sie_runtime.http.routes import SCOPES
 from sie_runtime.keys import Key, KeyBuckets, KeyLimits
@@ -79,7 +79,7 @@ def keys() -> None:
     "--scopes", type=_scopes, metavar="SCOPES", default=DEFAULT_SCOPES, show_default=True, help="What it may do."
 )
 @click.option(
-    "--expires", "expires_s", type=future, metavar="TIME", help="When it ends: 12h, 90d, 2030-01-31.  [default: never]"
+    "--expires", type=Deadline.parse, metavar="TIME", help="When it ends: 12h, 90d, 2030-01-31.  [default: never]"
 )
 @click.option(
     "--max-body",
@@ -98,7 +98,7 @@ def create(
     cluster: Cluster,
     name: str,
     scopes: tuple[str, ...],
-    expires_s: float | None,
+    expires: Deadline | None,
     body_bytes: int | None,
     items: int | None,
     rate: int | None,
@@ -113,25 +113,27 @@ def create(
     if not _NAME.fullmatch(name):
         raise click.BadParameter("expected at most 64 letters, digits, spaces and . _ @ / -", param_hint="NAME")
     limits = KeyLimits(body_bytes or 0, items or 0, rate or 0)
-    key, token = records.create(name, scopes, now_s=time.time(), expires_s=expires_s or 0.0, limits=limits)
 
-    async def body(broker: Broker) -> None:
-        buckets = await KeyBuckets.open(broker, cluster.settings.stream_replicas)
-        keys = [key for key, _ in await buckets.read()]
+    async def body(broker: Broker) -> tuple[Key, str, float]:
+        buckets, now_s = await _opened(broker, cluster)
+        expires_s = expires.after(now_s) if expires is not None else 0.0
+        key, token = records.create(name, scopes, now_s=now_s, expires_s=expires_s, limits=limits)
+        keys = [present for present, _ in await buckets.read()]
         if len(keys) >= MAX_KEYS:
             raise CommandRefused(
                 f"there are {len(keys)} keys, at most {MAX_KEYS} are kept: `sie keys revoke ID --forget` those that "
                 "have ended"
             )
-        if any(key.name == name and not key.ended(time.time()) for key in keys):
+        if any(key.name == name and not key.ended(now_s) for key in keys):
             raise CommandRefused(f"a key named {name} is in use; revoke it first, or take another name")
         await buckets.write(key, 0)
+        return key, token, now_s
 
-    cluster.at_broker("sie-keys", body)
+    key, token, now_s = cluster.at_broker("sie-keys", body)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode({**_plain(key), "token": token})))
         return
-    line = f"key {key.id} {name}: {', '.join(scopes)}; {_end(key)}."
+    line = f"key {key.id} {name}: {', '.join(scopes)}; {_end(key, now_s)}."
     click.echo(f"{line} Gateways ask for its token where SIE_AUTH_MODE is token. It is shown this once:", err=True)
     click.echo(token)
 
@@ -141,7 +143,8 @@ def create(
 @_options
 def list_command(cluster: Cluster, as_json: bool) -> None:
     """All keys: id, name, scopes, when made, until when, limits. Tokens are not known."""
-    listed = sorted(_all(cluster), key=lambda key: key.created_s)
+    keys, now_s = _all(cluster)
+    listed = sorted(keys, key=lambda key: key.created_s)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode([_plain(key) for key in listed])))
         return
@@ -150,7 +153,7 @@ def list_command(cluster: Cluster, as_json: bool) -> None:
         return
     rows = [("ID", "NAME", "SCOPES", "CREATED (UTC)", "STATE", "LIMITS")]
     rows += [
-        (key.id, key.name, ",".join(key.scopes), moment(key.created_s), _end(key), _limits(key.limits))
+        (key.id, key.name, ",".join(key.scopes), moment(key.created_s), _end(key, now_s), _limits(key.limits))
         for key in listed
     ]
     display.table(rows)
@@ -176,11 +179,11 @@ def revoke(cluster: Cluster, identifier: str | None, by_token: bool, forget: boo
     digest = records.digest_of(_prompted_token()) if by_token else ""
 
     async def body(broker: Broker) -> Key:
-        buckets = await KeyBuckets.open(broker, cluster.settings.stream_replicas)
+        buckets, now_s = await _opened(broker, cluster)
         for key, revision in await buckets.read():
             if key.digest != digest if by_token else key.id != identifier and (key.name != identifier or key.revoked_s):
                 continue
-            ended = msgspec.structs.replace(key, revoked_s=key.revoked_s or time.time())
+            ended = msgspec.structs.replace(key, revoked_s=key.revoked_s or now_s)
             try:
                 await (buckets.remove(key.id, revision) if forget else buckets.write(ended, revision))
             except WrongRevision as error:
@@ -202,9 +205,18 @@ def _prompted_token() -> str:
     return sys.stdin.readline().strip()
 
 
-def _all(cluster: Cluster) -> list[Key]:
-    async def body(broker: Broker) -> list[Key]:
-        return [key for key, _ in await (await KeyBuckets.open(broker, cluster.settings.stream_replicas)).read()]
+async def _opened(broker: Broker, cluster: Cluster) -> tuple[KeyBuckets, float]:
+    """The keys and the time of the broker, by which they expire. Raises BrokerError."""
+    buckets = await KeyBuckets.open(broker, cluster.settings.stream_replicas)
+    return buckets, await broker.server_time(f"KV_{topology.KEYS_BUCKET}")
+
+
+def _all(cluster: Cluster) -> tuple[list[Key], float]:
+    """All keys, and the time of the broker."""
+
+    async def body(broker: Broker) -> tuple[list[Key], float]:
+        buckets, now_s = await _opened(broker, cluster)
+        return [key for key, _ in await buckets.read()], now_s
 
     return cluster.at_broker("sie-keys", body)
 
@@ -223,12 +235,12 @@ def _plain(key: Key) -> dict[str, Any]:
     }
 
 
-def _end(key: Key) -> str:
+def _end(key: Key, now_s: float) -> str:
     if key.revoked_s:
         return f"revoked {moment(key.revoked_s)}"
     if not key.expires_s:
         return "never expires"
-    return f"{'expired' if key.ended(time.time()) else 'until'} {moment(key.expires_s)}"
+    return f"{'expired' if key.ended(now_s) else 'until'} {moment(key.expires_s)}"
 
 
 def _limits(limits: KeyLimits) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 import click
 
@@ -13,10 +14,22 @@ _UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
 def future(text: str) -> float:
     """Seconds since 1970: of a day or moment (UTC where it names no zone), or that far from now."""
-    span = re.fullmatch(r"(\d{1,6})([mhdw])", text.strip().lower())
-    if span is not None:
-        at_s = time.time() + int(span[1]) * _UNITS[span[2]]
-    else:
+    return Deadline.parse(text).after(time.time())
+
+
+class Deadline(NamedTuple):
+    """A moment in seconds since 1970, or a length of time (`is_span`). `text`: as the user wrote it."""
+
+    text: str
+    seconds: float
+    is_span: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Deadline:
+        """Raises BadParameter."""
+        span = re.fullmatch(r"(\d{1,6})([mhdw])", text.strip().lower())
+        if span is not None:
+            return cls(text[:40], int(span[1]) * _UNITS[span[2]], is_span=True)
         try:
             at = datetime.fromisoformat(text.strip())
         except ValueError as error:
@@ -24,9 +37,14 @@ def future(text: str) -> float:
                 f"{text[:40]}: expected 30m, 12h, 90d, 4w, or a date such as 2030-01-31"
             ) from error
         at_s = (at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp()
-    if at_s <= time.time():
-        raise click.BadParameter(f"{text[:40]}: is in the past")
-    return at_s
+        return cls(text[:40], at_s, is_span=False)
+
+    def after(self, now_s: float) -> float:
+        """Return the moment in seconds since 1970. Raises BadParameter for one that is not after `now_s`."""
+        at_s = now_s + self.seconds if self.is_span else self.seconds
+        if at_s <= now_s:
+            raise click.BadParameter(f"{self.text}: is in the past")
+        return at_s
 
 
 def moment(at_s: float) -> str:

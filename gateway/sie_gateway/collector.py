@@ -13,7 +13,7 @@ from sie_gateway.admission.admission import Admission
 from sie_gateway.fleet.demand import DemandRecords
 from sie_gateway.fleet.lag import Lag
 from sie_gateway.inference.handler import Inference
-from sie_gateway.inference.inbox import ResultInbox
+from sie_gateway.inference.results import ResultInbox
 from sie_gateway.operations.status import ClusterStatus
 from sie_runtime.feed import CatalogueFeed
 from sie_runtime.metrics import Scrape, epoch_number

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from prometheus_client import Counter, Histogram
 
 from sie_runtime.http.refusals import REFUSED
 from sie_runtime.metrics import MetricMaker, exemplar
-
-if TYPE_CHECKING:
-    from sie_gateway.inference.results import RequestResult
 
 _FETCHES = ("fetched", "refused", "failed")
 _OPERATIONS = ("encode", "score", "extract")
@@ -84,8 +79,8 @@ class Metrics:
         if seconds is not None:
             counted[1].observe(seconds, exemplar())
 
-    def used(self, key: str, finished: RequestResult) -> None:
+    def used(self, key: str, tokens: int, device_s: float) -> None:
         """Account to a key, by the name that its grant has in metrics, what a request of it used."""
         self._traffic.met(key)
-        self.key_tokens.labels(key).inc(finished.usage["total_tokens"])
-        self.key_device_seconds.labels(key).inc(finished.device_s)
+        self.key_tokens.labels(key).inc(tokens)
+        self.key_device_seconds.labels(key).inc(device_s)

@@ -34,7 +34,7 @@ from sie_gateway.http.auth import Gate, require_tokens
 from sie_gateway.http.routes import inference_route
 from sie_gateway.inference.handler import Inference
 from sie_gateway.inference.image_urls import NETWORK, ImageUrls, Network
-from sie_gateway.inference.inbox import ResultInbox
+from sie_gateway.inference.results import ResultInbox
 from sie_gateway.inference.runner import Runner
 from sie_gateway.jobs.assembly import assembled
 from sie_gateway.jobs.ledger import JobFigures
@@ -156,8 +156,8 @@ async def serve(
     status = ClusterStatus(
         settings, broker, feed, placer, admission.peers, record.own, lag, nats_monitor_url, pools.visible
     )
-    keys = Keys(broker, settings.stream_replicas) if settings.auth_mode == "token" else None
-    gate = Gate(settings, keys, clock.now_s)
+    keys = Keys(broker, settings.stream_replicas, clock) if settings.auth_mode == "token" else None
+    gate = Gate(settings, keys)
     letters = DeadLetterOperations(broker, settings, metrics, record.own, placer.note)
     residencies = Residencies(broker, fleet, placer, cold)
     quotas = Quotas(admission.peers.count)
@@ -220,6 +220,7 @@ async def serve(
         await main.start()
         await owning
         tasks.start(queue.consumers.run(drained), "consumers")
+        await clock.begin()
         measuring = tasks.start(clock.run(), "broker clock")
         tasks.start(backlog.run(drained), "backlog")
         tasks.start(lag.run(drained), "age of the queue")

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from sie_broker import Connection
 from sie_contracts.settings import Settings
+from sie_gateway.admission.admission import Peers
 from sie_gateway.admission.grant import Quotas
-from sie_gateway.admission.peers import Peers
 from sie_gateway.fleet.pools import PoolDirectory
 from sie_gateway.fleet.residency import Residencies
 from sie_gateway.fleet.scaling import Scaling

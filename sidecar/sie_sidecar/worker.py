@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sie_broker import Broker, BrokerError, Subscription
+from sie_contracts.errors import SIEError
 from sie_contracts.settings import Settings
 from sie_contracts.wire import topology
 from sie_contracts.wire.topology import Lane
@@ -29,7 +30,7 @@ from sie_sidecar.batching.batch import BatchLimits
 from sie_sidecar.batching.sizing import quantum_of
 from sie_sidecar.device.device import DeviceQueue
 from sie_sidecar.device.dispatch import Dispatch
-from sie_sidecar.device.in_flight import InFlight
+from sie_sidecar.device.in_flight import InFlight, Inventory
 from sie_sidecar.device.isolate import Isolate
 from sie_sidecar.device.link import AdapterLink
 from sie_sidecar.device.poison import PoisonMarks
@@ -37,10 +38,8 @@ from sie_sidecar.intake.intake import WorkIntake
 from sie_sidecar.intake.leases import Leases, open_ledger
 from sie_sidecar.intake.pull import WorkSource
 from sie_sidecar.metrics import SidecarMetrics
-from sie_sidecar.models.hosting import Hosting
-from sie_sidecar.models.inventory import Inventory
 from sie_sidecar.models.loading import Loading, LoraLoads, ResidencyRequests
-from sie_sidecar.models.models import ModelState
+from sie_sidecar.models.models import Hosting, ModelState
 from sie_sidecar.prepare.fetching import PayloadFetching
 from sie_sidecar.prepare.media_pool import MediaPool
 from sie_sidecar.prepare.prepare import Prepare
@@ -101,26 +100,19 @@ class Worker:
             clock,
             on_change,
             settings.swap_after_ms / 1000,
-            assigned=lambda: self.source.assignment.models(),
+            assigned=self._assigned_models,
             on_loaded=self._on_loaded,
-            on_failed=lambda hosted, error: metrics.not_loaded(hosted.name, error),
-            on_role=lambda hosted: self.source.pulling.refill_all(),
+            on_failed=self._on_load_failed,
+            on_role=self._on_role,
         )
         self._loras = LoraLoads(link, clock)
         self._marks = PoisonMarks(broker, worker_id, broker_s)
         self._tokenizers = TokenizerPool(settings.preprocessor_workers)
         self._media = MediaPool(settings.image_workers, metrics.count_file)
         self.loading = Loading(feed, link, self.hosting, self._loras, self._work, clock)
-        self._residency = ResidencyRequests(
-            self.loading, self._work, lambda model: self.source.assignment.unloaded(model)
-        )
+        self._residency = ResidencyRequests(self.loading, self._work, self._on_unloaded)
         self._residency_subject = topology.residency_subject(worker_id)
-        self.inventory = Inventory(
-            self.hosting,
-            on_less=lambda: self.source.refill_soon(),
-            on_free=lambda consumer: self.source.pulling.refill_one(consumer),
-            clock=clock,
-        )
+        self.inventory = Inventory(self.hosting, self._on_less, self._on_free, clock)
         self.device = DeviceQueue(settings, worker_id, limits, link, self.inventory, metrics, identity.tracer, clock)
         quantum = quantum_of(settings)
         settlement = ResultDelivery(broker, self.leases, metrics, clock)
@@ -146,7 +138,7 @@ class Worker:
         self._prepare = Prepare(
             self.source, self.loading, self.inventory, self._settle, fetching, self._tokenizers, self._media, clock
         )
-        broker.on_reconnect(lambda: self.source.pulling.look())
+        broker.on_reconnect(self._on_reconnect)
         link.listeners.append(self._on_link)
 
     @property
@@ -181,7 +173,7 @@ class Worker:
 
     async def _take_in(self) -> None:
         while True:
-            gathered = await self.intake.next(self._is_tokenising, lambda: self.source.pulling.more_expected())
+            gathered = await self.intake.next(self._is_tokenising, self._has_more)
             for flight in gathered.stored:
                 # its model's load waits for no store: what can run now may be behind it
                 self.loading.ahead([f"{flight.item.model}:{flight.item.profile}"])
@@ -206,7 +198,38 @@ class Worker:
 
     def _more_expected(self) -> bool:
         """Whether something may be about to wait for the device."""
-        return bool(self.intake.arrived or self._is_tokenising()) or self.source.pulling.more_expected()
+        return bool(self.intake.arrived or self._is_tokenising()) or self._has_more()
+
+    # the parts that are made before the source tell it of these
+
+    def _has_more(self) -> bool:
+        """Whether the broker may send more."""
+        return self.source.pulling.more_expected()
+
+    def _assigned_models(self) -> frozenset[str] | None:
+        return self.source.assignment.models()
+
+    def _on_less(self) -> None:
+        """Less waits for the device."""
+        self.source.refill_soon()
+
+    def _on_free(self, consumer: str) -> None:
+        """A work item of a consumer keeps others back no more."""
+        self.source.pulling.refill_one(consumer)
+
+    def _on_role(self, hosted: ModelState) -> None:
+        """A residency is unloaded, makes room, or need not any more."""
+        self.source.pulling.refill_all()
+
+    def _on_unloaded(self, model: str) -> None:
+        """An operator had a model unloaded."""
+        self.source.assignment.unloaded(model)
+
+    async def _on_reconnect(self) -> None:
+        await self.source.pulling.look()
+
+    def _on_load_failed(self, hosted: ModelState, error: SIEError) -> None:
+        self._metrics.not_loaded(hosted.name, error)
 
     def _on_loaded(self, hosted: ModelState) -> None:
         self._metrics.loaded(hosted.name, certified=hosted.ready is not None and bool(hosted.ready.loaded.certificate))

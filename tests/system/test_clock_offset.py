@@ -13,16 +13,17 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
 import time
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from cluster import scraped, until
+from cluster import SIE, scraped, until
 from fake_adapter import ids_of, toy_entry, vector_of
 from stack import Device, Part, Plan, Stack
 
@@ -47,6 +48,8 @@ ENVIRON = {
     "SIE_RUST_PIPELINE_DEPTH": "1",  # what waits for the device waits in the sidecar
     "SIE_MAX_BATCH_COST": "512",  # a gateway reckons with a full batch, which must fit the budget on so slow a device
 }
+DAY_S = 86_400
+BRIEF_S = 10.0  # of a key that ends while a test waits, the start of a command included
 LATE_S = 1.0  # that an answer may be late on a busy machine
 # datetime.now is left as it is: neither process reads it
 SITE = """
@@ -78,6 +81,36 @@ def clocks_offset_s(part: Part, begun_s: float) -> tuple[float, float]:
     """
     stamp_s = datetime.fromisoformat(lines(part)[-1]["timestamp"]).timestamp()
     return stamp_s - time.time(), stamp_s - begun_s
+
+
+@pytest.mark.parametrize("offset_s", [2 * DAY_S, -2 * DAY_S], ids=["ahead", "behind"])
+def test_a_key_ends_by_the_clock_of_the_broker_at_gateway_and_config_service(tmp_path: Path, offset_s: int) -> None:
+    """The clocks of a gateway, the config service and `sie keys` are two days off. A key of an hour is valid at both
+    services, one of three seconds ends after three seconds at both.
+    """
+    stack = Stack(tmp_path / "stack", Plan(workers=(), environ={"SIE_AUTH_MODE": "token"}))
+    for part in (stack.config, *stack.gateways):
+        put_off(part, offset_s, tmp_path / part.name.replace(" ", "-"))
+    urls = (f"{stack.urls[0]}/v1/models", f"{stack.config_url}/v1/configs/models")
+
+    def made(name: str, until_when: str) -> str:
+        environ = {**os.environ, "PYTHONPATH": stack.config.environ["PYTHONPATH"], "SIE_NATS_URL": stack.broker_urls}
+        line = [SIE, "keys", "create", name, "--expires", until_when]
+        done = subprocess.run(line, env=environ, capture_output=True, text=True, timeout=60, check=True)
+        return done.stdout.strip()
+
+    def statuses(token: str) -> list[int]:
+        headers = {"authorization": f"Bearer {token}"}
+        return [httpx.get(url, headers=headers, timeout=10, trust_env=False).status_code for url in urls]
+
+    with stack:
+        lasting = made("lasting", "1h")
+        until(lambda: statuses(lasting) == [200, 200], 5, "both services have the key")
+        end = datetime.now(UTC) + timedelta(seconds=BRIEF_S)
+        ending = made("ending", end.isoformat())
+        until(lambda: statuses(ending) == [401, 401], 2 * BRIEF_S, "it has ended at both")
+        assert datetime.now(UTC) >= end
+        assert statuses(lasting) == [200, 200]
 
 
 @dataclass

@@ -46,8 +46,8 @@ def texts_of(count: int, first: int = 0) -> Rows:
 @dataclass
 class Killer:
     """Kills a random part every `every_s`, later where no row was done since the last kill, and starts again whatever
-    has ended; the whole cluster once, when half of the rows are done. A job ends as LEADERS_LOST where three gateways
-    died in turn over the same rows: on a slow machine a clock alone would do that.
+    has ended; the whole cluster once, when half of the rows are done. A job ends as LEADERS_LOST where three leaders
+    died in turn without progress: on a slow machine a clock alone would do that.
     """
 
     stack: Stack

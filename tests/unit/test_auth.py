@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 from click.testing import CliRunner
-from inprocess import GatewayProcess, InProcess, settings_of, until
+from inprocess import GatewayProcess, InProcess, clock_at, settings_of, until
 from msgspec.structs import replace
 from starlette.exceptions import HTTPException
 
@@ -25,6 +25,7 @@ from sie_gateway.admission.grant import Grant
 from sie_gateway.http.auth import USER_SCOPES, Gate
 from sie_gateway.http.routes import ROUTES
 from sie_runtime import keys as records
+from sie_runtime.clock import BrokerClock
 from sie_runtime.http.routes import ANY, OPEN, SCOPES, Route, Table
 from sie_runtime.keys import KeyLimits, Keys
 from sie_runtime.process import Stop
@@ -109,13 +110,13 @@ def key_with(*scopes: str, expires_s: float = 0.0, limits: KeyLimits = records.N
     return records.create("a test", scopes, now_s=time.time(), expires_s=expires_s, limits=limits)
 
 
-async def keys_of(*wanted: records.Key) -> Keys:
+async def keys_of(*wanted: records.Key, clock: BrokerClock | None = None) -> Keys:
     """The keys of a gateway that has read these from a broker."""
     server = MemoryServer()
     bucket = await records.bucket_of(server.connect("operator"), 1).open()
     for key in wanted:
         await bucket.write([Write(key.id, records.encode(key))])
-    keys, stop = Keys(server.connect("gateway"), 1), Stop()
+    keys, stop = Keys(server.connect("gateway"), 1, clock or clock_at()), Stop()
     following = asyncio.create_task(keys.run(stop))
     await until(lambda: keys.loaded, "the keys are read")
     stop.request()
@@ -303,14 +304,29 @@ async def test_a_key_is_known_by_its_id_and_brings_its_limits() -> None:
 
 
 @pytest.mark.parametrize("now_s", [1e3, 1e11])  # years behind the clock of this machine, and ahead of it
-async def test_keys_expire_by_the_clock_that_the_gate_was_made_with(now_s: float) -> None:
+async def test_keys_expire_by_the_clock_of_the_broker(now_s: float) -> None:
     gates, tokens = {}, {}
     for left_s in (10.0, -10.0):
         key, tokens[left_s] = key_with("infer", expires_s=now_s + left_s)
-        gates[left_s] = Gate(settings_of(SIE_AUTH_MODE="token", **TOKENS), await keys_of(key), lambda: now_s)
+        keys = await keys_of(key, clock=clock_at(lambda: now_s))
+        gates[left_s] = Gate(settings_of(SIE_AUTH_MODE="token", **TOKENS), keys)
     assert gates[10.0].check("POST", "/v1/encode/m", f"Bearer {tokens[10.0]}").key
     with pytest.raises(Unauthenticated):
         gates[-10.0].check("POST", "/v1/encode/m", f"Bearer {tokens[-10.0]}")
+
+
+async def test_a_key_that_expires_waits_for_the_time_of_the_broker() -> None:
+    """Another key does not, and one that was revoked is refused as such."""
+    clock = BrokerClock(MemoryServer().connect("gateway"), "none")
+    lasting, ending = key_with("infer"), key_with("infer", expires_s=time.time() + 60)
+    revoked = key_with("infer")
+    keys = await keys_of(lasting[0], ending[0], replace(revoked[0], revoked_s=1.0), clock=clock)
+    gate = Gate(settings_of(SIE_AUTH_MODE="token", **TOKENS), keys)
+    assert isinstance(outcome(gate, "POST", "/v1/encode/m", lasting[1]), Grant)
+    assert outcome(gate, "POST", "/v1/encode/m", ending[1]) is NotReady
+    assert outcome(gate, "POST", "/v1/encode/m", revoked[1]) is Unauthenticated
+    clock.margin_s = 0.1
+    assert isinstance(outcome(gate, "POST", "/v1/encode/m", ending[1]), Grant)
 
 
 @pytest.mark.parametrize(
@@ -326,7 +342,7 @@ def test_what_is_no_token_is_not_let_in(given: str) -> None:
 
 def test_before_the_keys_are_read_an_unknown_token_is_not_yet_wrong() -> None:
     """A gateway that starts must not tell good clients that they are strangers; static tokens are known at once."""
-    gate = Gate(settings_of(SIE_AUTH_MODE="token", **TOKENS), Keys(MemoryServer().connect("gateway"), 1))
+    gate = Gate(settings_of(SIE_AUTH_MODE="token", **TOKENS), Keys(MemoryServer().connect("gateway"), 1, clock_at()))
     assert outcome(gate, "GET", "/v1/models", "sie_whatever") is NotReady
     assert outcome(gate, "GET", "/v1/models", "") is Unauthenticated
     assert isinstance(outcome(gate, "GET", "/v1/models", USER), Grant)
@@ -338,7 +354,7 @@ def test_keys_go_with_the_mode_token_alone(tmp_path: Path) -> None:
         standalone, ["--data-dir", str(tmp_path), "--auth-mode", "token"], env={"SIE_AUTH_MODE": None}
     )
     assert (started.exit_code, "SIE_AUTH_MODE: token keeps its keys in a broker" in started.output) == (2, True)
-    keys = Keys(MemoryServer().connect("gateway"), 1)
+    keys = Keys(MemoryServer().connect("gateway"), 1, clock_at())
     for settings, given in ((settings_of(SIE_AUTH_MODE="token"), None), (settings_of(), keys)):
         with pytest.raises(SettingError, match="SIE_AUTH_MODE"):
             Gate(settings, given)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from click.testing import CliRunner
 from parity.checkpoints import ARCHITECTURES, add_modules, build, modules_of
@@ -135,10 +136,23 @@ def long_header(folder: Path) -> str:
     return file.name
 
 
-def pickled(folder: Path) -> str:
+def pickled_heads(folder: Path) -> str:
     for name in ("sparse_linear.pt", "colbert_linear.pt"):
         (folder / name).write_bytes(pickle.dumps(Command()))
     return "_linear.pt"
+
+
+def pickled_colbert_head(folder: Path) -> str:
+    """Beside one that is right."""
+    torch.save({"weight": torch.zeros(1, 8), "bias": torch.zeros(1)}, folder / "sparse_linear.pt")
+    (folder / "colbert_linear.pt").write_bytes(pickle.dumps(Command()))
+    return "colbert_linear.pt"
+
+
+def negative_vocabulary(folder: Path) -> str:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_bytes()), "vocab_size": -5}))
+    return file.name
 
 
 def weights_folder(folder: Path) -> str:
@@ -152,7 +166,10 @@ def no_tokenizer(folder: Path) -> str:
     return "tokenizer"
 
 
-@pytest.mark.parametrize("spoil", [cut, long_header, pickled, weights_folder, no_tokenizer])
+@pytest.mark.parametrize(
+    "spoil",
+    [cut, long_header, pickled_heads, pickled_colbert_head, negative_vocabulary, weights_folder, no_tokenizer],
+)
 def test_weights_and_tokenizers_of_strangers_are_named(
     spoil: Callable[[Path], str], good: Path, tmp_path: Path
 ) -> None:

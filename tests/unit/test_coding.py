@@ -19,7 +19,7 @@ from inprocess import InProcess, settings_of, toy_entry
 from sie_config_service.app import create_app
 from sie_config_service.state import ConfigService
 from sie_contracts.errors import InvalidInput, PayloadTooLarge, UnsupportedMediaType
-from sie_gateway.inference.intake import BodyIntake, bounded
+from sie_gateway.inference.call import BodyIntake, bounded
 from sie_runtime.http import coding
 from sie_runtime.http.coding import GZIP_OVER, INLINE_BYTES, MAX_MEMBERS, accepts_gzip, check_type, decoded
 from sie_runtime.http.routes import JSON, MSGPACK, YAML, plain_path

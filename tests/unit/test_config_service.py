@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import yaml
 from config_api import ADMIN
-from inprocess import settings_of, until
+from inprocess import clock_at, settings_of, until
 
 from sie_broker import BrokerUnavailable, Write
 from sie_broker.memory import MemoryServer
@@ -562,10 +562,12 @@ async def test_every_route_needs_its_token(method: str, path: str, reads: bool) 
 async def test_a_key_does_what_its_scopes_say_until_it_ends(
     scopes: tuple[str, ...], reads: int, writes: int, exports: int
 ) -> None:
-    """SIE_AUTH_MODE=token: at the config service as at a gateway."""
+    """SIE_AUTH_MODE=token: at the config service as at a gateway. It ends by the clock of the broker, decades behind
+    that of this machine.
+    """
     now_s, server = 1000.0, MemoryServer()
     api = await Api(server, SIE_AUTH_MODE="token", **TOKENS).start()
-    gate = api.service.gate = access.ConfigGate(settings_of(SIE_AUTH_MODE="token", **TOKENS), lambda: now_s)
+    gate = api.service.gate = access.ConfigGate(settings_of(SIE_AUTH_MODE="token", **TOKENS))
     key, token = records.create("ops", scopes, now_s=now_s, expires_s=now_s + 60)
     calls = (
         ("GET", "/v1/configs/models", reads),
@@ -574,7 +576,7 @@ async def test_a_key_does_what_its_scopes_say_until_it_ends(
     )
     await api.call("GET", "/v1/configs/models", None, 503, Authorization=token)
     await (await records.bucket_of(api.broker, 1).open()).write([Write(key.id, records.encode(key), 0)])
-    keys, stop = records.Keys(api.broker, 1), Stop()
+    keys, stop = records.Keys(api.broker, 1, clock_at(lambda: now_s)), Stop()
     gate.go_by(keys)
     following = asyncio.create_task(keys.run(stop))
     await until(lambda: keys.loaded, "the keys")

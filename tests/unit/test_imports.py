@@ -86,7 +86,6 @@ CORE = {
     "sie_contracts.models.muvera",
     "sie_sidecar.batching.batch",
     "sie_sidecar.batching.sizing",
-    "sie_sidecar.batching.cost",
     "sie_sidecar.prepare.media_frames",
     "sie_contracts.wire.placement",
     "sie_gateway.inference.chunk",

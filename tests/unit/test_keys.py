@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from inprocess import InProcess, until
+from inprocess import InProcess, clock_at, until
 from msgspec.structs import replace
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
@@ -53,7 +53,7 @@ async def followed(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Followed]:
     monkeypatch.setattr(records, "CHECK_S", 0.02)
     monkeypatch.setattr(records, "RETRY_S", 0.02)
     server = MemoryServer()
-    keys, stop = Keys(server.connect("gateway"), 1), Stop()
+    keys, stop = Keys(server.connect("gateway"), 1, clock_at()), Stop()
     following = asyncio.create_task(keys.run(stop))
     await until(lambda: keys.loaded, "the keys are read")
     yield Followed(server, keys, await records.bucket_of(server.connect("operator"), 1).open())
@@ -183,7 +183,7 @@ async def test_what_a_replica_of_the_broker_lacked_at_the_start_comes_by_the_wat
         return behind
 
     monkeypatch.setattr(broker, "key_value", opened)
-    keys, stop = Keys(broker, 1), Stop()
+    keys, stop = Keys(broker, 1, clock_at()), Stop()
     following = asyncio.create_task(keys.run(stop))
     try:
         await until(

@@ -25,8 +25,7 @@ from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.inference.call import Call
 from sie_gateway.operations import doctor as doctor_module
 from sie_gateway.operations.doctor import Doctor
-from sie_gateway.operations.history import STEP_S, STEPS, RequestHistory
-from sie_gateway.operations.log_tail import MAX_CHARS, MAX_LINES, LogTail
+from sie_gateway.operations.history import MAX_CHARS, MAX_LINES, STEP_S, STEPS, LogTail, RequestHistory
 from sie_gateway.operations.status import ClusterStatus
 from sie_gateway.operations.summary import COST_SHARE, MAX_SHOWN, CachedSummary
 

@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import pytest
 from inprocess import InProcess, until
 
-from sie_contracts.errors import AllItemsFailed, ErrorInfo, InvalidInput, SIEError, catalogue
+from sie_contracts.errors import AllItemsFailed, ErrorInfo, InvalidInput, ModelLoadFailed, SIEError, catalogue
 from sie_contracts.sdk_versions import CONTRACT_VERSION, DIALECTS, NATIVE, dialect_of, server_version
 
 VERSIONS = ("0.3.1", "0.6.4", "0.6.5", "0.8.0", "0.10.1")
@@ -149,6 +150,24 @@ async def test_a_failed_input_fails_the_request_of_a_public_sdk_unless_it_wants_
     body = {"items": ["good", "bad"], "options": {"on_item_error": "slot"}}
     by_body = await gateway.client.post("/v1/encode/toy/one", json=body, headers={"X-SIE-SDK-Version": "0.10.1"})
     assert by_body.status_code == 200
+
+
+async def test_a_load_that_failed_has_the_status_and_the_facts_that_a_public_sdk_reads(cluster: InProcess) -> None:
+    adapter, gateway = await cluster.adapter(), await cluster.gateway()
+    adapter.refusals = {"toy/one": ModelLoadFailed("no weights", extras={"error_class": "NOT_FOUND"})}
+    await cluster.sidecar(adapter)
+
+    async def failed(**headers: str) -> httpx.Response:
+        async with asyncio.timeout(20):
+            while (answer := await gateway.encode("x", **headers)).json().get("code") == "MODEL_LOADING":
+                pass
+        return answer
+
+    public, own = await failed(X_SIE_SDK_Version="0.10.1"), await failed()
+    assert (public.status_code, own.status_code, public.json()["code"]) == (502, 500, "MODEL_LOAD_FAILED")
+    for answer in (public, own):
+        facts = {name: answer.json()["error"][name] for name in ("error_class", "permanent", "attempts")}
+        assert facts == {"error_class": "NOT_FOUND", "permanent": True, "attempts": 1}
 
 
 async def test_only_a_client_that_forbids_other_servers_may_name_them(cluster: InProcess) -> None:

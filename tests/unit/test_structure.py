@@ -78,3 +78,13 @@ def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
         for place in measure.docstrings_without_subject(module)
     ]
     assert len(unclear) <= MOST_UNCLEAR_DOCSTRINGS, unclear
+
+
+def test_docstrings_name_files_and_exceptions_that_exist() -> None:
+    gone = [
+        place
+        for package in measure.PACKAGES
+        for module in measure.modules(package)
+        for place in measure.names_that_are_gone(module)
+    ]
+    assert gone == []

@@ -33,8 +33,19 @@ from websockets.sync.server import Server, ServerConnection, serve
 
 from sie_cli.main import main
 from sie_cli.serve.ports import free_port
-from sie_cli.top.picture import MAX_REASONS, ModelRow, Queued, StatusFrame, View, WorkerRow, lanes_of, picture
-from sie_cli.top.trends import TREND, HistoryTrend, TrendStep
+from sie_cli.top.picture import (
+    MAX_REASONS,
+    TREND,
+    HistoryTrend,
+    ModelRow,
+    Queued,
+    StatusFrame,
+    TrendStep,
+    View,
+    WorkerRow,
+    lanes_of,
+    picture,
+)
 
 SIE = str(Path(sys.executable).with_name("sie"))
 SHOWN, HIDDEN, LEFT = "\x1b[?1049h", "\x1b[?25l", "\x1b[?1049l"
@@ -532,7 +543,7 @@ def test_once_is_one_picture() -> None:
 
 
 def test_no_gateway_is_an_error_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sie_cli.top.command.FIRST_S", 0.2)
+    monkeypatch.setattr("sie_cli.top.live.FIRST_S", 0.2)
     port = free_port()
     found = CliRunner().invoke(main, ["top", "--once", "--url", f"http://127.0.0.1:{port}"])
     assert found.exit_code == 2

@@ -9,6 +9,7 @@ RESOURCE_EXHAUSTED.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,9 +23,10 @@ from sie_adapter.engine import engines
 from sie_adapter.engine.device import to_device
 from sie_adapter.engine.item_results import ClientVectors, ItemResult, ItemResults, batch_reply
 from sie_adapter.heads import Head, Row, States
+from sie_adapter.memory import oom
 from sie_adapter.memory.batch_limits import DeviceLimits, PassRecords, split_off
 from sie_adapter.memory.device_errors import is_device_fatal
-from sie_adapter.memory.oom import OomRecovery, Remedy, exhausted
+from sie_adapter.memory.oom import OomRecovery, Remedy
 from sie_adapter.packed.lora import ModelLoras
 from sie_adapter.packed.packing import Int64, Items, MalformedBatch, PackedBatch, images, items, sounds
 from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, SIEError
@@ -107,7 +109,9 @@ class BatchRun:
         self._pass_records = pass_records
         self._layout: Layout = model.rows[message.operation].layout
         self._errors: dict[int, SIEError] = {}
-        self._engine = engines.of_batch(model.engine_choice, message)
+        self._engine = model.engine_choice.engine
+        if message.lora or self._engine == "sglang":
+            self._engine = engines.of_batch(model.engine_choice, message)
         self._padding = 0
         self._queries = np.zeros(count, bool)
         self._masks: dict[str, np.ndarray] = {}
@@ -131,13 +135,12 @@ class BatchRun:
             mask = self._masks.setdefault(head, np.zeros(count, bool))
             mask[group.start : group.stop] = True
             self._rows.setdefault(head, [None] * count)
-            if head != "multivector":
+            client_rows = [row for row in self._client_vectors if group.start <= row < group.stop]
+            if client_rows and head != "multivector":
                 error = InvalidInput(
                     f"{head}: vectors were given, which stand for a multivector alone", reason="unsupported_modality"
                 )
-                self._errors.update(
-                    dict.fromkeys((row for row in self._client_vectors if group.start <= row < group.stop), error)
-                )
+                self._errors.update(dict.fromkeys(client_rows, error))
 
     def run(self) -> BatchDone:
         """Run the batch and account for every input. Raises what the device raises, other than running
@@ -151,7 +154,11 @@ class BatchRun:
             part, chosen = split_off(
                 chosen, self._prepared.costs, self._batch_limits.limit(self._key) if self._batch_limits else None
             )
-            self._recovery.run(self._recorded, part, self._refuse, halves=self._halves, learn=self._learn)
+            is_tried = not oom.thread_state.is_unusable
+            if is_tried and _fits(self._recorded, part):
+                self._learn(part, True)
+            else:
+                self._recover(part, is_tried=is_tried)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         forwarded = time.perf_counter()
@@ -190,11 +197,16 @@ class BatchRun:
             needing[row] = False
         return np.flatnonzero(needing)
 
-    def _refuse(self, item: int) -> None:
-        self._errors[item] = exhausted()
+    def _recover(self, chosen: Int64, *, is_tried: bool) -> None:
+        """Run items of which a pass ran out of memory, or whose thread takes no new shapes."""
 
-    def _halves(self, chosen: Int64) -> tuple[Int64, Int64]:
-        return _halves(chosen, self._prepared.costs)
+        def refuse(item: int) -> None:
+            self._errors[item] = oom.exhausted()
+
+        def halves(items: Int64) -> tuple[Int64, Int64]:
+            return _halves(items, self._prepared.costs)
+
+        self._recovery.run(self._recorded, chosen, refuse, halves=halves, learn=self._learn, is_tried=is_tried)
 
     def _learn(self, chosen: Int64, fitted: bool) -> None:
         if self._batch_limits is not None:
@@ -213,7 +225,7 @@ class BatchRun:
     def _pass(self, chosen: Int64) -> None:
         packed = self._model.pack(self._prepared, chosen)
         packed.engine = self._engine
-        with self._model.loras.acting(self._message.lora):
+        with self._model.loras.acting(self._message.lora) if self._message.lora else contextlib.nullcontext():
             hidden = self._model.forward(packed)
             self._padding += packed.padding
             if len(hidden) != len(packed.ids):
@@ -272,7 +284,7 @@ class BatchRun:
         """The answers of the inputs whose rows are `units`."""
         heads = self._model.heads_for(self._message.operation, group.options)
         query: dict[str, Any] = {head: self._rows[head][shared[0]] for head in heads} if shared else {}
-        results: ItemResults = [exhausted()] * len(units)
+        results: list[ItemResult | SIEError | None] = [None] * len(units)
         counts: list[tuple[int, int]] = []
 
         def answer(items: Int64) -> None:
@@ -284,7 +296,11 @@ class BatchRun:
                 results[item] = result
 
         try:
-            self._recovery.run(answer, np.arange(len(units)), lambda item: None)
+            places = np.arange(len(units))
+            if oom.thread_state.is_unusable:
+                self._recovery.run(answer, places, lambda item: None)
+            elif len(units) and not _fits(answer, places):
+                self._recovery.run(answer, places, lambda item: None, is_tried=True)
         except SIEError as error:
             return [error] * len(units)
         except Exception as error:
@@ -295,7 +311,7 @@ class BatchRun:
         for got, expected in counts:
             if got != expected:
                 raise InternalFailure(f"the family gave {got} answers for {expected} inputs", reason="wrong_length")
-        return results
+        return [result if result is not None else oom.exhausted() for result in results]
 
 
 def _client_vectors(message: RunBatch, batch: Items, width: int) -> dict[int, np.ndarray]:
@@ -351,6 +367,19 @@ def check_groups(groups: tuple[Group, ...], count: int) -> None:
     starts = [*(group.start for group in groups), count]
     if ends != starts or any(group.start > group.stop for group in groups):
         raise InternalFailure(f"the groups do not cover the {count} rows in order", reason="malformed_batch")
+
+
+def _fits(work: Callable[[Int64], None], items: Int64) -> bool:
+    """Do `work` on all the items. Returns whether memory sufficed."""
+    # a function of its own: once it returns, nothing holds the tensors of a failed pass, as the traceback of a handled
+    # error would
+    try:
+        work(items)
+    except (RuntimeError, MemoryError) as error:
+        if not oom.ran_out(error):
+            raise
+        return False
+    return True
 
 
 def _halves(chosen: Int64, lengths: Int64) -> tuple[Int64, Int64]:

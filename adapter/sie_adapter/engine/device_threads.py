@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sie_adapter.memory.oom import is_thread_unusable
+from sie_adapter.memory.oom import thread_state
 from sie_contracts.errors import InternalFailure, ShuttingDown
 from sie_contracts.wire.ipc import BatchStarted, Refused, Reply, RunBatch
 from sie_runtime.failpoints import failpoint
@@ -121,7 +121,7 @@ class DeviceThreads:
         with torch.inference_mode():
             while (job := self._jobs.get()) is not None:
                 self._serve(number, job)
-                if is_thread_unusable() and self._is_replaced(number):
+                if thread_state.is_unusable and self._is_replaced(number):
                     return
 
     def _is_replaced(self, number: int) -> bool:

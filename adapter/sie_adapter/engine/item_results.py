@@ -141,7 +141,10 @@ def _add_dense(options: RunOptions, pooled: Tensor, results: ItemResults) -> Non
 
 def _put(name: str, dtype: str, vectors: Tensor, results: ItemResults) -> None:
     """Row i of `vectors` is the output of input i."""
-    values, scale, offset = dtypes.convert(vectors, dtype)
+    if dtype == "float32":
+        values, scale, offset = vectors.float().cpu().numpy(), None, None
+    else:
+        values, scale, offset = dtypes.convert(vectors, dtype)
     for item, answer in enumerate(results):
         if _overflows(values[item]):
             results[item] = _too_large()

@@ -26,18 +26,18 @@ from sie_contracts.models.load_errors import load_failed
 from sie_contracts.wire.ipc import Group, Rows, RunBatch
 from sie_contracts.wire.messages import Operation, RunOptions
 
-# Short sequences with which the packed path of a model that ranks is tried beside the usual ones: its scores are
-# compared by rank as well, which needs many of them.
+# Short sequences that the trial of the packed path has in addition, for a model that ranks or has int8 weights: its
+# scores are also compared by rank, which needs many sequences.
 _RANKED_SAMPLES = 45
 
 
 class PackedModel:
-    """A loaded model. `forward` may run on several threads at once.
+    """Loaded model on the packed engine. `forward` may run on several threads at once.
 
-    `tokenizer`: tokenizer.json without truncation and padding. `needs`: what the heads need of it. `rows`: how the
-    inputs of each operation become ids. `vocabulary`: ids are below it. `width`: of a hidden state, or of the vectors
-    of a model that has images. `attention`: the backend in use, with `padded` where the packed path is not equal to
-    the model's own. `backbone`: the text model.
+    `tokenizer`: tokenizer.json without truncation and padding. `needs`: the special tokens that the heads need. `rows`:
+    how the inputs of each operation become ids. `vocabulary`: all ids are below this number. `width`: the width of a
+    hidden state, or of the vectors of a model that has images. `attention`: the backend in use; `padded` follows its
+    name if the model runs on padded batches. `backbone`: the text model.
     """
 
     heads: dict[str, Head]
@@ -45,25 +45,25 @@ class PackedModel:
     needs = TokenNeeds()
     width: int
     memory_bytes: int
-    per_row = False  # as `item_results.side_scores` takes it
+    per_row = False  # argument of `item_results.side_scores`
 
     def __init__(self, entry: ModelEntry, compute: Compute) -> None:
         self.max_tokens = entry.max_tokens
         self.precision = compute.precision
 
     def _run_on(self, backbone: Backbone, model: Any, compute: Compute) -> None:
-        """Its text model is `model`, which `backbone` runs."""
+        """Use `backbone`, which runs the text model `model`."""
         self.backbone = backbone
         self.vocabulary, self.attention, self.engine_choice = backbone.vocabulary, backbone.attention, backbone.engine
         self.loras = self._loras(model, compute)
 
     def _loras(self, model: Any, compute: Compute) -> ModelLoras:
-        """The LoRAs that requests may name."""
+        """Return the LoRAs that requests may name."""
         return ModelLoras(lambda: model, compute, self.backbone.sampled)
 
     @staticmethod
     def _check_width(entry: ModelEntry, output: str, width: int) -> None:
-        """Raises ModelLoadFailed INCOMPATIBLE unless the entry says so too."""
+        """Raise ModelLoadFailed INCOMPATIBLE unless the entry declares `width` for `output`."""
         if entry.outputs.get(output) != width:
             declared = entry.outputs.get(output)
             raise load_failed(
@@ -71,11 +71,11 @@ class PackedModel:
             )
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
-        """The batch as it goes to the device. `queries`: bool [items]."""
+        """Return the batch in the form that goes to the device. `queries`: bool [items]."""
         return batch
 
     def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
-        """The row of what needs no forward pass; None for all else."""
+        """Return the row of an input that needs no forward pass; None for all other inputs."""
         return None
 
     def pack(self, batch: Items, chosen: Int64) -> PackedBatch:
@@ -83,13 +83,13 @@ class PackedModel:
         return self.backbone.pack(batch, chosen)
 
     def forward(self, packed: PackedBatch) -> Tensor:
-        """Hidden states of the last layer, [tokens, width], in the precision of the weights, packed order. Under
-        inference mode only.
+        """Return hidden states of the last layer, [tokens, width], in the precision of the weights, in packed order. To
+        be called under inference mode.
         """
         return self.backbone.forward(packed)
 
     def heads_for(self, operation: Operation, options: RunOptions) -> tuple[str, ...]:
-        """The heads whose rows the answers are made from."""
+        """Return the names of the heads whose rows make up the answers."""
         if options.muvera is not None:
             return tuple(dict.fromkeys("multivector" if name == "dense" else name for name in options.outputs))
         return options.outputs or tuple(self.heads)[:1]
@@ -102,8 +102,8 @@ class PackedModel:
         rows: Mapping[str, Sequence[Row]],
         places: list[int],
     ) -> ItemResults:
-        """One answer per input of `group`. `query`: rows of the query that documents are scored against, by head;
-        `rows`: those of the inputs; `places`: their numbers in the batch.
+        """Return one answer per input of `group`. `query`: the rows of the query to which documents are compared, by
+        head. `rows`: the rows of the inputs, by head. `places`: the numbers of these rows in the batch.
         """
         if message.operation == "score":
             return item_results.side_scores(group.options, query, rows, per_row=self.per_row)
@@ -111,12 +111,12 @@ class PackedModel:
 
 
 def samples_of(family: str, compute: Compute) -> int:
-    """Samples in the form of `Backbone`."""
+    """Return the number of additional sequences in the trial of `Backbone`, its `more_samples`."""
     return 0 if families.row(family).gives_vectors and not compute.int8 else _RANKED_SAMPLES
 
 
 def fault_of_tokenizer(tokenizer: Tokenizer, table: int) -> str:
-    """The fault of the tokenizer of a model that reads images, whose text model has embeddings for `table` ids; empty
-    without one.
+    """Return the fault of the tokenizer of a model that reads images or sounds, whose text model has embeddings for
+    `table` ids; an empty string if there is none.
     """
     return fault(fitted(tokenizer, table)[0], table, TokenNeeds())

@@ -1,4 +1,4 @@
-"""Every family that runs on the packed engine: encoders and decoders of text with their heads.
+"""Families of text models on the packed engine: encoders and decoders with their heads.
 
 folder + entry ──text_model──► Backbone + Parts ──► TextEncoder: ids ──► hidden states ──► heads ──► answers
 """
@@ -45,12 +45,13 @@ _OF_SGLANG = ", ".join(ARCHITECTURES)
 
 
 class TextEncoder(PackedModel):
-    """A loaded model of texts."""
+    """Loaded model of texts."""
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """The fault of class, shapes or tokenizer that a load refuses; empty without one. Reads no values of weights
-        and runs no code of the folder. Raises ModelLoadFailed for tensors that are not those of the class.
+        """Return the fault of class, shapes or tokenizer for which a load would refuse the files; an empty string if
+        there is none. Reads no values of weights and runs no code of the folder. Raises ModelLoadFailed for tensors
+        that do not fit the class.
         """
         modules = read_modules(folder)
         tokenizer = load_tokenizer(modules.folder, entry.load, modules.transformer)
@@ -105,7 +106,7 @@ class TextEncoder(PackedModel):
         self._check_limits(entry)
 
     def _beyond_sglang(self, builder: Builder) -> str:
-        """The reason against SGLang for `EngineFacts.beyond_sglang`; empty without one."""
+        """Return why SGLang cannot serve this model, for `EngineFacts.beyond_sglang`; an empty string if it can."""
         dense = self._parts.heads.get("dense")
         extra_heads = self._parts.heads.keys() - {"dense", TOKEN_STATES}
         if extra_heads or not isinstance(dense, DenseHead) or not dense.is_last_state:
@@ -129,23 +130,25 @@ class TextEncoder(PackedModel):
         self.memory_bytes += nbytes
 
     def forward(self, packed: PackedBatch) -> Tensor:
-        """Hidden states of the last layer, [tokens, width], in the precision of the weights, packed order."""
+        """Return hidden states of the last layer, [tokens, width], in the precision of the weights, in packed order."""
         if self._twin is not None and packed.engine == "torch":
             return self._twin.forward(packed)
         return self.backbone.forward(packed)
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
-        """Fill queries of late interaction up with mask tokens. `queries`: bool [items]."""
+        """Fill queries of late interaction up to their length with mask tokens. `queries`: bool [items]."""
         filling = self._parts.filling
         return filling.expand(batch, queries) if filling else batch
 
     def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
-        """The row of an inference-free query, which is looked up; None for what needs a forward pass."""
+        """Return the row of an inference-free query, which is looked up in a table; None for inputs that need a forward
+        pass.
+        """
         table = self._parts.query_weights
         return table.row(ids) if table and is_query and head == "sparse" else None
 
     def heads_for(self, operation: Operation, options: RunOptions) -> tuple[str, ...]:
-        """The heads whose rows the answers are made from."""
+        """Return the names of the heads whose rows make up the answers."""
         own = self._parts.reads.get(operation) if options.muvera is None else None
         return own or super().heads_for(operation, options)
 
@@ -157,7 +160,7 @@ class TextEncoder(PackedModel):
         rows: Mapping[str, Sequence[Row]],
         places: list[int],
     ) -> ItemResults:
-        """One answer per input of `group`."""
+        """Return one answer per input of `group`."""
         if self._parts.finish is not None:
             return self._parts.finish(message, group, rows, places)
         return super().answer(message, group, query, rows, places)

@@ -54,29 +54,32 @@ Result = TypeVar("Result")
 
 # oneDNN up to 3.13 keeps the error of its code generator by thread and never clears it (its pull request 5907 does):
 # after one allocation that failed, every primitive of a new shape fails on that thread, however much memory is free.
-class _ThreadState(threading.local):
-    is_thread_unusable = False
+class ThreadState(threading.local):
+    """`is_unusable`: oneDNN refused a primitive on this thread."""
+
+    is_unusable = False
 
 
-_thread_state = _ThreadState()
-
-
-def is_thread_unusable() -> bool:
-    """Whether oneDNN refused a primitive on this thread."""
-    return _thread_state.is_thread_unusable
+thread_state = ThreadState()
 
 
 def on_usable_thread(
     work: Callable[Arguments, Result], *arguments: Arguments.args, **named: Arguments.kwargs
 ) -> Result:
     """Call `work` here, or on a thread of its own once this one is unusable. Raises what it raises."""
-    if _thread_state.is_thread_unusable:
+    if thread_state.is_unusable:
         return on_new_thread(work, *arguments, **named)
     try:
         return work(*arguments, **named)
     except RuntimeError as error:
-        _thread_state.is_thread_unusable = is_primitive_refused(error)
+        ran_out(error)
         raise
+
+
+def ran_out(error: RuntimeError | MemoryError) -> bool:
+    """Whether this error of a pass on this thread says that memory ran out. Notes whether the thread can be used on."""
+    thread_state.is_unusable = is_primitive_refused(error)
+    return is_out_of_memory(error)
 
 
 def on_new_thread(work: Callable[Arguments, Result], *arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
@@ -135,11 +138,13 @@ class OomRecovery:
         *,
         halves: Callable[[Items], tuple[Items, Items]] = halved,
         learn: Callable[[Items, bool], None] = lambda items, fitted: None,
+        is_tried: bool = False,
     ) -> None:
         """Do `work` on `items`, of which there may be none, in as many parts as memory asks for; `refuse` what does not
         fit alone.
 
-        `learn` hears which parts fitted. Raises what `work` raises, other than running out of memory.
+        `learn` hears which parts fitted. `is_tried`: the caller did the work on all of them, and memory ran out. Raises
+        what `work` raises, other than running out of memory.
         """
         refused = 0
 
@@ -149,7 +154,7 @@ class OomRecovery:
             self.count("terminal_failures")
             refuse(item)
 
-        if self._ran_out(work, items, refusing, halves, learn):
+        if self._ran_out(work, items, refusing, halves, learn, is_tried=is_tried):
             self.count("recoveries_attempted")
             if not refused:
                 self.count("recoveries_succeeded")
@@ -161,13 +166,15 @@ class OomRecovery:
         refuse: Callable[[int], None],
         halves: Callable[[Items], tuple[Items, Items]],
         learn: Callable[[Items, bool], None],
+        *,
+        is_tried: bool = False,
     ) -> bool:
         """`run`; whether memory ran out meanwhile."""
         if not len(items):
             return False
         tries = 0
         is_last = False
-        while not self._fits(work, items):
+        while (is_tried and not tries) or not self._fits(work, items):
             tries += 1
             give_memory_back(self.device)
             self.count("cache_clears")

@@ -13,14 +13,11 @@ import click
 
 from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
 from sie_cli.display import document, printable
-from sie_cli.gateway_client import gateway_client
+from sie_cli.gateway_client import gateway_client, quiet_client
 from sie_cli.refusal import CommandRefused
-from sie_cli.top.command import quiet_client
-from sie_cli.trying.asking import ModelAnswer, Question, ask_model, reply
-from sie_cli.trying.inputs import read
-from sie_cli.trying.shown import shown
 
 if TYPE_CHECKING:
+    from sie_cli.trying.asking import ModelAnswer
     from sie_client import SIEClient
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -133,44 +130,40 @@ def _print_answer(
     as_json: bool,
 ) -> None:
     """Print the answer of a model. The process ends with status 1 where a text has none."""
+    from rich.console import Console
+
+    from sie_cli.trying.asking import Question, ask_model, read
+    from sie_cli.trying.shown import shown
+    from sie_client.errors import InvalidInputError
+
     named = tuple(label for group in labels for label in (part.strip() for part in group.split(",")) if label)
     if labels and not named:
         raise CommandRefused("--labels is empty: name what to find, as in --labels person,place")
     inputs, question_input = read(texts, query)
-    answer = _answered(cluster, Question(model, inputs, question_input, named, threshold, explain))
-    if as_json:
-        click.echo(json_of(answer))
-    else:
-        _print(answer)
-    if answer.failed:
-        sys.exit(1)
-
-
-def _answered(cluster: Cluster, question: Question) -> ModelAnswer:
-    """Return the gateway's answer. Without one the process ends."""
-    from sie_client.errors import InvalidInputError
-
+    question = Question(model, inputs, question_input, named, threshold, explain)
     url, secret = cluster.gateway_urls[0], cluster.gateway_token
     with gateway_client(cluster, "the scopes read and infer") as client:
         with quiet_client():
-            info = client.get_model(question.model)
+            info = client.get_model(model)
         try:
-            return ask_model(client, info, question, url, secret.reveal() if secret else None)
+            answer = ask_model(client, info, question, url, secret.reveal() if secret else None)
         except InvalidInputError as error:
             if error.reason != "labels_required":
                 raise
             raise CommandRefused(printable(f"{error}; name them with --labels a,b")) from error
-
-
-def _print(answer: ModelAnswer) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    has_colours = console.color_system is not None and not console.no_color
-    for part in shown(answer, console.width, has_colours=has_colours):
-        console.print(part, soft_wrap=False)
+    if as_json:
+        click.echo(json_of(answer))
+    else:
+        console = Console(highlight=False)
+        has_colours = console.color_system is not None and not console.no_color
+        for part in shown(answer, console.width, has_colours=has_colours):
+            console.print(part, soft_wrap=False)
+    if answer.failed:
+        sys.exit(1)
 
 
 def json_of(answer: ModelAnswer) -> str:
     """The reply."""
+    from sie_cli.trying.asking import reply
+
     return document(reply(answer))

@@ -60,9 +60,9 @@ class Quotas:
         self._clock = clock
         self._levels: dict[str, _TokenLevel] = {}
 
-    def charge(self, key: str, limits: KeyLimits) -> Charge:
-        """Open the charge of one call of this key."""
-        return Charge(self, key, limits.tokens_per_minute)
+    def charge(self, key: str, limits: KeyLimits) -> Charge | None:
+        """Open the charge of one call of this key; None if it may use any number of tokens."""
+        return Charge(self, key, limits.tokens_per_minute) if limits.tokens_per_minute else None
 
     def spend(self, key: str, per_minute: int, cost: int) -> None:
         """Use `cost` tokens, or raise.
@@ -116,21 +116,20 @@ class Charge:
 
     __slots__ = ("_key", "_per_minute", "_quotas", "_taken")
 
-    def __init__(self, quotas: Quotas | None = None, key: str = "", per_minute: int = 0) -> None:
+    def __init__(self, quotas: Quotas, key: str, per_minute: int) -> None:
         self._quotas = quotas
         self._key = key
-        self._per_minute = per_minute  # 0: without a limit
+        self._per_minute = per_minute
         self._taken = 0
 
     def spend(self, cost: int) -> None:
         """Raises RateLimited, PayloadTooLarge."""
-        if self._quotas is not None and self._per_minute:
-            self._quotas.spend(self._key, self._per_minute, cost)
-            self._taken += cost
+        self._quotas.spend(self._key, self._per_minute, cost)
+        self._taken += cost
 
     def settle(self, tokens: int) -> None:
         """It used so many."""
-        if self._quotas is not None and self._taken:
+        if self._taken:
             self._quotas.settle(self._key, self._per_minute, self._taken - tokens)
             self._taken = 0
 

@@ -27,7 +27,6 @@ GRACE_SHARE = 0.3  # the same as a share of its wait, and how much earlier
 SLOT_S = 0.25  # turns that are due are counted by slots
 SLOTS = 4  # of a second
 OVERDUE_SLOTS = math.ceil(GRACE_SHARE * MAX_RETRY_S / SLOT_S)  # in which turns may be that are past and have not lapsed
-RECENT_ANSWERS = 64
 CRUMB = 1e-6  # of a cost: what is left of sums of others
 MEMORY = 0.02  # of the share of clients that come again
 
@@ -207,40 +206,3 @@ class RetrySlots:
         for slots in (self._open, self._own) if turn.is_own else (self._open,):
             slots.remove(turn.due_s, turn.cost)
         self._shown += MEMORY * (came - self._shown)
-
-
-class AnswerPace:
-    """How fast a gateway answers, for the turns of those whom it could not even hear.
-
-    Requests in progress are summed up over time, in request-seconds: those of the last answers, divided by their
-    number, are how long a request takes (Little's law). So time in which nobody asks makes nothing slower.
-    """
-
-    __slots__ = ("_ended", "_next_s", "_running", "_since_s", "_sum_s")
-
-    def __init__(self) -> None:
-        self._running = 0
-        self._since_s = 0.0
-        self._sum_s = 0.0  # until then
-        self._ended: deque[float] = deque(maxlen=RECENT_ANSWERS)  # the sum at the end of each request
-        self._next_s = 0.0  # until when turns are given
-
-    def changed(self, now_s: float, running: int) -> None:
-        """So many requests are in progress from now on: one more, or one less."""
-        self._sum_s += self._running * (now_s - self._since_s)
-        self._since_s = now_s
-        if running < self._running:
-            self._ended.append(self._sum_s)
-        self._running = running
-
-    def retry_s(self, now_s: float) -> int:
-        """The Retry-After of one more client: when as many of those in progress are over as came before it."""
-        if len(self._ended) < 2 or not self._running:
-            return 1
-        sum_s = self._sum_s + self._running * (now_s - self._since_s)
-        took_s = (sum_s - self._ended[0]) / (len(self._ended) - 1)  # grows while nothing ends
-        min_s = now_s + took_s / 2  # by then half of what runs is over
-        each_s = took_s / self._running
-        self._next_s = max(self._next_s, min_s) + each_s
-        wait_s = min(self._next_s - now_s, MAX_RETRY_S * _uniform(0.8, 1.0))
-        return max(1, int(wait_s + _uniform(0, 1)))

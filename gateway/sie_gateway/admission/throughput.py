@@ -7,16 +7,20 @@ Only measured time counts. The time between two results is a sample if the later
 earlier result came: then the workers had no pause in between. An idle worker therefore yields no sample, and without a
 sample nothing is predicted. The samples are those of this gateway alone, so that several gateways, several workers,
 other models and other priorities are all in them.
+
+`AnswerPace`: the same of the gateway itself, for those whom it cannot even hear.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections import deque
 from typing import NamedTuple
 
 from sie_contracts.wire.batch_times import AHEAD_SHARE
+from sie_gateway.admission.retry_slots import MAX_RETRY_S
 
 MIN_SAMPLES, MIN_SPAN_S = 4, 1.0  # the time of a batch is the mean of as many of the last samples as reach both
 MAX_SAMPLES = 64
@@ -33,6 +37,7 @@ LOOK_S = 0.1
 MAX_GROWTH = 4.0  # a batch that is larger than so many measured ones is thought to cost no more than that
 FEW_BATCHES = 4  # ahead: then where one ends and the next begins matters
 SETTLED = 0.25  # of the time of a batch after its first result: by then all of them are there
+RECENT_ANSWERS = 64
 RECENT_BATCHES = 16  # to which a late result of the same batch is added
 GROWING = 1.25  # times any before it: the last batch while batches grow
 # of a budget: batches of at least this are thought to be cut so that several fit into the budget, if they left work
@@ -323,3 +328,41 @@ class Throughput:
         min_s = max(0.0, least * seconds - spent_s)
         likely_s = likely * seconds - spent_s
         return ExpectedWait(min_s, likely_s, stalled_s, self._evidence, size / seconds, seconds, formed_s)
+
+
+class AnswerPace:
+    """How fast a gateway answers, for the turns of those whom it could not even hear.
+
+    Requests in progress are summed up over time, in request-seconds: those of the last answers, divided by their
+    number, are how long a request takes (Little's law). So time in which nobody asks makes nothing slower.
+    """
+
+    __slots__ = ("_ended", "_next_s", "_running", "_since_s", "_sum_s")
+
+    def __init__(self) -> None:
+        self._running = 0
+        self._since_s = 0.0
+        self._sum_s = 0.0  # until then
+        self._ended: deque[float] = deque(maxlen=RECENT_ANSWERS)  # the sum at the end of each request
+        self._next_s = 0.0  # until when turns are given
+
+    def changed(self, now_s: float, running: int) -> None:
+        """So many requests are in progress from now on: one more, or one less."""
+        self._sum_s += self._running * (now_s - self._since_s)
+        self._since_s = now_s
+        if running < self._running:
+            self._ended.append(self._sum_s)
+        self._running = running
+
+    def retry_s(self, now_s: float) -> int:
+        """The Retry-After of one more client: when as many of those in progress are over as came before it."""
+        if len(self._ended) < 2 or not self._running:
+            return 1
+        sum_s = self._sum_s + self._running * (now_s - self._since_s)
+        took_s = (sum_s - self._ended[0]) / (len(self._ended) - 1)  # grows while nothing ends
+        min_s = now_s + took_s / 2  # by then half of what runs is over
+        each_s = took_s / self._running
+        self._next_s = max(self._next_s, min_s) + each_s
+        # no secret: it spreads clients
+        wait_s = min(self._next_s - now_s, MAX_RETRY_S * random.uniform(0.8, 1.0))  # noqa: S311
+        return max(1, int(wait_s + random.uniform(0, 1)))  # noqa: S311

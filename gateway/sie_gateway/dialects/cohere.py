@@ -17,9 +17,9 @@ import orjson
 from sie_contracts.errors import InvalidInput
 from sie_gateway.dialects import embedding_types, fields, multimodal
 from sie_gateway.dialects.selection import able
-from sie_gateway.inference import decoding, reply
+from sie_gateway.inference import reply
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, EncodedReply, InferRequest
+from sie_gateway.inference.call import Call, EncodedReply, InferRequest, decode_body
 from sie_gateway.inference.images import header
 from sie_gateway.inference.results import RequestResult
 from sie_runtime.http.server import Body
@@ -32,7 +32,7 @@ INPUT_TYPES = ("search_query", "search_document", "classification", "clustering"
 
 async def embed(version: int, inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     """`POST /v{version}/embed`."""
-    body = await decoding.decode(call, raw)
+    body = await decode_body(call, raw)
     resolved = able(inference, call, "embed", body.get("model"))
     kind = fields.choice(body, "input_type", INPUT_TYPES, "")
     if not kind and version == 2:

@@ -12,8 +12,8 @@ from uuid import uuid4
 
 from sie_gateway.dialects import fields, tei
 from sie_gateway.dialects.selection import able
-from sie_gateway.inference import decoding, reply
-from sie_gateway.inference.call import Call, EncodedReply, InferRequest
+from sie_gateway.inference import reply
+from sie_gateway.inference.call import Call, EncodedReply, InferRequest, decode_body
 
 if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 async def classify(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     """`POST /classify`: all classes of each text, best first."""
-    body = await decoding.decode(call, raw)
+    body = await decode_body(call, raw)
     resolved = able(inference, call, "predict", body.get("model"))
     value = body.get("input")
     items = fields.items([value] if isinstance(value, str) else value, "input", inference.max_items(call))

@@ -11,9 +11,9 @@ import msgspec
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.wire.messages import Operation, RunOptions
-from sie_gateway.inference import arrow, decoding, reply
+from sie_gateway.inference import arrow, reply
 from sie_gateway.inference import body as bodies
-from sie_gateway.inference.call import Call, EncodedReply, InferRequest
+from sie_gateway.inference.call import Call, EncodedReply, InferRequest, beside, decode_body
 from sie_gateway.inference.results import RequestResult
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ async def infer(operation: Operation, inference: Inference, call: Call, raw: byt
     """`POST /v1/{operation}/{model}`."""
     assert call.resolved is not None
     is_msgpack = "msgpack" in call.headers.get("content-type", "").lower()
-    body = await decoding.decode(call, raw, msgpack=is_msgpack)
-    items = await decoding.beside(raw, lambda: bodies.items(body, limit=inference.max_items(call)))
+    body = await decode_body(call, raw, msgpack=is_msgpack)
+    items = await beside(raw, lambda: bodies.items(body, limit=inference.max_items(call)))
     query = bodies.query(body) if operation == "score" else None
     format_ = reply.requested_format(
         call.headers.get("accept", ""), body_is_msgpack=is_msgpack, raw=operation == "encode"

@@ -20,13 +20,12 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.models import options
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.wire.messages import RunOptions
-from sie_gateway.admission.grant import Charge
 from sie_gateway.dialects import embedding_types, fields, multimodal, native, vocabulary, voyage
 from sie_gateway.dialects.selection import able
 from sie_gateway.inference import body as bodies
-from sie_gateway.inference import decoding, reply
+from sie_gateway.inference import reply
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, EncodedReply, InferRequest
+from sie_gateway.inference.call import Call, EncodedReply, InferRequest, decode_body
 from sie_gateway.inference.results import PlannedRequest, RequestResult
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ _UNNAMED = f"token_encoding: ids were read as {DEFAULT_ENCODING}, since none was
 
 async def embeddings(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     """`POST /v1/embeddings`: the vectors that encode gives, in the order of the inputs."""
-    body = await decoding.decode(call, raw)
+    body = await decode_body(call, raw)
     cut = voyage.truncation(call, body)
     resolved = able(inference, call, "embed", body.get("model"))
     kind, is_base64 = _type(body)
@@ -228,7 +227,7 @@ async def _check_tokens(inference: Inference, call: Call, request: PlannedReques
     if max_tokens([item.text or "" for item in texts], run) <= MAX_TOKENS:
         return
     # of its own name: an answer to it that comes late is none to the run that follows; nor is it charged
-    counting = replace(call, id=f"{call.id}-count", charge=Charge())
+    counting = replace(call, id=f"{call.id}-count", charge=None)
     counted = await inference.run(
         counting, InferRequest("tokenize", request.resolved, texts, {}, run=options.counting(run))
     )

@@ -14,9 +14,9 @@ from sie_gateway.dialects import fields, multimodal, tei, voyage
 from sie_gateway.dialects.scores import scored
 from sie_gateway.dialects.selection import able
 from sie_gateway.inference import body as bodies
-from sie_gateway.inference import decoding, reply
+from sie_gateway.inference import reply
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, EncodedReply, InferRequest
+from sie_gateway.inference.call import Call, EncodedReply, InferRequest, decode_body
 from sie_gateway.inference.results import RequestResult
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ DOCUMENTS_PER_UNIT = 100  # of what is billed
 
 async def either(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     """`POST /rerank`: with `texts` it is TEI's, errors included."""
-    body = await decoding.decode(call, raw)
+    body = await decode_body(call, raw)
     if body.get("texts") is not None:
         call.shape = tei.shape
         return await tei.rerank(inference, call, raw)
@@ -38,7 +38,7 @@ async def either(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
 
 async def rerank(version: int, inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     """`POST /v{version}/rerank`: documents by their relevance to a query, best first."""
-    return await _rerank(inference, call, await decoding.decode(call, raw), version=version)
+    return await _rerank(inference, call, await decode_body(call, raw), version=version)
 
 
 v1 = functools.partial(rerank, 1)

@@ -22,9 +22,9 @@ from sie_gateway.dialects import fields
 from sie_gateway.dialects.scores import scored
 from sie_gateway.dialects.selection import Capability, able, model_for, unable
 from sie_gateway.inference import body as bodies
-from sie_gateway.inference import decoding, reply
+from sie_gateway.inference import reply
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, EncodedReply, InferRequest
+from sie_gateway.inference.call import Call, EncodedReply, InferRequest, decode_body
 from sie_gateway.inference.results import RequestResult
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ async def _encode(
 
 async def _embedded(inference: Inference, call: Call, raw: bytes, capability: Capability) -> RequestResult:
     """The outputs of `inputs`."""
-    body = await decoding.decode(call, raw)
+    body = await decode_body(call, raw)
     resolved = able(inference, call, capability, body.get("model"))
     items = _inputs(body.get("inputs"), inference.max_items(call))
     return await _encode(inference, call, resolved, capability, items, body)
@@ -158,7 +158,7 @@ def _sparse(row: tuple[Array, Array]) -> list[dict[str, Any]]:
 
 async def similarity(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     """Cosine of one sentence with each of others."""
-    body = await decoding.decode(call, raw)
+    body = await decode_body(call, raw)
     resolved = able(inference, call, "embed", body.get("model"))
     value = body.get("inputs")
     if not isinstance(value, dict):
@@ -178,7 +178,7 @@ async def similarity(inference: Inference, call: Call, raw: bytes) -> EncodedRep
 
 async def rerank(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     """Texts by their relevance to a query, best first."""
-    body = await decoding.decode(call, raw)
+    body = await decode_body(call, raw)
     resolved = able(inference, call, "rerank", body.get("model"))
     query, texts = body.get("query"), body.get("texts")
     if not isinstance(query, str):
@@ -201,7 +201,7 @@ async def rerank(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
 
 async def predict(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     """Classes of texts or pairs of texts: a list for one input, a list of lists for a batch."""
-    body = await decoding.decode(call, raw)
+    body = await decode_body(call, raw)
     resolved = able(inference, call, "predict", body.get("model"))
     value = body.get("inputs")
     is_single = isinstance(value, str) or (
@@ -236,7 +236,7 @@ def classes(finished: RequestResult, name: str) -> list[list[dict[str, Any]]]:
 
 async def tokenize(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     """The tokens of texts: ids, texts, and where they begin and end in the bytes of the text."""
-    body = await decoding.decode(call, raw)
+    body = await decode_body(call, raw)
     value = body.get("inputs")
     items = _texts([value] if isinstance(value, str) else value, inference.max_items(call), "inputs")
     resolved = model_for(inference, call, "embed", body.get("model"))
@@ -267,7 +267,7 @@ def _template(body: Mapping[str, Any], entry: ModelEntry) -> tuple[str, str]:
 
 async def decode(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     """The texts of token ids."""
-    body = await decoding.decode(call, raw)
+    body = await decode_body(call, raw)
     value = body.get("ids")
     batch = [value] if _is_ids(value) else value
     lists = _counted(batch, inference.max_items(call), "ids")
@@ -280,7 +280,7 @@ async def decode(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
 
 async def main_task(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     """`POST /`: what the model is for. A source sentence asks for similarities."""
-    body = await decoding.decode(call, raw)
+    body = await decode_body(call, raw)
     value = body.get("inputs")
     if isinstance(value, dict) and "source_sentence" in value:
         return await similarity(inference, call, raw)

@@ -161,7 +161,7 @@ class ColdStarts:
 
     def check(self, lane: Lane, residency: str) -> bool:
         """From the end of a hold: whether a worker has it loaded. False: one may soon begin to. Raises ModelLoading,
-        Provisioning.
+        NotProvisioned.
         """
         if self._fleet.hosts(lane, residency):
             return True

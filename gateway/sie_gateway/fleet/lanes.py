@@ -122,6 +122,7 @@ class Fleet:
         self._loading_s: dict[str, dict[str, float]] = {}  # worker -> model -> when it was first heard to load it
         self.version = 0  # grows with every heartbeat
         self.listeners: list[Callable[[], None]] = []  # called at every heartbeat
+        self._own_pools = frozenset({topology.DEFAULT_POOL, settings.pool})
         self._spec = spec
 
     async def start(self) -> None:
@@ -296,15 +297,18 @@ class Fleet:
         while none of its workers is up.
 
         Raises PoolNotFound, BundleConflict, InvalidInput with reason gpu_not_configured or machine_profile_excluded,
-        and, without a list of machine profiles, NotFound where no worker is what was named, Provisioning while none is
-        there at all.
+        and, without a list of machine profiles, NotFound where no worker has the named profile, NotProvisioned while
+        there is no worker at all.
         """
-        if pool not in known_pools:
-            raise PoolNotFound(f"no pool named {pool!r}", param="X-SIE-Pool")
         bundle = resolved.bundle
         configured = tuple(name.strip() for name in self._settings.gateway_configured_gpus or ())
         default = self._settings.machine_profile or ""
-        if (spec := self._spec(pool)) is not None:
+        spec = None
+        if pool not in self._own_pools:
+            if pool not in known_pools:
+                raise PoolNotFound(f"no pool named {pool!r}", param="X-SIE-Pool")
+            spec = self._spec(pool)
+        if spec is not None:
             if spec.bundle and spec.bundle not in (resolved.bundles or (bundle,)):
                 raise BundleConflict(
                     f"the pool {pool!r} has workers of bundle {spec.bundle!r} alone",
@@ -345,7 +349,7 @@ class Fleet:
 
     def _awaited(self, requested: str, pool: str, bundle: str) -> str:
         """The machine profile whose lane a request waits in, none of whose workers is ready: one that was heard of, or
-        this installation's own. Raises NotFound, Provisioning.
+        this installation's own. Raises NotFound, NotProvisioned.
         """
         types: dict[str, Counter[str]] = {self._settings.profile: Counter([gpu_type(self._settings.gpu_type or "")])}
         serving = self._served.get((pool, bundle), {})

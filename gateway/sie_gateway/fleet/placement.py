@@ -79,6 +79,8 @@ class Placer:
         self._tables: dict[str, StoredTable] = {}  # by the key of the lane
         self._held: list[Callable[[], None]] | None = None  # news that wait for the end of a look
         self._planners: dict[Lane, Planner] = {}
+        # published since the last look, by model: calls, messages and their tokens
+        self._noted: dict[Lane, dict[str, tuple[int, int, int]]] = {}
         self._cold = asyncio.Event()
         # a table that cannot be read counts as removed: it is computed and written anew
         self._record = Record(
@@ -122,24 +124,27 @@ class Placer:
 
     def tables(self) -> dict[Lane, Placement]:
         """Tables of all lanes that have one, and work or a worker."""
-        lanes = {*self._planners, *self.fleet.lanes()}
+        lanes = {*self._planners, *self._noted, *self.fleet.lanes()}
         return {lane: table for lane in lanes if (table := self.table(lane)) is not None}
 
     def drop_pool(self, pool: str) -> None:
         """The pool is there no more."""
-        for lane in [lane for lane in self._planners if lane.pool == pool]:
-            del self._planners[lane]
+        for by_lane in (self._planners, self._noted):
+            for lane in [lane for lane in by_lane if lane.pool == pool]:
+                del by_lane[lane]
 
     def note(self, lane: Lane, items: Sequence[WorkItem]) -> None:
         """Work of one model is being published. Without a live host it is placed at once."""
-        self._noted(lane, items[0].model, len(items), sum(item.cost for item in items))
+        self._note(lane, items[0].model, len(items), sum(item.cost for item in items))
 
     def want(self, lane: Lane, model: str) -> None:
         """A model is to have a host though no work of it is there. Without a live host it is placed at once."""
-        self._noted(lane, model, 0, 0)
+        self._note(lane, model, 0, 0)
 
-    def _noted(self, lane: Lane, model: str, count: int, cost: int) -> None:
-        self._planner(lane).note(model, count, cost)
+    def _note(self, lane: Lane, model: str, count: int, cost: int) -> None:
+        noted = self._noted.setdefault(lane, {})
+        calls, messages, tokens = noted.get(model, (0, 0, 0))
+        noted[model] = calls + 1, messages + count, tokens + cost
         table = self.table(lane)
         hosts = table.hosts.get(model, ()) if table else ()
         if self._hosts and self._hosts.isdisjoint(hosts):
@@ -181,12 +186,13 @@ class Placer:
         self._hosts = frozenset(beat.worker for beats in (*live.values(), *silent.values()) for beat in beats)
         await independently(
             functools.partial(self._look_at, lane, live.get(lane, []), silent.get(lane, []), workers)
-            for lane in live.keys() | self._planners.keys()
+            for lane in live.keys() | self._planners.keys() | self._noted.keys()
         )
 
     async def _look_at(self, lane: Lane, live: list[Heartbeat], silent: list[Heartbeat], workers: set[str]) -> None:
         """The look at one lane. `live`, `silent`: the last heartbeats of its workers."""
         planner, stored = self._planner(lane), self._stored(topology.lane_key(lane))
+        planner.note(self._noted.pop(lane, {}))
         if stored.table is not None and self.now_s() - (self._first_s or 0.0) < UNHEARD_S:
             unheard = _unheard(lane, stored.table, workers)
             silent = [*silent, *unheard]
@@ -197,6 +203,7 @@ class Placer:
             if not live and not planner.models:  # the stream went with its pool
                 del self._planners[lane]
             raise
+        planner.note(self._noted.pop(lane, {}))
         look = functools.partial(planner.step, stored.table, live, silent, backlog, self.now_s())
         change = await asyncio.to_thread(self._changed, stored, look)
         if change is not None:

@@ -7,7 +7,6 @@ looked at one by one.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,8 +77,8 @@ class Slices:
 
 
 class Planner:
-    """The table of one lane as this gateway would write it. `step` may run in a thread; one call at a time, `note`
-    beside it.
+    """The table of one lane as this gateway would write it. `step` may run in a thread, one call at a time, and
+    nothing else is called meanwhile.
     """
 
     def __init__(self, adopt_after_s: float, pause: Callable[[], None] = lambda: None) -> None:
@@ -100,17 +99,14 @@ class Planner:
         self._alone: set[str] = set()  # models whose hosts are all the workers that load nothing
         self._cost: dict[str, float] = {}
         self._noted: dict[str, tuple[int, int, int]] = {}  # since the last step: calls, messages and their tokens
-        self._noting = threading.Lock()
         self._dropped = False  # whether a row went since the table was made
         self._hosting: tuple[Placement | None, frozenset[str]] = (None, frozenset())
 
-    def note(self, model: str, messages: int, cost: int) -> None:
-        """Work of `model` is being published: so many messages of so many tokens together. May be called from another
-        thread.
-        """
-        with self._noting:
-            calls, count, tokens = self._noted.get(model, (0, 0, 0))
-            self._noted[model] = (calls + 1, count + messages, tokens + cost)
+    def note(self, published: Mapping[str, tuple[int, int, int]]) -> None:
+        """Work was published, by model: calls, their messages, and the tokens of these together."""
+        for model, (calls, messages, cost) in published.items():
+            calls_before, count, tokens = self._noted.get(model, (0, 0, 0))
+            self._noted[model] = calls_before + calls, count + messages, tokens + cost
 
     @property
     def models(self) -> Collection[str]:
@@ -177,8 +173,7 @@ class Planner:
             for model in table.hosts:  # another gateway, or this one before it was started again, knew it
                 if model not in self._wanted_s:
                     self._touch(model, now_s)
-        with self._noting:
-            noted, self._noted = self._noted, {}
+        noted, self._noted = self._noted, {}
         for model, (calls, count, tokens) in noted.items():
             if not count:  # it is wanted without any work, which tells nothing of its cost
                 continue

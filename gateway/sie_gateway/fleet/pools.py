@@ -54,7 +54,7 @@ class PoolRecord(Collection[str]):
     """
 
     def __init__(self, settings: Settings, broker: Store, clock: BrokerClock) -> None:
-        self.own = frozenset({topology.pool_name("default"), settings.pool})
+        self.own = frozenset({topology.DEFAULT_POOL, settings.pool})
         self.reservations = Reservations()
         self.assigned = Assigned()
         self.woken = asyncio.Event()

@@ -14,8 +14,8 @@ from sie_contracts.settings import Settings
 from sie_contracts.wire import topology
 from sie_contracts.wire.messages import PRIORITIES
 from sie_contracts.wire.topology import Lane
+from sie_gateway.admission.admission import Peers, mean_cost
 from sie_gateway.admission.grant import Grant
-from sie_gateway.admission.peers import Peers, mean_cost
 from sie_gateway.fleet.demand import DemandRecords
 from sie_gateway.fleet.lag import Lag
 from sie_gateway.fleet.lanes import Fleet, worker_rate

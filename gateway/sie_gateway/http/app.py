@@ -35,13 +35,14 @@ from sie_gateway.http.auth import Gate
 from sie_gateway.http.route_kinds import GatewayRoute
 from sie_gateway.http.routes import PROBES, TABLE, openapi_document
 from sie_gateway.inference import telemetry
-from sie_gateway.inference.call import Call, EncodedReply, native_shape
+from sie_gateway.inference.call import BodyIntake, Call, EncodedReply, body_memory, bounded, check_length, native_shape
 from sie_gateway.inference.handler import InferenceRoute
-from sie_gateway.inference.intake import BodyIntake, body_memory, bounded, check_length
 from sie_gateway.inference.reattach import ClientGone
 from sie_gateway.inference.results import FailedRequest
 from sie_gateway.operations import handlers
+from sie_gateway.operations.history import RequestLogger
 from sie_gateway.state import Gateway, GatewayReadiness
+from sie_runtime.current_trace import TRACE_ID
 from sie_runtime.http import config_routes
 from sie_runtime.http.asgi import FIRST_BYTE, documented
 from sie_runtime.http.coding import INCOMPRESSIBLE, check_type, decoded
@@ -190,7 +191,7 @@ class Edge:
         self._probes = probes(readiness.not_ready, None, functools.partial(_healthy_workers, gateway))
         self._root = gateway.settings.root_path or ""
         self._versions = ClientVersions()
-        self._log = telemetry.RequestLogger()
+        self._log = RequestLogger()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_socket = scope["type"] == "websocket"
@@ -221,7 +222,9 @@ class Edge:
             dialect=sdk_versions.dialect_of(headers),
         )
         scope["sie.call"] = call
-        telemetry.begin_trace(None if is_socket else self._tracer, call, scope.get("method", "GET"))
+        # a pipelined request begins in the task of the request before it, and so with that one's trace
+        if self._tracer is not None or "traceparent" in headers or TRACE_ID.get() is not None:
+            telemetry.begin_trace(None if is_socket else self._tracer, call, scope.get("method", "GET"))
         self._versions.met(headers.get(sdk_versions.HEADER) or headers.get(sdk_versions.OWN_HEADER, ""))
         status, is_whole = 0, False
 
@@ -273,10 +276,8 @@ class Edge:
             status = status if is_whole else InternalFailure.status
             raise
         finally:
-            if status not in (
-                CLIENT_GONE,
-                GatewayTimeout.status,
-            ):  # whose work may have run; of what did run nothing is left to refund
+            # of the others the work may have run; of what did run nothing is left to refund
+            if call.charge is not None and status not in (CLIENT_GONE, GatewayTimeout.status):
                 call.charge.refund()
             self._count(route, call, status, None if is_socket else time.perf_counter() - received_s)
 
@@ -314,14 +315,16 @@ class Edge:
     def _admit(self, call: Call, method: str, path: str) -> None:
         call.grant = self._gate.check(method, path, call.headers.get("authorization", ""))
         self._gateway.status.log.admitted(call.id, call.key)
-        call.charge = self._gateway.quotas.charge(call.key, call.grant.limits)
+        if call.grant.limits.tokens_per_minute:
+            call.charge = self._gateway.quotas.charge(call.key, call.grant.limits)
         if self._readiness.draining and method == "POST":
             raise ShuttingDown("this gateway is shutting down; another one takes the request")
 
     def _count(self, route: GatewayRoute | None, call: Call, status: int, seconds: float | None) -> None:
         endpoint = "ws" if seconds is None else route.endpoint if route is not None else "other"
         self._gateway.metrics.answered(endpoint, status, call.labels.get("machine_profile", ""), seconds)
-        telemetry.end_trace(call, endpoint, status)
+        if call.span is not None:
+            telemetry.end_trace(call, call.span, endpoint, status)
         if "endpoint" in call.labels and seconds is not None:
             if status != CLIENT_GONE:
                 self._gateway.peers.answered()

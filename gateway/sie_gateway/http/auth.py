@@ -10,8 +10,7 @@ from the same table (`tests/unit/test_auth.py`).
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +45,7 @@ class Gate:
     matched.
     """
 
-    def __init__(self, settings: Settings, keys: Keys | None = None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, settings: Settings, keys: Keys | None = None) -> None:
         """`keys` in mode token, and there alone. Raises SettingError."""
         require_tokens(settings)
         if (settings.auth_mode == "token") != (keys is not None):
@@ -54,7 +53,6 @@ class Gate:
         self._guarded = settings.auth_mode != "none"
         self._pools = "admin" if settings.pool_write_role == "admin" else "pools"
         self._keys = keys
-        self._clock = clock
         self._reader = settings.config_read_token
         users = [*([settings.auth_token] if settings.auth_token else []), *(settings.auth_tokens or ())]
         self._static = [
@@ -112,7 +110,7 @@ class Gate:
         if not self._keys.loaded:
             raise NotReady("the keys have not been read from the broker yet")
         key_record = self._keys.of_id(key)
-        return None if key_record is None or key_record.ended(self._clock()) else _grant_of(key_record)
+        return None if key_record is None or self._keys.ended(key_record) else _grant_of(key_record)
 
     def watched(self, path: str, authorization: str, send: Send) -> Send:
         """`send` of a websocket that was let in, for as long as it would be let in again: then the next frame is a
@@ -164,7 +162,7 @@ class Gate:
             if not keys.loaded:
                 raise NotReady("the keys have not been read from the broker yet")
             return None
-        ended = key.ended(self._clock())
+        ended = keys.ended(key)
         if ended:
             raise Unauthenticated(f"this key {ended}")
         return _grant_of(key)

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from sie_contracts.api.shapes import MINI
-from sie_gateway.inference.call import ErrorShape, native_shape
-from sie_gateway.inference.intake import CONTROL_BYTES, CONTROL_S
+from sie_gateway.inference.call import CONTROL_BYTES, CONTROL_S, ErrorShape, native_shape
 from sie_runtime.http import config_routes
 from sie_runtime.http.routes import Content, Parameter, Route
 

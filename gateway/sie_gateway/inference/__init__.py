@@ -1,5 +1,6 @@
-"""A request from its body to its reply: `call` reads it, `chunk` cuts it, `runner` publishes its chunks and awaits
-`inbox`, `results` joins what came back and `reply` writes it.
+"""A request from its body to its reply: `call` reads it, `handler` plans it, `chunk` cuts it, `runner` publishes its
+chunks, `results` takes in and joins what comes back, and `reply` writes it.
 
-Images, shadow traffic and reattached clients are entered only for requests that have them.
+Images, aliases with shadows, results in parts, traces and clients that leave are entered only for requests that have
+them.
 """

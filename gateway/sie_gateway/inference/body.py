@@ -215,6 +215,21 @@ def _item(value: Any, path: str) -> RequestItem:
     )
 
 
+def has_images(items: Sequence[RequestItem], query: RequestItem | None) -> bool:
+    for item in items:
+        if item.images:
+            return True
+    return query is not None and bool(query.images)
+
+
+def has_links(items: Sequence[RequestItem], query: RequestItem | None) -> bool:
+    """Whether an image is at a URL."""
+    for item in items:
+        if item.links:
+            return True
+    return query is not None and bool(query.links)
+
+
 def ignored(items: Sequence[RequestItem], query: RequestItem | None) -> tuple[str, ...]:
     """Warn of fields of inputs whose names are nearly right, each name once. Any other name is the client's own and
     causes no warning.

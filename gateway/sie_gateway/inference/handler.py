@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from sie_contracts.errors import (
     CONFIG_CHANGED,
@@ -32,13 +33,13 @@ from sie_contracts.wire.heartbeats import Heartbeat
 from sie_contracts.wire.messages import Operation, Priority
 from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.admission import Admission
-from sie_gateway.admission.retry_slots import AnswerPace
+from sie_gateway.admission.throughput import AnswerPace
 from sie_gateway.fleet.capabilities import CAN, Able, any_model
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.http.route_kinds import GatewayRoute
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference.call import Call, EncodedReply, EntryChanged, InferRequest, route_key
-from sie_gateway.inference.image_urls import ImageUrls, links
+from sie_gateway.inference.image_urls import ImageUrls
 from sie_gateway.inference.reattach import Attachments, ClientGone
 from sie_gateway.inference.results import PlannedRequest, RequestResult
 from sie_gateway.inference.runner import Runner
@@ -46,6 +47,7 @@ from sie_gateway.inference.shadow import Shadows
 from sie_gateway.metrics import Metrics
 from sie_runtime.feed import CatalogueFeed
 
+WATCH_AFTER_S = 1.0
 MAX_ATTEMPTS = 4  # of a request whose model's entry changes on its way
 RENEWED_WITHIN_S = 1.0  # by then this gateway's catalogue has what a worker's has
 _HUB_ID = re.compile(r"[a-zA-Z0-9][\w.-]*/[\w.-]+", re.ASCII)
@@ -78,6 +80,10 @@ class Inference:
         self._plain: dict[tuple[str, Operation, str, Side], tuple[ModelEntry, RequestOptions]] = {}
         self.shadows = Shadows(lambda: feed.catalogue, fleet, admission, metrics, self.run)
         self.away: Attachments[EncodedReply] = Attachments()
+        self.watch_after_s = WATCH_AFTER_S
+        # runs whose clients are not watched yet, the oldest first, each with its beginning
+        self._unwatched: dict[asyncio.Task[Any], tuple[Call, float]] = {}
+        self._is_timed = False  # whether `_watch` will be called
         self.in_progress = 0
         self._pace = AnswerPace()
         self.idle = asyncio.Event()  # set while nothing is in progress
@@ -168,14 +174,43 @@ class Inference:
 
     async def _answer(self, call: Call, route: InferenceRoute, read: Callable[[], Awaitable[bytes]]) -> EncodedReply:
         raw = call.body = await _within(read, call.budget_s)
-        detached = self.away.find(call, raw)
-        if detached is not None:
+        if self.away.count and (detached := self.away.find(call, raw)) is not None:
             return await detached.join(call, call.received_s + call.budget_s - time.perf_counter())
-        with self.away.attend(call, raw) as run:
-            run.answer = await self._handled(call, route, raw)
-        if run.left:
+        task = asyncio.current_task()
+        assert task is not None, "a request has a task of its own"
+        self._watch_later(task, call)
+        try:
+            answer = await self._handled(call, route, raw)
+        except BaseException as error:
+            if self._unwatched.pop(task, None) is None:
+                self.away.ended(task, error)
+            raise
+        if self._unwatched.pop(task, None) is None and self.away.ended(task, None, answer):
             raise ClientGone
-        return run.answer
+        return answer
+
+    def _watch_later(self, task: asyncio.Task[Any], call: Call) -> None:
+        """Have the client of a run watched if it is still in progress after `watch_after_s`, twice that at most: a run
+        that is over before costs no task and no digest.
+        """
+        loop = asyncio.get_running_loop()
+        self._unwatched[task] = call, loop.time()
+        if not self._is_timed:
+            self._is_timed = True
+            loop.call_later(self.watch_after_s, self._watch)
+
+    def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() - self.watch_after_s
+        for task, (call, began_s) in list(self._unwatched.items()):
+            if began_s > until_s:
+                break
+            del self._unwatched[task]
+            if call.receive is not None:
+                self.away.watch(task, call, call.body, call.receive)
+        self._is_timed = bool(self._unwatched)
+        if self._is_timed:
+            loop.call_later(self.watch_after_s, self._watch)
 
     async def _handled(self, call: Call, route: InferenceRoute, raw: bytes) -> EncodedReply:
         """The route's answer by one entry of the model from start to end: anew, all of it, where that changed on the
@@ -214,7 +249,8 @@ class Inference:
         """Merge the parameters and choose the lane. Raises SIEError: what is asked can never be done."""
         headers, resolved, call.infer_request = call.headers, request.resolved, request
         lane = self.lane(headers, resolved)  # a pool that is not there comes before parameters that are wrong
-        self._urls.check(request.items, request.query)
+        if bodies.has_links(request.items, request.query):
+            self._urls.check(request.items, request.query)
         if request.run is None:
             strict = headers.get("x-sie-strict", "").lower() == "true"
             mode = _error_mode(call)
@@ -223,8 +259,10 @@ class Inference:
                 lane = self.lane(headers, resolved)
         else:
             options = RequestOptions(request.run)
-        if families.row(resolved.entry.family).ignores_text_beside_images and (
-            message := bodies.unread_texts(request.items, resolved.entry.id)
+        if (
+            bodies.has_images(request.items, None)
+            and families.row(resolved.entry.family).ignores_text_beside_images
+            and (message := bodies.unread_texts(request.items, resolved.entry.id))
         ):
             options = replace(options, warnings=(*options.warnings, *message))
         call.labels.update(machine_profile=lane.machine_profile, model=resolved.canonical)
@@ -247,7 +285,7 @@ class Inference:
     async def execute(self, call: Call, request: PlannedRequest) -> RequestResult:
         """Run a request that is planned already. Images at URLs are fetched."""
         reads = "image" in request.resolved.entry.inputs and request.operation in ("encode", "score", "extract")
-        if not reads or not links(request.items, request.query):
+        if not reads or not bodies.has_links(request.items, request.query):
             return await self._execute(call, request)
         left_s = call.received_s + call.budget_s - time.perf_counter()
         items = [*request.items, *([request.query] if request.query else ())]
@@ -265,7 +303,8 @@ class Inference:
             error.extras.setdefault("queue_depth", self._admission.queue_depth(request.lane))
             raise
         call.finished = finished
-        self.shadows.after(call, finished)
+        if request.resolved.alias:
+            self.shadows.after(call, finished)
         return finished
 
     def _options(
@@ -315,7 +354,7 @@ class Inference:
 
     def lane(self, headers: Mapping[str, str], resolved: Resolved) -> Lane:
         """The lane of a request with these headers. Raises InvalidInput, PoolNotFound, BundleConflict, NotFound,
-        Provisioning.
+        NotProvisioned.
         """
         machine_profile = headers.get("x-sie-machine-profile", "").strip().lower()
         pool_header = headers.get("x-sie-pool", "").strip()
@@ -344,7 +383,7 @@ def _remedy(name: str, like: list[str]) -> str:
 def _pool_name(value: str) -> str:
     """The pool that a header names, the default one where it names none. Raises InvalidInput with reason pool_name."""
     try:
-        return topology.pool_name(value or "_default")
+        return topology.pool_name(value) if value else topology.DEFAULT_POOL
     except ValueError as error:
         raise InvalidInput(f"X-SIE-Pool: {error}", reason="pool_name", param="X-SIE-Pool") from error
 

@@ -7,15 +7,13 @@ client's place.
 
 Only a run whose client is away can be joined: two clients that ask the same at once are two requests, each with its
 place among others. The answer of a run is bytes and headers that nobody changes; it is all that a client who joins gets
-of it. A client is watched from WATCH_AFTER_S on, twice that at most; a run that is over before costs no task, no timer
-and no digest.
+of it. `Inference` has a client watched once its run has taken a while: a run that is over before is never here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
 from sie_contracts.errors import GatewayTimeout, ShuttingDown
@@ -24,7 +22,6 @@ from sie_runtime.http.server import Receive
 from sie_runtime.process import Tasks
 
 REATTACH_WINDOW_S = 10.0  # contract 2.7
-WATCH_AFTER_S = 1.0
 MAX_AWAY = 256
 MAX_AWAY_BYTES = 256 << 20  # of bodies
 # what makes a request another one, beside its path and body
@@ -65,16 +62,14 @@ class Caller(Protocol):
 class Attachments(Generic[A]):
     """The runs of a gateway whose clients are away. One that has no room here is cancelled when its client leaves."""
 
-    def __init__(self, *, window_s: float = REATTACH_WINDOW_S, watch_after_s: float = WATCH_AFTER_S) -> None:
+    def __init__(self, *, window_s: float = REATTACH_WINDOW_S) -> None:
         self.window_s = window_s
-        self.watch_after_s = watch_after_s
         self.joined = 0  # clients that came back, since the start
         self.abandoned = 0  # runs that were cancelled because their clients stayed away
+        self.count = 0  # runs that can be joined
         self.tasks = Tasks(_logger, lambda: None)
-        self._young: dict[Run[A], None] = {}  # whose clients are not watched yet, the oldest first
-        self._looking = False
+        self._watched: dict[asyncio.Task[Any], Run[A]] = {}  # by the task of each run
         self._away: dict[Identity, list[Run[A]]] = {}
-        self._count = 0
         self._bytes = 0
         self._closed = False
 
@@ -84,47 +79,27 @@ class Attachments(Generic[A]):
     def count_abandoned(self) -> None:
         self.abandoned += 1
 
-    def __len__(self) -> int:
-        return self._count
+    def watch(self, task: asyncio.Task[Any], caller: Caller, body: bytes, receive: Receive) -> None:
+        """Notice from now on when the client of a run leaves: `receive` says so."""
+        self._watched[task] = Run(self, task, caller, body, receive)
 
-    def attend(self, caller: Caller, body: bytes) -> Run[A]:
-        """A run for this client, as a context: `answer` is set inside. Raises ClientGone at the end of one that was
-        given up.
+    def ended(self, task: asyncio.Task[Any], error: BaseException | None, answer: A | None = None) -> bool:
+        """A run has ended, watched or not. Returns whether its own client had left. Raises ClientGone from the
+        cancellation of a run that was given up.
         """
-        return Run(self, caller, body)
-
-    def watch_later(self, run: Run[A]) -> None:
-        """Watch its client if it is still in progress after WATCH_AFTER_S."""
-        self._young[run] = None
-        if not self._looking:
-            self._looking = True
-            asyncio.get_running_loop().call_later(self.watch_after_s, self._check)
-
-    def ended(self, run: Run[A]) -> None:
-        self._young.pop(run, None)
-
-    def _check(self) -> None:
-        loop = asyncio.get_running_loop()
-        until_s = loop.time() - self.watch_after_s
-        while self._young and (oldest := next(iter(self._young))).began_s <= until_s:
-            del self._young[oldest]
-            oldest.watch()
-        self._looking = bool(self._young)
-        if self._looking:
-            loop.call_later(self.watch_after_s, self._check)
+        run = self._watched.pop(task, None)
+        return run is not None and run.end(error, answer)
 
     def find(self, caller: Caller, body: bytes) -> Run[A] | None:
         """The oldest run of the same request whose client is away."""
-        if not self._count:
-            return None
         return next((run for run in self._away.get(_identity(caller, body), ()) if run.body == body), None)
 
     def keep(self, run: Run[A]) -> bool:
         """Make a run findable; false if there is no room."""
-        if self._closed or self._count >= MAX_AWAY or self._bytes + len(run.body) > MAX_AWAY_BYTES:
+        if self._closed or self.count >= MAX_AWAY or self._bytes + len(run.body) > MAX_AWAY_BYTES:
             return False
         self._away.setdefault(_identity(run.caller, run.body), []).append(run)
-        self._count += 1
+        self.count += 1
         self._bytes += len(run.body)
         return True
 
@@ -134,7 +109,7 @@ class Attachments(Generic[A]):
         runs.remove(run)
         if not runs:
             del self._away[identity]
-        self._count -= 1
+        self.count -= 1
         self._bytes -= len(run.body)
 
     def close(self) -> None:
@@ -151,67 +126,57 @@ def _identity(caller: Caller, body: bytes) -> Identity:
 
 
 class Run(Generic[A]):
-    """One request in progress, run by the task that entered it."""
+    """One request in progress whose client is watched, run by `task`."""
 
     __slots__ = (
         "_is_given_up",
         "_is_kept",
+        "_left",
         "_outcome",
         "_present",
         "_table",
         "_task",
         "_watcher",
         "_window",
-        "answer",
-        "began_s",
         "body",
         "caller",
-        "left",
     )
 
-    def __init__(self, table: Attachments[A], caller: Caller, body: bytes) -> None:
+    def __init__(
+        self, table: Attachments[A], task: asyncio.Task[Any], caller: Caller, body: bytes, receive: Receive
+    ) -> None:
         self.caller = caller
         self.body = body
-        self.answer: A | None = None
-        self.left = False  # whether its own client went away
-        self.began_s = 0.0
         self._table = table
+        self._task = task
+        self._left = False  # whether its own client went away
         self._present = 1
         self._is_kept = False
         self._is_given_up = False
-        self._task: asyncio.Task[Any] | None = None
         self._window: asyncio.TimerHandle | None = None
-        self._watcher: asyncio.Task[None] | None = None
         self._outcome: asyncio.Future[A] | None = None  # made when its client leaves
+        self._watcher: asyncio.Task[None] | None = table.tasks.start(self._until_left(receive), "presence of a client")
 
-    def __enter__(self) -> Run[A]:
-        self._task = asyncio.current_task()
-        if self.caller.receive is not None:
-            self.began_s = asyncio.get_running_loop().time()
-            self._table.watch_later(self)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._table.ended(self)
+    def end(self, error: BaseException | None, answer: A | None) -> bool:
+        """The run has ended. Returns whether its own client had left. Raises ClientGone where it was given up."""
         if self._watcher is not None:
             self._watcher.cancel()
         if self._is_kept:
             self._unkeep()
         if self._outcome is not None:
-            self._settle(self._outcome, error)
+            self._settle(self._outcome, error, answer)
         # both end in an exception, whose traceback holds this run: the body would stay until a garbage collection
         self._watcher = self._outcome = None
         if self._is_given_up and isinstance(error, asyncio.CancelledError):
-            assert self._task is not None
             self._task.uncancel()
             raise ClientGone from error
+        return self._left
 
-    def _settle(self, outcome: asyncio.Future[A], error: BaseException | None) -> None:
+    @staticmethod
+    def _settle(outcome: asyncio.Future[A], error: BaseException | None, answer: A | None) -> None:
         if error is None:
-            assert self.answer is not None
-            outcome.set_result(self.answer)
+            assert answer is not None
+            outcome.set_result(answer)
             return
         ended = (
             error
@@ -221,14 +186,9 @@ class Run(Generic[A]):
         outcome.set_exception(ended)
         outcome.exception()  # read: there may be nobody to join
 
-    def watch(self) -> None:
-        """Notice from now on when its client leaves."""
-        self._watcher = self._table.tasks.start(self._until_left(), "presence of a client")
-
-    async def _until_left(self) -> None:
-        assert self.caller.receive is not None
-        await disconnected(self.caller.receive)
-        self.left = True
+    async def _until_left(self, receive: Receive) -> None:
+        await disconnected(receive)
+        self._left = True
         self._leave()
 
     def _leave(self) -> None:
@@ -258,7 +218,6 @@ class Run(Generic[A]):
             self._unkeep()
         self._is_given_up = True
         self._table.count_abandoned()
-        assert self._task is not None
         self._task.cancel()
 
     async def join(self, caller: Caller, timeout_s: float) -> A:

@@ -1,25 +1,41 @@
-"""A request that ran: the outcome of each input at its place, those that were refused here included, and what all
-replies say of it: usage, timing, errors, headers.
+"""Results: how they come back, and what a request that ran says in its reply.
+
+    result ───────────────────────────► ResultInbox ──► OutcomeCollector of its request ──► first outcome of a chunk
+    the sidecar acks part of one ──► `fragments` ──┘    wins ──► confirmation: the sidecar acks
+    all chunks there ──► RequestResult: the outcome of each input at its place, usage, timing, errors, headers
+
+One subscription per gateway only decodes, hands over and confirms. A request has an address of its own below the
+inbox's subject, so that also a message that the client library drops names its request.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from sie_broker import BrokerError, Bus, CoreMessage, Subscription
 from sie_contracts import arrays
-from sie_contracts.errors import AllItemsFailed, InvalidInput, SIEError
+from sie_contracts.errors import AllItemsFailed, InternalFailure, InvalidInput, ResourceExhausted, SIEError
 from sie_contracts.models.catalogue import Resolved
 from sie_contracts.models.options import RequestOptions
-from sie_contracts.wire.messages import Failed, Ok, Operation, Priority, RunOptions, WorkResult
+from sie_contracts.wire import messages
+from sie_contracts.wire.messages import Confirmation, Failed, Fragment, Ok, Operation, Priority, RunOptions, WorkResult
 from sie_contracts.wire.topology import Lane
 from sie_gateway.inference.body import RequestItem
+from sie_gateway.inference.fragments import Assembly, Damaged, Fragments, InboxFull, put_together
 from sie_gateway.inference.reply import Placed, array_of, slot_error
+from sie_gateway.metrics import Metrics
+from sie_runtime.failpoints import failpoint
+from sie_runtime.process import Tasks
 
 if TYPE_CHECKING:
     from sie_gateway.inference.chunk import Chunk
@@ -350,3 +366,225 @@ class FailedRequest(Exception):
         super().__init__(error.message)
         self.error = error
         self.errors = errors
+
+
+HELD_MESSAGES = 1 << 16  # between the connection and this loop: more than ten seconds of results at 5,000 a second
+HELD_BYTES = 256 << 20
+CHECKING_THREADS = 2
+Verdict = Literal["taken", "duplicate", "unknown", "part"]
+_CONFIRMATIONS: dict[Verdict, bytes] = {
+    "taken": messages.encode(Confirmation("taken")),
+    "duplicate": messages.encode(Confirmation("duplicate")),
+    "unknown": messages.encode(Confirmation("unknown")),
+    "part": messages.encode(Confirmation("part")),
+}
+_logger = logging.getLogger("sie.gateway.inbox")
+
+
+class OutcomeCollector:
+    """The outcomes of one request, by chunk. Complete when each chunk has its first terminal result."""
+
+    def __init__(self, request: str, chunks: int, pool: str = "") -> None:
+        self.request = request
+        self.pool = pool
+        self.results: list[WorkResult | None] = [None] * chunks
+        self.missing = chunks
+        self.arrivals_s = [0.0] * chunks  # when the result of each was taken
+        self.on_taken: Callable[[WorkResult], None] | None = None  # called with each result that was taken
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def awaits(self, chunk: int) -> bool:
+        """Whether that chunk exists and has no result yet."""
+        return 0 <= chunk < len(self.results) and self.results[chunk] is None
+
+    def offer(self, result: WorkResult) -> bool:
+        """Take a result; false if its chunk has one already, or does not exist."""
+        if not self.awaits(result.chunk):
+            return False
+        self.results[result.chunk] = result
+        self.missing -= 1
+        self.arrivals_s[result.chunk] = time.perf_counter()
+        if self.on_taken is not None:
+            self.on_taken(result)
+        if not self.missing and not self._done.done():
+            self._done.set_result(None)
+        return True
+
+    def fail(self, error: Exception) -> None:
+        """End the request with an error, unless it is complete."""
+        if not self._done.done():
+            self._done.set_exception(error)
+
+    async def wait(self, timeout_s: float) -> None:
+        """Until complete. Raises TimeoutError, or the error given to `fail`."""
+        done, _ = await asyncio.wait((self._done,), timeout=timeout_s)
+        if not done:
+            raise TimeoutError
+        self._done.result()
+
+    def close(self) -> None:
+        if self._done.done() and not self._done.cancelled():
+            self._done.exception()  # read, so that a failure after a time-out is not reported as lost
+        else:
+            self._done.cancel()
+
+
+class ResultInbox:
+    """All open requests of this gateway. The subject holds 122 random bits: nobody who was not told can send here."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        metrics: Metrics,
+        fragments: Fragments | None = None,
+        *,
+        on_late: Callable[[WorkResult], None] = lambda result: None,
+    ) -> None:
+        """`on_late` is called with each result whose request is over."""
+        self.subject = f"sie.result.{uuid.uuid4().hex}"
+        self._on_late = on_late
+        self._bus = bus
+        self._metrics = metrics
+        self._open: dict[str, OutcomeCollector] = {}
+        self._subscription: Subscription | None = None
+        self._fragments = Fragments() if fragments is None else fragments
+        self._checks = Tasks(_logger, lambda: None)  # each answers for its own failure
+        self._pool = ThreadPoolExecutor(CHECKING_THREADS, "results")
+
+    async def start(self) -> None:
+        self._subscription = await self._bus.subscribe(
+            f"{self.subject}.*",
+            self._on_result,
+            held_messages=HELD_MESSAGES,
+            held_bytes=HELD_BYTES,
+            on_dropped=self._on_dropped,
+        )
+
+    async def stop(self) -> None:
+        if self._subscription is not None:
+            await self._subscription.stop()
+        await self._checks.cancel()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def address(self, request: str) -> str:
+        """Subject to which results of this request are sent."""
+        return f"{self.subject}.{request}"
+
+    def open(self, request: str, chunks: int, pool: str = "") -> OutcomeCollector:
+        collector = self._open[request] = OutcomeCollector(request, chunks, pool)
+        return collector
+
+    def close(self, collector: OutcomeCollector) -> None:
+        self._open.pop(collector.request, None)
+        if self._fragments.held_bytes:
+            self._fragments.drop_request(collector.request)
+        collector.close()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def unfinished_bytes(self) -> int:
+        """Bytes that parts of incomplete results hold."""
+        return self._fragments.held_bytes
+
+    def fail_pool(self, pool: str, error: SIEError) -> None:
+        """End the open requests of a pool that is there no more."""
+        for collector in list(self._open.values()):
+            if collector.pool == pool:
+                collector.fail(error)
+
+    def fail_all(self, error: SIEError) -> None:
+        for collector in list(self._open.values()):
+            collector.fail(error)
+
+    def _on_dropped(self, subject: str) -> None:
+        """The client library had no room for a message. Its sender would send it again, into the same overload."""
+        self._metrics.inbox_dropped.inc()
+        collector = self._open.get(subject.rpartition(".")[2])
+        if collector is not None:
+            collector.fail(ResourceExhausted("this gateway could not take in a result of this request in time"))
+
+    async def _on_result(self, message: CoreMessage) -> None:
+        try:
+            decoded = messages.decode_result_or_fragment(message.data)
+        except msgspec.DecodeError as error:
+            self._metrics.outcomes.labels("undecodable").inc()
+            _logger.error("a result could not be read: %s", error)
+            return
+        verdict = self._keep(decoded, message.reply) if isinstance(decoded, Fragment) else self._offer(decoded)
+        if verdict is not None and message.reply:
+            failpoint("results.before_confirm")
+            await self._bus.send(message.reply, _CONFIRMATIONS[verdict])
+
+    def _offer(self, result: WorkResult) -> Verdict:
+        collector = self._open.get(result.request)
+        verdict: Verdict = "unknown" if collector is None else "taken" if collector.offer(result) else "duplicate"
+        self._metrics.outcomes.labels(verdict).inc()
+        if verdict == "unknown":
+            self._on_late(result)
+        if verdict == "taken":
+            self._metrics.deliveries.observe(result.batch.deliveries)
+        return verdict
+
+    # results in parts
+
+    def _keep(self, part: Fragment, reply: str) -> Verdict | None:
+        """Verdict on a part; None while the digest of the whole is checked."""
+        collector = self._open.get(part.request)
+        if collector is None:
+            return "unknown"
+        if not collector.awaits(part.chunk):
+            return "duplicate"
+        try:
+            assembly = self._fragments.add(part, time.monotonic())
+        except ValueError as error:
+            self._metrics.outcomes.labels("undecodable").inc()
+            _logger.error("request %s: what was sent is no part of a result: %s", part.request, error)
+            return "unknown"
+        except InboxFull as error:
+            self._metrics.outcomes.labels("no_room").inc()
+            self._fragments.drop_request(part.request)
+            collector.fail(
+                ResourceExhausted(
+                    f"the results of this request have no room: {error}; send fewer inputs or ask for less"
+                )
+            )
+            return "unknown"
+        if assembly.missing:
+            return "part"
+        if not assembly.checking:
+            assembly.checking = True
+            self._checks.start(self._check(assembly, reply), "check of a result")
+        return None
+
+    async def _check(self, assembly: Assembly, reply: str) -> None:
+        """Hand over a whole result, or have it sent again: its last part is then confirmed as one of a result that is
+        not whole.
+        """
+        try:
+            parts = [part for part in assembly.parts if part is not None]
+            result = await asyncio.get_running_loop().run_in_executor(self._pool, put_together, parts, assembly.digest)
+            if (result.request, result.chunk) != (assembly.request, assembly.chunk):
+                raise Damaged("it belongs to another request")
+            verdict = self._offer(result)
+            failpoint("results.assembled")
+        except Damaged as error:
+            self._metrics.outcomes.labels("damaged").inc()
+            _logger.error(
+                "request %s: a result of %d parts is damaged: %s", assembly.request, len(assembly.parts), error
+            )
+            verdict = "part"
+        except Exception:  # the root of a task: what it held must be answered
+            _logger.exception("a result could not be put together")
+            collector = self._open.get(assembly.request)
+            if collector is not None:
+                collector.fail(InternalFailure("the gateway failed while taking in a result"))
+            verdict = "unknown"
+        finally:
+            self._fragments.drop(assembly)
+        if reply:
+            try:
+                await self._bus.send(reply, _CONFIRMATIONS[verdict])
+            except BrokerError as error:  # then the last part comes again, and is told to be a duplicate
+                _logger.warning("a result could not be confirmed: %s", error)

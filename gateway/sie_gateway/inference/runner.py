@@ -23,12 +23,11 @@ from sie_contracts.wire.messages import Failed, Input, Operation, Vectors, WorkI
 from sie_gateway.admission.admission import Admission, Permits
 from sie_gateway.fleet.demand import ColdStarts
 from sie_gateway.inference import chunk, telemetry
-from sie_gateway.inference.body import RequestItem
+from sie_gateway.inference.body import RequestItem, has_images
 from sie_gateway.inference.call import Call, EntryChanged
 from sie_gateway.inference.chunk import Chunk
 from sie_gateway.inference.entities import mentions
-from sie_gateway.inference.inbox import OutcomeCollector, ResultInbox
-from sie_gateway.inference.results import PlannedRequest, RequestResult
+from sie_gateway.inference.results import OutcomeCollector, PlannedRequest, RequestResult, ResultInbox
 from sie_gateway.metrics import Metrics
 from sie_gateway.streams.publish import StreamPosition, WorkQueue
 from sie_runtime.failpoints import failpoint
@@ -97,7 +96,7 @@ class Runner:
             resolved.entry,
             request.options.run,
             limits,
-            self._admission.image_cost(resolved.residency) if _has_images(items, request.query) else ImageCost(),
+            self._admission.image_cost(resolved.residency) if has_images(items, request.query) else ImageCost(),
         )
         revision = self._revision(resolved.entry)
         costs, squares = [piece.cost for piece in chunks], [piece.squares for piece in chunks]
@@ -105,7 +104,8 @@ class Runner:
         left_s = deadline_s - time.perf_counter()
         asker = call.key, lane, priority, resolved.residency
         self._admission.check(*asker, sum(costs), left_s, call.digest, sum(squares))
-        call.charge.spend(sum(costs))
+        if call.charge is not None:
+            call.charge.spend(sum(costs))
         permits = self._admission.enter(*asker, costs, size_bytes, left_s, call.digest, call.work_id, squares)
         published_s = time.perf_counter()
         try:
@@ -133,9 +133,12 @@ class Runner:
         self._metrics.result_wait.labels(request.operation).observe(max(collector.arrivals_s) - published_s)
         waits_ms = [(arrival_s - published_s) * 1000 for arrival_s in collector.arrivals_s]
         finished.add_results(runnable, chunks, results, waits_ms)
-        telemetry.trace_chunks(call, published_s, finished.publish_ms, results, waits_ms)
-        call.charge.settle(finished.usage["total_tokens"])
-        self._metrics.used(call.grant.name, finished)
+        if call.span is not None:
+            telemetry.trace_chunks(call.span, published_s, finished.publish_ms, results, waits_ms)
+        tokens = finished.usage["total_tokens"]
+        if call.charge is not None:
+            call.charge.settle(tokens)
+        self._metrics.used(call.grant.name, tokens, finished.device_s)
         return finished
 
     def _revision(self, entry: ModelEntry) -> int:
@@ -151,7 +154,7 @@ class Runner:
         """Wait for all results until the end of the budget. From the end of the hold on, until a worker has the model,
         check each CHECK_AGAIN_S whether one loads it.
 
-        Raises ModelLoading, Provisioning, GatewayTimeout, and the error that the collector was failed with.
+        Raises ModelLoading, NotProvisioned, GatewayTimeout, and the error that the collector was failed with.
         """
         until_s, hosted = call.received_s + min(call.budget_s, self._load_hold_s if call.dialect.holds else 0.0), False
         while True:
@@ -250,7 +253,7 @@ def _builder(
     query = None if request.query is None else _input(request.query)
     # the one route that workers count apart from its operation
     endpoint = "embeddings" if call.labels.get("endpoint") == "embeddings" else ""
-    asker = call.grant.name if _has_images(items, request.query) else ""
+    asker = call.grant.name if has_images(items, request.query) else ""
 
     def work_item(number: int) -> WorkItem:
         piece = chunks[number]
@@ -288,13 +291,6 @@ def _result_listener(permits: Permits, collector: OutcomeCollector, entry: Model
             collector.fail(EntryChanged(entry))
 
     return on_result
-
-
-def _has_images(items: Sequence[RequestItem], query: RequestItem | None) -> bool:
-    for item in items:
-        if item.images:
-            return True
-    return query is not None and bool(query.images)
 
 
 class _Takers:

@@ -71,7 +71,7 @@ def assembled(
     files = FileStore(bucket, open_files(url), LeaderLease(leases, "files"), _file_usage(settings), now_s)
     store = None if url is None else object_stores.opened(url, "SIE_PAYLOAD_STORE_URL")
 
-    def charge(grant: Grant) -> Charge:
+    def charge(grant: Grant) -> Charge | None:
         return quotas.charge(grant.key, grant.limits)
 
     engine = JobEngine(settings, inference, ledger, files, store, Credentials(grant_of_key, charge), route_of)

@@ -67,7 +67,7 @@ class JobIdentity:
 
     key: str
     grant: Callable[[str], Grant | None]
-    charge: Callable[[Grant], Charge]
+    charge: Callable[[Grant], Charge | None]
 
     def granted(self) -> Grant:
         """Raises Halted where the credential is not valid any more."""
@@ -273,7 +273,8 @@ class JobClient:
             except (InvalidInput, PayloadTooLarge) as error:
                 raise ItemsRefused(error) from error
             finally:
-                call.charge.refund()  # of what did not run; what ran is settled
+                if call.charge is not None:
+                    call.charge.refund()  # of what did not run; what ran is settled
 
         await self.room.enter(len(items))
         began_s = time.perf_counter()

@@ -46,7 +46,7 @@ class Credentials(NamedTuple):
     """`grant` looks up the credential of a job as it is now, `charge` opens what a call uses of its quota."""
 
     grant: Callable[[str], Grant | None]
-    charge: Callable[[Grant], Charge]
+    charge: Callable[[Grant], Charge | None]
 
 
 class JobEngine:
@@ -178,7 +178,7 @@ class JobEngine:
         def trouble(error: SIEError | None) -> None:
             progress.trouble(None if error is None else ErrorInfo(error.code, error.message))
 
-        asking = JobClient(
+        client = JobClient(
             self._inference,
             identity,
             headers_of(request) if request is not None else {},
@@ -187,11 +187,11 @@ class JobEngine:
             request.tokens_per_s if request is not None else 0.0,
         )
         if request is None:
-            return BatchJob(workplace, job, asking, progress, self._route_of)
+            return BatchJob(workplace, job, client, progress, self._route_of)
         return NativeJob(
             workplace,
             job,
-            asking,
+            client,
             progress,
             self._places(job, request),
             cache_bytes=self._settings.jobs_cache_bytes,

@@ -80,9 +80,7 @@ def requested(body: Mapping[str, Any]) -> dict[str, Any]:
     try:
         job = msgspec.convert(body, _SubmittedJob)
     except msgspec.ValidationError as error:
-        message, _, path = str(error).rpartition(" - at `$.")
-        field = path.rstrip("`") if message else "body"
-        raise _refused(field, message or str(error)) from error
+        raise _schema_fault(error) from error
     src = job.src or job.source
     if job.execution != "run":
         raise _refused("execution", "expected run: a job begins at once, and nothing is planned without it")
@@ -160,6 +158,16 @@ def _refused(field: str, message: str) -> InvalidInput:
     return InvalidInput(f"{field}: {message}", reason="schema", param=field)
 
 
+def _schema_fault(error: msgspec.DecodeError) -> InvalidInput:
+    """The refusal of a body, with the field that the decoder names: `$.a.b`, or a key of it."""
+    message, at, path = str(error).rpartition(" - at ")
+    name, _, parent = path.rpartition(" in ")
+    field = (parent or path).strip("`").removeprefix("$.")
+    if not at or field == "$":
+        return _refused("body", message or path)
+    return _refused(field, f"a key: {message}" if name else message)
+
+
 PATH, BATCH_PATH = "/v1/jobs", "/v1/batches"
 _T = TypeVar("_T")
 
@@ -176,12 +184,7 @@ async def _body(request: Request, kind: type[_T], form: Callable[[Any], Any] | N
             return msgspec.json.decode(await request.body(), type=kind)
         return msgspec.convert(form(msgspec.json.decode(await request.body())), kind)
     except msgspec.DecodeError as error:  # says what was expected, and never what was sent
-        text = str(error)
-        message, _, path = text.rpartition(" - at `$.")
-        field = path.rstrip("`")
-        if message:
-            raise InvalidInput(f"{field}: {message}", reason="schema", param=field) from error
-        raise InvalidInput(f"body: {text}", reason="schema", param="body") from error
+        raise _schema_fault(error) from error
 
 
 def _limit(request: Request, default: int, most: int) -> int:

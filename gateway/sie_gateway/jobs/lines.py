@@ -39,7 +39,7 @@ class BatchJob:
         self,
         workplace: JobStorage,
         job: JobRecord,
-        asking: JobClient,
+        client: JobClient,
         progress: JobProgress,
         route_of: Callable[[str], InferenceRoute | None],
     ) -> None:
@@ -47,7 +47,7 @@ class BatchJob:
         self._place = workplace
         self._job = job
         self._batch = job.batch
-        self._asking = asking
+        self._client = client
         self._progress = progress
         self._route_of = route_of
         self._repeated: frozenset[int] = frozenset()  # lines with the custom_id of a line before
@@ -187,26 +187,27 @@ class BatchJob:
         calls: list[Call] = []
 
         async def attempt() -> EncodedReply:
-            call = self._asking.call()
+            call = self._client.call()
             calls.append(call)
             call.path, call.model = request.path, route_model(route, request.path)
             call.labels["endpoint"] = route.endpoint
             try:
-                return await self._asking.inference.answered(call, route, request.body)
+                return await self._client.inference.answered(call, route, request.body)
             finally:
-                call.charge.refund()
+                if call.charge is not None:
+                    call.charge.refund()
 
-        await self._asking.room.enter(1)
+        await self._client.room.enter(1)
         began_s = asyncio.get_running_loop().time()
         try:
-            answer = await self._asking.patiently(attempt)
+            answer = await self._client.patiently(attempt)
         except (SIEError, FailedRequest) as error:
             call = calls[-1]
             cause, errors = (error.error, error.errors) if isinstance(error, FailedRequest) else (error, None)
             status, body = call.shape(cause, call.id, errors)
             return envelope.answer(request.custom_id, call.id, status, orjson.dumps(body))
         finally:
-            self._asking.room.leave(1, asyncio.get_running_loop().time() - began_s)
+            self._client.room.leave(1, asyncio.get_running_loop().time() - began_s)
         call = calls[-1]
         text = answer.body if isinstance(answer.body, bytes) else b"".join(answer.body)
         tokens = call.finished.usage["total_tokens"] if call.finished is not None else 0

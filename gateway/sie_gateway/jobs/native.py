@@ -78,7 +78,7 @@ class NativeJob:
         self,
         workplace: JobStorage,
         job: JobRecord,
-        asking: JobClient,
+        client: JobClient,
         progress: JobProgress,
         places: JobPlaces,
         *,
@@ -89,7 +89,7 @@ class NativeJob:
         self._workplace = workplace
         self._job = job
         self._request = job.request
-        self._asking = asking
+        self._client = client
         self._progress = progress
         self._places = places
         self._cache_bytes = cache_bytes if job.request.cache else 0
@@ -104,7 +104,7 @@ class NativeJob:
         self._computed: dict[int, int] = {}  # inputs of a shard that a model answered
         self._preparing = asyncio.Lock()
         self._unwritten: dict[int, AnsweredShard] = {}  # what the database or the store did not take yet
-        self._values = RowValues(asking, job.model, job.request.operation, job.request.params, job.fingerprint)
+        self._values = RowValues(client, job.model, job.request.operation, job.request.params, job.fingerprint)
 
     # the plan
 
@@ -136,7 +136,7 @@ class NativeJob:
             return Bounds(request.shard_rows, None)
         reads_images = templates.reads_images(request.input)
         item = RequestItem(None, modalities=("image",), images=(b"",)) if reads_images else RequestItem("")
-        _, understood = self._asking.understood(self._job.model, request.operation, request.params, [item])
+        _, understood = self._client.understood(self._job.model, request.operation, request.params, [item])
         fit = bounds(understood, has_images=reads_images or bool(request.input.image))
         return fit._replace(rows=min(fit.rows, request.shard_rows))
 

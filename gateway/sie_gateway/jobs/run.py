@@ -7,9 +7,10 @@
 A leader may die at any moment: the next one finds the plan and the records of the answered shards, and goes on. What
 the store or the broker refuses for a while is asked again for as long as it takes, and told as the job's trouble.
 
-A job may also be what its leaders die of. The shards in the hands of a leader are among the SHARDS_AT_ONCE first that
-are not answered, so the next leader knows them. A job is failed when MAX_LOST leaders in a row died, all with the same
-shard in their hands, or before the job was planned.
+A job may also be what its leaders die of, and so may a fault that ends gateways while they lead it. The shards in the
+hands of a leader are among the SHARDS_AT_ONCE first that are not answered. Where a leader died, the next one answers
+these alone, one after the other. A death counts only if no more rows were done than at any death before it. A job is
+failed when MAX_LOST leaders in a row died so: over the first shard that is not answered, the plan, or the output.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
 from msgspec.structs import replace
@@ -236,8 +237,7 @@ class JobRun:
         if self._job.wanted == "pause" and not self._is_late:
             await self._pause(self._job.error, is_asked=True)
             return
-        has_shards = self._job.suspects and self._job.wanted != "cancel" and not self._is_late
-        if len(self._job.lost) >= MAX_LOST and not has_shards:
+        if len(self._job.lost) >= (2 * MAX_LOST if _has_shards(self._job) else MAX_LOST):
             await self._end("failed", error=Deadly("its output" if self._job.finalizing_s else "its plan").info)
             return
         done = await self._patiently(lambda: self._ledger.shards(self._id))
@@ -304,18 +304,22 @@ class JobRun:
         plan, done = await self._read(work)
         if not plan.spans and plan.unread:
             raise SIEError.from_info(plan.unread[0].error)
-        lost, suspects = self._lost([number for number in range(len(plan.spans)) if number not in done])
+        # leaders may have died of the plan, and that is made now
+        lost = self._job.lost if self._job.is_planned else ()
         await self._note(
             state=self._state,
             is_planned=True,
             rows=sum(plan.rows),
             shards=len(plan.spans) + len(plan.unread),
             lost=lost,
-            suspects=suspects,
         )
-        if len(lost) >= MAX_LOST:
-            raise Deadly(" or ".join(_named(plan.spans[number]) for number in suspects))
-        waiting = iter([number for number in range(len(plan.spans)) if number not in done])
+        numbers = [number for number in range(len(plan.spans)) if number not in done]
+        if lost and numbers:
+            if len(lost) >= MAX_LOST:
+                raise Deadly(_named(plan.spans[numbers[0]]))
+            await self._isolated(work, plan, numbers[:SHARDS_AT_ONCE], done)
+            del numbers[:SHARDS_AT_ONCE]
+        waiting = iter(numbers)
         try:
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(SHARDS_AT_ONCE):
@@ -323,18 +327,14 @@ class JobRun:
         except* (SIEError, Halted, BrokerError) as errors:
             raise errors.exceptions[0] from errors
 
-    def _lost(self, undone: Sequence[int]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Leaders that died in a row, and the shards that all of them may have had in their hands: none where all are
-        answered, and the output is what they worked on.
+    async def _isolated(self, work: JobWork, plan: Plan, numbers: list[int], done: dict[int, ShardRecord]) -> None:
+        """Answer the shards that a leader may have died of, one after the other. Then the count of deaths begins again.
+        Each is noted: should this leader die of the next one, that is the first one that is not done.
         """
-        job = self._job
-        if not job.lost or not job.is_planned:  # then the plan is what they died of, and it is made now
-            return (), ()
-        first = tuple(undone[:SHARDS_AT_ONCE])
-        if not job.suspects:  # the leaders that died did not come as far as this
-            return job.lost, first
-        same = tuple(number for number in first if number in job.suspects)
-        return (job.lost, same) if same else (job.lost[-1:], first)
+        for number in numbers:
+            await self._answer(work, plan, iter((number,)), done)
+            await self._patiently(self._note)
+        await self._patiently(lambda: self._note(lost=()))
 
     async def _read(self, work: JobWork) -> tuple[Plan, dict[int, ShardRecord]]:
         """The plan, and the shards that are answered."""
@@ -460,14 +460,11 @@ class JobRun:
         record may be old, and then it took the lease of a job that has ended. Raises BrokerError, NotFound.
         """
 
-        def claimed(job: JobRecord | None) -> JobRecord:
+        def claim(job: JobRecord | None) -> JobRecord:
             assert job is not None
-            if not is_due(job, self._now_s()):
-                return job
-            lost = job.lost if job.leader in ("", self._leader) else (*job.lost, job.leader)
-            return replace(job, leader=self._leader, lost=lost[-MAX_LOST:])
+            return claimed_by(job, self._leader) if is_due(job, self._now_s()) else job
 
-        self._job = await self._ledger.change(self._id, claimed)
+        self._job = await self._ledger.change(self._id, claim)
         self._require_lead(self._job)
 
     def _require_lead(self, job: JobRecord) -> None:
@@ -543,10 +540,26 @@ class JobRun:
         _logger.info("job %s %s", self._id, state)
 
 
+def claimed_by(job: JobRecord, leader: str) -> JobRecord:
+    """The record of a job that a gateway leads from now on. A leader that the record still has died; it is the first
+    one of a row where more rows were done than when any leader before it died.
+    """
+    if job.leader in ("", leader):
+        return replace(job, leader=leader)
+    before = job.lost if job.done <= job.peak_done else ()
+    lost = (*before, job.leader)[-2 * MAX_LOST :]
+    return replace(job, leader=leader, lost=lost, peak_done=max(job.done, job.peak_done))
+
+
 def left(job: JobRecord, leader: str) -> JobRecord:
     """The record of a job that a leader leaves to others: it has not died, whoever thought so meanwhile."""
     lost = tuple(name for name in job.lost if name != leader)
     return replace(job, leader="" if job.leader == leader else job.leader, lost=lost)
+
+
+def _has_shards(job: JobRecord) -> bool:
+    """Whether parts of the input are left to answer, as the record says."""
+    return job.is_planned and job.shards is not None and job.shards_done < job.shards
 
 
 def _named(span: RowSpan) -> str:

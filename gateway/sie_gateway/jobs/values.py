@@ -87,14 +87,14 @@ class RowValues:
 
     def __init__(
         self,
-        asking: JobClient,
+        client: JobClient,
         spec: str,
         operation: Operation,
         params: Mapping[str, Any],
         fingerprint: str,
     ) -> None:
         """`fingerprint`: of all answers before, empty if there are none."""
-        self._asking = asking
+        self._client = client
         self._spec = spec
         self._operation: Operation = operation
         self._params = params
@@ -126,7 +126,7 @@ class RowValues:
     async def _compute(self, inputs: Sequence[ModelInput]) -> list[RowAnswer]:
         query = None if inputs[0].query is None else RequestItem(inputs[0].query)
         items = [entry.item for entry in inputs]
-        outcomes = await self._asking.outcomes(self._spec, self._operation, self._params, items, query)
+        outcomes = await self._client.outcomes(self._spec, self._operation, self._params, items, query)
         for result, outcome in outcomes:
             if isinstance(outcome, Ok):
                 self.check(result.fingerprint)

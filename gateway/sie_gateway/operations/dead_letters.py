@@ -1,7 +1,7 @@
 """Dead letters for administrators (`dead_letter_routes.py`). No answer holds a client's input.
 
 page, show     what was given up, why, and how often it was tried
-replay         run it again (`replaying.py`): a letter goes only when its work was answered in full
+replay         run it again (`replay.py`): a letter goes only when its work was answered in full
 purge          forget it, with the inputs in it
 """
 

@@ -140,7 +140,7 @@ def _log(request: Request, action: str, models: Iterable[Resolved]) -> None:
 
 async def load(gateway: Gateway, request: Request) -> Response:
     """Have a model loaded: 200 where it is, 202 where it is not yet. Raises InvalidInput, ModelNotFound,
-    BundleConflict, PoolNotFound, NotFound, Provisioning, QueueUnavailable.
+    BundleConflict, PoolNotFound, NotFound, NotProvisioned, QueueUnavailable.
     """
     models = _resolved_models(gateway, request)
     lanes = [gateway.inference.lane(request.headers, resolved) for resolved in models]

@@ -19,7 +19,7 @@ from sie_broker.dead_letters import DeadLetterEntry, Letters
 from sie_contracts.media.contents import content_keys
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.messages import Failed, WorkItem, WorkResult
-from sie_gateway.inference.inbox import ResultInbox
+from sie_gateway.inference.results import ResultInbox
 
 if TYPE_CHECKING:
     from sie_gateway.metrics import Metrics

@@ -23,15 +23,14 @@ from sie_contracts.settings import Settings, public_url
 from sie_contracts.status import QueueInfo
 from sie_contracts.wire import topology
 from sie_contracts.wire.heartbeats import Heartbeat
+from sie_gateway.admission.admission import Peers
 from sie_gateway.admission.grant import Grant
-from sie_gateway.admission.peers import Peers
 from sie_gateway.fleet.lag import Labels, Lag
 from sie_gateway.fleet.lanes import STATES
 from sie_gateway.fleet.placement import Placer
 from sie_gateway.fleet.planner import ModelBacklog
 from sie_gateway.fleet.workers import WorkerFrame, WorkerSocket, WorkerSockets
-from sie_gateway.operations.history import RequestHistory
-from sie_gateway.operations.log_tail import LogTail
+from sie_gateway.operations.history import LogTail, RequestHistory
 from sie_gateway.operations.summary import MAX_SHOWN, CachedSummary, ClusterSummary, LaneTable, Waitings, of_pool
 from sie_runtime.feed import CatalogueFeed
 from sie_runtime.http.server import Receive, Scope, Send

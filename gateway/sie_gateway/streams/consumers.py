@@ -261,45 +261,44 @@ class WorkConsumers:
 
     async def follow(self, pool: str) -> StreamConsumers:
         """Learn of the consumers of a pool's stream, which must be there. Raises BrokerError."""
-        name = topology.stream_name(pool)
         async with self._following:
-            if name not in self._streams:
+            if pool not in self._streams:
                 limit = topology.own_consumers(self._settings.stream_replicas)
-                stream = StreamConsumers(self._broker, name, limit, self._idle_s, self._clock)
+                stream = StreamConsumers(self._broker, topology.stream_name(pool), limit, self._idle_s, self._clock)
                 await stream.start()
-                self._streams[name] = stream
-        return self._streams[name]
+                self._streams[pool] = stream
+        return self._streams[pool]
 
     def route(self, lane: Lane, priority: str, model: str, deadline_s: float) -> WorkRoute:
         """Route of a request's work. Raises KeyError for a pool that is not followed."""
         own, shared = _routes(lane, priority, model, self._ack_wait_s)
-        return self._streams[own.consumer.stream].route(own, shared, deadline_s)
+        return self._streams[lane.pool].route(own, shared, deadline_s)
 
     def follows(self, pool: str) -> bool:
-        return topology.stream_name(pool) in self._streams
+        return pool in self._streams
 
     async def unfollow(self, pool: str) -> None:
         """The pool is there no more."""
         async with self._following:
-            stream = self._streams.pop(topology.stream_name(pool), None)
+            stream = self._streams.pop(pool, None)
         if stream is not None:
             await stream.stop()
 
-    def is_verified(self, spec: ConsumerSpec) -> bool:
-        return spec.stream in self._streams and self._streams[spec.stream].is_verified(spec)
+    def is_verified(self, pool: str, spec: ConsumerSpec) -> bool:
+        return pool in self._streams and self._streams[pool].is_verified(spec)
 
-    async def ensure(self, spec: ConsumerSpec) -> None:
+    async def ensure(self, pool: str, spec: ConsumerSpec) -> None:
         """Make it, or compare it. Raises PoolNotFound for a pool that is not followed any more, TopologyMismatch,
         BrokerError.
         """
-        stream = self._streams.get(spec.stream)
+        stream = self._streams.get(pool)
         if stream is None:
             raise PoolNotFound("the pool of this request has ended")
         await stream.ensure(spec)
 
     def stream_recreated(self, pool: str) -> None:
         """Discard the verified consumers of a pool whose stream was created again."""
-        if (stream := self._streams.get(topology.stream_name(pool))) is not None:
+        if (stream := self._streams.get(pool)) is not None:
             stream.discard_verified()
 
     async def reverify(self) -> None:

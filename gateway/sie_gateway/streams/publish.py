@@ -158,7 +158,7 @@ class WorkQueue:
         self._on_publish = on_publish
         self._serves = serves
         self._is_reservation = is_reservation
-        self._created: dict[str, str] = {}  # stream name -> when the broker created it
+        self._created: dict[str, str] = {}  # by pool, when the broker created its stream
         self._undoing = Tasks(_logger, lambda: None)  # each is bounded by the time-outs of its questions
         self._ensuring = SharedTasks()
         self.consumers = WorkConsumers(broker, settings)
@@ -219,8 +219,8 @@ class WorkQueue:
         if not self._serves(pool):  # it ended meanwhile, and may have been removed before this made it again
             await self._broker.delete_stream(spec.name)
             self._require(pool)
-        before = self._created.get(spec.name)
-        self._created[spec.name] = state.created
+        before = self._created.get(pool)
+        self._created[pool] = state.created
         if before is not None and before != state.created:
             self.consumers.stream_recreated(pool)
             self._on_lost()
@@ -232,7 +232,7 @@ class WorkQueue:
 
     async def forget_pool(self, pool: str) -> None:
         """A reservation has ended."""
-        self._created.pop(topology.stream_name(pool), None)
+        self._created.pop(pool, None)
         self._broker.troubles.pop(topology.stream_name(pool), None)
         await self.consumers.unfollow(pool)
 
@@ -259,7 +259,7 @@ class WorkQueue:
         """After a reconnect: make sure of every stream, and of the consumers of what is open. Raises BrokerError."""
         if self._broker.max_payload < MIN_PAYLOAD_BYTES:
             _logger.error("%s", _too_small(self._broker.max_payload))
-        pools = [name.removeprefix("WORK_") for name in self._created]
+        pools = list(self._created)
         await independently((functools.partial(self.ensure_pools, pools), self.consumers.reverify))
         return True
 
@@ -275,7 +275,7 @@ class WorkQueue:
         if not self.consumers.follows(lane.pool):
             await self._with_patience(functools.partial(self.ensure_pool, lane.pool), lane.pool, deadline_s)
         subject, spec = self.consumers.route(lane, first.priority, first.model, deadline_s)
-        if len(items) == 1 and self.consumers.is_verified(spec):  # nearly every request: no task, no turn
+        if len(items) == 1 and self.consumers.is_verified(lane.pool, spec):  # nearly every request: no task, no turn
             stored = [await self._publish_one(lane, subject, first, deadline_s)]
         else:
             stored = await self._publish_all(lane, subject, spec, items, deadline_s)
@@ -292,10 +292,10 @@ class WorkQueue:
                 return await self._publish_one(lane, subject, item, deadline_s)
 
         tasks = [asyncio.ensure_future(in_turn(item)) for item in items]
-        ensure = functools.partial(self.consumers.ensure, spec)
+        ensure = functools.partial(self.consumers.ensure, lane.pool, spec)
         consumer = (
             []
-            if self.consumers.is_verified(spec)
+            if self.consumers.is_verified(lane.pool, spec)
             else [asyncio.ensure_future(self._with_patience(ensure, lane.pool, deadline_s))]
         )
         try:
@@ -336,7 +336,7 @@ class WorkQueue:
 
         async def attempt() -> None:
             nonlocal stored, tried
-            tried, created = True, self._created_of(lane.pool)
+            tried, created = True, self._created.get(lane.pool, "")
             failpoint("publish.before_publish")
             try:
                 published = await self._broker.publish(
@@ -356,13 +356,10 @@ class WorkQueue:
             raise
         return stored
 
-    def _created_of(self, pool: str) -> str:
-        return self._created.get(topology.stream_name(pool), "")
-
     async def _take_back(self, pool: str, subject: str, data: bytes, message_id: str, request: str) -> None:
         """Withdraw what may be stored or not: the same message id again is answered with its sequence."""
         with contextlib.suppress(BrokerError):  # then its age limit removes it
-            created = self._created_of(pool)
+            created = self._created.get(pool, "")
             sequence = (await self._broker.publish(subject, data, message_id, PUBLISH_TIMEOUT_S)).sequence
             await self.withdraw(pool, [StreamPosition(created, sequence)], request)
 

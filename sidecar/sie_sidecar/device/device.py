@@ -10,6 +10,7 @@ work items together. It takes no credit from other work either.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -18,14 +19,13 @@ from sie_contracts.models import costs
 from sie_contracts.settings import Settings
 from sie_contracts.wire import ipc
 from sie_contracts.wire.messages import BatchNote
-from sie_contracts.wire.trace_context import Context
+from sie_contracts.wire.trace_context import NONE, Context
 from sie_sidecar.batching import batch as batches
 from sie_sidecar.batching.batch import Batch, BatchEntry, BatchKey, BatchLimits, Load, Waiting, WaitUntil
 from sie_sidecar.batching.sizing import DeviceForecast, Rate
-from sie_sidecar.device.in_flight import InFlight, changed, runnable
+from sie_sidecar.device.in_flight import InFlight, Inventory, changed, runnable
 from sie_sidecar.device.link import AdapterLink
 from sie_sidecar.metrics import SidecarMetrics
-from sie_sidecar.models.inventory import Inventory
 from sie_sidecar.prepare import rows
 from sie_sidecar.prepare.rows import BatchPart, WorkItemInput
 from sie_sidecar.results import spans
@@ -53,7 +53,8 @@ class DeviceQueue:
         tracer: Tracer | None,
         clock: Callable[[], float],
     ) -> None:
-        self._settings = settings
+        self._pipeline_depth = settings.rust_pipeline_depth
+        self._most = min(settings.max_concurrent_batches, settings.pool_size)  # batches at the adapter
         self._worker_id = worker_id
         self.limits = limits
         self.link = link
@@ -81,8 +82,8 @@ class DeviceQueue:
     @property
     def depth(self) -> int:
         """Batches that may be at the adapter at once."""
-        ahead = self.lanes + self._settings.rust_pipeline_depth - 1
-        return min(ahead, self._settings.max_concurrent_batches, self._settings.pool_size)
+        ahead = self.lanes + self._pipeline_depth - 1
+        return min(ahead, self._most)
 
     def capacity(self) -> tuple[int, int]:
         """The tokens and the work items of one priority that this worker takes in at most: full batches that wait, and
@@ -222,7 +223,8 @@ class DeviceQueue:
     async def run(self, batch: Batch[InFlight], on_started: Callable[[], None]) -> tuple[ipc.BatchDone, BatchNote]:
         """Have the adapter run a batch; `on_started` is called when the device has it. Raises AdapterGone, SIEError."""
         self.number += 1
-        with spans.batch(self._tracer, [job.work for job in batch.jobs]) as span:
+        flights = [job.work for job in batch.jobs]
+        with spans.batch(self._tracer, flights) if self._tracer is not None else contextlib.nullcontext() as span:
             frame, note = _frame(batch, f"{self._worker_id}-{self.number}", span)
             done = await self.link.run_batch(frame, on_started, self._gone(batch))
         if len(done.outcomes) != note.items:
@@ -268,7 +270,9 @@ def _frame(batch: Batch[InFlight], name: str, span: Span | None) -> tuple[ipc.Ru
         item = job.work.item
         run, chosen = runnable(job.work)
         work = WorkItemInput([item.inputs[index] for index in chosen], item.query, item.options)
-        parts.append(BatchPart(run, work, spans.context_of(job.work), item.asker))
+        own = job.work.span
+        context = own.context if own is not None and own.is_recording else NONE
+        parts.append(BatchPart(run, work, context, item.asker))
     first, key = batch.jobs[0].work, batch.key
     ready = first.hosted.ready if first.hosted is not None else None
     above = span or first.span

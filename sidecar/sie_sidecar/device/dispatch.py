@@ -61,7 +61,7 @@ class Dispatch:
             self._settle.answer_all([flight], flight.refused)
         elif not runnable(flight)[0]:
             self._settle.answer(flight, merge(flight, ()))
-        elif self._isolate.is_suspect(flight):
+        elif flight.item.model in self._isolate.marked_models and self._isolate.is_suspect(flight):
             self._isolate.add(flight)
         else:
             self._device.put(flight)
@@ -129,7 +129,9 @@ class Dispatch:
     def _fit(self, batch: Batch[InFlight]) -> Batch[InFlight]:
         """Without what must not run: late or cancelled since it was prepared, or suspect by what was learnt since."""
         pending = self._settle.still_wanted([job.work for job in batch.jobs])
-        suspects = [flight for flight in pending if self._isolate.is_suspect(flight)]
+        suspects = []
+        if batch.jobs[0].work.item.model in self._isolate.marked_models:
+            suspects = [flight for flight in pending if self._isolate.is_suspect(flight)]
         for flight in suspects:
             self._isolate.add(flight)
         if len(pending) == len(batch.jobs) and not suspects:
@@ -140,7 +142,8 @@ class Dispatch:
     def _answer(self, batch: Batch[InFlight], done: ipc.BatchDone, note: BatchNote) -> None:
         device, hosted = self._device, batch.jobs[0].work.hosted
         device.ran(batch, (done.preprocess_ms + done.inference_ms + done.postprocess_ms) / 1000)
-        recording.ran(batch, note, done, device.lanes)
+        if recording.current is not None:
+            recording.current.ran(batch, note, done, device.lanes)
         view, start = memoryview(done.block), 0
         for job in batch.jobs:
             count = len(runnable(job.work)[1])

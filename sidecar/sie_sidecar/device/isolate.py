@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from sie_contracts.errors import GatewayTimeout, LoraLoading, ModelLoading, SIEError
 from sie_contracts.media.contents import content_keys
@@ -48,6 +48,7 @@ class Isolate:
     ) -> None:
         self._device = device
         self._marks = marks
+        self.marked_models: Mapping[str, int] = marks.models
         self._loading = loading
         self._settle = settle
         self._metrics = metrics
@@ -60,9 +61,8 @@ class Isolate:
         self._slice_s = 0.0
 
     def is_suspect(self, flight: InFlight) -> bool:
-        """Whether an input of it killed an adapter before, here or elsewhere."""
-        model = flight.item.model
-        return self._marks.any_of(model) and any(self._marks.of(key) for key in content_keys(flight.item))
+        """Whether an input of it killed an adapter before, here or elsewhere. Asked of models in `marked_models`."""
+        return any(self._marks.of(key) for key in content_keys(flight.item))
 
     async def suspect(self, flights: Sequence[InFlight]) -> None:
         """An adapter died with a batch of these: from now on each of their inputs runs alone."""

@@ -68,7 +68,7 @@ class PoisonMarks:
         self._worker = worker
         self._now_s = now_s
         self._known: OrderedDict[str, tuple[Mark, int]] = OrderedDict()  # with the revision, 0 until the broker has it
-        self._models: Counter[str] = Counter()
+        self.models: Counter[str] = Counter()  # with a marked content: contents of other models are not looked at
         self._is_open = False
         self._bucket = RecordBucket(broker, POISON_BUCKET, max_age_s=POISON_LIFETIME_S)
         self._record = Record(self._bucket, _decode, self._on_mark, on_lost=self._on_lost)
@@ -90,12 +90,6 @@ class PoisonMarks:
 
     async def close(self) -> None:
         await self._record.close()
-
-    def any_of(self, model: str) -> bool:
-        """Whether a content of this model is marked: what decides that contents are looked at, at no cost to all
-        others.
-        """
-        return self._models[model] > 0
 
     def of(self, key: str) -> Mark | None:
         """The mark of a content; one that is past its life is forgotten here."""
@@ -182,13 +176,13 @@ class PoisonMarks:
     def _keep(self, key: str, mark: Mark, revision: int) -> None:
         self._forget(key)
         self._known[key] = (mark, revision)
-        self._models[mark.model] += 1
+        self.models[mark.model] += 1
         if len(self._known) > MAX_MARKS:
             self._forget(next(iter(self._known)))
 
     def _forget(self, key: str) -> None:
         entry = self._known.pop(key, None)
         if entry is not None:
-            self._models[entry[0].model] -= 1
-            if not self._models[entry[0].model]:
-                del self._models[entry[0].model]
+            self.models[entry[0].model] -= 1
+            if not self.models[entry[0].model]:
+                del self.models[entry[0].model]

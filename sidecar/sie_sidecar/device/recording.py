@@ -71,24 +71,18 @@ class Recording:
             self._file = None
 
 
-_recording: Recording | None = None
+current: Recording | None = None  # None while nothing is recorded
 
 
 def begin(path: Path, settings: Settings) -> None:
     """Record what this process runs from now on, until `end`. Raises OSError."""
-    global _recording
-    _recording = Recording(path, settings)
+    global current
+    current = Recording(path, settings)
 
 
 def end() -> None:
     """Record nothing more."""
-    global _recording
-    if _recording is not None:
-        _recording.close()
-    _recording = None
-
-
-def ran(batch: Batch[InFlight], note: BatchNote, done: BatchDone, lanes: int) -> None:
-    """Free while nothing is recorded."""
-    if _recording is not None:
-        _recording.ran(batch, note, done, lanes)
+    global current
+    if current is not None:
+        current.close()
+    current = None

@@ -23,10 +23,9 @@ from sie_contracts.wire.messages import WorkItem
 from sie_runtime.clock import BrokerClock
 from sie_sidecar.batching.sizing import Quantum
 from sie_sidecar.device.device import DeviceQueue
-from sie_sidecar.device.in_flight import InFlight
+from sie_sidecar.device.in_flight import InFlight, Inventory
 from sie_sidecar.intake.leases import Leases
 from sie_sidecar.metrics import SidecarMetrics
-from sie_sidecar.models.inventory import Inventory
 from sie_sidecar.results import spans
 from sie_sidecar.results.settle import Settle
 
@@ -92,7 +91,7 @@ class WorkIntake:
             self._settle.bury(lease, InternalFailure("not a work item", reason="undecodable"))
             return None
         left_s, doubt_s = self._left_s(delivery, item)
-        span = spans.of_work(self._tracer, delivery, item)
+        span = spans.of_work(self._tracer, delivery, item) if self._tracer is not None else None
         flight = InFlight(lease, item, now_s, now_s + left_s + doubt_s, now_s + left_s, span=span)
         self._inventory.add(flight)
         self.arrived.append(flight)

@@ -30,8 +30,7 @@ from sie_runtime.feed import CatalogueFeed
 from sie_runtime.process import Tasks
 from sie_sidecar.device.in_flight import InFlight, unsettled
 from sie_sidecar.device.link import AdapterGone, AdapterLink
-from sie_sidecar.models.hosting import Hosting
-from sie_sidecar.models.models import ModelState
+from sie_sidecar.models.models import Hosting, ModelState
 
 HOLD_S = 5.0
 COOL_DOWN_S = 30.0

@@ -122,11 +122,8 @@ def _count(image: PreparedImage, layout: Rows, tokens: ImageTokens) -> int:
     return rows * columns
 
 
-def unreserved(work_rows: WorkRows, layout: Rows) -> WorkRows:
+def unreserved(work_rows: WorkRows, layout: Rows, tokens: ImageTokens) -> WorkRows:
     """With the inputs refused whose text holds the token that stands for a part of an image."""
-    tokens = layout.image_tokens
-    if tokens is None:
-        return work_rows
     error = InvalidInput("text: it holds a token that the model reserves for images", reason="reserved_token")
     bad = [
         number

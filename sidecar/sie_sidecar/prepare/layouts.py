@@ -16,13 +16,13 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.media import documents
 from sie_contracts.wire.ipc import Rows, Side
 from sie_contracts.wire.messages import Input, RunOptions, Truncate, Vectors
-from sie_sidecar.batching import cost
 from sie_sidecar.prepare import image_rows
 from sie_sidecar.prepare.image_rows import Beside
 from sie_sidecar.prepare.media_frames import SoundFeatures
 from sie_sidecar.prepare.rows import (
     COST_CHARACTERS,
     HYPOTHESIS,
+    VECTOR_BYTES,
     PreparedImages,
     TokenRow,
     WorkItemInput,
@@ -59,7 +59,9 @@ def make(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput]
             results.append(WorkRows(result.rows, result.shared, result.error, unfit))
         else:
             results.append(next(text_rows))
-    return [image_rows.unreserved(result, layout) for result in results]
+    if layout.image_tokens is None:
+        return results
+    return [image_rows.unreserved(result, layout, layout.image_tokens) for result in results]
 
 
 def _text(
@@ -118,7 +120,7 @@ def _heard(sound: SoundFeatures | InvalidInput, layout: Rows) -> TokenRow:
 
 
 def _given(vectors: Vectors) -> TokenRow:
-    return TokenRow(_NONE, 0, expanded=cost.vectors(len(vectors.data)), vectors=vectors)
+    return TokenRow(_NONE, 0, expanded=max(1, len(vectors.data) // VECTOR_BYTES), vectors=vectors)
 
 
 def _pairs(tokenizer: ModelTokenizer, inputs: Sequence[Input], truncate: Truncate, limit: int) -> Iterator[TokenRow]:

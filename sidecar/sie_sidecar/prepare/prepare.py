@@ -17,9 +17,8 @@ from sie_contracts.media.images import Recipe
 from sie_contracts.media.sounds import SoundRecipe
 from sie_contracts.wire.ipc import Rows
 from sie_contracts.wire.messages import WorkItem
-from sie_sidecar.device.in_flight import InFlight, changed
+from sie_sidecar.device.in_flight import InFlight, Inventory, changed
 from sie_sidecar.intake.pull import WorkSource
-from sie_sidecar.models.inventory import Inventory
 from sie_sidecar.models.loading import Loading
 from sie_sidecar.models.models import ModelState
 from sie_sidecar.prepare import layouts, tokenizer_requests

@@ -20,7 +20,6 @@ from sie_contracts.media.documents import DocumentFile
 from sie_contracts.wire.ipc import IMAGE_KEY_BYTES, Group, Layout, Rows, RunBatch
 from sie_contracts.wire.messages import Input, Mention, Operation, RunOptions, Vectors
 from sie_contracts.wire.trace_context import NONE, Context
-from sie_sidecar.batching import cost
 from sie_sidecar.prepare.media_frames import PreparedImage, SoundFeatures
 from sie_sidecar.prepare.tokens import Ids, ModelTokenizer
 
@@ -34,6 +33,7 @@ HYPOTHESIS = "This text is about {}."
 MAX_CHARACTERS = 32 << 20
 MAX_ROWS = 1 << 16
 MAX_VECTOR_BYTES = 64 << 20
+VECTOR_BYTES = 512  # that cost as a token: 128 numbers, the width of most token vectors
 ROW_CHARACTERS = 24  # making a row takes as long as reading so many
 COST_CHARACTERS = 64  # text that travels beside few tokens counts as a token for so many
 
@@ -65,8 +65,11 @@ class TokenRow:
 
     @property
     def cost(self) -> int:
-        """Tokens on the device."""
-        return cost.text(len(self.ids), self.expanded)
+        """Tokens on the device after truncation, special ones included. An image costs the patches of its tower, and
+        the tokens that stand for it; where all images of an encoder have one size, `batch_cost` counts 1 for the
+        patches of each. That attention costs the square of a length is not in here: `BatchNote` tells it.
+        """
+        return max(len(self.ids), self.expanded)
 
     @property
     def batch_cost(self) -> int:

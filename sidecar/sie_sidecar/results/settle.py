@@ -23,14 +23,13 @@ from sie_contracts.errors import GatewayTimeout, InternalFailure, SIEError
 from sie_contracts.wire import ipc, messages
 from sie_contracts.wire.messages import BatchNote, Failed, Fragment, Outcome, WorkItem, WorkResult
 from sie_contracts.wire.trace_context import Context
-from sie_runtime.current_trace import set_current
+from sie_runtime.current_trace import TRACE_ID, set_current
 from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Tasks
-from sie_sidecar.device.in_flight import InFlight, changed, stages_of
+from sie_sidecar.device.in_flight import InFlight, Inventory, changed, stages_of
 from sie_sidecar.device.poison import refusal
 from sie_sidecar.intake.leases import Lease, Leases
 from sie_sidecar.metrics import SidecarMetrics
-from sie_sidecar.models.inventory import Inventory
 from sie_sidecar.prepare.fetching import PayloadFetching
 from sie_sidecar.results import spans
 from sie_sidecar.results.dead_letters import DeadLetterWriter
@@ -235,7 +234,8 @@ class Settle:
         item, hosted, now_s = flight.item, flight.hosted, self._clock()
         self._inventory.count(flight, 0)
         stages = stages_of(flight, now_s, done)
-        spans.settled(flight, stages, outcomes, note.id if note else "")
+        if flight.span is not None:
+            spans.settled(flight.span, stages, outcomes, note.id if note else "")
         batch = msgspec.structs.replace(
             note or BatchNote(),
             deliveries=flight.lease.delivery.delivered,
@@ -260,7 +260,8 @@ class Settle:
         self._work.start(self._answer(flight, result, hosted.name if hosted else "other"), "answer")
 
     async def _answer(self, flight: InFlight, result: WorkResult, name: str) -> None:
-        set_current(Context(flight.item.traceparent, flight.item.tracestate))
+        if flight.item.traceparent or TRACE_ID.get() is not None:
+            set_current(Context(flight.item.traceparent, flight.item.tracestate))
         try:
             await self._settlement.answer(flight.lease, flight.item, result, flight.deadline_s, self._burial(flight))
         finally:

@@ -1,4 +1,5 @@
-"""Spans of work at the worker: the work item with its stages, below its request, and the batch that it ran in.
+"""Spans of work at a worker that traces: the work item with its stages, below its request, and the batch that it ran
+in.
 
 A batch is below the first work item in it that is traced, and linked to all of them. The adapter tells of a batch what
 the device did, of each work item `inference` and `postprocess`.
@@ -15,7 +16,7 @@ import msgspec
 from sie_broker import Delivery
 from sie_contracts.errors import SIEError
 from sie_contracts.wire.messages import BatchNote, Failed, Outcome, Stages, WorkItem
-from sie_contracts.wire.trace_context import NONE, Context
+from sie_contracts.wire.trace_context import Context
 
 if TYPE_CHECKING:
     from sie_runtime.spans import Span, Tracer
@@ -31,9 +32,9 @@ _PARTS = (
 )
 
 
-def of_work(tracer: Tracer | None, delivery: Delivery, item: WorkItem) -> Span | None:
-    """A span from its delivery on; None where nothing traces here, or nobody said for whom the work is."""
-    if tracer is None or not item.traceparent:
+def of_work(tracer: Tracer, delivery: Delivery, item: WorkItem) -> Span | None:
+    """A span from its delivery on; None where nobody said for whom the work is."""
+    if not item.traceparent:
         return None
     own: dict[str, str | int] = {
         "sie.request_id": item.request,
@@ -47,10 +48,10 @@ def of_work(tracer: Tracer | None, delivery: Delivery, item: WorkItem) -> Span |
 
 
 @contextlib.contextmanager
-def batch(tracer: Tracer | None, jobs: Sequence[InFlight]) -> Iterator[Span | None]:
+def batch(tracer: Tracer, jobs: Sequence[InFlight]) -> Iterator[Span | None]:
     """A span for the batch of these, from here to its answer or its failure; None where none of them is traced."""
     traced = [flight.span for flight in jobs if flight.span is not None and flight.span.is_recording]
-    if tracer is None or not traced:
+    if not traced:
         yield None
         return
     span = tracer.begin("batch", traced[0].context, links=traced)
@@ -71,16 +72,8 @@ def sealed(span: Span, note: BatchNote, model: str) -> None:
     )
 
 
-def context_of(flight: InFlight) -> Context:
-    """Context below which the adapter's spans of this work item belong; NONE where it is not sampled."""
-    return flight.span.context if flight.span is not None and flight.span.is_recording else NONE
-
-
-def settled(flight: InFlight, stages: Stages, outcomes: Sequence[Outcome], batch: str) -> None:
-    """Its outcome is known, and its stages are."""
-    span = flight.span
-    if span is None:
-        return
+def settled(span: Span, stages: Stages, outcomes: Sequence[Outcome], batch: str) -> None:
+    """The outcome of a work item is known, and its stages are."""
     if span.is_recording:
         stage_times = msgspec.structs.asdict(stages)
         at_ns = span.ns_before(stages.worker_ms / 1000)

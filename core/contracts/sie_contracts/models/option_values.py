@@ -1,6 +1,7 @@
-"""The values of request parameters: each function checks one value and returns it as the model takes it.
+"""Checks of the values of request parameters. Each function checks one value and returns it in the form that the model
+takes.
 
-`path` is where the client wrote it. Each raises InvalidInput that names the path.
+`path` is the place of the value in the request. Each check raises InvalidInput that names the path.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import msgspec
 from sie_contracts.errors import InvalidInput
 from sie_contracts.wire.messages import Truncate
 
-# what a score of a model with several outputs is computed from
+# score mode -> outputs from which a model with several outputs computes the score
 SCORE_MODES = {
     "dense": ("dense",),
     "sparse": ("sparse",),
@@ -24,7 +25,7 @@ SCORE_MODES = {
 MAX_HYPOTHESIS = 1000  # characters
 MAX_TASK = 100  # characters
 MAX_NEW_TOKENS = 1 << 20
-MAX_OWN_BYTES = 64 << 10  # of an option that only a family outside this project knows
+MAX_OWN_BYTES = 64 << 10  # bytes of an option of a family outside this project
 
 
 def bad(path: str, value: object, expected: str, reason: str = "schema") -> InvalidInput:
@@ -32,8 +33,8 @@ def bad(path: str, value: object, expected: str, reason: str = "schema") -> Inva
 
 
 def describe(value: object) -> str:
-    """A value for an error message: numbers and booleans as they are; of anything that may hold a client's text only
-    the type.
+    """Describe a value for an error message. Numbers and booleans are shown. A value that may hold a client's text is
+    named by its type.
     """
     if value is None or isinstance(value, bool | int | float):
         return "null" if value is None else repr(value)
@@ -110,7 +111,7 @@ def language(path: str, value: Any) -> str:
 
 
 def any_value(path: str, value: Any) -> Any:
-    """An option that its own family checks. Raises InvalidInput if it cannot be sent to the worker."""
+    """Return an option that its own family checks. Raises InvalidInput if it cannot be sent to the worker."""
     try:
         size = len(msgspec.msgpack.encode(value))
     except (OverflowError, TypeError, UnicodeEncodeError) as error:
@@ -134,7 +135,7 @@ def truncate(path: str, value: Any, *, default: Truncate) -> Truncate:
     raise bad(path, value, "one of END, START, NONE")
 
 
-# the options of families by name
+# name of an option of a family -> check of its value
 CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "threshold": number,
     "box_threshold": number,

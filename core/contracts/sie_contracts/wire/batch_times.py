@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
-AHEAD_SHARE = 0.25  # of a budget: a batch that takes a larger share of it is not sealed while another one runs
-_MIN_SPREAD = 0.02  # variance of batch sizes over their mean squared, below which a line through their times is noise
+AHEAD_SHARE = 0.25  # share of a budget: a batch that takes a larger share is not sealed while another batch runs
+# variance of batch sizes divided by their squared mean; below this, a line through their times is noise
+_MIN_SPREAD = 0.02
 _IMPOSSIBLE = 2.0  # an outlier is this many times above or below the range that earlier batches allow
 _UNLIKELY = 4.0  # an outlier is this many times above or below the line
 _GROWTH = 2.0  # multiple of the mean size up to which times are predicted while only one size was measured
@@ -24,8 +25,8 @@ class BatchTimes:
     def __init__(self, memory: int = 100) -> None:
         self._keep = 1 - 1 / memory
         self._n = self._x = self._y = self._xx = self._xy = 0.0
-        self._odd = 1.0  # of the last result: how far it was outside the range; 1.0: inside
-        self._fixed: float | None = None  # the fixed part in tokens, by the last line
+        self._odd = 1.0  # factor by which the last result was outside the range; 1.0: inside
+        self._fixed: float | None = None  # fixed part in tokens, from the last line; None: no line yet
 
     def note(self, tokens: float, seconds: float) -> None:
         """Learn that a batch of `tokens` took `seconds`."""
@@ -63,7 +64,9 @@ class BatchTimes:
         return seconds / min_s if seconds * _IMPOSSIBLE < min_s else 1.0
 
     def line(self) -> tuple[float, float] | None:
-        """(seconds of the fixed part, seconds for each token); None while all batches had about the same size."""
+        """Return (seconds of the fixed part, seconds for each token). Return None while all batches had about the same
+        size.
+        """
         spread = self._n * self._xx - self._x * self._x
         if spread <= _MIN_SPREAD * self._x * self._x:
             return None
@@ -71,7 +74,7 @@ class BatchTimes:
         return max(0.0, (self._y - token_s * self._x) / self._n), token_s
 
     def fixed_tokens(self) -> float:
-        """Compute how many tokens take as long as the fixed part of a batch; 0 while that is not known."""
+        """Return the number of tokens that take as long as the fixed part of a batch; 0 while that is not known."""
         line = self.line()
         if line is None:
             return 0.0
@@ -79,26 +82,27 @@ class BatchTimes:
 
     @property
     def is_known(self) -> bool:
-        """Whether any batch was measured."""
+        """Return whether any batch was measured."""
         return self._n > 0
 
     @property
     def mean_s(self) -> float:
-        """Mean seconds of the last batches; 0 while none was measured."""
+        """Return the mean seconds of the last batches; 0 while none was measured."""
         return self._y / self._n if self._n else 0.0
 
     @property
     def is_growth_known(self) -> bool:
-        """Whether batches of different sizes were measured."""
+        """Return whether batches of different sizes were measured."""
         return self._fixed is not None
 
     def efficient(self, full: float, loss: float) -> float:
-        """The smallest efficient batch, in tokens; 0 while that is not known. `full` is the size of a full batch.
+        """Return the size of the smallest efficient batch, in tokens; 0 while that is not known. `full` is the size of
+        a full batch.
 
-        Two conditions hold: its throughput is at least 1 - `loss` of that of a full batch, and the share of time that
-        it saves is at least the share of throughput that it loses. With a fixed part worth F tokens, a batch of c takes
-        (F + c) / (F + full) of the time of a full one. So the first condition is c >= (1 - loss) full F / (F + loss
-        full), the second c >= F^2 / full.
+        An efficient batch meets two conditions. Its throughput is at least (1 - `loss`) times that of a full batch. The
+        share of time that it saves is at least the share of throughput that it loses. With a fixed part worth F tokens,
+        a batch of c tokens takes (F + c) / (F + full) of the time of a full batch. So the first condition is
+        c >= (1 - loss) full F / (F + loss full), and the second condition is c >= F^2 / full.
         """
         fixed = self._fixed
         if not fixed:
@@ -108,8 +112,9 @@ class BatchTimes:
         return max((1 - loss) * full * fixed / (fixed + loss * full), fixed * fixed / full)
 
     def seconds(self, tokens: float) -> float:
-        """Predicted seconds of a batch of `tokens`, from the mean of the last batches and the slope of the line.
-        Without a line: the mean, and in proportion to tokens above twice the mean size.
+        """Return the predicted seconds of a batch of `tokens`, from the mean of the last batches and the slope of the
+        line. Without a line, return the mean; above twice the mean size, the prediction grows in proportion to the
+        tokens.
         """
         if not self._n:
             return 0.0
@@ -119,7 +124,9 @@ class BatchTimes:
         return mean_s if self._fixed == math.inf else mean_s * (self._fixed + tokens) / (self._fixed + mean)
 
     def tokens(self, seconds: float) -> float:
-        """The largest batch that takes at most `seconds`; 0 if none does, infinite while nothing was measured."""
+        """Return the size, in tokens, of the largest batch that takes at most `seconds`. Return 0 if no batch does,
+        infinity while nothing was measured.
+        """
         if not self._n:
             return math.inf
         mean, mean_s = self._x / self._n, self._y / self._n

@@ -26,7 +26,7 @@ Body = bytes | Iterable[bytes | memoryview]
 
 MAX_ID_CHARS = 128
 _NO_FRAMES = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-FIRST_BYTE = "sie.first_byte_s"  # of a scope: when the first byte of its request came, by perf_counter
+FIRST_BYTE = "sie.first_byte_s"  # key of an ASGI scope: when the first byte of its request came, by perf_counter
 SECURITY_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -36,7 +36,7 @@ _INLINE = re.compile(rb"<script>(.*?)</script>", re.DOTALL)
 
 
 def uuid7() -> str:
-    """A time-ordered UUID (RFC 9562, version 7), as text."""
+    """Return a time-ordered UUID (RFC 9562, version 7), as text."""
     chance = secrets.randbits(74)
     value = (
         (time.time_ns() // 1_000_000 << 80)
@@ -50,7 +50,7 @@ def uuid7() -> str:
 
 
 def refusal(error: SIEError) -> tuple[bytes, dict[str, str]]:
-    """Body and headers of an error that is refused before it reaches an application."""
+    """Return the body and the headers of the reply to a request that is refused before it reaches an application."""
     request_id = uuid7()
     headers = {
         "X-SIE-Request-ID": request_id,
@@ -65,8 +65,8 @@ def refusal(error: SIEError) -> tuple[bytes, dict[str, str]]:
 
 
 def secured(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """The headers of a response with SECURITY_HEADERS, as far as it has none of its own by these names. Names are in
-    lower case.
+    """Return the headers of a response, with those SECURITY_HEADERS added whose names it lacks. Names are in lower
+    case.
     """
     merged = list(headers)
     names = [name for name, _ in merged]
@@ -74,8 +74,8 @@ def secured(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]
 
 
 def documented(send: Send, elsewhere: str = "") -> Send:
-    """`send` for the page that shows the OpenAPI document: it may load and run what is its own, and what is from the
-    origins `elsewhere`. Its inline scripts are named by their digests.
+    """Return a `send` for the page that shows the OpenAPI document. The page gets a Content-Security-Policy: it may
+    load and run files of this server and of the origins `elsewhere`. Its inline scripts are permitted by their digests.
     """
     start: MutableMapping[str, Any] = {}
 
@@ -101,8 +101,8 @@ def documented(send: Send, elsewhere: str = "") -> Send:
 
 
 def headers_of(scope: Scope) -> dict[str, str]:
-    """The headers of a request by lower-case name. A header that was sent in several lines is one value, joined as RFC
-    9110 says.
+    """Return the headers of a request by lower-case name. The values of a header that was sent several times are joined
+    by commas, as RFC 9110 says.
     """
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
     if len(headers) < len(scope["headers"]):
@@ -114,9 +114,9 @@ def headers_of(scope: Scope) -> dict[str, str]:
 
 
 def common_headers(headers: Mapping[str, str], request_id: str, trace_id: str | None) -> list[tuple[bytes, bytes]]:
-    """Headers of each reply of an application: ids, trace and versions. Probes, preflights and refusals of the protocol
-    have headers of their own. The id that a client sent is returned if it has at most MAX_ID_CHARS, all
-    printable.
+    """Return the headers of each reply of an application: ids, trace and versions. Probes, preflights and refusals of
+    the protocol have other headers. X-Request-ID is the id that the client sent, if it has at most MAX_ID_CHARS
+    printable ASCII characters; otherwise it is `request_id`.
     """
     given = headers.get("x-request-id", "")
     client_id = given if 0 < len(given) <= MAX_ID_CHARS and given.isascii() and given.isprintable() else request_id
@@ -136,8 +136,8 @@ async def reply(
     content_type: str = "text/plain; charset=utf-8",
     extra: Mapping[str, str] | None = None,
 ) -> None:
-    """Send one response. A body in pieces is sent piece by piece: the next one is made when the client has room for it
-    and other tasks had a turn.
+    """Send one response. A body in pieces is sent piece by piece: the next piece is made when the connection has room
+    for it and other tasks have run.
     """
     headers = [(b"content-type", content_type.encode())]
     if isinstance(body, bytes):
@@ -153,7 +153,7 @@ async def reply(
 
 
 async def refuse(send: Send, error: SIEError) -> None:
-    """One error as the whole response."""
+    """Send an error as the whole response."""
     body, headers = refusal(error)
     await reply(send, error.status, body, "application/json", headers)
 

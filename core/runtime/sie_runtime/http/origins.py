@@ -1,14 +1,14 @@
-"""Host names that a listener answers to, and web pages that may make it act.
+"""Host names that a listener answers to, and web pages that may change or compute something through it.
 
-A browser sends any request that a page asks for, to any address that it can reach: a form of a foreign page to this
-machine, or a request to a host name that was re-pointed to this machine (DNS rebinding). The browser says where a
-request comes from, and a page cannot change that:
+A browser sends any request of a page to any address that it can reach. So a foreign page can send a form to this
+machine, or a request to a host name that was re-pointed to this machine (DNS rebinding). The browser adds headers that
+name the origin of a request, and a page cannot change these headers:
 
     Host ──► a name of this listener? ──► changes or computes? ──► Origin, Sec-Fetch-Site: its own page, or no page at
     all? ──► application
 
-Reads by GET and HEAD need no check of the origin: CORS headers are sent to the pages of SIE_CORS_ORIGINS alone, so no
-other page sees the answer of another origin.
+GET and HEAD need no check of the origin: only the pages of SIE_CORS_ORIGINS get CORS headers, so no other page can read
+the reply.
 """
 
 from __future__ import annotations
@@ -25,17 +25,19 @@ from sie_runtime.http.refusals import Refusals
 
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _FOREIGN_SITES = frozenset({b"cross-site", b"same-site"})
-_CLUSTER_NAMES = (".svc", ".cluster.local")  # not in public DNS, so no web page has such a host
+_CLUSTER_NAMES = (".svc", ".cluster.local")  # public DNS has no such names, so no web page has such a host
 _ANY = "*"
 
 
 class HostNames:
-    """The host names of a listener. `allowed`: SIE_ALLOWED_HOSTS. None: any name; on loopback, the names of loopback
-    and of this machine.
+    """Host names of a listener. `allowed`: SIE_ALLOWED_HOSTS. If it is None, every name is allowed, but on loopback
+    only the names of loopback and of this machine.
     """
 
     def __init__(self, address: str, allowed: Sequence[str] | None, cors_origins: Sequence[str] = ()) -> None:
-        """`cors_origins`: SIE_CORS_ORIGINS, whose pages may act as its own do."""
+        """Take SIE_CORS_ORIGINS as `cors_origins`: pages of these origins have the same rights as pages of this
+        server.
+        """
         self._origins = frozenset(origin.encode("latin-1") for origin in cors_origins)
         self._is_loopback = is_loopback(address)
         self._address = address
@@ -44,12 +46,12 @@ class HostNames:
         self.has = functools.lru_cache(1024)(self._has)
 
     def _has(self, host: bytes) -> bool:
-        """Whether this is a name of the listener. `host`: the Host header, with or without a port."""
+        """Return whether `host` is a name of the listener. `host`: the Host header, with or without a port."""
         name, port = parts(host.decode("latin-1").lower())
         return self._is_any or self._is_own(name) or any(matches(each, name, port) for each in self._allowed)
 
     def _is_own(self, name: str) -> bool:
-        """Names that are allowed without a setting. Foreign DNS can point none of them to this machine."""
+        """Return whether a name is allowed without a setting. Foreign DNS cannot point such a name to this machine."""
         if name in (self._address, "localhost") or name.endswith(".localhost"):
             return True
         if self._is_loopback:
@@ -57,7 +59,9 @@ class HostNames:
         return _is_address(name) or "." not in name or name.endswith(_CLUSTER_NAMES)
 
     def is_own_page(self, origin: bytes, host: bytes) -> bool:
-        """Whether a page of this origin may act: its host is the host that is asked now, or an allowed one."""
+        """Return whether a page of `origin` may change or compute something. Its host must be the host of the request
+        or an allowed host, or SIE_CORS_ORIGINS must list the origin.
+        """
         if origin in self._origins:
             return True
         scheme, _, page_host = origin.decode("latin-1").lower().partition("://")
@@ -69,14 +73,14 @@ class HostNames:
         return any(matches(each, name, port) for each in self._allowed if each != _ANY)
 
     def check(self, scope: Scope) -> None:
-        """Raises PermissionDenied for a foreign host name or page."""
+        """Raise PermissionDenied for a foreign host name or a foreign page."""
         host, origins, site = b"", [], b""
         for name, value in scope["headers"]:
             if name == b"host" and value:
                 host = value
                 if not self.has(value):
                     raise PermissionDenied(
-                        "Host: not a name of this server; SIE_ALLOWED_HOSTS lists the names that it has beside its own",
+                        "Host: not a name of this server; SIE_ALLOWED_HOSTS lists its further names",
                         reason="host",
                         param="Host",
                     )
@@ -88,19 +92,19 @@ class HostNames:
             return
         if not all(self.is_own_page(origin, host) for origin in origins):
             raise PermissionDenied(
-                "Origin: a page of another origin may change and compute nothing here; SIE_CORS_ORIGINS lists the "
-                "origins whose pages may, SIE_ALLOWED_HOSTS the other names of this server",
+                "Origin: a page of another origin may not change or compute anything here; SIE_CORS_ORIGINS lists the "
+                "origins whose pages may, SIE_ALLOWED_HOSTS lists the further names of this server",
                 reason="origin",
                 param="Origin",
             )
         if not origins and site in _FOREIGN_SITES:
             raise PermissionDenied(
-                "Sec-Fetch-Site: a page of another site may change and compute nothing here", reason="origin"
+                "Sec-Fetch-Site: a page of another site may not change or compute anything here", reason="origin"
             )
 
 
 class Guarded:
-    """Passes requests to `app` if they name this listener and come from no foreign page."""
+    """Passes requests to `app` if they name this listener and do not come from a foreign page."""
 
     def __init__(self, app: App, names: HostNames, refusals: Refusals) -> None:
         self.app = app
@@ -120,8 +124,8 @@ class Guarded:
 
 
 def parts(host: str) -> tuple[str, str]:
-    """Name and port of a Host header; the port may be missing. Brackets of an IPv6 address and a dot at the end of a
-    name are removed.
+    """Split a Host header into name and port; the port may be missing. Brackets of an IPv6 address and a dot at the end
+    of a name are removed.
     """
     if host.startswith("["):
         name, _, rest = host[1:].partition("]")
@@ -131,8 +135,8 @@ def parts(host: str) -> tuple[str, str]:
 
 
 def matches(allowed: str, name: str, port: str) -> bool:
-    """Whether a listed name matches. `*.example.com` matches every name below example.com. A port is compared if the
-    list has one.
+    """Return whether `allowed`, an entry of a list, matches a host. `*.example.com` matches every name below
+    example.com. The port is compared if the entry has one.
     """
     allowed_name, wanted_port = parts(allowed)
     if wanted_port and wanted_port != port:

@@ -4,8 +4,8 @@
                    └─► accept ──► a frame at once ──► the next one an interval later ──► ...
 
 No frames are queued for a client that does not read: a frame is sent when the connection's buffer has room for it, and
-frames that were due meanwhile are never made. A client that leaves no room for PATIENCE_S is disconnected. What clients
-send is discarded.
+frames that were due in the meantime are skipped. A client that leaves no room for PATIENCE_S is disconnected. Messages
+of clients are discarded.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _logger = logging.getLogger("sie.websocket")
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
-    """uvicorn's, with two differences: a server that ends says so (close code 1001), and an application can disconnect
-    a client.
+    """uvicorn's websocket protocol with two differences: a server that ends sends the close code 1001, and an
+    application can disconnect a client.
     """
 
     async def run_asgi(self) -> None:
@@ -54,7 +54,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
 
 class Seats:
-    """Bounds on open websockets: `most` in all, and a quarter of them for one address and for one key."""
+    """Limits on open websockets: `most` in total, and a quarter of `most` for one address and for one key."""
 
     def __init__(self, most: int, where: str) -> None:
         self._most = most
@@ -65,13 +65,13 @@ class Seats:
 
     @contextlib.contextmanager
     def seat(self, scope: Scope, key: str = "") -> Iterator[None]:
-        """Held by one websocket of a client. `key` names its credential, if any. Raises ResourceExhausted."""
+        """Hold a seat for one websocket of a client. `key` names its credential, if any. Raises ResourceExhausted."""
         if self.taken >= self._most:
             raise ResourceExhausted(f"{self._most} websockets are open, the limit of this {self._where}")
         holders = [holder for holder in (_network((scope.get("client") or ("",))[0]), key and f"key {key}") if holder]
         if any(self._held[holder] >= self._most_each for holder in holders):
             raise ResourceExhausted(
-                f"{self._most_each} websockets of this client are open, as many as one address and one key may have"
+                f"{self._most_each} websockets of this client are open, the limit for one address and for one key"
             )
         self.taken += 1
         self._held.update(holders)
@@ -84,8 +84,8 @@ class Seats:
 
 
 def _network(address: str) -> str:
-    """An address as one client counts: of IPv6 the first 64 bits, which one host owns; all of loopback is one
-    client.
+    """Return the part of an address that counts as one client: the first 64 bits of an IPv6 address, which one host
+    owns, or an IPv4 address. All loopback addresses count as one client.
     """
     try:
         ip = ipaddress.ip_address(address.partition("%")[0])
@@ -102,8 +102,8 @@ class ViewerFrames:
     """Frames of one kind, sent to each viewer at most once in `interval_s`. One frame is made for all viewers."""
 
     def __init__(self, make: Callable[[], str | None], interval_s: float, *, patience_s: float = PATIENCE_S) -> None:
-        """`make` returns the present frame; a frame equal to the last one is not sent. None: there are no more frames,
-        and the connection is closed with 1013, try again later.
+        """Take `make`, which returns the present frame. The object that was sent last is not sent again. None means
+        that there are no more frames: the connection is closed with code 1013, try again later.
         """
         self._make = make
         self._interval_s = interval_s
@@ -133,7 +133,7 @@ class ViewerFrames:
                 sent = frame
                 await asyncio.wait({gone}, timeout=self._interval_s)
         except TimeoutError:
-            _logger.info("a websocket is cut off: nothing of it was read for %g s", self._patience_s)
+            _logger.info("a websocket is closed: its client has read nothing for %g s", self._patience_s)
             scope["extensions"]["abort"]()
         except OSError:
             pass  # the client disconnected
