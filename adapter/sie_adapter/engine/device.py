@@ -322,7 +322,9 @@ def peak_of(device: torch.device, run: Callable[[], object]) -> int:
 
 
 def _reset_high_water() -> bool:
-    """Set the process's high-water mark to what it holds now, see proc_pid_clear_refs(5). Return whether that worked."""
+    """Set the process's high-water mark to what it holds now, see proc_pid_clear_refs(5). Return whether that
+    worked.
+    """
     try:
         (_STATUS.parent / "clear_refs").write_text("5")
     except OSError:

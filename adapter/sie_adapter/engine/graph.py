@@ -316,7 +316,9 @@ def _converted(states: _PositionalModel, tokens: int) -> Any:
 
 
 def _no_graph(cause: str, error: Exception) -> Exception:
-    """Return the exception to raise: `error` itself if memory ran out, which is no fault of the model, else a NoGraph."""
+    """Return the exception to raise: `error` itself if memory ran out, which is no fault of the model, else a
+    NoGraph.
+    """
     if is_out_of_memory(error):
         return error
     text = " ".join(str(error).split())
