@@ -46,7 +46,7 @@ def gateway_errors(cluster: Cluster, scopes: str) -> Iterator[None]:
     try:
         yield
     except AuthenticationError as error:
-        refuse(printable(f"{error}: set SIE_AUTH_TOKEN to a token with {scopes}"))
+        refuse(printable(f"{error}: set SIE_API_KEY to a token with {scopes}"))
     except SIEConnectionError as error:
         refuse(f"no gateway answers at {public_url(cluster.gateway_urls[0])}: {error}; {cluster.without_gateway()}")
     except ModelNotFoundError as error:

@@ -1,6 +1,6 @@
 """The config service over HTTP: its parts, and the edge that every request passes.
 
-request ──► Gate ──► handler of its route ──► reply
+request ──► ConfigGate ──► handler of its route ──► reply
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from sie_runtime.http.server import App, Receive, Scope, Send, headers_of, probe
 from sie_runtime.metrics_table import OTHER
 from sie_runtime.tracing import begin_request, end_request
 
-PAGE_FILES = "https://cdn.jsdelivr.net https://fastapi.tiangolo.com"  # where FastAPI's page of documents has its files
-CLIENT_GONE = 499  # in metrics only, as at a gateway
-_POLLED = ("epoch", "export")  # by every gateway and worker, and not traced
+PAGE_FILES = "https://cdn.jsdelivr.net https://fastapi.tiangolo.com"  # origins of the files of FastAPI's /docs
+CLIENT_GONE = 499  # status of a request whose client disconnected; only in metrics, as at a gateway
+_POLLED = ("epoch", "export")  # endpoints that every gateway and worker polls; they are not traced
 _logger = logging.getLogger("sie.config")
 
 
@@ -63,7 +63,7 @@ def create_app(service: ConfigService) -> App:
         received_s = time.perf_counter()
         request_id = scope[REQUEST_ID]
         headers = headers_of(scope)
-        status, code = 0, b""  # none yet
+        status, code = 0, b""  # no reply yet
         tracer = None if endpoint in _POLLED else service.tracer
         _, span = begin_request(tracer, headers, scope["method"], request_id, received_s)
         if span is not None:
@@ -91,13 +91,13 @@ def create_app(service: ConfigService) -> App:
                 body = decoded(scope["method"], headers, receive) if "content-encoding" in headers else receive
                 request = Request({**scope, "path_params": match.parameters}, body)
                 await (await route.handler(service, request))(scope, receive, tagged)
-        except ClientDisconnect:  # in the middle of its body, and nobody reads an answer
+        except ClientDisconnect:  # the client disconnected during its body, so nobody reads an answer
             status = CLIENT_GONE
-        except Exception as error:  # noqa: BLE001  the root of a request; what FastAPI has answered already it raises again
+        except Exception as error:  # noqa: BLE001  the root of a request; FastAPI raises answered errors again
             if not status:
                 await _answer_to(error, request_id)(scope, receive, tagged)
         finally:
-            status = status or InternalFailure.status  # cancelled: this process ends, and its server says as much
+            status = status or InternalFailure.status  # without a status the request was cancelled: this process ends
             service.metrics.answered(endpoint, scope["method"], status, time.perf_counter() - received_s)
             if span is not None:
                 end_request(span, "configs", status, code.decode())
@@ -110,8 +110,8 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 def _answer_to(error: Exception, request_id: str) -> Response:
-    """The envelope of any exception. What is not of the tree is a fault of ours: logged with its traceback, told as
-    INTERNAL_ERROR.
+    """Return the reply to any exception. An exception that is not an SIEError is a fault of this service: it is logged
+    with its traceback, and the reply is INTERNAL_ERROR.
     """
     headers: dict[str, str] = {}
     if isinstance(error, HTTPException):
@@ -131,7 +131,7 @@ def _answer_to(error: Exception, request_id: str) -> Response:
     if error.retryable:
         headers["Retry-After"] = str(max(1, error.retry_after_s))
     if error.reason == "content_encoding":
-        headers["Accept-Encoding"] = "gzip"  # RFC 7694
+        headers["Accept-Encoding"] = "gzip"  # as RFC 7694 says
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     status, body = configs.config_shape(error, request_id, None)

@@ -7,9 +7,11 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, cast, overload
+
+from numpy.typing import NDArray
 
 from sie_client import cluster, files, jobs, transport, verbs, watching
 from sie_client.core import Session, call
@@ -182,8 +184,8 @@ class SIEClient:
     share between threads. Close it, or use it as a context manager. All methods raise `SIEError`.
     """
 
-    def __init__(self, base_url: str, **options: Unpack[ClientOptions]) -> None:
-        self._session = Session.from_options(options)
+    def __init__(self, base_url: str | None = None, **options: Unpack[ClientOptions]) -> None:
+        self._session = Session.from_options(transport.with_key(options))
         self._driver = ThreadDriver(transport.address(base_url), self._session)
         self.jobs = Jobs(self._driver, self._session)
         self.files = Files(self._driver, self._session)
@@ -212,6 +214,16 @@ class SIEClient:
         listed = transport.as_list(items)
         results = self._driver.run(verbs.encode(model, listed, params, self._session), params, len(listed))
         return results[0] if transport.is_single(items) else results
+
+    def embed(
+        self, model: str, texts: Item | str | Iterable[Item | str], **params: Unpack[EncodeParams]
+    ) -> NDArray[Any]:
+        """Dense vectors as one array [texts, width], of one text [width]. `texts` may be a list, an array, a Series of
+        pandas or polars, or an iterator, which is read as its parts are sent. Raises for a text that failed.
+        """
+        listed, count = transport.as_iterable(texts)
+        rows = self._driver.run(verbs.embed(model, listed, count, params, self._session), params, count)
+        return cast("NDArray[Any]", rows[0]) if transport.is_single(texts) else rows
 
     def score(
         self, model: str, query: Item | str, items: Item | str | Sequence[Item | str], **params: Unpack[Params]

@@ -52,7 +52,7 @@ class TaskDriver:
         self,
         plan: Plan[T],
         params: Mapping[str, Any] | None = None,
-        total: int = 0,
+        total: int | None = 0,
         send: Callable[[Send], Awaitable[Answer]] | None = None,
     ) -> T:
         """Return the result of a plan about `total` items. `send` does a request in place of HTTP."""

@@ -86,7 +86,7 @@ class ThreadDriver:
         self,
         plan: Plan[T],
         params: Mapping[str, Any] | None = None,
-        total: int = 0,
+        total: int | None = 0,
         send: Callable[[Send], Answer] | None = None,
     ) -> T:
         """The result of a plan about `total` items. `send`: what does a request in place of HTTP."""

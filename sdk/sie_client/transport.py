@@ -6,13 +6,14 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any, TypeGuard, cast
 
 import httpx
 
 from sie_client.core import BodySink, Received, Send, Session, TransportFailed, UploadStream
 from sie_client.types import Item
+from sie_contracts import client_environment
 from sie_contracts.loopback import direct, is_local
 
 CONNECT_S = 10.0
@@ -35,6 +36,11 @@ def options(url: str, session: Session, transport: Callable[..., object]) -> dic
         max_connections=None, max_keepalive_connections=max(20, 2 * session.concurrency), keepalive_expiry=60.0
     )
     return {"limits": limits, "transport": direct(url, transport, limits=limits)}
+
+
+def with_key(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a client, with the key of the environment unless they name one, or None for no key."""
+    return {"api_key": client_environment.api_key(), **options}
 
 
 def timeout(request: Send) -> httpx.Timeout:
@@ -69,9 +75,13 @@ def failed(error: Exception, started_s: float, url: str, *, has_answered: bool) 
     return TransportFailed(error, time.monotonic() - started_s, is_permanent, public(url), is_nobody)
 
 
-def address(base_url: str) -> str:
-    """The address of a server, without a final slash. Raises ValueError unless it names its scheme."""
-    url = str(base_url).rstrip("/")
+def address(base_url: str | None) -> str:
+    """The address of a server, without a final slash; of None that of SIE_BASE_URL, else of this machine. Raises
+    ValueError unless it names its scheme.
+    """
+    url = str((client_environment.base_url() or client_environment.LOOPBACK) if base_url is None else base_url).rstrip(
+        "/"
+    )
     if not url.startswith(("http://", "https://")):
         raise ValueError(
             "base_url: expected an address such as http://127.0.0.1:8080, which begins with http:// or https://"
@@ -135,7 +145,7 @@ def log_of_background(error: BaseException | None) -> None:
         _logger.error("what ran in the background has ended", exc_info=error)
 
 
-def is_single(items: Item | str | Sequence[Item | str]) -> TypeGuard[Item | str]:
+def is_single(items: Item | str | Iterable[Item | str]) -> TypeGuard[Item | str]:
     return isinstance(items, Mapping | str)
 
 
@@ -143,9 +153,32 @@ def as_list(items: Item | str | Sequence[Item | str]) -> list[Item | str]:
     """The items of a call. What is no list is one item, also where it is none: `wire.mapped` tells what
     was expected. Raises TypeError for a table, whose elements are the names of its columns.
     """
+    iterable, _ = as_iterable(items)
+    return list(iterable)
+
+
+def as_iterable(items: Item | str | Iterable[Item | str]) -> tuple[Iterable[Item | str], int | None]:
+    """The items of a call, and their number if it is known: as `as_list`, and nothing is read."""
     if hasattr(items, "columns") and len(getattr(items, "shape", ())) == 2:
+        column = f"df[{_column_of_texts(items)!r}]"
         raise TypeError(
-            f"items: expected texts, got a {type(items).__name__}: pass one of its columns, such as df['text']"
+            f"items: expected texts, got a {type(items).__name__}: pass one of its columns, such as {column}"
         )
-    is_list = isinstance(items, Iterable) and not isinstance(items, Mapping | str | bytes | bytearray)
-    return list(cast("Sequence[Item | str]", items)) if is_list else [cast("Item | str", items)]
+    if not isinstance(items, Iterable) or isinstance(items, Mapping | str | bytes | bytearray):
+        return [cast("Item | str", items)], 1
+    return items, len(items) if isinstance(items, Sized) else None
+
+
+def _column_of_texts(table: Any) -> object:
+    """The name of the first column of texts of a table of pandas, pyarrow or polars; else of the first column."""
+    if hasattr(table, "iloc"):
+        kinds = dict(zip(table.columns, table.dtypes, strict=True))
+    elif hasattr(table, "column_names"):
+        kinds = dict(zip(table.column_names, table.schema.types, strict=True))
+    else:
+        kinds = dict(getattr(table, "schema", {}))
+    texts = [name for name, kind in kinds.items() if str(kind).lower() in _TEXT_KINDS]
+    return next(iter([*texts, *kinds]), "text")
+
+
+_TEXT_KINDS = frozenset({"object", "str", "string", "utf8", "large_string", "string_view"})

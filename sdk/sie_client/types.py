@@ -46,7 +46,8 @@ class Item(TypedDict, total=False):
 @dataclass(frozen=True)
 class Progress:
     """How far a call has come: `done` of `total` items, or bytes of files. While it waits `cause` is a code of the
-    server or `connection`, and `remaining_s` how long it will go on waiting for that.
+    server or `connection`, and `remaining_s` how long it will go on waiting for that. `total` is 0 of an
+    iterator, whose length is not known.
     """
 
     done: int
@@ -152,6 +153,8 @@ class ItemUsage(TypedDict):
 
 
 _Result = TypeVar("_Result")
+# of what is printed: entries of a list and of a map, keys of a result, letters of a text
+MAX_SHOWN, MAX_SHOWN_ENTRIES, MAX_SHOWN_KEYS, MAX_SHOWN_LETTERS = 2, 4, 32, 80
 
 
 class Results(list[_Result], Generic[_Result]):
@@ -164,6 +167,33 @@ class Results(list[_Result], Generic[_Result]):
         self.usage: Usage = (
             usage if usage is not None else {"prompt_tokens": 0, "total_tokens": 0, "truncated_items": []}
         )
+
+    def __repr__(self) -> str:
+        return f"Results({summary(list(self))}, usage={self.usage})"
+
+
+class PrintableResult(dict[str, Any]):
+    """A result: a map that prints shapes in place of numbers."""
+
+    def __repr__(self) -> str:
+        return summary(self)
+
+
+def summary(value: Any) -> str:
+    """A value as people read it: shapes of arrays, the first entries of lists, and the number of entries of
+    large maps.
+    """
+    if isinstance(value, np.ndarray):
+        return f"<{value.dtype} {list(value.shape)}>"
+    if isinstance(value, Mapping):
+        if len(value) > (MAX_SHOWN_KEYS if isinstance(value, PrintableResult) else MAX_SHOWN_ENTRIES):
+            return f"{{… {len(value)} entries}}"
+        return f"{{{', '.join(f'{name!r}: {summary(entry)}' for name, entry in value.items())}}}"
+    if isinstance(value, list):
+        more = f", … {len(value)} in all" if len(value) > MAX_SHOWN else ""
+        return f"[{', '.join(map(summary, value[:MAX_SHOWN]))}{more}]"
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN_LETTERS else f"{text[: MAX_SHOWN_LETTERS - 1]}…"
 
 
 class Shared(TypedDict, total=False):

@@ -10,9 +10,13 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from sie_client import wire
 from sie_client.core import (
@@ -36,6 +40,7 @@ from sie_client.types import (
     ExtractResult,
     Item,
     Params,
+    PrintableResult,
     Ranked,
     Results,
     ScoreResult,
@@ -125,7 +130,7 @@ def _aside(function: Callable[[], Any], size_bytes: int) -> Plan[Any]:
     return function()
 
 
-def _parts(items: Sequence[Any], session: Session, each_tokens: int) -> Iterator[_ListPart]:
+def _parts(items: Iterable[Any], session: Session, each_tokens: int) -> Iterator[_ListPart]:
     """At least one part. `each_tokens` come to every item."""
     start, held, tokens, size = 0, list[Any](), 0, 0
     for index, item in enumerate(items):
@@ -177,7 +182,7 @@ def _of_items(replies: Sequence[_PartReply], items: Sequence[Item | str], *, nam
     results: Results[Any] = Results(usage=replies[-1].shared["usage"])
     for reply in replies:
         shared = {name: value for name, value in reply.shared.items() if name != "usage"}
-        results += [{**shared, **slot} for slot in reply.body["items"]]
+        results += [PrintableResult(shared | slot) for slot in reply.body["items"]]
     if named:
         for place, result in enumerate(results):
             result["id"] = _id_of(items, place)
@@ -219,6 +224,50 @@ def encode(
     return _of_items(replies, items, named=False)
 
 
+def embed(
+    model: str, texts: Iterable[Item | str], count: int | None, params: Mapping[str, Any], session: Session
+) -> Plan[NDArray[Any]]:
+    """Dense vectors as the rows of one array, in input order. `count`: of the texts; None of an iterator, which is read
+    as its parts are sent. Raises for a text that failed.
+    """
+    session, params = session.for_call({"on_item_error": "fail", **params, "output_types": ["dense"]})
+    _check_names("encode", params)
+    path = f"/v1/encode/{quoted(model)}"
+    request = _VerbRequest(path, {"params": params}, session, Patience(session.policy), wire.decode_vectors, "items")
+    rows = _VectorRows(count)
+    plans = (rows.filled(request, part) for part in _parts(texts, session, 0) if part.items)
+    yield Together(plans, session.concurrency)
+    return rows.array()
+
+
+class _VectorRows:
+    """Rows of an array that is filled part by part, from any thread."""
+
+    def __init__(self, count: int | None) -> None:
+        self._count = count
+        self._lock = threading.Lock()
+        self._whole: NDArray[Any] | None = None
+        self._parts: dict[int, NDArray[Any]] = {}  # by their first rows, where the number of all is not known
+
+    def filled(self, request: _VerbRequest, part: _ListPart) -> Plan[None]:
+        """Fill the rows of a part."""
+        reply = yield from request.send(part, by_place=False)
+        with reading(reply.shared["headers"]):
+            vectors = np.stack([slot["dense"] for slot in reply.body["items"]])
+            with self._lock:
+                if self._count is None:
+                    self._parts[reply.start] = vectors
+                    return
+                if self._whole is None:
+                    self._whole = np.empty((self._count, *vectors.shape[1:]), vectors.dtype)
+            self._whole[reply.start : reply.start + len(vectors)] = vectors
+
+    def array(self) -> NDArray[Any]:
+        if self._whole is not None:
+            return self._whole
+        return np.concatenate([rows for _, rows in sorted(self._parts.items())] or [np.empty((0, 0), np.float32)])
+
+
 def score(
     model: str, query: Item | str, items: Sequence[Item | str], params: Mapping[str, Any], session: Session
 ) -> Plan[ScoreResult]:
@@ -228,7 +277,7 @@ def score(
     sent = yield from _aside(lambda: wire.item(query, "query"), ASIDE_BYTES if wire.has_files(query) else 0)
     fixed = {"query": sent, "params": params}
     replies = yield from _send_parts("score", model, items, fixed, session, _scores, "scores", wire.weight(sent)[0])
-    result = {**replies[-1].body, **replies[-1].shared}
+    result = PrintableResult(replies[-1].body | replies[-1].shared)
     if len(replies) == 1:
         return cast(ScoreResult, result)
     with reading(replies[-1].shared["headers"]):

@@ -23,7 +23,7 @@ from sie_cli.evals.mteb_tasks import Mteb
 from sie_cli.evals.outputs import DENSE, VectorOutput
 from sie_cli.evals.perf import LoadPlan
 from sie_cli.evals.quality import Measurement
-from sie_cli.evals.servers import BATCH, DIALECTS, MAX_ANSWER_BYTES, ServerSource
+from sie_cli.evals.sources import BATCH, DIALECTS, MAX_ANSWER_BYTES, ServerSource
 from sie_cli.evals.steps import EvalStep, EvalWork, ResultCache
 from sie_cli.evals.targets import ScoreTarget
 from sie_cli.evals.tasks import Retrieval, Similarity, Texts

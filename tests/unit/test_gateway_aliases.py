@@ -439,6 +439,31 @@ async def test_what_is_not_copied() -> None:
     assert await harness.after() == {"unsuited": 1, "large": 1}
 
 
+@pytest.mark.parametrize(
+    "large",
+    [
+        {"body": bytes(shadow.MAX_BYTES + 1)},
+        {
+            "items": (
+                RequestItem(text="x" * (shadow.MAX_BYTES // 2)),
+                RequestItem(text="x" * (shadow.MAX_BYTES // 2 + 1)),
+            )
+        },
+        {"items": (RequestItem(None, images=(bytes(shadow.MAX_BYTES + 1),)),)},
+        {"query": RequestItem(text="\u00e4" * (shadow.MAX_BYTES // 2 + 1))},
+    ],
+    ids=["body", "texts", "a file that was fetched", "query"],
+)
+async def test_inputs_that_take_much_memory_are_not_copied(large: dict[str, Any]) -> None:
+    """A copy keeps them after the answer, until it is done, and the budget of bodies does not know of it."""
+    harness, found = Harness(), finished()
+    items, query = large.get("items", found.request.items), large.get("query")
+    asked = InferRequest("encode", found.request.resolved, items, {}, query)
+    assert await harness.after(found, infer_request=asked, body=large.get("body", b"")) == {"large": 1}
+    assert harness.ran == []
+    assert await harness.after(found) == {"large": 1, "done": 1}
+
+
 async def test_a_fault_of_the_shadow_s_own_reaches_nobody(caplog: pytest.LogCaptureFixture) -> None:
     harness = Harness()
     harness.lane = None  # type: ignore[method-assign,assignment]

@@ -565,4 +565,4 @@ def test_a_refusal_says_what_to_set() -> None:
             server.shutdown()
             serving.join(30)
     assert found.exit_code == 2
-    assert found.stderr.endswith(": set SIE_AUTH_TOKEN to a token with the scope read\n")
+    assert found.stderr.endswith(": set SIE_API_KEY to a token with the scope read\n")

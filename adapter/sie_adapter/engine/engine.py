@@ -1,11 +1,11 @@
-"""The engine of one process, wired: device, loader, residency, device threads. No sockets: the server and the benchmark
-both drive it. And one batch from its bytes to its outcomes (`BatchRun`).
+"""The engine of one process: it connects device, loader, residency and lanes. It has no sockets, since both the server
+and the benchmark drive it. `BatchRun` runs one batch, from its bytes to its outcomes.
 
     RunBatch ──► Items ──► fit? ──► pack ──► forward ──► heads ──► answers, per work item ──► BatchDone
 
-Each input has exactly one outcome at its own position. A bad one is a typed error and its mates are right. Out of
-memory clears the cache, makes room, then halves the batch by cost until it fits; an input that does not fit alone is
-RESOURCE_EXHAUSTED.
+Each input has exactly one outcome, at its own position. A bad input gets a typed error, and the results of the other
+inputs stay correct. If memory runs out, the cache is cleared, room is made, then the batch is halved by cost until it
+fits. An input that does not fit alone gets RESOURCE_EXHAUSTED.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ from sie_store.weights.sources import named_loras
 
 _logger = logging.getLogger("sie.adapter")
 DEVICE_LOST_STATUS = 70
-# A lane between two operations waits this long for the interpreter; the 5 ms that Python ships with cost two lanes 2 to
-# 4 %.
+# Seconds that a lane which needs the interpreter waits before it asks the running lane to release it. Python's default
+# of 5 ms slows two lanes by 2 to 4 %.
 _SWITCH_INTERVAL_S = 0.0005
 _KEPT_PRODUCTS = "64"
 
@@ -71,7 +71,7 @@ class AdapterEngine:
     """One device with its models and lanes. Owns the lanes until `stop`. Raises SettingError for a device that is
     absent.
 
-    `on_device_lost` is called from a lane when the device context died; by default it ends the process, so that the
+    `on_device_lost` is called from a lane when the device context is lost. By default it ends the process, so that the
     supervisor restarts it.
     """
 
@@ -101,9 +101,9 @@ class AdapterEngine:
         self._preprocessing = threading.BoundedSemaphore(settings.preprocessor_workers)
         self.batch_limits = DeviceLimits.for_machine(settings)
         self._pass_records = PassRecords.for_socket(settings) if self.device.type == "cpu" else None
-        # a second stream of kernels on one GPU only adds contention; on a CPU, bench/engine.py says: two lanes 324
-        # texts/s, two processes 333, one pass on both cores 292 (mixed lengths, bfloat16); 3,623, 3,608 and 2,567 on
-        # texts of 8 tokens
+        # A second stream of kernels on one GPU only adds contention. On a CPU bench/engine.py measured, with mixed
+        # lengths in bfloat16: two lanes 324 texts/s, two processes 333, one pass on both cores 292. On texts of 8
+        # tokens: 3,623, 3,608 and 2,567.
         self._instrumentation = (
             Instrumentation(lambda: devices.memory(self.device).used_bytes) if settings.instrumentation else None
         )
@@ -115,13 +115,13 @@ class AdapterEngine:
         self._log_choices(settings)
 
     def _load(self, resolved: Resolved) -> Any:
-        # the thread of the load may find no room either
+        # the thread that loads may run out of memory too
         with self._ending_if_lost(), classed(resolved.entry), devices.weights_apart():
             return on_new_thread(self.loader.load, resolved)
 
     def _warm_up(self, resolved: Resolved, weights: Any) -> int:
-        """One tiny pass, so that the first request does not pay for it. Returns the peak of its activations, bytes.
-        Raises ModelLoadFailed, as a load.
+        """Run one tiny pass, so that the first request does not wait for the warm-up. Return the peak of its
+        activations, bytes. Raises ModelLoadFailed, as a load does.
         """
 
         def once() -> None:
@@ -142,15 +142,15 @@ class AdapterEngine:
             raise
 
     def _end_if_lost(self, error: Exception) -> None:
-        """Later answers of a dead context would be errors, or wrong."""
+        """End the process if the device is lost: on a dead context later batches would fail or give wrong results."""
         if is_device_fatal(error):
             _logger.critical("the device is lost, ending: %s", error)
             self._on_device_lost()
 
     def prepare(self, message: RunBatch, permission: Permission) -> Callable[[RunBatch], Reply] | None:
-        """Tokenise the texts of a family that does it itself, on the calling thread and off the device lane,
-        SIE_PREPROCESSOR_WORKERS at once. Returns what runs the batch then, on a lane. Never raises: what fails here
-        fails again there, and is answered.
+        """Tokenise the texts for a family that has its own tokenisation, on the calling thread and off the device lane,
+        at most SIE_PREPROCESSOR_WORKERS at once. Return the function that a lane then calls to run the batch, or None
+        if there is nothing to prepare. Never raises: an error here occurs again on the lane, which answers it.
         """
         try:
             with self.residency.use(message.model, message.fingerprint) as resident:
@@ -167,7 +167,9 @@ class AdapterEngine:
             return None
 
     def writes(self, message: RunBatch) -> bool:
-        """Whether the batch is written beside the lanes: its caller calls `execute` on a thread of its own."""
+        """Return whether the batch generates text beside the lanes. If so, the caller runs `execute` on its own
+        thread.
+        """
         try:
             with self.residency.use(message.model, message.fingerprint) as resident:
                 rows = resident.weights.rows.get(message.operation)
@@ -182,11 +184,12 @@ class AdapterEngine:
         permission: Permission | None = None,
         is_gone: Callable[[], bool] = lambda: False,
     ) -> Reply:
-        """Run a batch on the calling thread, under inference mode: BatchDone, or Refused, with the models that were
-        unloaded for it. Memory that grew above the threshold is relieved after it. Never raises.
+        """Run a batch on the calling thread, under inference mode. Return BatchDone or Refused, with the models that
+        were unloaded for it. Relieve memory afterwards if it is above the threshold. Never raises.
 
-        `preparation`: what the family made of its texts before. `permission`: made when the batch arrived. `is_gone`: a
-        batch of a model that writes is refused between two of its steps if this says that nobody waits for it.
+        `preparation`: the result of the family's `prepare` for these texts. `permission`: created when the batch
+        arrived. `is_gone`: returns True if no client waits for the batch any more; a model that generates text then
+        refuses the batch between two steps.
         """
         permission = permission or self.residency.permission(message.may_drop)
         reply = self._run(message, functools.partial(self.residency.make_room, permission), preparation, is_gone)
@@ -200,10 +203,10 @@ class AdapterEngine:
     def _run(
         self, message: RunBatch, make_room: Callable[[], Remedy | None], preparation: Any, is_gone: Callable[[], bool]
     ) -> BatchDone | Refused:
-        """Never raises."""
+        """Run a batch and return the reply, without relieving memory. Never raises."""
         try:
             with self.residency.use(message.model, message.fingerprint) as resident:
-                weights: Any = resident.weights  # one of the two protocols below
+                weights: Any = resident.weights  # one of two protocols: TextModel, or VerbModel of `raw`
                 count_remedy = functools.partial(self.oom_counters.count, message.model)
                 rows = weights.rows.get(message.operation)
                 if rows is not None and rows.writes:
@@ -223,7 +226,7 @@ class AdapterEngine:
             return Refused(InternalFailure("the batch failed, see the log of the adapter").info(), message.batch)
 
     def ensure_lora(self, model: str, lora: str) -> str:
-        """Load a LoRA of a loaded model, on the calling thread; returns the digest of its files. Raises LoraLoadFailed,
+        """Load a LoRA of a loaded model, on the calling thread. Return the digest of its files. Raises LoraLoadFailed,
         ModelLoading.
         """
         with self.residency.use(model) as resident:
@@ -245,7 +248,8 @@ class AdapterEngine:
                 raise
             except Exception as error:
                 self._end_if_lost(error)
-                # its name may be a client's, and the message of the exception may have it
+                # no message of the exception in the log: the name of the LoRA may come from a client, and the message
+                # may hold it
                 trace = "".join(traceback.format_tb(error.__traceback__))
                 _logger.error("loading a LoRA of %s failed: %s\n%s", model, type(error).__qualname__, trace)
                 cause = (
@@ -272,7 +276,7 @@ class AdapterEngine:
         )
 
     def describe(self) -> ipc.Description:
-        """The description of this process and its models."""
+        """Return the description of this process and its models."""
         memory = devices.memory(self.device)
         return ipc.Description(
             protocol=ipc.PROTOCOL,
@@ -292,7 +296,7 @@ class AdapterEngine:
         )
 
     def stop(self, timeout_s: float) -> bool:
-        """Finish running batches, refuse waiting ones. Returns whether all ended in time."""
+        """Finish running batches and refuse waiting ones. Return whether all ended in time."""
         began_s = time.monotonic()
         ended = self.device_threads.stop(timeout_s)
         ended = self.readings.stop(max(0.0, timeout_s - (time.monotonic() - began_s))) and ended
@@ -301,18 +305,18 @@ class AdapterEngine:
 
 
 def prepare_process() -> None:
-    """Settle what is kept once per process: one torch thread per operation, since lanes are the parallelism, the
-    allocator, the caches of oneDNN, and that no library reports to its maker.
+    """Set what holds for the whole process. One torch thread per operation, since the lanes are the parallelism. Also
+    the allocator, the caches of oneDNN, and switches that keep libraries from sending telemetry.
     """
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     devices.keep_freed_memory()
-    # oneDNN, and torch for each thread, keep what they made for a product of any size: by default 1,024 of them, of
+    # oneDNN, and torch in each thread, cache what they prepared for a product of any size: by default 1,024 entries of
     # half a megabyte each (bench/results/memory.md)
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.putenv(name, _KEPT_PRODUCTS)
-    # onnxruntime, which gliner imports, and openvino else send and store events from their import on
+    # without these, onnxruntime (which gliner imports) and openvino store and send telemetry from their import on
     os.putenv("ORT_DISABLE_TELEMETRY", "1")
     sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
 
@@ -328,13 +332,15 @@ class TextModel(Protocol):
     engine_choice: engines.Choice
 
     def heads_for(self, operation: Operation, options: RunOptions) -> tuple[str, ...]:
-        """The heads whose rows the answers are made from."""
+        """Return the names of the heads whose rows `answer` needs."""
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
-        """The batch as it goes to the device. `queries` bool [rows] tells queries from documents."""
+        """Return the batch in the form that the device gets. `queries` bool [rows] is True for queries and False for
+        documents.
+        """
 
     def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
-        """The output of a head for these ids if it needs no forward pass for that."""
+        """Return the output of a head for these ids if that needs no forward pass, else None."""
 
     def pack(self, batch: Items, chosen: Int64) -> PackedBatch: ...
 
@@ -348,7 +354,9 @@ class TextModel(Protocol):
         rows: Mapping[str, Sequence[Row]],
         places: list[int],
     ) -> ItemResults:
-        """One answer per input from the rows of its heads, in order; `places` are their positions in the batch."""
+        """Return one answer per input, in order, from the rows of its heads. `places` are the positions of the rows in
+        the batch.
+        """
 
 
 class BatchRun:
@@ -365,10 +373,10 @@ class BatchRun:
         count_remedy: Callable[[Remedy], None] = lambda remedy: None,
         pass_records: PassRecords | None = None,
     ) -> None:
-        """`batch_limits` has the limit of `key`; `make_room` gives memory back and returns the remedy, None if there is
-        none; `count_remedy` is called for each remedy; `pass_records` records each pass for the next process.
+        """`batch_limits` has the limit of `key`. `make_room` gives memory back and returns the remedy, None if there is
+        none. `count_remedy` is called for each remedy. `pass_records` records each pass for the next process.
 
-        Raises InvalidInput or InternalFailure for what cannot be run.
+        Raises InvalidInput or InternalFailure for a batch that cannot run.
         """
         if message.operation not in model.rows:
             raise InvalidInput(f"{message.model} does not {message.operation}", reason="unsupported_task")
@@ -402,7 +410,7 @@ class BatchRun:
             self._plan(group, count)
 
     def _plan(self, group: Group, count: int) -> None:
-        """Note the heads that run for each row."""
+        """Record the heads that run for each row."""
         self._queries[group.start : group.stop] = group.options.is_query
         if self._layout == "sides" and group.stop > group.start:
             self._queries[group.start] = True
@@ -424,8 +432,8 @@ class BatchRun:
                 self._errors.update(dict.fromkeys(client_rows, error))
 
     def run(self) -> BatchDone:
-        """Run the batch and account for every input. Raises what the device raises, other than running
-        out of memory.
+        """Run the batch and return an outcome for every input. Raises what the device raises, other than running out of
+        memory.
         """
         started = time.perf_counter()
         self._errors |= _unfit(self._items, self._model)
@@ -454,7 +462,7 @@ class BatchRun:
         )
 
     def _without_pass(self) -> Int64:
-        """Fill what needs no pass; returns the rows that need one."""
+        """Fill the rows that need no pass. Return the rows that need one."""
         needing = np.zeros(len(self._items.lengths), bool)
         for row, vectors in self._client_vectors.items():
             if not np.isfinite(vectors).all():
@@ -479,7 +487,7 @@ class BatchRun:
         return np.flatnonzero(needing)
 
     def _recover(self, chosen: Int64, *, is_tried: bool) -> None:
-        """Run items of which a pass ran out of memory, or whose thread takes no new shapes."""
+        """Run items whose pass ran out of memory, or whose thread cannot run new shapes any more."""
 
         def refuse(item: int) -> None:
             self._errors[item] = oom.exhausted()
@@ -495,7 +503,7 @@ class BatchRun:
             tell(self._key, int(self._prepared.costs[chosen].sum()))
 
     def _recorded(self, chosen: Int64) -> None:
-        """A pass that the next process knows of if this one does not survive it."""
+        """Run a pass, and record it while it runs, so that the next process learns of it if this process dies."""
         if self._pass_records is None or self._batch_limits is None:
             self._pass(chosen)
             return
@@ -516,14 +524,14 @@ class BatchRun:
             states = States(hidden, packed, self._queries[packed.order], self._message.pooling)
             doubtful = self._reduce(states)
         if len(chosen) > 1:
-            for item in sorted(doubtful):  # alone: a mate's overflow may be what was seen
+            for item in sorted(doubtful):  # alone, since a mate's overflow may have caused the value
                 self._pass(np.array([item], np.int64))
         elif doubtful:
             error = InferenceFailed("the model gave values that are not finite", reason="non_finite")
             self._errors.update(dict.fromkeys(doubtful, error))
 
     def _reduce(self, states: States) -> set[int]:
-        """Keep what the heads make of a pass. Returns the rows with values that are not finite."""
+        """Keep the rows that the heads compute from a pass. Return the rows with values that are not finite."""
         packed = states.packed
         doubtful: set[int] = set()
         for head, mask in self._masks.items():
@@ -542,8 +550,8 @@ class BatchRun:
         return doubtful
 
     def _answers(self, group: Group) -> list[tuple[ItemResult | SIEError, int]]:
-        """The results of a group, with the tokens that ran for it. Those of a query that is shared count for the first
-        input.
+        """Return the results of a group, with the tokens that ran for each. The tokens of a shared query count for the
+        first input.
         """
         shared = [group.start] if self._layout == "sides" and group.stop > group.start else []
         first = group.start + len(shared)
@@ -562,7 +570,7 @@ class BatchRun:
         return results
 
     def _group_results(self, group: Group, shared: list[int], units: list[list[int]]) -> ItemResults:
-        """The answers of the inputs whose rows are `units`."""
+        """Return the answers of the inputs. `units` has the rows of each input."""
         heads = self._model.heads_for(self._message.operation, group.options)
         query: dict[str, Any] = {head: self._rows[head][shared[0]] for head in heads} if shared else {}
         results: list[ItemResult | SIEError | None] = [None] * len(units)
@@ -587,7 +595,8 @@ class BatchRun:
         except Exception as error:
             if is_device_fatal(error):
                 raise
-            _logger.exception("the outputs of a group failed")  # what this group asks, its mates did not
+            # the options of this group are at fault, so the other groups still get answers
+            _logger.exception("the outputs of a group failed")
             return [InternalFailure("its outputs could not be made, see the log of the adapter")] * len(units)
         for got, expected in counts:
             if got != expected:
@@ -596,14 +605,14 @@ class BatchRun:
 
 
 def _client_vectors(message: RunBatch, batch: Items, width: int) -> dict[int, np.ndarray]:
-    """The vectors that stand in the place of rows, float32 [vectors, width] each. Raises InternalFailure if they do not
-    belong to them.
+    """Return the vectors that clients sent instead of texts, by row, float32 [vectors, width] each. Raises
+    InternalFailure if the vectors do not match the rows.
     """
     if not message.given:
         return {}
     counts = np.frombuffer(message.given, "<i4")
     rows = np.flatnonzero(counts >= 0)
-    vectors = np.frombuffer(message.vectors, "<f4").copy()  # torch wants to be able to write
+    vectors = np.frombuffer(message.vectors, "<f4").copy()  # torch needs a writable array
     if (
         len(counts) != len(batch.lengths)
         or batch.lengths[rows].any()
@@ -619,8 +628,8 @@ def _client_vectors(message: RunBatch, batch: Items, width: int) -> dict[int, np
 
 
 def _unfit(batch: Items, model: TextModel) -> dict[int, SIEError]:
-    """Rows that must not reach the device: an id out of range would end its context, a length out of range would read
-    foreign rows.
+    """Return an error for each row that must not reach the device. An id out of range would break the device context, a
+    wrong length would read rows of other inputs.
     """
 
     def is_fit(longest: Any, low: Any, high: Any) -> Any:
@@ -635,17 +644,17 @@ def _unfit(batch: Items, model: TextModel) -> dict[int, SIEError]:
         if length > model.max_tokens:
             errors[item] = InvalidInput(f"expected at most {model.max_tokens} tokens, got {length}", reason="too_long")
         else:
-            # no client's fault: the sidecar refuses ids that the tokenizer does not have, and that is proven to be of
-            # this table
+            # not the client's fault: the sidecar refuses ids that the tokenizer does not have, and it is verified that
+            # the tokenizer's ids fit this table
             cause = f"a token id is not within the table of {model.vocabulary} embeddings"
             errors[item] = InternalFailure(cause, reason="token_out_of_range")
     return errors
 
 
 def _fits(work: Callable[[Int64], None], items: Int64) -> bool:
-    """Do `work` on all the items. Returns whether memory sufficed."""
-    # a function of its own: once it returns, nothing holds the tensors of a failed pass, as the traceback of a handled
-    # error would
+    """Run `work` on all the items. Return whether memory sufficed."""
+    # A separate function: after it returns, nothing holds the tensors of a failed pass. The traceback of an error that
+    # is being handled would hold them.
     try:
         work(items)
     except (RuntimeError, MemoryError) as error:
@@ -656,7 +665,9 @@ def _fits(work: Callable[[Int64], None], items: Int64) -> bool:
 
 
 def _halves(chosen: Int64, lengths: Int64) -> tuple[Int64, Int64]:
-    """Two parts of about equal tokens, each of at least one item, the long items apart from the short ones."""
+    """Split the items into two parts of about equal tokens, each of at least one item, with the long items apart from
+    the short ones.
+    """
     ordered = chosen[np.argsort(lengths[chosen], kind="stable")]
     costs = np.cumsum(lengths[ordered])
     cut = int(np.searchsorted(costs, costs[-1] / 2, side="right")) or 1

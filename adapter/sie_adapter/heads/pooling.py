@@ -1,4 +1,4 @@
-"""Dense vectors from packed hidden states: pool in float32, then the dense layers that the model has after it.
+"""Head of dense vectors: it pools packed hidden states in float32, then runs the dense layers that follow in the model.
 
 hidden [tokens, width] ──► token layers ──► pool ──► [sequences, width] ──► layers ──► [sequences, out]
 """
@@ -18,9 +18,9 @@ from sie_contracts.models.entries import POOLINGS, Pooling
 
 
 def pool(hidden: Tensor, packed: PackedBatch, pooling: Pooling) -> Tensor:
-    """One float32 vector per sequence, in packed order.
+    """Return one float32 vector per sequence, in packed order.
 
-    `mean` counts special tokens; `last` is the last token of a sequence; `weighted` is the mean with the weights 1, 2,
+    `mean` counts special tokens. `last` is the last token of a sequence. `weighted` is the mean with the weights 1, 2,
     3, ... (SGPT, arXiv 2202.08904). `hidden`: [tokens, width] of any float type.
     """
     if pooling == "cls":
@@ -29,7 +29,7 @@ def pool(hidden: Tensor, packed: PackedBatch, pooling: Pooling) -> Tensor:
         return hidden[to_device(packed.bounds[1:], hidden.device).long() - 1].float()
     if (
         pooling == "mean" and hidden.device.type == "cuda"
-    ):  # one kernel for all; elsewhere a view per length is faster, or all there is
+    ):  # one kernel for all sequences; other devices do not have it, or are faster with a view per length
         return torch.segment_reduce(hidden.float(), "mean", offsets=to_device(packed.bounds, hidden.device).long())
     means = []
     for first, sequences, length, *_ in packed.groups.tolist():
@@ -45,7 +45,9 @@ def pool(hidden: Tensor, packed: PackedBatch, pooling: Pooling) -> Tensor:
 
 
 class DenseHead:
-    """Pooling of the hidden states, or of what `token_layers` make of them, then `layers`. Layers are float32."""
+    """Head that pools the hidden states, or the outputs of `token_layers` for them, then applies `layers`. Layers are
+    float32.
+    """
 
     def __init__(
         self, pooling: Pooling, layers: nn.Module | None, device: torch.device, token_layers: nn.Module | None = None
@@ -56,11 +58,11 @@ class DenseHead:
 
     @property
     def is_last_state(self) -> bool:
-        """Whether a vector is the state of the last token as it is."""
+        """True if a vector is the unchanged state of the last token."""
         return self.pooling == "last" and self._layers is None and self._token_layers is None
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
-        """Vectors, float32 [width] each. Raises InvalidInput if the batch names a pooling that there is not."""
+        """Return vectors, float32 [width] each. Raises InvalidInput for an unknown pooling of the batch."""
         pooling = states.pooling or self.pooling
         if pooling not in POOLINGS:
             raise InvalidInput(f"pooling: expected one of {', '.join(POOLINGS)}", reason="schema", param="pooling")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -272,13 +272,23 @@ def _is_packaged(bundle: BundleEntry) -> bool:
     return packaged is not None and msgspec.structs.replace(bundle, families=packaged.families) == packaged
 
 
-def with_profiles(entry: ModelEntry, names: Iterable[str]) -> ModelEntry:
-    """The entry with these of its profiles, and those that they extend."""
-    profiles = {name: entry.profiles[name] for name in names if name in entry.profiles}
-    bases = {profile.extends: entry.profiles[profile.extends] for profile in profiles.values() if profile.extends}
-    return msgspec.structs.replace(
-        entry, profiles={name: profile for name, profile in entry.profiles.items() if name in profiles | bases}
-    )
+def with_profiles(entries: Sequence[ModelEntry], names: Sequence[str]) -> list[ModelEntry]:
+    """The entries with these of their profiles, and those that they extend. Raises click.BadParameter for a profile
+    that none of them has.
+    """
+    there = {name for entry in entries for name in entry.profiles}
+    if unknown := [name for name in names if name not in there]:
+        message = (
+            f"no profile {', '.join(unknown)[:200]} of these models; there are: {', '.join(sorted(there)) or 'none'}"
+        )
+        raise click.BadParameter(message, param_hint="--profile")
+    chosen = []
+    for entry in entries:
+        own = {name for name in names if name in entry.profiles}
+        own |= {entry.profiles[name].extends for name in own}
+        profiles = {name: profile for name, profile in entry.profiles.items() if name in own}
+        chosen.append(msgspec.structs.replace(entry, profiles=profiles))
+    return chosen
 
 
 def _fact(source: Path | bytes, progress: ByteProgress) -> FileFact:

@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
+import yaml
 
 from sie_cli import display
 from sie_cli.airgap.archive import INDEX, SUMS, ArchiveIndex, ArchiveReader, ByteProgress, decode, sums
 from sie_cli.refusal import CommandRefused
+from sie_config_service.overlay import BUNDLES
 from sie_contracts.errors import SIEError
 from sie_contracts.models.aliases import Alias
 from sie_contracts.models.entries import ModelEntry, parse_document, parse_entry
@@ -123,9 +125,6 @@ def place(folder: Path, index: ArchiveIndex, at: Path) -> None:
     """Write what names the folder's own place, where it is not yet so: entries, settings. Raises CommandRefused,
     OSError.
     """
-    import yaml
-
-    from sie_config_service.overlay import BUNDLES
 
     def document(value: Any) -> bytes:
         plain = msgspec.json.decode(msgspec.json.encode(value))

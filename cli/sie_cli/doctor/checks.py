@@ -85,7 +85,7 @@ async def gateway(probe: ClusterProbe) -> CheckResult:
 def _refused(reply: ProbeResult, at_broker: str) -> Finding:
     return Finding(
         f"the gateway at {reply.url} does not let this token read (status {reply.status})",
-        "set SIE_AUTH_TOKEN to a token with scope read: one of the gateway's own or, if it has SIE_AUTH_MODE=token, "
+        "set SIE_API_KEY to a token with scope read: one of the gateway's own or, if it has SIE_AUTH_MODE=token, "
         f"one that `sie keys create NAME --scopes read{at_broker}` prints",
     )
 

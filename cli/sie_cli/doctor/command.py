@@ -137,7 +137,7 @@ def doctor(data_dir: Path | None, as_json: bool, **values: Any) -> None:
 
     \b
     sie doctor                                         a `sie serve` of this machine
-    sie doctor --url URL --nats-url nats://...         a cluster; SIE_AUTH_TOKEN, SIE_CONFIG_READ_TOKEN as its processes
+    sie doctor --url URL --nats-url nats://...         a cluster; SIE_API_KEY, SIE_CONFIG_READ_TOKEN as its processes
                                                        have them
 
     Give it the settings of the processes: it looks for what they would meet. What it is not told, broker and config

@@ -20,7 +20,7 @@ from sie_cli.evals import results as _results
 from sie_cli.evals.evaluation import EvalSpec
 from sie_cli.evals.load import LoadLevel
 from sie_cli.evals.perf import LoadPlan
-from sie_cli.evals.report import KINDS, EvalReport
+from sie_cli.evals.report import KINDS
 from sie_cli.refusal import CommandRefused
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -142,7 +142,7 @@ def run(
         task,
         kind,
         opened.names(sources),
-        _folder(results, cluster),
+        results or cluster.data_dir / FOLDER,
         _plan(**load),
         targets_file,
         [kind.strip() for kind in kinds.split(",") if kind.strip()],
@@ -152,13 +152,22 @@ def run(
         raise CommandRefused("--outputs and --rerank are of --type quality")
     measured = evaluation.run(spec, cluster)
     report = measured.report
-    _show(report, as_json=as_json)
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(report.figures(with_values=False))))
+    else:
+        click.echo(f"{report.title}: {report.about}")
+        table(report.table)
+        for line in (*report.missed, *report.notes):
+            click.echo(line)
     click.echo(f"stored as {_results.store(spec.results, report, measured.about)}", err=True)
     if save_targets is not None:
         targets.save(save_targets, model, measured.targets)
     for name, file, page in (("markdown", markdown, report.markdown), ("html", html, report.html)):
         if file is not None:
-            _write(f"--{name}", file, page())
+            try:
+                file.write_text(page(), "utf-8")
+            except OSError as error:
+                raise CommandRefused(f"--{name} {file}: {error.strerror}") from error
     if report.missed:
         raise SystemExit(EXIT_MISSED)
 
@@ -174,17 +183,8 @@ def list_(results: Path | None) -> None:
         return
     rows = [["time", "model", "task", "type", "machine", "file"]]
     for file, stored in reports:
-        figures = stored.figures
-        rows.append(
-            [
-                stored.time,
-                figures["model"],
-                figures["task"],
-                figures["kind"],
-                str(stored.about.get("machine")),
-                str(file),
-            ]
-        )
+        subject = [stored.figures[name] for name in ("model", "task", "kind")]
+        rows.append([stored.time, *subject, str(stored.about.get("machine")), str(file)])
     table(rows)
 
 
@@ -234,24 +234,3 @@ def _levels(sweep: str) -> list[LoadLevel]:
             f"--sweep {sweep[:200]}: expected clients=1,4,16 or rate=10,20, each once and above 0"
         ) from error
     return levels
-
-
-def _folder(named: Path | None, cluster: Cluster) -> Path:
-    return named or cluster.data_dir / FOLDER
-
-
-def _write(option: str, file: Path, text: str) -> None:
-    try:
-        file.write_text(text, "utf-8")
-    except OSError as error:
-        raise CommandRefused(f"{option} {file}: {error.strerror}") from error
-
-
-def _show(report: EvalReport, *, as_json: bool) -> None:
-    if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(report.figures(with_values=False))))
-        return
-    click.echo(f"{report.model} on {report.task}, {report.kind}: {report.about}")
-    table(report.table)
-    for line in (*report.missed, *report.notes):
-        click.echo(line)

@@ -15,7 +15,7 @@ from typing import Any
 from sie_cli.cluster import Cluster
 from sie_cli.display import counted, items
 from sie_cli.evals import opened, outputs, perf, quality, report, results, targets, tasks
-from sie_cli.evals.load import NOBODY
+from sie_cli.evals.load import NOBODY, WorkerWatch
 from sie_cli.evals.mteb_tasks import Mteb
 from sie_cli.evals.opened import OpenSources
 from sie_cli.evals.perf import LoadPlan, LoadPoint
@@ -25,8 +25,8 @@ from sie_cli.evals.sources import EvalSource, Sie
 from sie_cli.evals.steps import EvalStep, EvalWork, ResultCache
 from sie_cli.evals.targets import Targets
 from sie_cli.evals.tasks import Retrieval, Similarity, Task, Texts
-from sie_cli.evals.utilisation import WorkerWatch
 from sie_cli.refusal import CommandRefused
+from sie_client.errors import SIEConnectionError, SIEError
 from sie_contracts.loopback import is_local
 
 UNFINISHED = "unfinished"  # in the folder of results
@@ -80,8 +80,6 @@ def run(spec: EvalSpec, cluster: Cluster) -> EvalOutcome:
     """Measure and compare. Raises CommandRefused; what would make the result useless is told before anything is
     measured.
     """
-    from sie_client.errors import SIEConnectionError, SIEError
-
     task = tasks.find(spec.task)
     if isinstance(task, Texts) and spec.kind == "quality":
         raise CommandRefused(f"nobody judged the texts of {task.name}: --type perf measures how fast they are")

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie_cli.refusal import CommandRefused
+from sie_client import maxsim
 
 Matrix = NDArray[np.float32]
 RESCORED = 400  # documents by Hamming distance that are ranked again: four times the depth of a ranking
@@ -86,8 +87,6 @@ def _sparse(queries: Sequence[Any], documents: Sequence[Any]) -> Matrix:
 
 
 def _maxsim(queries: Sequence[Any], documents: Sequence[Any]) -> Matrix:
-    from sie_client import maxsim
-
     return np.stack([maxsim(query, list(documents)) for query in queries])
 
 

@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sie_cli.evals.load import NOBODY, LoadLevel, LoadReply, LoadRequest, Send, SentRequest
+from sie_cli.evals.load import NOBODY, DeviceUsage, LoadLevel, LoadReply, LoadRequest, Send, SentRequest, UsageWatch
 from sie_cli.evals.mteb_tasks import Mteb
 from sie_cli.evals.sources import EvalSource
 from sie_cli.evals.tasks import Retrieval, Similarity, Task, Texts
-from sie_cli.evals.utilisation import DeviceUsage, UsageWatch
 from sie_cli.refusal import CommandRefused
 
 PERCENTILES = (50, 90, 99)

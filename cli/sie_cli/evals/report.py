@@ -5,15 +5,23 @@ quality.Found, perf.Point ──► Report ──► terminal, JSON, Markdown, H
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from sie_cli.evals import plots
+import msgspec
+import numpy as np
+
 from sie_cli.evals.perf import CLIENT_LIMIT, LoadPoint
-from sie_cli.evals.quality import CONFIDENCE, Difference, Measurement, difference, has_interval
+from sie_cli.evals.quality import CONFIDENCE, Measurement, difference, has_interval
 from sie_cli.evals.targets import Targets
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 
 Kind = Literal["quality", "perf"]
 KINDS: Sequence[Kind] = ("quality", "perf")
@@ -107,9 +115,10 @@ def of_quality(
     differences = [
         (alternative, metric, difference(first, alternative, metric)) for alternative in rest for metric in metrics
     ]
+    is_spread = has_interval(first)
     notes = [
         f"{first.source} - {alternative.source}, {metric}: {gap.value:+.4f}"
-        + (_spread(gap) if has_interval(first) else "")
+        + (f", between {gap.low:+.4f} and {gap.high:+.4f} in {CONFIDENCE:.0%} of resamples" if is_spread else "")
         for alternative, metric, gap in differences
         if metric == metrics[0]
     ]
@@ -124,12 +133,20 @@ def of_quality(
         for score in scores
     ]
     more = {
-        "differences": [_difference(first, *row) for row in differences],
-        "targets": {
-            metric: {"value": target.value, "tolerance": target.tolerance} for metric, target in targets.items()
-        },
+        "differences": [
+            {
+                "source": first.source,
+                "reference": alternative.source,
+                "metric": metric,
+                "value": gap.value,
+                "low": gap.low,
+                "high": gap.high,
+            }
+            for alternative, metric, gap in differences
+        ],
+        "targets": msgspec.to_builtins(targets),
     }
-    pictures = [plots.costs(scores, metrics[0])] if has_bytes and len(scores) > 1 else []
+    pictures = [cost_plot(scores, metrics[0])] if has_bytes and len(scores) > 1 else []
     return EvalReport(model, task, "quality", about, table, rows, notes, missed, more, pictures)
 
 
@@ -176,9 +193,9 @@ def of_perf(
         }
         for point in points
     ]
-    pictures = [plots.latencies(points)]
+    pictures = [latency_plot(points)]
     if len({point.level for point in points}) > 1:
-        pictures.append(plots.levels(points))
+        pictures.append(level_plot(points))
     return EvalReport(model, task, "perf", about, table, rows, _perf_notes(points), missed, pictures=pictures)
 
 
@@ -201,15 +218,6 @@ def _perf_notes(points: Sequence[LoadPoint]) -> list[str]:
         if point.lost_its_server:
             notes.append(f"{point.source}, {point.level}: the server went away; what is above is what it did before")
     return notes
-
-
-def _difference(first: Measurement, alternative: Measurement, metric: str, change: Difference) -> dict[str, Any]:
-    sources = {"source": first.source, "reference": alternative.source, "metric": metric}
-    return {**sources, "value": change.value, "low": change.low, "high": change.high}
-
-
-def _spread(change: Difference) -> str:
-    return f", between {change.low:+.4f} and {change.high:+.4f} in {CONFIDENCE:.0%} of resamples"
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -236,3 +244,64 @@ def _json(value: Any) -> Any:
         case list() | tuple():
             return [_json(inner) for inner in value]
     return value
+
+
+_PERCENTS = np.linspace(0, 99.9, 200)
+
+
+def latency_plot(points: Sequence[LoadPoint]) -> str:
+    """Latency by percentile, a line for each source and level."""
+    figure, axes = _figure_text("percentile of requests", "latency, ms")
+    for point in points:
+        if point.latencies_ms:
+            axes.plot(
+                _PERCENTS, np.percentile(point.latencies_ms, _PERCENTS), label=_label(f"{point.source} {point.level}")
+            )
+    axes.set_ylim(bottom=0)
+    return _drawn(figure, axes)
+
+
+def level_plot(points: Sequence[LoadPoint]) -> str:
+    """Throughput against latency, a line for each source with a point for each level; p99 dashed."""
+    figure, axes = _figure_text("items a second", "latency, ms")
+    for source in dict.fromkeys(point.source for point in points):
+        own = [point.scores for point in points if point.source == source]
+        across = [point["items_per_s"] for point in own]
+        (line,) = axes.plot(across, [point["p50_ms"] for point in own], marker="o", label=_label(f"{source} p50"))
+        dashed = [point["p99_ms"] for point in own]
+        axes.plot(across, dashed, marker=".", linestyle="--", color=line.get_color(), label=_label(f"{source} p99"))
+    axes.set(xlim=(0, None), ylim=(0, None))
+    return _drawn(figure, axes)
+
+
+def cost_plot(scores: Sequence[Measurement], metric: str) -> str:
+    """Quality against bytes of an item, a point for each output."""
+    figure, axes = _figure_text("bytes of an item", metric)
+    for score in scores:
+        if score.bytes_per_item:
+            axes.scatter(score.bytes_per_item, score.scores[metric], label=_label(score.source))
+    axes.set_xscale("log")
+    return _drawn(figure, axes)
+
+
+def _label(name: str) -> str:
+    """Escape a name for matplotlib, which takes text between dollars for a formula."""
+    return name.replace("$", r"\$")
+
+
+def _figure_text(across: str, up: str) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.set(xlabel=across, ylabel=up)
+    axes.grid(visible=True, alpha=0.3)
+    return figure, axes
+
+
+def _drawn(figure: Figure, axes: Axes) -> str:
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend()
+    file = io.StringIO()
+    figure.savefig(file, format="svg", metadata={"Date": None})
+    return "<svg" + file.getvalue().partition("<svg")[2]

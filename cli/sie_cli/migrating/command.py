@@ -115,7 +115,7 @@ def migrate(
     before it, and the same command without --step goes on there. After Ctrl-C, a gateway that was killed, or a refusal
     the same command goes on where it was: all that is known of it is at the cluster.
 
-    Asks a gateway with SIE_AUTH_TOKEN, and the config service with SIE_ADMIN_TOKEN.
+    Asks a gateway with SIE_API_KEY, and the config service with SIE_ADMIN_TOKEN.
 
     Status 0: done. 1: refused, models agree too little, or the job failed. 2: no gateway answered, or an option is
     wrong. 130: Ctrl-C.

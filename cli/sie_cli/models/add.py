@@ -18,6 +18,7 @@ from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.trust import USUAL
 from sie_contracts.settings import Settings
 from sie_runtime.feed import read_folder
+from sie_store.weights.sources import WeightSources
 
 
 @click.command()
@@ -129,7 +130,6 @@ def _check_weights(entry: ModelEntry, settings: Settings) -> None:
     """
     from sie_adapter.loading.certificate import check_files
     from sie_adapter.loading.comparison import compare_files
-    from sie_store.weights.sources import WeightSources
 
     try:
         located = WeightSources(settings.cache_folder, may_download=False).locate(entry)
@@ -157,7 +157,7 @@ def _write(write: WriteOptions, text: str, entry: ModelEntry | Alias, folder: Pa
     """Write the entry where `sie serve` reads it."""
     if entry.id.startswith("bundles/"):
         raise CommandRefused(f"{entry.id}: the folder bundles/ is for bundles; name the model otherwise with --id")
-    file = folder / f"{entry.id}.yaml"
+    file = _file(entry.id, folder)
     if file.exists() and not write.force:
         raise CommandRefused(f"{file} exists: --force replaces it")
     if _is_other_packaged(entry) and not write.force:
@@ -167,11 +167,21 @@ def _write(write: WriteOptions, text: str, entry: ModelEntry | Alias, folder: Pa
     if write.dry_run:
         click.echo(f"dry run, nothing is written: {file} would be\n{text}", nl=False)
         return
+    click.echo(f"wrote {write_entry(text, entry.id, folder)}")
+
+
+def write_entry(text: str, model: str, folder: Path) -> Path:
+    """Write the text of an entry where `sie serve` reads it, whole or not at all. Returns its file."""
+    file = _file(model, folder)
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}.partial")  # hidden: nobody reads half of it
     partial.write_text(text, "utf-8")
     partial.replace(file)
-    click.echo(f"wrote {file}")
+    return file
+
+
+def _file(model: str, folder: Path) -> Path:
+    return folder / f"{model}.yaml"
 
 
 def _is_other_packaged(entry: ModelEntry | Alias) -> bool:

@@ -111,7 +111,7 @@ def compare(
 
     \b
     A sample is one text a line, or JSON lines: {"text": "..."}, for rerankers {"query": "...", "documents": ["...",
-    "..."]}. Without these the first lines stand for queries. The requests are bulk work. SIE_AUTH_TOKEN is the token,
+    "..."]}. Without these the first lines stand for queries. The requests are bulk work. SIE_API_KEY is the token,
     where the gateway wants one; without it SIE_ADMIN_TOKEN, but only for the gateway that SIE_GATEWAY_URL names.
 
     \b

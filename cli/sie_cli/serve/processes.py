@@ -27,6 +27,7 @@ import msgspec
 from sie_cli import access
 from sie_cli.access import OPERATOR, Access
 from sie_cli.data_dir import default_data_dir, private_folder, socket_path
+from sie_cli.models.lookup import NamedModel
 from sie_cli.serve import environment
 from sie_cli.serve.embedded import EmbeddedBroker
 from sie_cli.serve.output import LineOutput
@@ -65,6 +66,7 @@ class ServePlan:
     flags: Mapping[str, str]
     environ: Mapping[str, str]
     once: tuple[str, ...] = ()
+    models: tuple[NamedModel, ...] = ()  # of the command line
 
 
 class LocalCluster:
@@ -365,12 +367,16 @@ class LocalCluster:
         elsewhere = public_url(plan.settings.config_service_url or "")
         mode = plan.settings.auth_mode
         token = "" if mode == "none" else " -H 'Authorization: Bearer TOKEN'"
-        serves_example = plan.settings.bundle == "default" and EXAMPLE_MODEL in (
-            plan.settings.model_filter or [EXAMPLE_MODEL]
-        )
-        example = f"curl {url}/v1/models{token}"
-        if serves_example:
-            example = f'curl {url}/v1/encode/{EXAMPLE_MODEL}{token} -d \'{{"items": [{{"text": "Hello"}}]}}\''
+        examples = [example_request(model, url, token) for model in plan.models]
+        if not examples:
+            serves_example = plan.settings.bundle == "default" and EXAMPLE_MODEL in (
+                plan.settings.model_filter or [EXAMPLE_MODEL]
+            )
+            examples = [
+                f'curl {url}/v1/encode/{EXAMPLE_MODEL}{token} -d \'{{"items": [{{"text": "Hello"}}]}}\''
+                if serves_example
+                else f"curl {url}/v1/models{token}"
+            ]
         for line in (
             f"API     {url}  (docs: {url}/docs, live status: {url}/)",
             f"queue   {broker}",
@@ -391,7 +397,7 @@ class LocalCluster:
                 if mode == "token"
                 else []
             ),
-            f"try     {example}",
+            *(f"try     {example}" for example in examples),
         ):
             self._say("serve", line)
         if mode == "none" and not is_loopback(plan.host):
@@ -407,6 +413,21 @@ class LocalCluster:
             name: [f"http://{host}:{first + number}" for number in range(count)]
             for name, (first, count) in self._metrics.items()
         }
+
+
+_BODIES: Mapping[str, str] = {
+    "encode": '{"items": [{"text": "Hello"}]}',
+    "score": '{"query": "Who wrote the first program?", "items": ["Paris is in France.", "Ada Lovelace, in 1843."]}',
+    "extract": '{"items": ["Ada met Charles in London."], "params": {"labels": ["person", "place"]}}',
+}
+
+
+def example_request(model: NamedModel, url: str, token: str) -> str:
+    """A command line that asks a model for what it does first."""
+    if "text" not in model.entry.inputs:
+        return f"sie try {model.name} @FILE"
+    task = model.entry.tasks[0]
+    return f"curl {url}/v1/{task}/{model.name}{token} -d '{_BODIES[task]}'"
 
 
 def _numbered(name: str, number: int, count: int) -> str:

@@ -26,7 +26,7 @@ def top(cluster: Cluster, once: bool) -> None:
     the width allows it, a line shows the trend of the last 60 frames: requests per second, and queued work; another
     one the latency of the last hour at this gateway, and its errors. Models
     that are neither loaded nor asked for are only counted. A gateway that restarts is waited for. Where it wants a
-    token: SIE_AUTH_TOKEN, one with the scope `read`; without it SIE_ADMIN_TOKEN, but only for the gateway that
+    token: SIE_API_KEY, one with the scope `read`; without it SIE_ADMIN_TOKEN, but only for the gateway that
     SIE_GATEWAY_URL names.
 
     Status 0: ended by q or Ctrl-C, or --once. 2: no gateway answered, or it refused.

@@ -29,7 +29,7 @@ _KEY = re.compile(r"[-/_=a-zA-Z0-9]+(\.[-/_=a-zA-Z0-9]+)*")
 
 
 class BrokerError(Exception):
-    """The broker refused, or could not be reached."""
+    """Error of a broker that refused an operation or could not be reached."""
 
 
 class BrokerUnavailable(BrokerError):
@@ -45,11 +45,11 @@ class StreamFull(BrokerError):
 
 
 class PayloadTooBig(BrokerError):
-    """The message is above the broker's `max_payload`, headers included. Nothing was sent."""
+    """Error of a message above the broker's `max_payload`, headers included. Nothing was sent."""
 
 
 class NotPermitted(BrokerUnavailable):
-    """The broker does not let this user publish there. Its permissions may be changed while processes run."""
+    """Error of a publish to a subject for which this user has no permission. Permissions may change at run time."""
 
 
 class NoResponder(BrokerError):
@@ -140,7 +140,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Write:
-    """One write of an atomic batch. A `value` of None removes the key. `expected` is the revision that the key must
+    """A write of an atomic batch. A `value` of None removes the key. `expected` is the revision that the key must
     have: 0 for a key that must not exist, None for any revision.
 
     Raises ValueError for a key that cannot be part of a subject, so that every implementation refuses the same keys.
@@ -253,7 +253,7 @@ class KeyValue(Protocol):
 
 
 class Connection(Protocol):
-    """One connection. Operations wait for the broker at most their `timeout_s` and then raise BrokerUnavailable."""
+    """A connection to the broker. Operations wait at most their `timeout_s` and then raise BrokerUnavailable."""
 
     name: str
     max_payload: int

@@ -9,6 +9,7 @@ Everything before `publish` refuses at once, in the order of the contract, so no
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -49,6 +50,7 @@ from sie_runtime.feed import CatalogueFeed
 WATCH_AFTER_S = 1.0
 MAX_ATTEMPTS = 4  # of a request whose model's entry changes on its way
 RENEWED_WITHIN_S = 1.0  # by then this gateway's catalogue has what a worker's has
+_HUB_ID = re.compile(r"[a-zA-Z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _NO_PARAMETERS = frozenset({"items", "inputs", "input", "query", "model"})
 
 
@@ -131,11 +133,9 @@ class Inference:
             return catalogue.resolve(spec.removesuffix("/"), route_key(call) if catalogue.aliases else "")
         except ModelNotFound as error:
             if "suggestions" in error.extras:
-                like = catalogue.near(spec.partition("@")[0].partition(":")[0], able)
-                error.extras["suggestions"] = like
-                error.message += (
-                    f"; did you mean {' or '.join(like)}?" if like else "; GET /v1/models lists those that there are"
-                )
+                name = spec.rpartition(":/")[2].partition("@")[0].partition(":")[0]
+                error.extras["suggestions"] = like = catalogue.near(name, able)
+                error.message += _remedy(name, like)
             raise
 
     async def answer(
@@ -370,6 +370,14 @@ class Inference:
                 )
             pool = named
         return self._fleet.lane(resolved, pool=pool, machine_profile=machine_profile, known_pools=self._pools)
+
+
+def _remedy(name: str, like: list[str]) -> str:
+    """The end of a message that no model has this name: names like it, and the command that adds a model of the hub."""
+    adds = f"`sie models add {name}` adds it if the Hugging Face Hub has it" if _HUB_ID.fullmatch(name) else ""
+    if like:
+        return f"; did you mean {' or '.join(like)}?{f' {adds}' if adds else ''}"
+    return f"; {adds or 'GET /v1/models lists those that there are'}"
 
 
 def _pool_name(value: str) -> str:

@@ -41,6 +41,7 @@ from sie_runtime.ranks import spearman
 MAX_IN_FLIGHT = 4  # of a gateway
 MAX_ITEMS = 64  # of a request; the others of its inputs are not copied
 MAX_VALUES = 1 << 20  # numbers of an answer that is held until its copy is there
+MAX_BYTES = 4 << 20  # of the inputs of a request: copies do not count as the memory of bodies
 BUDGET_S = 30.0
 LOADED_S = 0.25  # a lane in which work waits longer gets no copies
 PAUSE_S, SHORT_PAUSE_S = 60.0, 5.0  # after a copy that failed, and after one that failed for now
@@ -157,7 +158,7 @@ class Shadows:
         if request.operation not in resolved.entry.tasks or resolved.canonical == finished.request.resolved.canonical:
             self._count(alias, model, "unsuited")
             return
-        refused = self._refused(finished, resolved, lane)
+        refused = "large" if _is_large(call, request, finished) else self._refused(finished, resolved, lane)
         if refused is not None:
             self._count(alias, model, refused)
             return
@@ -179,8 +180,6 @@ class Shadows:
             return "paused"
         if len(self._tasks) >= MAX_IN_FLIGHT:
             return "busy"
-        if finished.values > MAX_VALUES:
-            return "large"
         is_cold = not self._fleet.hosts(lane, resolved.residency)
         if is_cold and (resolved.residency in self._opening or not any(map(_has_room, self._fleet.of_lane(lane)))):
             return "cold"
@@ -246,6 +245,13 @@ class Shadows:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _is_large(call: Call, request: InferRequest, finished: RequestResult) -> bool:
+    """Whether a copy would hold too much of a request until it is done: its body, its inputs, its answer."""
+    if finished.values > MAX_VALUES or len(call.body) > MAX_BYTES:
+        return True
+    return sum(item.size for item in (*request.items, *filter(None, (request.query,)))) > MAX_BYTES
 
 
 def _has_room(beat: Heartbeat) -> bool:

@@ -137,7 +137,7 @@ class WatchReader(Protocol):
 
 
 class MemoryConnection:
-    """One connection to a server in this process. It can be lost and restored alone."""
+    """A connection to a server in this process. It can be lost and restored alone."""
 
     def __init__(self, server: Exchange, name: str) -> None:
         self.name = name

@@ -118,7 +118,7 @@ class StoredAnswer(msgspec.Struct):
 
 
 class Refusal(BrokerError):
-    """The JetStream API refused a request. `number` is its error code."""
+    """Error of a request that the JetStream API refused. `number` is its error code."""
 
     def __init__(self, act: str, error: ApiError) -> None:
         super().__init__(f"{act}: {error.description} ({error.err_code})")

@@ -1,4 +1,4 @@
-"""One connection to a NATS server or cluster: its opening, its state, the match of answers to requests, and core NATS,
+"""Connection to a NATS server or cluster: its opening, its state, and the match of answers to requests. And core NATS,
 whose messages are delivered at most once (`NatsBus`).
 """
 
@@ -103,7 +103,7 @@ class Answers:
 
 
 class NatsConnection:
-    """One connection to a NATS server or cluster. `open` it before use."""
+    """A connection to a NATS server or cluster. `open` it before use."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -391,8 +391,8 @@ def _pattern(subject: str) -> re.Pattern[str]:
     """Return a pattern of the subjects that a subscription is for.
 
     A user that may pull from a stream chooses the subject on which the deliveries arrive, and no permission checks that
-    choice. A delivery keeps the subject of its first publish. So the pattern tells such a delivery from a message that
-    was published on a subject of this subscription.
+    choice. A delivery keeps the subject of its first publish. So the pattern separates deliveries from messages that
+    were published on a subject of this subscription.
     """
     wild = {"*": r"[^.]+", ">": ".+"}
     return re.compile(r"\.".join(wild.get(part) or re.escape(part) for part in subject.split(".")))
@@ -426,11 +426,13 @@ class NatsBus(NatsConnection):
 
         async def arrived(message: Any) -> None:
             if pattern.fullmatch(message.subject) is None:
-                log.error("%s: a delivery of %s came on %s: dropped", self.name, message.subject[:200], subject)
+                log.error(
+                    "%s: a delivery of %s arrived on %s and was dropped", self.name, message.subject[:200], subject
+                )
                 return
             try:
                 await handler(CoreMessage(message.subject, message.data, message.reply))
-            except (asyncio.CancelledError, Exception) as error:  # noqa: BLE001  logged there
+            except (asyncio.CancelledError, Exception) as error:  # noqa: BLE001  `log_failure` logs it
                 log_failure(handler_name, error)
 
         await self.reach(API_TIMEOUT_S)

@@ -3,7 +3,7 @@
     publish ──► Ack of the stream: sequence, duplicate
     NatsPulls ──pull requests, by credit──► consumer ──► NatsDelivery ──► ack
 
-`NatsPulls` counts the open pulls of each consumer and finds those that were lost.
+`NatsPulls` counts the open pulls of each consumer and finds lost pulls.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from sie_contracts.wire.topology import streams_subject
 
 log = logging.getLogger("sie.broker")
 
-PULL_EXPIRES_S = 5.0  # longest life of a pull
+PULL_EXPIRES_S = 5.0  # seconds: longest life of a pull
 # A holder that hangs reads nothing and closes nothing. Its open pulls take deliveries until they expire, and each of
 # these deliveries then waits for the ack wait. So a pull for several deliveries of work expires early. It always
 # expires before the ack wait (at least 3 s), so that no message is delivered to the hanging holder twice. A pull for a
@@ -252,7 +252,7 @@ class NatsPulls:
     def wake(self) -> None:
         self._wake.set()
 
-    # ---- asking
+    # ---- pull requests
 
     def _consider(self, entry: _PullCredit) -> None:
         if entry.wanted > entry.open:
@@ -403,7 +403,9 @@ class NatsPulls:
         now_s = asyncio.get_running_loop().time()
         if not entry.retry_s and now_s >= self._logged_s + _LOG_EVERY_S:
             self._logged_s = now_s
-            log.warning("pulls on %s: %s: %s; trying again until it is there", self._stream, entry.consumer, reason)
+            log.warning(
+                "pulls on %s: %s: %s; trying again until the consumer exists", self._stream, entry.consumer, reason
+            )
         entry.retry_s = min(MAX_RETRY_S, max(FIRST_RETRY_S, entry.retry_s * 2))
         if entry.retry is None:
             entry.retry = asyncio.get_running_loop().call_later(entry.retry_s, self._retry, entry)

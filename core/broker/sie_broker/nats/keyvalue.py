@@ -333,7 +333,7 @@ class _KeyValueWatch:
             await self.open()
         except BrokerError as error:
             if not self._retry_s:
-                log.warning("a watch of %s cannot go on yet: %s", self._stream, error)
+                log.warning("a watch of %s cannot continue yet: %s", self._stream, error)
             self._retry_s = min(MAX_RETRY_S, max(FIRST_RETRY_S, self._retry_s * 2))
             spread = 0.5 + secrets.randbelow(1000) / 1000
             asyncio.get_running_loop().call_later(self._retry_s * spread, self._wake.set)

@@ -1,18 +1,20 @@
 """Costs of inputs in device time, in tokens of short texts, and `BatchTimes`: what batches of a cost take, learnt from
 those that ran: a fixed part and a part for each token. Pure.
 
-Everything in a transformer but attention takes the same time for each token, whatever text it is in. Attention takes
-time in proportion to the square of a text's length. So a text of n tokens takes n + n²/c times as long as a token of a
-short one. c is the length at which attention takes as long as everything else: the crossover length.
+In a transformer, everything except attention takes the same time for each token, in a short or a long text. Attention
+takes time in proportion to the square of a text's length. So a text of n tokens takes n + n²/c times as long as a token
+of a short text. c is the crossover length: the length at which attention takes as long as everything else.
 
-By operations c is 6 widths in a BERT: 24 width² a token and layer against 4 n width (Kaplan et al., 2020, "Scaling Laws
-for Neural Language Models", section 2.1). On a CPU an operation of attention takes about twice as long as one of a
-matrix product, so that c is CROSSOVER_WIDTHS (`bench/rulings.py lengths`).
+By the number of operations, c is 6 times the width in a BERT: each token and layer takes 24 width² operations, against
+4 n width operations of attention (Kaplan et al., 2020, "Scaling Laws for Neural Language Models", section 2.1). On a
+CPU, an operation of attention takes about twice as long as an operation of a matrix product. So c is CROSSOVER_WIDTHS
+times the width (`bench/rulings.py lengths`).
 
-Waits are predicted from these costs. Budgets that settings give in tokens, those of batches and of keys, count tokens.
+Waits are predicted from these costs. Budgets of batches and keys, which settings give in tokens, count plain tokens.
 
-An image costs what a worker that has the model loaded tells. Until one does, it counts as IMAGE_TOKENS: about the
-patches of 14 pixels in a square of 224. The models differ by a factor of 100. A sound counts as IMAGE_TOKENS, too.
+A worker that has a model loaded reports the cost of its images. Until a worker does so, an image counts as
+IMAGE_TOKENS: about the number of patches of 14 pixels in a square of 224 pixels. Models differ by a factor of 100. A
+sound counts as IMAGE_TOKENS, too.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import math
 from typing import NamedTuple
 
 CROSSOVER_WIDTHS = 3
-IMAGE_TOKENS = 256  # of one image or sound, in estimates that split and admit requests
+IMAGE_TOKENS = 256  # tokens of one image or sound, in estimates that split and admit requests
 
 
 class ImageCost(NamedTuple):
@@ -32,15 +34,16 @@ class ImageCost(NamedTuple):
 
 
 def crossover_tokens(width: int, layers: int, full_layers: int) -> int:
-    """The crossover length of a model with hidden states of `width` numbers, in tokens. `full_layers` of its `layers`
-    attend to the whole text, the others to a window. 0 if none does: then time grows with tokens alone.
+    """Return the crossover length, in tokens, of a model with hidden states of `width` numbers. `full_layers` of its
+    `layers` attend to the whole text, the others to a window. Returns 0 if no layer attends to the whole text: time
+    then grows with tokens alone.
     """
     return CROSSOVER_WIDTHS * width * layers // full_layers if full_layers else 0
 
 
 def text_cost(tokens: float, squares: float, crossover: int) -> float:
-    """The cost of texts of so many tokens in all, whose squares add up to `squares`, in a model of this crossover
-    length (0: tokens alone count).
+    """Return the cost of texts that have `tokens` tokens in total, and whose squared lengths add up to `squares`, in a
+    model with this crossover length (0: only tokens count).
     """
     return tokens + squares / crossover if crossover else tokens
 
@@ -65,8 +68,8 @@ class BatchTimes:
     def __init__(self, memory: int = 100) -> None:
         self._keep = 1 - 1 / memory
         self._n = self._x = self._y = self._xx = self._xy = 0.0
-        self._odd = 1.0  # of the last result: how far it was outside the range; 1.0: inside
-        self._fixed: float | None = None  # the fixed part in tokens, by the last line
+        self._odd = 1.0  # factor by which the last result was outside the range; 1.0: inside
+        self._fixed: float | None = None  # fixed part in tokens, from the last line; None: no line yet
 
     def note(self, tokens: float, seconds: float) -> None:
         """Learn that a batch of `tokens` took `seconds`."""
@@ -104,7 +107,9 @@ class BatchTimes:
         return seconds / min_s if seconds * _IMPOSSIBLE < min_s else 1.0
 
     def line(self) -> tuple[float, float] | None:
-        """(seconds of the fixed part, seconds for each token); None while all batches had about the same size."""
+        """Return (seconds of the fixed part, seconds for each token). Return None while all batches had about the same
+        size.
+        """
         spread = self._n * self._xx - self._x * self._x
         if spread <= _MIN_SPREAD * self._x * self._x:
             return None
@@ -112,7 +117,7 @@ class BatchTimes:
         return max(0.0, (self._y - token_s * self._x) / self._n), token_s
 
     def fixed_tokens(self) -> float:
-        """Compute how many tokens take as long as the fixed part of a batch; 0 while that is not known."""
+        """Return the number of tokens that take as long as the fixed part of a batch; 0 while that is not known."""
         line = self.line()
         if line is None:
             return 0.0
@@ -120,26 +125,27 @@ class BatchTimes:
 
     @property
     def is_known(self) -> bool:
-        """Whether any batch was measured."""
+        """Return whether any batch was measured."""
         return self._n > 0
 
     @property
     def mean_s(self) -> float:
-        """Mean seconds of the last batches; 0 while none was measured."""
+        """Return the mean seconds of the last batches; 0 while none was measured."""
         return self._y / self._n if self._n else 0.0
 
     @property
     def is_growth_known(self) -> bool:
-        """Whether batches of different sizes were measured."""
+        """Return whether batches of different sizes were measured."""
         return self._fixed is not None
 
     def efficient(self, full: float, loss: float) -> float:
-        """The smallest efficient batch, in tokens; 0 while that is not known. `full` is the size of a full batch.
+        """Return the size of the smallest efficient batch, in tokens; 0 while that is not known. `full` is the size of
+        a full batch.
 
-        Two conditions hold: its throughput is at least 1 - `loss` of that of a full batch, and the share of time that
-        it saves is at least the share of throughput that it loses. With a fixed part worth F tokens, a batch of c takes
-        (F + c) / (F + full) of the time of a full one. So the first condition is c >= (1 - loss) full F / (F + loss
-        full), the second c >= F^2 / full.
+        An efficient batch meets two conditions. Its throughput is at least (1 - `loss`) times that of a full batch. The
+        share of time that it saves is at least the share of throughput that it loses. With a fixed part worth F tokens,
+        a batch of c tokens takes (F + c) / (F + full) of the time of a full batch. So the first condition is
+        c >= (1 - loss) full F / (F + loss full), and the second condition is c >= F^2 / full.
         """
         fixed = self._fixed
         if not fixed:
@@ -149,8 +155,9 @@ class BatchTimes:
         return max((1 - loss) * full * fixed / (fixed + loss * full), fixed * fixed / full)
 
     def seconds(self, tokens: float) -> float:
-        """Predicted seconds of a batch of `tokens`, from the mean of the last batches and the slope of the line.
-        Without a line: the mean, and in proportion to tokens above twice the mean size.
+        """Return the predicted seconds of a batch of `tokens`, from the mean of the last batches and the slope of the
+        line. Without a line, return the mean; above twice the mean size, the prediction grows in proportion to the
+        tokens.
         """
         if not self._n:
             return 0.0
@@ -160,7 +167,9 @@ class BatchTimes:
         return mean_s if self._fixed == math.inf else mean_s * (self._fixed + tokens) / (self._fixed + mean)
 
     def tokens(self, seconds: float) -> float:
-        """The largest batch that takes at most `seconds`; 0 if none does, infinite while nothing was measured."""
+        """Return the size, in tokens, of the largest batch that takes at most `seconds`. Return 0 if no batch does,
+        infinity while nothing was measured.
+        """
         if not self._n:
             return math.inf
         mean, mean_s = self._x / self._n, self._y / self._n

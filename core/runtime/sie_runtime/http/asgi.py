@@ -28,8 +28,8 @@ MAX_ID_CHARS = 128
 _NO_FRAMES = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 REQUEST_ID = "sie.request_id"  # of a scope: the id of its request, made when that came
 TRACE_ID = "sie.trace_id"  # of a scope: the trace of its request, set by an application that traces
-INCOMPRESSIBLE = "sie.incompressible"  # of a scope: its reply is numbers, which cost more time than they save
-FIRST_BYTE = "sie.first_byte_s"  # of a scope: when the first byte of its request came, by perf_counter
+INCOMPRESSIBLE = "sie.incompressible"  # key of an ASGI scope: the reply is numbers, gzip is not worth its time
+FIRST_BYTE = "sie.first_byte_s"  # key of an ASGI scope: when the first byte of its request came, by perf_counter
 SECURITY_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -41,7 +41,7 @@ _INLINE = re.compile(rb"<script>(.*?)</script>", re.DOTALL)
 
 
 def uuid7() -> str:
-    """A time-ordered UUID (RFC 9562, version 7), as text."""
+    """Return a time-ordered UUID (RFC 9562, version 7), as text."""
     chance = secrets.randbits(74)
     value = (
         (time.time_ns() // 1_000_000 << 80)
@@ -87,7 +87,7 @@ def common_headers(scope: Scope, headers: Iterable[tuple[bytes, bytes]] = ()) ->
 
 
 def refusal(error: SIEError, request_id: str) -> tuple[bytes, dict[str, str]]:
-    """Body and headers of an error that is refused before it reaches an application."""
+    """Return the body and the headers of the reply to a request that is refused before it reaches an application."""
     headers = {
         "X-SIE-Error-Code": error.code,
         "x-should-retry": "true" if error.retryable else "false",
@@ -98,8 +98,8 @@ def refusal(error: SIEError, request_id: str) -> tuple[bytes, dict[str, str]]:
 
 
 def documented(send: Send, elsewhere: str = "") -> Send:
-    """`send` for the page that shows the OpenAPI document: it may load and run what is its own, and what is from the
-    origins `elsewhere`. Its inline scripts are named by their digests.
+    """Return a `send` for the page that shows the OpenAPI document. The page gets a Content-Security-Policy: it may
+    load and run files of this server and of the origins `elsewhere`. Its inline scripts are permitted by their digests.
     """
     start: MutableMapping[str, Any] = {}
 
@@ -125,8 +125,8 @@ def documented(send: Send, elsewhere: str = "") -> Send:
 
 
 def headers_of(scope: Scope) -> dict[str, str]:
-    """The headers of a request by lower-case name. A header that was sent in several lines is one value, joined as RFC
-    9110 says.
+    """Return the headers of a request by lower-case name. The values of a header that was sent several times are joined
+    by commas, as RFC 9110 says.
     """
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
     if len(headers) < len(scope["headers"]):
@@ -144,8 +144,8 @@ async def reply(
     content_type: str = "text/plain; charset=utf-8",
     extra: Mapping[str, str] | None = None,
 ) -> None:
-    """Send one response. A body in pieces is sent piece by piece: the next one is made when the client has room for it
-    and other tasks had a turn.
+    """Send one response. A body in pieces is sent piece by piece: the next piece is made when the connection has room
+    for it and other tasks have run.
     """
     headers = [(b"content-type", content_type.encode())]
     if isinstance(body, bytes):
@@ -161,7 +161,7 @@ async def reply(
 
 
 async def refuse(scope: Scope, send: Send, error: SIEError) -> None:
-    """One error as the whole response."""
+    """Send an error as the whole response."""
     body, headers = refusal(error, scope[REQUEST_ID])
     await reply(send, error.status, body, "application/json", headers)
 

@@ -63,7 +63,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
 
 class Seats:
-    """Bounds on open websockets: `most` in all, and a quarter of them for one address and for one key."""
+    """Limits on open websockets: `most` in total, and a quarter of `most` for one address and for one key."""
 
     def __init__(self, most: int, where: str) -> None:
         self._most = most
@@ -74,7 +74,7 @@ class Seats:
 
     @contextlib.contextmanager
     def seat(self, scope: Scope, key: str = "") -> Iterator[None]:
-        """Held by one websocket of a client. `key` names its credential, if any. Raises ResourceExhausted."""
+        """Hold a seat for one websocket of a client. `key` names its credential, if any. Raises ResourceExhausted."""
         if self.taken >= self._most:
             raise ResourceExhausted(f"{self._most} websockets are open, the limit of this {self._where}")
         holders = [holder for holder in (_network((scope.get("client") or ("",))[0]), key and f"key {key}") if holder]
@@ -93,8 +93,8 @@ class Seats:
 
 
 def _network(address: str) -> str:
-    """An address as one client counts: of IPv6 the first 64 bits, which one host owns; all of loopback is one
-    client.
+    """Return the part of an address that counts as one client: the first 64 bits of an IPv6 address, which one host
+    owns, or an IPv4 address. All loopback addresses count as one client.
     """
     try:
         ip = ipaddress.ip_address(address.partition("%")[0])
@@ -111,8 +111,8 @@ class ViewerFrames:
     """Frames of one kind, sent to each viewer at most once in `interval_s`. One frame is made for all viewers."""
 
     def __init__(self, make: Callable[[], str | None], interval_s: float, *, patience_s: float = PATIENCE_S) -> None:
-        """`make` returns the present frame; a frame equal to the last one is not sent. None: there are no more frames,
-        and the connection is closed with 1013, try again later.
+        """Take `make`, which returns the present frame. The object that was sent last is not sent again. None means
+        that there are no more frames: the connection is closed with code 1013, try again later.
         """
         self._make = make
         self._interval_s = interval_s
