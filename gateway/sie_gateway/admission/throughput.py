@@ -1,14 +1,14 @@
-"""How fast the work of one model at one priority leaves the queue, measured while there is work, and the wait that
-follows. Pure.
+"""Speed at which the work of one model at one priority leaves the queue, measured while there is work, and the wait
+that follows from it. Pure: no I/O.
 
     results of batches ──► time between batches that had work waiting ──► wait = batches ahead x time of a batch
 
 Only measured time counts. The time between two results is a sample if the later work was in the queue before the
-earlier result came: then the workers had no pause in between. An idle worker therefore yields no sample, and without a
-sample nothing is predicted. The samples are those of this gateway alone, so that several gateways, several workers,
-other models and other priorities are all in them.
+earlier result came: then the workers had no pause in between. So an idle worker yields no sample, and without a sample
+no wait is predicted. The samples are those of this gateway alone, so they include the effects of other gateways,
+workers, models and priorities.
 
-`AnswerPace`: the same of the gateway itself, for those whom it cannot even hear.
+`AnswerPace` measures the speed of the gateway itself, for requests that it refuses before it has read them.
 """
 
 from __future__ import annotations
@@ -22,36 +22,39 @@ from typing import NamedTuple
 from sie_contracts.wire.batch_times import AHEAD_SHARE
 from sie_gateway.admission.retry_slots import MAX_RETRY_S
 
-MIN_SAMPLES, MIN_SPAN_S = 4, 1.0  # the time of a batch is the mean of as many of the last samples as reach both
+# the time of a batch is the mean of the last samples: as many as reach this number and this span
+MIN_SAMPLES, MIN_SPAN_S = 4, 1.0
 MAX_SAMPLES = 64
-EXPIRY_S, EXPIRY_BATCHES = 10.0, 8  # a sample counts for so long and for so many times itself
-CHANGED = 2.0  # times as long, or as short, as any fixed and any token part allow beside a batch before
-# for each lane, in a row, beyond that: the device has become slower or faster, what came before says nothing any more
+EXPIRY_S, EXPIRY_BATCHES = 10.0, 8  # a sample counts for EXPIRY_S seconds and EXPIRY_BATCHES times its own time
+CHANGED = 2.0  # factor by which a batch is slower or faster than its size explains, so that the device may have changed
+# samples in a row for each lane beyond CHANGED: the device has become slower or faster, and older samples do not count
+# any more
 CHANGED_SAMPLES = 2
-OUTLIER = 4.0  # a sample so many times as long as any other is a stall, which says nothing of the next batch
+OUTLIER = 4.0  # a sample this many times as long as any other is a stall, and does not count for the next batch
 MAX_EVIDENCE = 64
-STALL_S = 0.25  # without a result for so long the queue may stand still
-UNKNOWN_STALL_S = 5.0  # the same before any sample
+STALL_S = 0.25  # seconds without a result after which the queue may stand still
+UNKNOWN_STALL_S = 5.0  # the same while there is no sample
 STALL_BATCHES = 3.0
 LOOK_S = 0.1
-MAX_GROWTH = 4.0  # a batch that is larger than so many measured ones is thought to cost no more than that
-FEW_BATCHES = 4  # ahead: then where one ends and the next begins matters
-SETTLED = 0.25  # of the time of a batch after its first result: by then all of them are there
+MAX_GROWTH = 4.0  # a batch larger than this many measured ones is assumed to take no longer than this many
+FEW_BATCHES = 4  # with fewer batches ahead their number is rounded up: it matters where a batch ends
+SETTLED = 0.25  # share of a batch's time after its first result: by then all of its results have come
 RECENT_ANSWERS = 64
-RECENT_BATCHES = 16  # to which a late result of the same batch is added
-GROWING = 1.25  # times any before it: the last batch while batches grow
-# of a budget: batches of at least this are thought to be cut so that several fit into the budget, if they left work
-# behind
+RECENT_BATCHES = 16  # latest batches to which a further result of the same batch may be added
+GROWING = 1.25  # the last batch is this many times as large as any before it while batches grow
+# share of a budget: a batch that takes longer and left work behind is assumed to be limited, so that several fit into
+# the budget
 CAPPED = 0.05
-FULL = 0.8  # of a full batch: those that are larger leave nothing behind that fits
+FULL = 0.8  # share of a full batch: a larger batch leaves no work behind that would fit into it
 
 
 class ExpectedWait(NamedTuple):
-    """The wait of a request. `min_s` is what it takes if the batches ahead are full and end as usual; `likely_s` has
-    one more, the batch that was formed before it came, unless batches are formed as the device is free. `stalled_s`:
-    for how long nothing has come, where that is unusual; it may well last as long again. `evidence`: samples that this
-    rests on, 0 to MAX_EVIDENCE. `rate`: tokens a second, 0 while not known. `batch_s`: of one batch. `formed_s`: until
-    the batch of this request is formed, infinite where that may be long before it runs.
+    """Expected wait of a request. `min_s` is the time if the batches ahead are full and end as usual. `likely_s` adds
+    one batch, which was formed before the request came, unless batches are formed only when the device is free.
+    `stalled_s` is the time without a result if it is unusually long, else 0; the stall may last as long again.
+    `evidence` is the number of samples, 0 to MAX_EVIDENCE. `rate` is in tokens per second, 0 while unknown. `batch_s`
+    is the time of one batch. `formed_s` is the time until the batch of this request is formed; it is infinite if that
+    may be long before the batch runs.
     """
 
     min_s: float = 0.0
@@ -63,13 +66,13 @@ class ExpectedWait(NamedTuple):
     formed_s: float = math.inf
 
     def belief(self, doubt: float) -> float:
-        """The part of it that is believed, 0 to 1."""
+        """Return the part of the wait that is believed, 0 to 1."""
         samples = self.evidence * self.evidence
         return samples / (samples + doubt)
 
 
 class _BatchResults:
-    """Results that one batch brought to this gateway."""
+    """Results of one batch that came to this gateway."""
 
     __slots__ = (
         "at_s",
@@ -98,36 +101,38 @@ class _BatchResults:
         chunks: int,
     ) -> None:
         self.name = name
-        self.missing = chunks  # results of it that did not come; those of other gateways never do
+        self.missing = chunks  # results that have not come; the results of other gateways never come here
         self.at_s = at_s
         self.before_s = before_s
         self.queued_s = queued_s
         self.is_crowded = is_crowded
         self.device_s = device_s
         self.is_sample = device_s < math.inf
-        self.formed_s = at_s - pipeline * device_s  # at the latest: a worker may form batches ahead of the device
-        self.left_work = False  # work that was in the queue then was not taken
+        self.formed_s = at_s - pipeline * device_s  # estimate: a worker may form `pipeline` batches ahead of the device
+        self.left_work = False  # true if it left work in the queue when it was formed
         self.is_counted = False
         self.tokens = 0.0
 
     def seconds(self, lanes: int) -> float:
-        """Since the result before it. If its work was queued later, there was a pause, and the device knows better."""
+        """Return the seconds since the result before it. If its work was queued after that result, there was a pause:
+        then the time on the device, divided by `lanes`, is the upper limit.
+        """
         if self.queued_s <= self.before_s:
             return self.at_s - self.before_s
         return min(self.at_s - self.queued_s, self.device_s / lanes)
 
 
 def _is_changed(before: _BatchResults, newest: list[_BatchResults]) -> bool:
-    """Whether all of the newest were slower, or all were faster, than a device can be that took so long for the batch
-    before.
+    """Return True if all of the newest batches were slower, or all were faster, than the device can be, judged by the
+    batch before.
     """
     odd = [_oddness(before, batch) for batch in newest]
     return min(odd) > CHANGED or max(odd) * CHANGED < 1
 
 
 def _oddness(before: _BatchResults, batch: _BatchResults) -> float:
-    """How many times as long as possible a batch took beside one before it: n times the tokens take between once and n
-    times as long.
+    """Return the factor by which a batch took longer (above 1) or shorter (below 1) than possible, judged by a batch
+    before it. A batch of n times the tokens takes between once and n times as long.
     """
     if not math.inf > before.device_s > 0 or not math.inf > batch.device_s > 0:
         return 1.0
@@ -143,8 +148,9 @@ class _BatchSample(NamedTuple):
 
 
 class MeasuredBatch(NamedTuple):
-    """A batch as the last samples have it. `is_full`: it is as large as it gets. `left_work`: most of them left work
-    behind, and they do not grow as those of a worker that learns what they take. `longest_s`: of one of them.
+    """Mean batch of the last samples. `is_full`: the batch is as large as it can be. `left_work`: most of the batches
+    left work behind, and they do not grow any more, as batches do while a worker learns their times. `longest_s`: the
+    time of the longest of them.
     """
 
     tokens: float
@@ -155,17 +161,17 @@ class MeasuredBatch(NamedTuple):
 
 
 class Throughput:
-    """Times are those of one clock, seconds."""
+    """Measured throughput of one model at one priority. Times are seconds of one clock."""
 
     __slots__ = ("_batches", "_evidence", "_known", "_known_s", "_lanes", "last_s")
 
     def __init__(self) -> None:
         self._batches: deque[_BatchResults] = deque(maxlen=MAX_SAMPLES)
-        self.last_s = -math.inf  # of the last result
+        self.last_s = -math.inf  # time of the last result
         self._lanes = 1
         self._evidence = 0
         self._known: MeasuredBatch | None = None
-        self._known_s = -math.inf  # when it was worked out, for as long as no batch came
+        self._known_s = -math.inf  # time when `_known` was computed
 
     def left(
         self,
@@ -180,11 +186,12 @@ class Throughput:
         pipeline: int = 1,
         chunks: int = 1,
     ) -> None:
-        """A result came: of `tokens` tokens that were queued at `queued_s` and ran in this batch. `is_crowded`: they
-        were queued while more waited than the workers take in, so that no batch is larger. `device_s`: what the batch
-        took, of which `lanes` run at a time, each with `pipeline` formed. `chunks`: in it.
+        """Note a result of `tokens` tokens, which were queued at `queued_s` and ran in this batch. `is_crowded`: more
+        work waited when they were queued than the workers take in, so no batch is larger. `device_s` is the time of the
+        batch on the device. `lanes` batches run at a time, each with `pipeline` batches formed. `chunks` is the number
+        of chunks in the batch.
         """
-        if not batch:  # nothing ran
+        if not batch:  # a result without a batch: nothing ran
             return
         entry = next(
             (
@@ -212,15 +219,15 @@ class Throughput:
             self._evidence = min(MAX_EVIDENCE, self._evidence + 1)
 
     def _see_left(self, later: _BatchResults, queued_s: float) -> None:
-        """A queue is first in, first out: what was queued before a batch was formed, and ran in a later one, was left
-        by it.
+        """Mark the batches that left work behind. The queue is first in, first out: work that was queued before a batch
+        was formed, but ran in a later batch, was left behind by it.
         """
         for batch in itertools.islice(reversed(self._batches), RECENT_BATCHES):
             if batch.formed_s < later.formed_s and queued_s < batch.formed_s:
                 batch.left_work = True
 
     def _samples(self, now_s: float) -> list[_BatchSample]:
-        """The last batches that count, the newest first."""
+        """Return the latest batches that count, the newest first."""
         samples: list[_BatchSample] = []
         newest: list[_BatchResults] = []
         span_s = 0.0
@@ -242,7 +249,7 @@ class Throughput:
         return samples
 
     def batch(self, now_s: float) -> MeasuredBatch | None:
-        """None without a sample."""
+        """Return the mean of the last samples, or None without a sample. It is computed again after LOOK_S seconds."""
         if now_s - self._known_s > LOOK_S:
             self._known, self._known_s = self._batch(now_s), now_s
         return self._known
@@ -259,7 +266,7 @@ class Throughput:
             samples.remove(longest)
             longest = shorter[0]
         full = [sample for sample in samples if sample.is_crowded]
-        # results of several lanes come in turns: the times between some of them say nothing of the others
+        # results of several lanes come in turns, so the times between some of them do not stand for the others
         counted = full if self._lanes == 1 and full else samples
         tokens = sum(sample.tokens for sample in counted) / len(counted)
         seconds = sum(sample.seconds for sample in counted) / len(counted)
@@ -269,14 +276,16 @@ class Throughput:
         return MeasuredBatch(max(tokens, 1.0), max(seconds, 1e-6), is_full, left_work, longest.seconds)
 
     def is_settled(self, now_s: float, within_s: float) -> bool:
-        """Whether all results of the last batch are here, or a batch takes so little that one does not matter."""
+        """Return True if all results of the last batch are probably here, or if a batch takes at most `within_s`
+        seconds, so that one batch does not matter.
+        """
         if self._batches and self._batches[-1].missing <= 0:
             return True
         measured = self.batch(now_s)
         return measured is None or measured.seconds <= within_s or now_s - self.last_s >= SETTLED * measured.seconds
 
     def rate(self, now_s: float) -> float:
-        """Tokens of this gateway that leave the queue per second, 0 while not known."""
+        """Return the tokens of this gateway that leave the queue per second, 0 while unknown."""
         measured = self.batch(now_s)
         return measured.tokens / measured.seconds if measured is not None else 0.0
 
@@ -292,15 +301,18 @@ class Throughput:
         budget_s: float = math.inf,
         running: float = 0.0,
     ) -> ExpectedWait:
-        """The wait of a request of `cost` tokens behind `ahead` tokens, of which the oldest was queued at `oldest_s`.
+        """Return the wait of a request of `cost` tokens behind `ahead` tokens, the oldest of which was queued at
+        `oldest_s`.
 
-        A batch that may become larger than those that were measured takes (fixed + tokens) / (fixed + measured tokens)
-        of their time; `fixed_tokens` is what the fixed part of a batch is worth, infinite while not known: then a
-        larger batch takes no longer. `share`: this gateway's part of what leaves the queue; what is `ahead` is that of
-        all gateways. `budget_s`: no worker forms batches that are larger than the budgets of their requests allow, so
-        batches that take a good part of it do not become larger; and none is sealed while another one runs if it takes
-        more than AHEAD_SHARE of it. Then the `running` tokens of what is ahead are in batches that run, and the others
-        fill the next ones from the front, unless batches are smaller than they might be and leave work behind.
+        A batch that may become larger than the measured ones takes (fixed + tokens) / (fixed + measured tokens) of
+        their time. `fixed_tokens` is the fixed time of a batch in tokens. It is infinite while unknown; then a larger
+        batch takes no longer. `share` is this gateway's part of the throughput, while `ahead` is the work of all
+        gateways.
+
+        A worker forms no batch that is larger than the budgets of its requests allow (`budget_s`). So batches that take
+        a good part of the budget do not become larger. No batch is sealed while another one runs if it takes more than
+        AHEAD_SHARE of the budget. Then `running` tokens of the work ahead are in running batches, and the rest fills
+        the next batches from the front, unless batches are smaller than they might be and leave work behind.
         """
         measured = self.batch(now_s)
         silent_s = now_s - max(oldest_s, self.last_s)
@@ -331,10 +343,11 @@ class Throughput:
 
 
 class AnswerPace:
-    """How fast a gateway answers, for the turns of those whom it could not even hear.
+    """Speed at which a gateway answers, for the turns of requests that it refuses before it has read them.
 
-    Requests in progress are summed up over time, in request-seconds: those of the last answers, divided by their
-    number, are how long a request takes (Little's law). So time in which nobody asks makes nothing slower.
+    Requests in progress are summed over time, in request-seconds. The request-seconds of the last answers, divided by
+    their number, are the time of one request (Little's law). So time without requests does not make the gateway look
+    slower.
     """
 
     __slots__ = ("_ended", "_next_s", "_running", "_since_s", "_sum_s")
@@ -342,12 +355,12 @@ class AnswerPace:
     def __init__(self) -> None:
         self._running = 0
         self._since_s = 0.0
-        self._sum_s = 0.0  # until then
-        self._ended: deque[float] = deque(maxlen=RECENT_ANSWERS)  # the sum at the end of each request
-        self._next_s = 0.0  # until when turns are given
+        self._sum_s = 0.0  # request-seconds until `_since_s`
+        self._ended: deque[float] = deque(maxlen=RECENT_ANSWERS)  # `_sum_s` at the end of each of the last requests
+        self._next_s = 0.0  # time until which turns are given
 
     def changed(self, now_s: float, running: int) -> None:
-        """So many requests are in progress from now on: one more, or one less."""
+        """Set the number of requests in progress: one more, or one fewer, than before."""
         self._sum_s += self._running * (now_s - self._since_s)
         self._since_s = now_s
         if running < self._running:
@@ -355,14 +368,16 @@ class AnswerPace:
         self._running = running
 
     def retry_s(self, now_s: float) -> int:
-        """The Retry-After of one more client: when as many of those in progress are over as came before it."""
+        """Return the Retry-After of one more refused client, in whole seconds. Turns begin when half of the requests in
+        progress have ended. They follow each other at the rate at which requests end.
+        """
         if len(self._ended) < 2 or not self._running:
             return 1
         sum_s = self._sum_s + self._running * (now_s - self._since_s)
-        took_s = (sum_s - self._ended[0]) / (len(self._ended) - 1)  # grows while nothing ends
-        min_s = now_s + took_s / 2  # by then half of what runs is over
+        took_s = (sum_s - self._ended[0]) / (len(self._ended) - 1)  # time of one request; grows while no request ends
+        min_s = now_s + took_s / 2  # by this time half of the requests in progress have ended
         each_s = took_s / self._running
         self._next_s = max(self._next_s, min_s) + each_s
-        # no secret: it spreads clients
+        # not secret: it spreads clients in time
         wait_s = min(self._next_s - now_s, MAX_RETRY_S * random.uniform(0.8, 1.0))  # noqa: S311
         return max(1, int(wait_s + random.uniform(0, 1)))  # noqa: S311
