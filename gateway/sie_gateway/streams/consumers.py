@@ -1,14 +1,15 @@
-"""The durable consumers of the work streams: which one takes a request's work, that it is there, and when it is given
-up.
+"""Durable consumers of the work streams: which consumer takes a request's work, when it is created, and when it is
+deleted.
 
-    publish ──► route: the model's own consumer, or its slot's ──► held until the request's deadline ──► ensured a
-    deletion notice, a reconnect, every 10 s ──► what is held is ensured again, and so is whatever still has messages
-    one gateway, every minute ──► consumers at rest for an hour are deleted ──► subjects are counted, what has messages
-    is made again
+    publish ──► route: the model's own consumer, or that of its slot ──► held until the request's deadline ──► ensured
+    a deletion notice, a reconnect, every 10 s ──► held consumers are ensured again, and consumers of subjects with
+                                                   messages are created
+    one gateway, every minute ──► consumers at rest for an hour are deleted ──► subjects are counted, consumers of
+                                                   subjects with messages are created again
 
-A deletion can meet a publish that still counts on the consumer. Nothing is lost by it: the message is in the stream,
-and three things make its consumer again, each without the others: the count after the deletion, the publisher that gets
-the notice, and the next round.
+A deletion can happen while a publish still relies on the consumer. No message is lost: it is in the stream, and three
+mechanisms create its consumer again, each independent of the others: the count after the deletion, the publisher that
+gets the notice, and the next round.
 """
 
 from __future__ import annotations
@@ -34,21 +35,22 @@ from sie_runtime.process import Stop, Trouble
 ROUND_S = 10.0
 SWEEP_S = 60.0
 IDLE_S = 3600.0
-CROWDED_IDLE_S = 300.0  # above the budget of nearly every request, whose gateway would make the consumer again
+# seconds; longer than the budget of nearly every request, whose gateway would create the consumer again
+CROWDED_IDLE_S = 300.0
 _AT_ONCE = 16
 _ATTEMPTS = 3
 _logger = logging.getLogger("sie.gateway.consumers")
 
 
 class WorkRoute(NamedTuple):
-    """Subject where a model's work is published, and the consumer that serves it."""
+    """Subject to which a model's work is published, and the consumer that serves it."""
 
     subject: str
     consumer: ConsumerSpec
 
 
 class Rest(NamedTuple):
-    """A consumer that has not delivered since `since_s`, and how much it had delivered until then."""
+    """Rest of a consumer: it has delivered no message since `since_s`, and `delivered` messages before."""
 
     delivered: int
     since_s: float
@@ -56,7 +58,7 @@ class Rest(NamedTuple):
 
 @functools.lru_cache(4096)
 def _routes(lane: Lane, priority: str, model: str, ack_wait_s: float) -> tuple[WorkRoute, WorkRoute]:
-    """A model's own way, and the one by its slot."""
+    """Return the route by the model's own consumer, and the route by its slot."""
     own, shared = topology.work_subject(lane, priority, model), topology.slot_subject(lane, priority, model)
     return WorkRoute(own, topology.consumer_of(own, ack_wait_s)), WorkRoute(
         shared, topology.consumer_of(shared, ack_wait_s)
@@ -64,8 +66,8 @@ def _routes(lane: Lane, priority: str, model: str, ack_wait_s: float) -> tuple[W
 
 
 def rests(before: Mapping[str, Rest], states: Iterable[ConsumerState], now_s: float) -> dict[str, Rest]:
-    """Since when each consumer has been at rest, as far as was seen: nothing delivered, waiting or leased. Busy ones
-    begin anew.
+    """Return since when each consumer has been at rest, as far as this gateway has seen: no message delivered, waiting
+    or leased. For a busy consumer the rest begins now.
     """
     resting = {}
     for state in states:
@@ -76,9 +78,9 @@ def rests(before: Mapping[str, Rest], states: Iterable[ConsumerState], now_s: fl
 
 
 def given_up(resting: Mapping[str, Rest], now_s: float, limit: int, idle_s: float) -> list[str]:
-    """The consumers to delete: those at rest for `idle_s`; and where more than 15/16 of the `limit` of models have one
-    of their own, those at rest for the longest until it is so again, so that a model of a slot which has work finds a
-    place.
+    """Return the consumers to delete. These are consumers at rest for `idle_s`. If more than 15/16 of the `limit` of
+    models still have an own consumer, also the models' consumers that rested longest, until 15/16 are left: so a busy
+    model of a slot can get its own consumer.
     """
     order = sorted(resting, key=lambda name: resting[name].since_s)
     idle = [name for name in order if now_s - resting[name].since_s >= idle_s]
@@ -91,10 +93,10 @@ def given_up(resting: Mapping[str, Rest], now_s: float, limit: int, idle_s: floa
 
 
 class StreamConsumers:
-    """Consumers of one stream as this gateway knows them, and the ones that it needs.
+    """Consumers of one stream that this gateway knows, and the consumers that it needs.
 
-    `own` is bounded by `limit` (each gateway for itself, so that several which fill the last places at once may pass
-    it), `verified` by what exists, `held` by what was routed to within a request's budget.
+    `own` is bounded by `limit`. Each gateway counts for itself, so several that take the last places at once may exceed
+    it. `verified` is bounded by the existing consumers, and `held` by the routes of requests within their budgets.
     """
 
     def __init__(
@@ -109,12 +111,12 @@ class StreamConsumers:
         self._verified: set[str] = set()
         self._held: dict[str, tuple[ConsumerSpec, float]] = {}
         self._ensuring = SharedTasks()
-        self._stale: set[str] = set()  # deleted while they were ensured
+        self._stale: set[str] = set()  # names of consumers that were deleted while they were ensured
         self._rests: dict[str, Rest] = {}
         self._watch: Subscription | None = None
 
     async def start(self) -> None:
-        """Learn of consumers from now on, and of those that exist. Raises BrokerError."""
+        """Watch for changes of consumers, and read the existing ones. Raises BrokerError."""
         watch = await self._broker.watch_consumers(self._stream, self._on_consumer)
         try:
             self._own |= {name for name in await self._broker.consumers(self._stream) if not topology.is_slot(name)}
@@ -124,22 +126,23 @@ class StreamConsumers:
         self._watch = watch
 
     def route(self, own: WorkRoute, shared: WorkRoute, deadline_s: float) -> WorkRoute:
-        """The way of a request, whose consumer is kept there until `deadline_s` of this object's clock."""
+        """Return the route of a request, and hold its consumer until `deadline_s` of this object's clock."""
         name = own.consumer.name
         route = own if name in self._own or len(self._own) < self._limit else shared
         if route is own:
-            self._own.add(name)  # a place is taken at once; the next round gives back those that came to nothing
+            # the place is taken at once; the next round frees places of consumers that were not created
+            self._own.add(name)
         spec = route.consumer
         held = self._held.get(spec.name)
         self._held[spec.name] = (spec, deadline_s if held is None else max(deadline_s, held[1]))
         return route
 
     def is_verified(self, spec: ConsumerSpec) -> bool:
-        """It was there, as it should be, the last time anything was heard of it."""
+        """Return True if the consumer existed with the right settings at its last check or notice."""
         return spec.name in self._verified
 
     async def ensure(self, spec: ConsumerSpec) -> None:
-        """Make it, or compare it. Raises TopologyMismatch, BrokerError."""
+        """Create the consumer, or compare its settings. Raises TopologyMismatch, BrokerError."""
         if not self.is_verified(spec):
             await self._ensuring.run(spec.name, functools.partial(self._make, spec))
 
@@ -162,11 +165,11 @@ class StreamConsumers:
         if name in self._ensuring:
             self._stale.add(name)
         if (spec := self._needed(name)) is not None:
-            # where it fails the next round is the net
+            # if this fails, the next round tries again
             self._ensuring.begin(spec.name, functools.partial(self._make, spec))
 
     def _needed(self, name: str) -> ConsumerSpec | None:
-        """The consumer of this name, if an open request of ours counts on it."""
+        """Return the consumer of this name if an open request of this gateway relies on it, else None."""
         held = self._held.get(name)
         return held[0] if held is not None and held[1] > self._clock() else None
 
@@ -176,7 +179,9 @@ class StreamConsumers:
         self._stale.update(self._ensuring)
 
     async def refresh(self, ack_wait_s: float) -> None:
-        """The net under the notices: ensure what is held, and what has messages and no consumer. Raises BrokerError."""
+        """Ensure the held consumers, and the consumers of subjects that have messages. This also covers missed notices.
+        Raises BrokerError.
+        """
         now_s = self._clock()
         self._held = {name: held for name, held in self._held.items() if held[1] > now_s}
         verified = set(self._verified)
@@ -209,10 +214,10 @@ class StreamConsumers:
             )
 
     async def sweep(self, ack_wait_s: float) -> int:
-        """Delete the consumers that nobody needs, then make those again that turn out to be needed. Returns how many
-        were deleted.
+        """Delete the unused consumers, then create again those that are needed after all. Return the number of
+        deletions.
 
-        Raises BrokerError; what was deleted until then is looked after by the next round of any gateway.
+        Raises BrokerError. The next round of any gateway then checks the consumers that were deleted before.
         """
         now_s = self._clock()
         self._rests = rests(self._rests, await self._broker.consumer_states(self._stream), now_s)
@@ -237,7 +242,7 @@ class StreamConsumers:
 
 
 class WorkConsumers:
-    """The consumers of all pools of this gateway."""
+    """Consumers of all pools of this gateway."""
 
     def __init__(
         self,
@@ -247,20 +252,20 @@ class WorkConsumers:
         idle_s: float = IDLE_S,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`clock` is that of the deadlines. `idle_s`: rest after which a consumer is deleted."""
+        """`clock` is the clock of the deadlines. `idle_s` is the rest after which a consumer is deleted."""
         self._broker = broker
         self._settings = settings
         self._ack_wait_s = float(settings.ack_wait_s)
         self._idle_s = idle_s
         self._clock = clock
-        self._streams: dict[str, StreamConsumers] = {}  # one for each pool
-        self._following = asyncio.Lock()  # one begins at a time
+        self._streams: dict[str, StreamConsumers] = {}  # by pool
+        self._following = asyncio.Lock()  # only one `follow` or `unfollow` runs at a time
         leases = leases_of(broker, storage=settings.stream_storage, replicas=settings.stream_replicas)
         self._lease = LeaderLease(leases, "consumers")
         self._swept_s = -SWEEP_S
 
     async def follow(self, pool: str) -> StreamConsumers:
-        """Learn of the consumers of a pool's stream, which must be there. Raises BrokerError."""
+        """Start to follow the consumers of a pool's stream, which must exist. Raises BrokerError."""
         async with self._following:
             if pool not in self._streams:
                 limit = topology.own_consumers(self._settings.stream_replicas)
@@ -270,7 +275,7 @@ class WorkConsumers:
         return self._streams[pool]
 
     def route(self, lane: Lane, priority: str, model: str, deadline_s: float) -> WorkRoute:
-        """Route of a request's work. Raises KeyError for a pool that is not followed."""
+        """Return the route of a request's work. Raises KeyError for a pool that is not followed."""
         own, shared = _routes(lane, priority, model, self._ack_wait_s)
         return self._streams[lane.pool].route(own, shared, deadline_s)
 
@@ -278,7 +283,7 @@ class WorkConsumers:
         return pool in self._streams
 
     async def unfollow(self, pool: str) -> None:
-        """The pool is there no more."""
+        """Stop to follow a pool that was removed."""
         async with self._following:
             stream = self._streams.pop(pool, None)
         if stream is not None:
@@ -288,8 +293,8 @@ class WorkConsumers:
         return pool in self._streams and self._streams[pool].is_verified(spec)
 
     async def ensure(self, pool: str, spec: ConsumerSpec) -> None:
-        """Make it, or compare it. Raises PoolNotFound for a pool that is not followed any more, TopologyMismatch,
-        BrokerError.
+        """Create the consumer, or compare its settings. Raises PoolNotFound for a pool that is no longer followed,
+        TopologyMismatch, BrokerError.
         """
         stream = self._streams.get(pool)
         if stream is None:
@@ -302,7 +307,7 @@ class WorkConsumers:
             stream.discard_verified()
 
     async def reverify(self) -> None:
-        """After a reconnect, when notices may have been missed. Raises BrokerError."""
+        """Verify all consumers again after a reconnect, when notices may have been missed. Raises BrokerError."""
         for stream in self._streams.values():
             stream.discard_verified()
         await self._refresh()
@@ -313,8 +318,8 @@ class WorkConsumers:
         )
 
     async def run(self, stop: Stop) -> None:
-        """Keep what is needed and, while this gateway is the leader, delete what is not."""
-        trouble, pause_s = Trouble(_logger, "not every consumer could be seen to"), 0.0
+        """Keep the needed consumers. While this gateway is the leader, also delete the unused ones."""
+        trouble, pause_s = Trouble(_logger, "not every consumer could be checked"), 0.0
         while not await stop.wait_for(pause_s):
             pause_s = ROUND_S
             try:
@@ -328,7 +333,7 @@ class WorkConsumers:
             await stream.stop()
 
     async def take_turn(self) -> int:
-        """Sweep, if that is due and this gateway is the leader. Returns how many consumers were deleted. Raises
+        """Sweep if a sweep is due and this gateway is the leader. Return the number of deleted consumers. Raises
         BrokerError.
         """
         if not await self._lease.acquire() or self._clock() - self._swept_s < SWEEP_S:

@@ -1,4 +1,5 @@
-"""Chunks that no message can hold go through the payload store, and what nobody can need there any more is removed.
+"""Publishing of work items. Chunks that are too large for a message go through the payload store, and old payloads are
+removed from it.
 
 chunk over the inline limit ──► Payload of its inputs and query ──put──► key ──► the same chunk, with the key in their
 place
@@ -39,7 +40,9 @@ LONGEST_PAUSE_S = 600.0
 
 
 def life_s(settings: Settings, max_age_s: float) -> int:
-    """How long an object lives, seconds: longer than any message that may name it. Raises SettingError."""
+    """Return the lifetime of an object in seconds. It is longer than the life of any message that names the object.
+    Raises SettingError.
+    """
     ttl_s = settings.payload_ttl_s
     if ttl_s is None:
         return int(max_age_s) + TTL_MARGIN_S
@@ -53,7 +56,7 @@ def life_s(settings: Settings, max_age_s: float) -> int:
 
 
 class Offload:
-    """The writing side of the payload store. `wall_clock`: seconds since 1970."""
+    """Writer and cleaner of the payload store. `wall_clock` returns seconds since 1970."""
 
     def __init__(
         self, store: PayloadStore, life_s: int, metrics: Metrics, wall_clock: Callable[[], float] = time.time
@@ -64,7 +67,9 @@ class Offload:
         self._wall_clock = wall_clock
 
     async def stored(self, item: WorkItem, timeout_s: float) -> WorkItem:
-        """The same work with its inputs and query in the store. Raises QueueUnavailable."""
+        """Store the inputs and the query of a work item, and return the item with the key in their place. Raises
+        QueueUnavailable.
+        """
         data = messages.encode(Payload(item.inputs, item.query))
         try:
             key = await self._store.put(data, period=int(self._wall_clock() // self._life_s), timeout_s=timeout_s)
@@ -78,15 +83,15 @@ class Offload:
         return msgspec.structs.replace(item, inputs=(), query=None, payload=key, count=len(item.inputs))
 
     async def sweep(self) -> int:
-        """Remove what outlived every message that could name it. Several gateways may do so at once.
-        Raises StoreError.
+        """Remove the objects that are older than every message that could name them, and return their number. Several
+        gateways may do this at once. Raises StoreError.
         """
         return await self._store.sweep(older_than_s=self._life_s, now_s=self._wall_clock(), timeout_s=SWEEP_TIMEOUT_S)
 
     async def run(self, stop: Stop) -> None:
-        """Sweep ten times in a lifetime at least, at moments that differ between gateways."""
+        """Sweep at least ten times per lifetime, at times that differ between gateways."""
         pause_s = min(LONGEST_PAUSE_S, self._life_s / 10)
-        while not await stop.wait_for(pause_s * random.uniform(0.5, 1.0)):  # noqa: S311  no secret
+        while not await stop.wait_for(pause_s * random.uniform(0.5, 1.0)):  # noqa: S311 not secret
             try:
                 removed = await self.sweep()
             except StoreError as error:
@@ -99,18 +104,19 @@ class Offload:
 PUBLISH_TIMEOUT_S = 2.0
 PUBLISHES_AT_ONCE = 64
 PUBLISH_PATIENCE_S = 10.0
-LAST_ATTEMPT_S = 0.1  # that the last attempt may outlast its time, so that it ends in its own words
+LAST_ATTEMPT_S = 0.1  # seconds that the last attempt may run over its time, so that it ends with its own error
 UNDO_S = 2.0
 LOAD_CEILING_S = 600.0
-HEADROOM_BYTES = 16 << 10  # of a message, for everything that is not input
-HEADER_BYTES = 256  # of a publish: its message id
-# a result of one input of the widest model, and a worker's heartbeat with a few hundred models
+HEADROOM_BYTES = 16 << 10  # bytes of a message for all parts that are not input
+HEADER_BYTES = 256  # bytes of the headers of a publish: its message id
+# bytes; enough for the result of one input of the widest model, and for the heartbeat of a worker with a few hundred
+# models
 MIN_PAYLOAD_BYTES = 64 << 10
 _logger = logging.getLogger("sie.gateway.queue")
 
 
 def work_spec(settings: Settings, pool: str, *, reserved: bool = False) -> topology.StreamSpec:
-    """The work stream of a pool, as these settings want it. `reserved`: it is that of a reservation."""
+    """Return the spec of a pool's work stream by these settings. `reserved` is true for the pool of a reservation."""
     max_bytes = topology.reservation_bytes(settings.queue_max_bytes) if reserved else settings.queue_max_bytes
     return topology.work_stream(
         pool,
@@ -123,16 +129,18 @@ def work_spec(settings: Settings, pool: str, *, reserved: bool = False) -> topol
 
 
 class StreamPosition(NamedTuple):
-    """Place of a message in a stream. A stream that was lost and created again counts from 1 again: there the sequence
-    is somebody else's message.
+    """Position of a message in a stream. A stream that was lost and created again counts from 1 again, so there the
+    same sequence is another message.
     """
 
-    created: str  # of the stream, as the broker tells it
+    created: str  # creation time of the stream, as the broker reports it
     sequence: int
 
 
 class WorkQueue:
-    """The gateway says what streams and consumers there are; everybody else verifies. Raises SettingError."""
+    """Work streams of the pools. The gateway defines the streams and consumers; all other processes only verify them.
+    Raises SettingError.
+    """
 
     def __init__(
         self,
@@ -146,9 +154,9 @@ class WorkQueue:
         serves: Callable[[str], bool] = lambda pool: True,
         is_reservation: Callable[[str], bool] = lambda pool: False,
     ) -> None:
-        """`on_lost` is called when a stream turns out to have been lost with the work in it, `on_publish` with the work
-        items of a request before they are published. `offload` takes what no message can hold. `serves` says whether a
-        pool is there, `is_reservation` whether it is a reservation.
+        """`on_lost` is called if a stream was lost with the work in it. `on_publish` is called with the work items of a
+        request before they are published. `offload` stores inputs that are too large for a message. `serves` returns
+        True if a pool exists, `is_reservation` if it is a reservation.
         """
         self._broker = broker
         self._settings = settings
@@ -158,8 +166,8 @@ class WorkQueue:
         self._on_publish = on_publish
         self._serves = serves
         self._is_reservation = is_reservation
-        self._created: dict[str, str] = {}  # by pool, when the broker created its stream
-        self._undoing = Tasks(_logger, lambda: None)  # each is bounded by the time-outs of its questions
+        self._created: dict[str, str] = {}  # by pool, the time when the broker created its stream
+        self._undoing = Tasks(_logger, lambda: None)  # each task is bounded by the time-outs of its broker requests
         self._ensuring = SharedTasks()
         self.consumers = WorkConsumers(broker, settings)
         inline_bytes, limit = settings.inline_payload_bytes, broker.max_payload - HEADROOM_BYTES
@@ -171,26 +179,28 @@ class WorkQueue:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of input in one message at most. The broker's own limit is read again with every connection."""
+        """Most bytes of input in one message. The broker's own limit is read again with every connection."""
         limit = max(1, self._broker.max_payload - HEADROOM_BYTES)
         return min(limit, self._settings.inline_payload_bytes or limit)
 
     @property
     def result_bytes(self) -> int:
-        """Bytes of results that fit one message, beside what is not results. An input with more comes back in parts."""
+        """Bytes of results that fit in one message beside its other parts. An input with a larger result is returned in
+        parts.
+        """
         return max(1, self._broker.max_payload - HEADROOM_BYTES)
 
     @property
     def holds_any_size(self) -> bool:
-        """Whether inputs that no message can hold go through the payload store."""
+        """True if inputs that are too large for a message go through the payload store."""
         return self._offload is not None
 
     async def ensure_pool(self, pool: str) -> None:
-        """Create or verify the pool's stream. If it is another one than this gateway knew, what was in it is lost, and
-        told so.
+        """Create or verify the pool's stream. If it is a new stream in place of a lost one, call `on_lost`, because the
+        work in it is lost.
 
-        All requests that meet a broker which does not answer come here between their attempts: they share one.
-        Raises PoolNotFound for a reservation that has ended, BrokerError.
+        All requests that meet a broker which does not answer call this between their attempts; they share one call to
+        the broker. Raises PoolNotFound for a reservation that has ended, BrokerError.
         """
         name = topology.stream_name(pool)
         try:
@@ -201,7 +211,7 @@ class WorkQueue:
         self._broker.troubles.pop(name, None)
 
     async def ensure_pools(self, pools: Iterable[str]) -> None:
-        """Ensure each pool, without those that have ended. Raises BrokerError."""
+        """Ensure each pool; skip reservations that have ended. Raises BrokerError."""
 
         async def ensure(pool: str) -> None:
             with contextlib.suppress(PoolNotFound):
@@ -212,11 +222,13 @@ class WorkQueue:
     async def _ensure_pool(self, pool: str) -> None:
         self._require(pool)
         reserved = self._is_reservation(pool)
-        if not reserved:  # its dead letters outlive a reservation, so its workers put them to those of their own pool
+        # dead letters must outlive a reservation, so its workers write them to the stream of their own pool
+        if not reserved:
             await self._ensure_dead_letters(pool)
         spec = work_spec(self._settings, pool, reserved=reserved)
         state = await self._broker.ensure_stream(spec, owner=True)
-        if not self._serves(pool):  # it ended meanwhile, and may have been removed before this made it again
+        # the reservation ended meanwhile: its stream may have been removed, and then created again here
+        if not self._serves(pool):
             await self._broker.delete_stream(spec.name)
             self._require(pool)
         before = self._created.get(pool)
@@ -231,32 +243,32 @@ class WorkQueue:
             raise PoolNotFound(f"there is no pool {pool!r} any more: its lease is over", param="X-SIE-Pool")
 
     async def forget_pool(self, pool: str) -> None:
-        """A reservation has ended."""
+        """Stop to use the pool of a reservation that has ended."""
         self._created.pop(pool, None)
         self._broker.troubles.pop(topology.stream_name(pool), None)
         await self.consumers.unfollow(pool)
 
     async def remove_pool(self, pool: str) -> None:
-        """Remove the stream of a reservation that has ended, with what waits in it. Raises BrokerError."""
+        """Remove the stream of a reservation that has ended, with the messages in it. Raises BrokerError."""
         await self.forget_pool(pool)
         await self._broker.delete_stream(topology.stream_name(pool))
 
     async def _ensure_dead_letters(self, pool: str) -> None:
-        """Ensure what workers need before they find the pool's stream: the stream of dead letters, and the marks of
-        poison.
+        """Ensure the stream of dead letters and the bucket of poison marks, which workers need before they find the
+        pool's stream.
         """
         replicas, queue_bytes = self._settings.stream_replicas, self._settings.queue_max_bytes
         spec = topology.dead_letter_stream(pool, storage="file", replicas=replicas, queue_bytes=queue_bytes)
         try:
             await self._broker.ensure_stream(spec, owner=True)
-        except TopologyMismatch as error:  # its letters are kept all the same
+        except TopologyMismatch as error:  # not fatal: the stream still keeps dead letters
             _logger.error("%s", error)
         await self._broker.key_value(
             topology.POISON_BUCKET, storage="file", replicas=replicas, max_age_s=topology.POISON_LIFETIME_S
         )
 
     async def reverify(self) -> bool:
-        """After a reconnect: make sure of every stream, and of the consumers of what is open. Raises BrokerError."""
+        """Verify every stream after a reconnect, and the consumers of open requests. Raises BrokerError."""
         if self._broker.max_payload < MIN_PAYLOAD_BYTES:
             _logger.error("%s", _too_small(self._broker.max_payload))
         pools = list(self._created)
@@ -264,10 +276,11 @@ class WorkQueue:
         return True
 
     async def publish(self, lane: Lane, items: Sequence[WorkItem], deadline_s: float) -> list[StreamPosition]:
-        """Store all chunks of a request, or none: when one cannot be stored the others are removed. Returns where they
-        lie.
+        """Store all chunks of a request, or none: if one cannot be stored, the others are removed. Return their
+        positions.
 
-        A message is kept also before its consumer exists, so both are made at once. Raises QueueFull, QueueUnavailable.
+        The stream keeps a message even before its consumer exists, so messages and consumer are created at the same
+        time. Raises QueueFull, QueueUnavailable.
         """
         first = items[0]
         self._on_publish(lane, items)
@@ -275,7 +288,8 @@ class WorkQueue:
         if not self.consumers.follows(lane.pool):
             await self._with_patience(functools.partial(self.ensure_pool, lane.pool), lane.pool, deadline_s)
         subject, spec = self.consumers.route(lane, first.priority, first.model, deadline_s)
-        if len(items) == 1 and self.consumers.is_verified(lane.pool, spec):  # nearly every request: no task, no turn
+        # the case of nearly every request: it needs no task and no semaphore
+        if len(items) == 1 and self.consumers.is_verified(lane.pool, spec):
             stored = [await self._publish_one(lane, subject, first, deadline_s)]
         else:
             stored = await self._publish_all(lane, subject, spec, items, deadline_s)
@@ -285,7 +299,8 @@ class WorkQueue:
     async def _publish_all(
         self, lane: Lane, subject: str, spec: ConsumerSpec, items: Sequence[WorkItem], deadline_s: float
     ) -> list[StreamPosition]:
-        turns = asyncio.Semaphore(PUBLISHES_AT_ONCE)  # the messages of a large request are not all in memory at once
+        # limits the messages of a large request that are in memory at once
+        turns = asyncio.Semaphore(PUBLISHES_AT_ONCE)
 
         async def in_turn(item: WorkItem) -> StreamPosition:
             async with turns:
@@ -307,13 +322,15 @@ class WorkQueue:
         return stored
 
     def undo(self, work: Coroutine[Any, Any, None]) -> None:
-        """Have this done beside everything else: the answer of a request that failed does not wait for it."""
+        """Run this work in the background: the answer of a failed request does not wait for it."""
         self._undoing.start(work, "undo")
 
     async def close(self) -> None:
-        """Wait for what is being undone, for UNDO_S at most."""
+        """Wait for background work, at most UNDO_S seconds, then stop."""
         if not await self._undoing.settle(UNDO_S):
-            _logger.warning("the messages of %d requests that nobody awaits are left in the queue", len(self._undoing))
+            _logger.warning(
+                "the messages of %d ended requests could not be removed from the queue in time", len(self._undoing)
+            )
         await self._undoing.cancel()
         await self._ensuring.stop()
         await self.consumers.close()
@@ -325,8 +342,8 @@ class WorkQueue:
         await self.withdraw(pool, [stored for stored in settled if isinstance(stored, StreamPosition)], request)
 
     async def _publish_one(self, lane: Lane, subject: str, item: WorkItem, deadline_s: float) -> StreamPosition:
-        """Store one message. Cancelled, it takes back what may have been stored; elsewhere the budget in the message
-        ends it.
+        """Store one message. If cancelled, withdraw a message that may have been stored. After another failure such a
+        message ends by its own budget.
         """
         message_id = f"{item.request}.{item.chunk}.{item.attempt}"
         stored, tried = StreamPosition("", 0), False
@@ -357,22 +374,23 @@ class WorkQueue:
         return stored
 
     async def _take_back(self, pool: str, subject: str, data: bytes, message_id: str, request: str) -> None:
-        """Withdraw what may be stored or not: the same message id again is answered with its sequence."""
-        with contextlib.suppress(BrokerError):  # then its age limit removes it
+        """Withdraw a message that may or may not be stored. A publish with the same message id returns its sequence."""
+        with contextlib.suppress(BrokerError):  # on an error the age limit of the stream removes it
             created = self._created.get(pool, "")
             sequence = (await self._broker.publish(subject, data, message_id, PUBLISH_TIMEOUT_S)).sequence
             await self.withdraw(pool, [StreamPosition(created, sequence)], request)
 
     def _is_too_large(self, item: WorkItem, message_bytes: int) -> bool:
-        """Whether its inputs pass the inline limit, or all of it what the broker takes."""
+        """Return True if the inputs exceed the inline limit, or the whole message exceeds the limit of the broker."""
         inputs = (*item.inputs, item.query) if item.query else item.inputs
         size = sum(entry.nbytes for entry in inputs)
         return size > self.payload_bytes or message_bytes > self._broker.max_payload - HEADER_BYTES
 
     async def _with_patience(self, attempt: Callable[[], Awaitable[None]], pool: str, deadline_s: float) -> None:
-        """Try again while the broker is away, for at most PUBLISH_PATIENCE_S and the request's budget.
+        """Try again while the broker is away, for at most PUBLISH_PATIENCE_S seconds and at most the request's budget.
 
-        A broker that is there and does not answer may have lost the stream, so that is made sure of between attempts.
+        A broker that does not answer although it is connected may have lost the stream. So the stream is ensured
+        between attempts.
         """
         end_s = min(time.perf_counter() + PUBLISH_PATIENCE_S, deadline_s)
         try:
@@ -399,9 +417,9 @@ class WorkQueue:
             except BrokerUnavailable as error:
                 if time.perf_counter() + 0.1 >= end_s:
                     raise QueueUnavailable("the broker could not be reached") from error
-                await asyncio.sleep(0.1)  # a pause between attempts; the broker's client reconnects on its own
+                await asyncio.sleep(0.1)  # pause between attempts; the client of the broker reconnects by itself
                 if self._broker.connected:
-                    with contextlib.suppress(BrokerError):  # then the next attempt fails in its own words
+                    with contextlib.suppress(BrokerError):  # the next attempt then reports its own error
                         await self.ensure_pool(pool)
             except BrokerError as error:
                 raise QueueUnavailable(f"the broker refused: {error}") from error
@@ -409,11 +427,11 @@ class WorkQueue:
                 return
 
     async def withdraw(self, pool: str, stored: Sequence[StreamPosition], request: str = "") -> None:
-        """Remove messages that nobody awaits any more, waiting or leased; what the broker cannot remove now its age
-        limit will.
+        """Remove messages that no request waits for, both waiting and leased. If the broker cannot remove a message
+        now, its age limit removes it later.
 
-        What lay in a stream that was lost since is gone with it, and its sequences are left alone. With `request`,
-        workers are told as well, and then: one that has room before the rest is gone would take more of it.
+        Messages of a stream that was lost are gone with it, so their sequences are not deleted. With `request`, workers
+        are told last to cancel it: a worker that gets room before the messages are removed would take more of them.
         """
         if stored and self._serves(pool):
             try:
@@ -425,12 +443,13 @@ class WorkQueue:
             try:
                 await self._broker.send(topology.cancel_subject(pool), messages.encode(CancelRequests((request,))))
             except BrokerError as error:
-                _logger.info("request %s: its workers were not told that nobody waits: %s", request, error)
+                _logger.info("request %s: its cancellation was not sent to the workers: %s", request, error)
 
     async def _remove(self, stream: str, stored: Sequence[StreamPosition]) -> None:
-        """Raises BrokerError."""
+        """Delete these messages from the stream. Raises BrokerError."""
         for start in range(0, len(stored), PUBLISHES_AT_ONCE):
-            created = (await self._broker.stream_state(stream)).created  # a lost stream may not be known yet
+            # read each time: the loss of a stream may not be noticed yet
+            created = (await self._broker.stream_state(stream)).created
             piece = stored[start : start + PUBLISHES_AT_ONCE]
             removals = [
                 self._broker.delete(stream, message.sequence) for message in piece if message.created == created
@@ -441,7 +460,7 @@ class WorkQueue:
 
 
 def _bounded(timeout_s: float, deadline_s: float) -> float:
-    """A time-out that does not outlast the request's deadline."""
+    """Return a time-out that does not exceed the request's deadline."""
     return max(0.05, min(timeout_s, deadline_s - time.perf_counter()))
 
 
