@@ -39,7 +39,7 @@ class GatewayReadiness:
         """
         if self.leaving:
             return "draining"
-        if not self._feed.loaded:
+        if not self._feed.first.is_set():
             return "the catalogue is not loaded"
         if not self._broker.connected:
             return "no connection to the broker"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import ssl
 import time
@@ -41,7 +40,7 @@ def options(url: str, session: Session, transport: Callable[..., object]) -> dic
 
 def with_key(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of a client, with the key of the environment unless they name one, or None for no key."""
-    return {"api_key": client_environment.api_key(os.environ), **options}
+    return {"api_key": client_environment.api_key(), **options}
 
 
 def timeout(request: Send) -> httpx.Timeout:
@@ -80,7 +79,9 @@ def address(base_url: str | None) -> str:
     """The address of a server, without a final slash; of None that of SIE_BASE_URL, else of this machine. Raises
     ValueError unless it names its scheme.
     """
-    url = str(client_environment.base_url(os.environ) if base_url is None else base_url).rstrip("/")
+    url = str((client_environment.base_url() or client_environment.LOOPBACK) if base_url is None else base_url).rstrip(
+        "/"
+    )
     if not url.startswith(("http://", "https://")):
         raise ValueError(
             "base_url: expected an address such as http://127.0.0.1:8080, which begins with http:// or https://"

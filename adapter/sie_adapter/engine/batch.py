@@ -2,9 +2,9 @@
 
     RunBatch ──► Items ──► fit? ──► pack ──► forward ──► heads ──► answers, per work item ──► BatchDone
 
-Each input has exactly one outcome at its own position. A bad one is a typed error and its mates are right. Out of
-memory clears the cache, makes room, then halves the batch by cost until it fits; an input that does not fit alone is
-RESOURCE_EXHAUSTED.
+Each input has exactly one outcome, at its own position. A bad input gets a typed error, and the results of the other
+inputs stay correct. If memory runs out, the cache is cleared, room is made, then the batch is halved by cost until it
+fits. An input that does not fit alone gets RESOURCE_EXHAUSTED.
 """
 
 from __future__ import annotations
@@ -47,13 +47,15 @@ class TextModel(Protocol):
     engine_choice: engines.Choice
 
     def heads_for(self, operation: Operation, options: RunOptions) -> tuple[str, ...]:
-        """The heads whose rows the answers are made from."""
+        """Return the names of the heads whose rows `answer` needs."""
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
-        """The batch as it goes to the device. `queries` bool [rows] tells queries from documents."""
+        """Return the batch in the form that the device gets. `queries` bool [rows] is True for queries and False for
+        documents.
+        """
 
     def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
-        """The output of a head for these ids if it needs no forward pass for that."""
+        """Return the output of a head for these ids if that needs no forward pass, else None."""
 
     def pack(self, batch: Items, chosen: Int64) -> PackedBatch: ...
 
@@ -67,7 +69,9 @@ class TextModel(Protocol):
         rows: Mapping[str, Sequence[Row]],
         places: list[int],
     ) -> ItemResults:
-        """One answer per input from the rows of its heads, in order; `places` are their positions in the batch."""
+        """Return one answer per input, in order, from the rows of its heads. `places` are the positions of the rows in
+        the batch.
+        """
 
 
 class BatchRun:
@@ -84,10 +88,10 @@ class BatchRun:
         count_remedy: Callable[[Remedy], None] = lambda remedy: None,
         pass_records: PassRecords | None = None,
     ) -> None:
-        """`batch_limits` has the limit of `key`; `make_room` gives memory back and returns the remedy, None if there is
-        none; `count_remedy` is called for each remedy; `pass_records` records each pass for the next process.
+        """`batch_limits` has the limit of `key`. `make_room` gives memory back and returns the remedy, None if there is
+        none. `count_remedy` is called for each remedy. `pass_records` records each pass for the next process.
 
-        Raises InvalidInput or InternalFailure for what cannot be run.
+        Raises InvalidInput or InternalFailure for a batch that cannot run.
         """
         if message.operation not in model.rows:
             raise InvalidInput(f"{message.model} does not {message.operation}", reason="unsupported_task")
@@ -121,7 +125,7 @@ class BatchRun:
             self._plan(group, count)
 
     def _plan(self, group: Group, count: int) -> None:
-        """Note the heads that run for each row."""
+        """Record the heads that run for each row."""
         self._queries[group.start : group.stop] = group.options.is_query
         if self._layout == "sides" and group.stop > group.start:
             self._queries[group.start] = True
@@ -143,8 +147,8 @@ class BatchRun:
                 self._errors.update(dict.fromkeys(client_rows, error))
 
     def run(self) -> BatchDone:
-        """Run the batch and account for every input. Raises what the device raises, other than running
-        out of memory.
+        """Run the batch and return an outcome for every input. Raises what the device raises, other than running out of
+        memory.
         """
         started = time.perf_counter()
         self._errors |= _unfit(self._items, self._model)
@@ -173,7 +177,7 @@ class BatchRun:
         )
 
     def _without_pass(self) -> Int64:
-        """Fill what needs no pass; returns the rows that need one."""
+        """Fill the rows that need no pass. Return the rows that need one."""
         needing = np.zeros(len(self._items.lengths), bool)
         for row, vectors in self._client_vectors.items():
             if not np.isfinite(vectors).all():
@@ -198,7 +202,7 @@ class BatchRun:
         return np.flatnonzero(needing)
 
     def _recover(self, chosen: Int64, *, is_tried: bool) -> None:
-        """Run items of which a pass ran out of memory, or whose thread takes no new shapes."""
+        """Run items whose pass ran out of memory, or whose thread cannot run new shapes any more."""
 
         def refuse(item: int) -> None:
             self._errors[item] = oom.exhausted()
@@ -214,7 +218,7 @@ class BatchRun:
             tell(self._key, int(self._prepared.costs[chosen].sum()))
 
     def _recorded(self, chosen: Int64) -> None:
-        """A pass that the next process knows of if this one does not survive it."""
+        """Run a pass, and record it while it runs, so that the next process learns of it if this process dies."""
         if self._pass_records is None or self._batch_limits is None:
             self._pass(chosen)
             return
@@ -235,14 +239,14 @@ class BatchRun:
             states = States(hidden, packed, self._queries[packed.order], self._message.pooling)
             doubtful = self._reduce(states)
         if len(chosen) > 1:
-            for item in sorted(doubtful):  # alone: a mate's overflow may be what was seen
+            for item in sorted(doubtful):  # alone, since a mate's overflow may have caused the value
                 self._pass(np.array([item], np.int64))
         elif doubtful:
             error = InferenceFailed("the model gave values that are not finite", reason="non_finite")
             self._errors.update(dict.fromkeys(doubtful, error))
 
     def _reduce(self, states: States) -> set[int]:
-        """Keep what the heads make of a pass. Returns the rows with values that are not finite."""
+        """Keep the rows that the heads compute from a pass. Return the rows with values that are not finite."""
         packed = states.packed
         doubtful: set[int] = set()
         for head, mask in self._masks.items():
@@ -261,8 +265,8 @@ class BatchRun:
         return doubtful
 
     def _answers(self, group: Group) -> list[tuple[ItemResult | SIEError, int]]:
-        """The results of a group, with the tokens that ran for it. Those of a query that is shared count for the first
-        input.
+        """Return the results of a group, with the tokens that ran for each. The tokens of a shared query count for the
+        first input.
         """
         shared = [group.start] if self._layout == "sides" and group.stop > group.start else []
         first = group.start + len(shared)
@@ -281,7 +285,7 @@ class BatchRun:
         return results
 
     def _group_results(self, group: Group, shared: list[int], units: list[list[int]]) -> ItemResults:
-        """The answers of the inputs whose rows are `units`."""
+        """Return the answers of the inputs. `units` has the rows of each input."""
         heads = self._model.heads_for(self._message.operation, group.options)
         query: dict[str, Any] = {head: self._rows[head][shared[0]] for head in heads} if shared else {}
         results: list[ItemResult | SIEError | None] = [None] * len(units)
@@ -306,7 +310,8 @@ class BatchRun:
         except Exception as error:
             if is_device_fatal(error):
                 raise
-            _logger.exception("the outputs of a group failed")  # what this group asks, its mates did not
+            # the options of this group are at fault, so the other groups still get answers
+            _logger.exception("the outputs of a group failed")
             return [InternalFailure("its outputs could not be made, see the log of the adapter")] * len(units)
         for got, expected in counts:
             if got != expected:
@@ -315,14 +320,14 @@ class BatchRun:
 
 
 def _client_vectors(message: RunBatch, batch: Items, width: int) -> dict[int, np.ndarray]:
-    """The vectors that stand in the place of rows, float32 [vectors, width] each. Raises InternalFailure if they do not
-    belong to them.
+    """Return the vectors that clients sent instead of texts, by row, float32 [vectors, width] each. Raises
+    InternalFailure if the vectors do not match the rows.
     """
     if not message.given:
         return {}
     counts = np.frombuffer(message.given, "<i4")
     rows = np.flatnonzero(counts >= 0)
-    vectors = np.frombuffer(message.vectors, "<f4").copy()  # torch wants to be able to write
+    vectors = np.frombuffer(message.vectors, "<f4").copy()  # torch needs a writable array
     if (
         len(counts) != len(batch.lengths)
         or batch.lengths[rows].any()
@@ -338,8 +343,8 @@ def _client_vectors(message: RunBatch, batch: Items, width: int) -> dict[int, np
 
 
 def _unfit(batch: Items, model: TextModel) -> dict[int, SIEError]:
-    """Rows that must not reach the device: an id out of range would end its context, a length out of range would read
-    foreign rows.
+    """Return an error for each row that must not reach the device. An id out of range would break the device context, a
+    wrong length would read rows of other inputs.
     """
 
     def is_fit(longest: Any, low: Any, high: Any) -> Any:
@@ -354,15 +359,15 @@ def _unfit(batch: Items, model: TextModel) -> dict[int, SIEError]:
         if length > model.max_tokens:
             errors[item] = InvalidInput(f"expected at most {model.max_tokens} tokens, got {length}", reason="too_long")
         else:
-            # no client's fault: the sidecar refuses ids that the tokenizer does not have, and that is proven to be of
-            # this table
+            # not the client's fault: the sidecar refuses ids that the tokenizer does not have, and it is verified that
+            # the tokenizer's ids fit this table
             cause = f"a token id is not within the table of {model.vocabulary} embeddings"
             errors[item] = InternalFailure(cause, reason="token_out_of_range")
     return errors
 
 
 def check_groups(groups: tuple[Group, ...], count: int) -> None:
-    """Raises InternalFailure unless the groups cover `count` rows in order."""
+    """Raise InternalFailure unless the groups cover `count` rows in order."""
     ends = [0, *(group.stop for group in groups)]
     starts = [*(group.start for group in groups), count]
     if ends != starts or any(group.start > group.stop for group in groups):
@@ -370,9 +375,9 @@ def check_groups(groups: tuple[Group, ...], count: int) -> None:
 
 
 def _fits(work: Callable[[Int64], None], items: Int64) -> bool:
-    """Do `work` on all the items. Returns whether memory sufficed."""
-    # a function of its own: once it returns, nothing holds the tensors of a failed pass, as the traceback of a handled
-    # error would
+    """Run `work` on all the items. Return whether memory sufficed."""
+    # A separate function: after it returns, nothing holds the tensors of a failed pass. The traceback of an error that
+    # is being handled would hold them.
     try:
         work(items)
     except (RuntimeError, MemoryError) as error:
@@ -383,7 +388,9 @@ def _fits(work: Callable[[Int64], None], items: Int64) -> bool:
 
 
 def _halves(chosen: Int64, lengths: Int64) -> tuple[Int64, Int64]:
-    """Two parts of about equal tokens, each of at least one item, the long items apart from the short ones."""
+    """Split the items into two parts of about equal tokens, each of at least one item, with the long items apart from
+    the short ones.
+    """
     ordered = chosen[np.argsort(lengths[chosen], kind="stable")]
     costs = np.cumsum(lengths[ordered])
     cut = int(np.searchsorted(costs, costs[-1] / 2, side="right")) or 1

@@ -1,5 +1,5 @@
-"""The engine of one process, wired: device, loader, residency, lanes. No sockets: the server and the benchmark both
-drive it.
+"""The engine of one process: it connects device, loader, residency and lanes. It has no sockets, since both the server
+and the benchmark drive it.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from sie_store.weights.sources import named_loras
 
 _logger = logging.getLogger("sie.adapter")
 DEVICE_LOST_STATUS = 70
-# A lane between two operations waits this long for the interpreter; the 5 ms that Python ships with cost two lanes 2 to
-# 4 %.
+# Seconds that a lane which needs the interpreter waits before it asks the running lane to release it. Python's default
+# of 5 ms slows two lanes by 2 to 4 %.
 _SWITCH_INTERVAL_S = 0.0005
 _KEPT_PRODUCTS = "64"
 
@@ -58,7 +58,7 @@ class AdapterEngine:
     """One device with its models and lanes. Owns the lanes until `stop`. Raises SettingError for a device that is
     absent.
 
-    `on_device_lost` is called from a lane when the device context died; by default it ends the process, so that the
+    `on_device_lost` is called from a lane when the device context is lost. By default it ends the process, so that the
     supervisor restarts it.
     """
 
@@ -88,9 +88,9 @@ class AdapterEngine:
         self._preprocessing = threading.BoundedSemaphore(settings.preprocessor_workers)
         self.batch_limits = DeviceLimits.for_machine(settings)
         self._pass_records = PassRecords.for_socket(settings) if self.device.type == "cpu" else None
-        # a second stream of kernels on one GPU only adds contention; on a CPU, bench/engine.py says: two lanes 324
-        # texts/s, two processes 333, one pass on both cores 292 (mixed lengths, bfloat16); 3,623, 3,608 and 2,567 on
-        # texts of 8 tokens
+        # A second stream of kernels on one GPU only adds contention. On a CPU bench/engine.py measured, with mixed
+        # lengths in bfloat16: two lanes 324 texts/s, two processes 333, one pass on both cores 292. On texts of 8
+        # tokens: 3,623, 3,608 and 2,567.
         self._instrumentation = (
             Instrumentation(lambda: devices.memory(self.device).used_bytes) if settings.instrumentation else None
         )
@@ -102,13 +102,13 @@ class AdapterEngine:
         self._log_choices(settings)
 
     def _load(self, resolved: Resolved) -> Any:
-        # the thread of the load may find no room either
+        # the thread that loads may run out of memory too
         with self._ending_if_lost(), classed(resolved.entry), devices.weights_apart():
             return on_new_thread(self.loader.load, resolved)
 
     def _warm_up(self, resolved: Resolved, weights: Any) -> int:
-        """One tiny pass, so that the first request does not pay for it. Returns the peak of its activations, bytes.
-        Raises ModelLoadFailed, as a load.
+        """Run one tiny pass, so that the first request does not wait for the warm-up. Return the peak of its
+        activations, bytes. Raises ModelLoadFailed, as a load does.
         """
 
         def once() -> None:
@@ -129,15 +129,15 @@ class AdapterEngine:
             raise
 
     def _end_if_lost(self, error: Exception) -> None:
-        """Later answers of a dead context would be errors, or wrong."""
+        """End the process if the device is lost: on a dead context later batches would fail or give wrong results."""
         if is_device_fatal(error):
             _logger.critical("the device is lost, ending: %s", error)
             self._on_device_lost()
 
     def prepare(self, message: RunBatch, permission: Permission) -> Callable[[RunBatch], Reply] | None:
-        """Tokenise the texts of a family that does it itself, on the calling thread and off the device lane,
-        SIE_PREPROCESSOR_WORKERS at once. Returns what runs the batch then, on a lane. Never raises: what fails here
-        fails again there, and is answered.
+        """Tokenise the texts for a family that has its own tokenisation, on the calling thread and off the device lane,
+        at most SIE_PREPROCESSOR_WORKERS at once. Return the function that a lane then calls to run the batch, or None
+        if there is nothing to prepare. Never raises: an error here occurs again on the lane, which answers it.
         """
         try:
             with self.residency.use(message.model, message.fingerprint) as resident:
@@ -154,7 +154,9 @@ class AdapterEngine:
             return None
 
     def writes(self, message: RunBatch) -> bool:
-        """Whether the batch is written beside the lanes: its caller calls `execute` on a thread of its own."""
+        """Return whether the batch generates text beside the lanes. If so, the caller runs `execute` on its own
+        thread.
+        """
         try:
             with self.residency.use(message.model, message.fingerprint) as resident:
                 rows = resident.weights.rows.get(message.operation)
@@ -169,11 +171,12 @@ class AdapterEngine:
         permission: Permission | None = None,
         is_gone: Callable[[], bool] = lambda: False,
     ) -> Reply:
-        """Run a batch on the calling thread, under inference mode: BatchDone, or Refused, with the models that were
-        unloaded for it. Memory that grew above the threshold is relieved after it. Never raises.
+        """Run a batch on the calling thread, under inference mode. Return BatchDone or Refused, with the models that
+        were unloaded for it. Relieve memory afterwards if it is above the threshold. Never raises.
 
-        `preparation`: what the family made of its texts before. `permission`: made when the batch arrived. `is_gone`: a
-        batch of a model that writes is refused between two of its steps if this says that nobody waits for it.
+        `preparation`: the result of the family's `prepare` for these texts. `permission`: created when the batch
+        arrived. `is_gone`: returns True if no client waits for the batch any more; a model that generates text then
+        refuses the batch between two steps.
         """
         permission = permission or self.residency.permission(message.may_drop)
         reply = self._run(message, functools.partial(self.residency.make_room, permission), preparation, is_gone)
@@ -187,10 +190,10 @@ class AdapterEngine:
     def _run(
         self, message: RunBatch, make_room: Callable[[], Remedy | None], preparation: Any, is_gone: Callable[[], bool]
     ) -> BatchDone | Refused:
-        """Never raises."""
+        """Run a batch and return the reply, without relieving memory. Never raises."""
         try:
             with self.residency.use(message.model, message.fingerprint) as resident:
-                weights: Any = resident.weights  # one of the two protocols below
+                weights: Any = resident.weights  # one of two protocols: TextModel, or VerbModel of `raw`
                 count_remedy = functools.partial(self.oom_counters.count, message.model)
                 rows = weights.rows.get(message.operation)
                 if rows is not None and rows.writes:
@@ -210,7 +213,7 @@ class AdapterEngine:
             return Refused(InternalFailure("the batch failed, see the log of the adapter").info(), message.batch)
 
     def ensure_lora(self, model: str, lora: str) -> str:
-        """Load a LoRA of a loaded model, on the calling thread; returns the digest of its files. Raises LoraLoadFailed,
+        """Load a LoRA of a loaded model, on the calling thread. Return the digest of its files. Raises LoraLoadFailed,
         ModelLoading.
         """
         with self.residency.use(model) as resident:
@@ -232,7 +235,8 @@ class AdapterEngine:
                 raise
             except Exception as error:
                 self._end_if_lost(error)
-                # its name may be a client's, and the message of the exception may have it
+                # no message of the exception in the log: the name of the LoRA may come from a client, and the message
+                # may hold it
                 trace = "".join(traceback.format_tb(error.__traceback__))
                 _logger.error("loading a LoRA of %s failed: %s\n%s", model, type(error).__qualname__, trace)
                 cause = (
@@ -259,7 +263,7 @@ class AdapterEngine:
         )
 
     def describe(self) -> ipc.Description:
-        """The description of this process and its models."""
+        """Return the description of this process and its models."""
         memory = devices.memory(self.device)
         return ipc.Description(
             protocol=ipc.PROTOCOL,
@@ -279,7 +283,7 @@ class AdapterEngine:
         )
 
     def stop(self, timeout_s: float) -> bool:
-        """Finish running batches, refuse waiting ones. Returns whether all ended in time."""
+        """Finish running batches and refuse waiting ones. Return whether all ended in time."""
         began_s = time.monotonic()
         ended = self.device_threads.stop(timeout_s)
         ended = self.readings.stop(max(0.0, timeout_s - (time.monotonic() - began_s))) and ended
@@ -288,17 +292,17 @@ class AdapterEngine:
 
 
 def prepare_process() -> None:
-    """Settle what is kept once per process: one torch thread per operation, since lanes are the parallelism, the
-    allocator, the caches of oneDNN, and that no library reports to its maker.
+    """Set what holds for the whole process. One torch thread per operation, since the lanes are the parallelism. Also
+    the allocator, the caches of oneDNN, and switches that keep libraries from sending telemetry.
     """
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     devices.keep_freed_memory()
-    # oneDNN, and torch for each thread, keep what they made for a product of any size: by default 1,024 of them, of
+    # oneDNN, and torch in each thread, cache what they prepared for a product of any size: by default 1,024 entries of
     # half a megabyte each (bench/results/memory.md)
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.putenv(name, _KEPT_PRODUCTS)
-    # onnxruntime, which gliner imports, and openvino else send and store events from their import on
+    # without these, onnxruntime (which gliner imports) and openvino store and send telemetry from their import on
     os.putenv("ORT_DISABLE_TELEMETRY", "1")
     sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]

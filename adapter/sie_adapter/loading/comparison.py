@@ -1,5 +1,5 @@
-"""Checks of a model's files without a load of its weights: the files are whole and those of its class, and the
-tokenizer is theirs.
+"""Checks of a model's files without a load of its weights: the files are complete, they fit the class, and the
+tokenizer fits the weights.
 
 weight files ──► read once: whole, no NaN
 class of the entry, on the device `meta` ──► names and shapes of tensors ──► its table of embeddings ──► its tokenizer
@@ -23,8 +23,8 @@ from sie_contracts.models.load_errors import load_failed
 
 
 def compare_files(folder: Path, entry: ModelEntry) -> list[str]:
-    """Raises ModelLoadFailed for what a load of `entry` from `folder` would be refused for. Returns what could not be
-    compared, and why.
+    """Raise ModelLoadFailed for faults that a load of `entry` from `folder` would refuse. Return the parts that could
+    not be compared, and why.
 
     No code of the folder is run, whatever the entry allows.
     """
@@ -45,7 +45,7 @@ def compare_files(folder: Path, entry: ModelEntry) -> list[str]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the progress and the advice of transformers, for whoever reads weights, and torch's warnings."""
+    """Hide the progress bars and advice of transformers, and torch's warnings, inside the context."""
     bars, level = transformers.logging.is_progress_bar_enabled(), transformers.logging.get_verbosity()
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity(logging.ERROR)

@@ -1,12 +1,12 @@
 """Admission: the order in which requests are let in, and the Retry-After of refused requests.
 
-    key ─► `grant`: its scopes and quota ─► `window`: its share ─► `model_queue`: the expected wait, by `throughput`
+    key ─► `grant`: its scopes and quota ─► `window`: its share ─► `model_queue`: the expected wait
     ─► admitted, or 429 or 503 with a time from `retry_slots`
 
 The table has the refusals of the gateway for lack of room, by the class or function that raises them (`docs/errors.md`
 has the codes, `docs/security.md` has the limits under "What a client may hold"). Other modules refuse connections and
 websockets (`sie_runtime.http`), large inputs if their store is full (QUEUE_UNAVAILABLE with `store_full`,
-`streams/publish`), requests without a worker (PROVISIONING, MODEL_LOADING, `fleet/demand` and `fleet/lanes`) and
+`streams/offload`), requests without a worker (PROVISIONING, MODEL_LOADING, `fleet/demand` and `fleet/lanes`) and
 reservations (`fleet/pool_rules`). A worker refuses for lack of its own room in the sidecar's `prepare/media_pool` and
 the adapter's `memory/oom`, `memory/residency`, `documents/parsers`.
 

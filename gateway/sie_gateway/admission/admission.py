@@ -1,4 +1,4 @@
-"""Entry of requests into the queue. A request is refused by its expected wait (`throughput`, `retry_slots`), and keys
+"""Entry of requests into the queue. A request is refused by its expected wait (`model_queue`, `retry_slots`), and keys
 share the queue by their windows (`window`).
 
     chunks ──► would it wait past its budget? ──► room now: permits at once

@@ -36,8 +36,18 @@ def require_tokens(settings: Settings) -> None:
         raise SettingError("SIE_AUTH_MODE", "static needs SIE_AUTH_TOKEN or SIE_AUTH_TOKENS")
 
 
-# paths of text generation: client libraries for language models have methods for them
-_GENERATIVE = re.compile(r"/v1/(chat/completions|completions|responses|generate|estimate|recommend)(/|$)")
+# routes of other servers, such as text generation, that this gateway does not have, with the route to use instead
+_ELSEWHERE = (
+    (
+        re.compile(r"/v1/(chat/completions|completions|responses|generate|estimate|recommend)(/|$)"),
+        "this server does not generate text: use /v1/encode, /v1/score or /v1/extract here, and a server of language"
+        " models for generation",
+    ),
+    (
+        re.compile(r"/v1/audio/(transcriptions|translations)$"),
+        "this server writes what is spoken at /v1/extract, with a model that reads sounds",
+    ),
+)
 
 
 class Gate:
@@ -83,11 +93,9 @@ class Gate:
                 grant = replace(grant, scopes=self._usable(grant.scopes))
         if row is None or not row.served:
             if not match.methods:
-                if _GENERATIVE.match(path):
-                    raise NotFound(
-                        "this server does not generate text: use /v1/encode, /v1/score or /v1/extract here, and a"
-                        " server of language models for generation"
-                    )
+                for pattern, message in _ELSEWHERE:
+                    if pattern.match(path):
+                        raise NotFound(message)
                 raise NotFound(
                     f"no such path; did you mean {near}?"
                     if (near := TABLE.near(path))
