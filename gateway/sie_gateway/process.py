@@ -108,8 +108,8 @@ async def serve(
     inbox = ResultInbox(broker, metrics, on_late=lambda result: admission.answered_late(result))
 
     def on_lost() -> None:
-        _logger.error("a work stream was lost with the broker; %d open requests fail", len(inbox))
-        inbox.fail_all(QueueUnavailable("the queue was lost with its broker"))
+        _logger.error("the broker lost a work stream; %d open requests fail", len(inbox))
+        inbox.fail_all(QueueUnavailable("the broker lost the queue"))
 
     store = open_store(settings.payload_store_url)
     offload = (

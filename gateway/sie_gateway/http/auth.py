@@ -59,7 +59,9 @@ class Gate:
         """`keys` must be given in auth mode token, and in no other mode. Raises SettingError."""
         require_tokens(settings)
         if (settings.auth_mode == "token") != (keys is not None):
-            raise SettingError("SIE_AUTH_MODE", "token, and no other mode, needs the keys of a broker")
+            raise SettingError(
+                "SIE_AUTH_MODE", "mode token needs the keys of a broker, and no other mode may have them"
+            )
         self._guarded = settings.auth_mode != "none"
         self._pools = "admin" if settings.pool_write_role == "admin" else "pools"
         self._keys = keys

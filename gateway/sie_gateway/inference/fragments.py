@@ -95,7 +95,7 @@ class Fragments:
     def _find_room(self, keep: Assembly, size: int, now_s: float) -> None:
         held = sum(self._all[key].held_bytes for key in self._requests[keep.request])
         if held + size > self.max_request_bytes:
-            raise InboxFull(f"parts of the results of one request pass {self.max_request_bytes >> 20} MiB")
+            raise InboxFull(f"parts of the results of one request exceed {self.max_request_bytes >> 20} MiB")
         if self.held_bytes + size > self.max_bytes:
             self._expire(now_s)
         if self.held_bytes + size > self.max_bytes:

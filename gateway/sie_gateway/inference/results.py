@@ -554,14 +554,14 @@ class ResultInbox:
             assembly = self._fragments.add(part, time.monotonic())
         except ValueError as error:
             self._metrics.outcomes.labels("undecodable").inc()
-            _logger.error("request %s: what was sent is no part of a result: %s", part.request, error)
+            _logger.error("request %s: an invalid part of a result was received: %s", part.request, error)
             return "unknown"
         except InboxFull as error:
             self._metrics.outcomes.labels("no_room").inc()
             self._fragments.drop_request(part.request)
             collector.fail(
                 ResourceExhausted(
-                    f"the results of this request have no room: {error}; send fewer inputs or ask for less"
+                    f"there is no room for the results of this request: {error}; send fewer inputs or ask for fewer outputs"
                 )
             )
             return "unknown"

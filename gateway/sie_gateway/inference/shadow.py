@@ -213,7 +213,7 @@ class Shadows:
             result = "cold" if isinstance(error, ModelLoading) else "failed"
             self._pause(alias, canonical, error.code, SHORT_PAUSE_S if error.retryable else PAUSE_S)
         except Exception as error:  # outermost handler of the task; no client waits for it
-            _logger.exception("a copy of a request of %s to %s failed", alias.id, canonical)
+            _logger.exception("a copy of a request of alias %s to model %s failed", alias.id, canonical)
             self._pause(alias, canonical, type(error).__name__, PAUSE_S)
         finally:
             self._opening.discard(request.resolved.residency)

@@ -695,7 +695,7 @@ class WorkQueue:
             try:
                 await self._remove(topology.stream_name(pool), stored)
             except BrokerError as error:
-                _logger.warning("of %d withdrawn messages not all could be removed: %s", len(stored), error)
+                _logger.warning("not all of %d withdrawn messages could be removed: %s", len(stored), error)
         if request:
             failpoint("publish.before_cancel")
             try:
