@@ -24,7 +24,7 @@ from sie_contracts.models.load_errors import load_failed
 from sie_store.entry_faults import MODEL_FILE, POOLING_NAMES, pooling_name
 from sie_store.folder_files import TRANSFORMER_FILES, read_json, read_value, reading
 
-# settings by module: those in the set are obeyed, or change no number
+# settings by module: those listed are obeyed, or do not change the results
 FIELDS: Mapping[str, frozenset[str]] = {
     "Transformer": frozenset(
         {
