@@ -31,6 +31,10 @@ class Environment:
     def uninstall(self, *names: str) -> None:
         self._pip("uninstall", "--yes", *names)
 
+    def check(self) -> None:
+        """Fails if a distribution lacks what it requires, or has another version of it."""
+        self._pip("check")
+
     def install_public(self, *pins: str) -> None:
         """Install public distributions, `name==version`, and what they require."""
         any_python = ("--no-deps", "--ignore-requires-python")
@@ -45,7 +49,7 @@ class Environment:
         done = subprocess.run(
             [*PIP[:3], "--python", str(self.python), *PIP[3:], *arguments], capture_output=True, text=True, timeout=900
         )
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def _requirements(wheel: Path) -> list[str]:

@@ -45,7 +45,8 @@ from sie_gateway.operations.doctor import Doctor
 from sie_gateway.operations.status import ClusterStatus
 from sie_gateway.state import Gateway, GatewayReadiness, Services
 from sie_gateway.streams.backlog import Backlog
-from sie_gateway.streams.publish import LOAD_CEILING_S, Offload, WorkQueue, life_s
+from sie_gateway.streams.offload import Offload, life_s
+from sie_gateway.streams.publish import LOAD_CEILING_S, WorkQueue
 from sie_runtime import tracing
 from sie_runtime.clock import BrokerClock
 from sie_runtime.connection import connected

@@ -37,7 +37,7 @@ class GatewayReadiness:
         """Why this gateway is not ready, or None. Workers do not count: they may be scaled to zero."""
         if self.leaving:
             return "draining"
-        if not self._feed.loaded:
+        if not self._feed.first.is_set():
             return "the catalogue is not loaded"
         if not self._broker.connected:
             return "no connection to the broker"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import ssl
 import time
@@ -43,7 +42,7 @@ def options(url: str, session: Session, transport: Callable[..., object]) -> dic
 
 def with_key(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options of a client, with the key of the environment unless they name one, or None for no key."""
-    return {"api_key": client_environment.api_key(os.environ), **options}
+    return {"api_key": client_environment.api_key(), **options}
 
 
 def timeout(request: Send) -> httpx.Timeout:
@@ -82,7 +81,9 @@ def address(base_url: str | None) -> str:
     """Return the address of a server without a final slash. For None it is SIE_BASE_URL, else a server on this machine.
     Raises ValueError if the address has no scheme.
     """
-    url = str(client_environment.base_url(os.environ) if base_url is None else base_url).rstrip("/")
+    url = str((client_environment.base_url() or client_environment.LOOPBACK) if base_url is None else base_url).rstrip(
+        "/"
+    )
     if not url.startswith(("http://", "https://")):
         raise ValueError(
             "base_url: expected an address such as http://127.0.0.1:8080, which begins with http:// or https://"

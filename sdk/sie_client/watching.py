@@ -130,10 +130,15 @@ class AsyncStatusSocket(_Url):
             return _refusal(error, started_s)
 
     async def _recv(self) -> bytes:
+        receiving = asyncio.ensure_future(self._connection.recv(decode=False))
         try:
-            return bytes(await asyncio.wait_for(self._connection.recv(decode=False), SILENCE_S))
-        except asyncio.TimeoutError as error:  # noqa: UP041  another class before Python 3.11
-            raise OSError(f"no frame within {SILENCE_S:g} s") from error
+            # before Python 3.12 wait_for forgets a cancellation that comes together with a frame
+            await asyncio.wait({receiving}, timeout=SILENCE_S)
+            if not receiving.done():
+                raise OSError(f"no frame within {SILENCE_S:g} s")
+            return bytes(receiving.result())
+        finally:
+            receiving.cancel()
 
     async def next(self) -> bytes | None:
         try:

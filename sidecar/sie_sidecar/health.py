@@ -58,7 +58,7 @@ class WorkerHealth:
             return "the adapter does not answer"
         if not self._bus.connected:
             return "no connection to the broker"
-        if not self.feed.loaded:
+        if not self.feed.first.is_set():
             return "the catalogue is not loaded"
         if self.worker is None:
             return because("starting", self._bus)

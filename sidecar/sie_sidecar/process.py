@@ -228,7 +228,7 @@ async def _preload(
     if not settings.preload_models:
         return
     health.preloading = ", ".join(settings.preload_models)
-    while not feed.loaded and not await stop.wait_for(0.05):
+    while not feed.first.is_set() and not await stop.wait_for(0.05):
         pass
     if stop.requested:
         return

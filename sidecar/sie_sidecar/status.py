@@ -83,7 +83,7 @@ class WorkerStatus:
                     self._summed = of_models(self._metrics.registry)
                 await self.frames.show(scope, receive, send)
         except SIEError as error:  # before it was accepted, all of them
-            await refuse_upgrade(send, error)
+            await refuse_upgrade(scope, send, error)
 
     def _admit(self, scope: Scope) -> None:
         """Raises NotFound, Unauthenticated."""

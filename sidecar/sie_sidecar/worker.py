@@ -28,14 +28,12 @@ from sie_runtime.feed import CatalogueFeed
 from sie_runtime.process import Stop, Tasks, retry
 from sie_sidecar.batching.batch import BatchLimits
 from sie_sidecar.batching.sizing import quantum_of
-from sie_sidecar.device.device import DeviceQueue
-from sie_sidecar.device.dispatch import Dispatch
+from sie_sidecar.device.dispatch import DeviceQueue, Dispatch
 from sie_sidecar.device.in_flight import InFlight, Inventory
 from sie_sidecar.device.isolate import Isolate
 from sie_sidecar.device.link import AdapterLink
 from sie_sidecar.device.poison import PoisonMarks
 from sie_sidecar.intake.intake import WorkIntake
-from sie_sidecar.intake.leases import Leases, open_ledger
 from sie_sidecar.intake.pull import WorkSource
 from sie_sidecar.metrics import SidecarMetrics
 from sie_sidecar.models.loading import Loading, LoraLoads, ResidencyRequests
@@ -45,7 +43,7 @@ from sie_sidecar.prepare.media_pool import MediaPool
 from sie_sidecar.prepare.prepare import Prepare
 from sie_sidecar.prepare.tokens import TokenizerPool
 from sie_sidecar.results.dead_letters import DeadLetterWriter
-from sie_sidecar.results.settle import ResultDelivery, Settle
+from sie_sidecar.results.settle import Leases, ResultDelivery, Settle, open_ledger
 from sie_store.payloads import PayloadStore
 
 if TYPE_CHECKING:

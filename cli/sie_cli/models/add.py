@@ -18,6 +18,7 @@ from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.trust import USUAL
 from sie_contracts.settings import Settings
 from sie_runtime.feed import read_folder
+from sie_store.weights.sources import WeightSources
 
 
 @click.command()
@@ -129,7 +130,6 @@ def _check_weights(entry: ModelEntry, settings: Settings) -> None:
     """
     from sie_adapter.loading.certificate import check_files
     from sie_adapter.loading.comparison import compare_files
-    from sie_store.weights.sources import WeightSources
 
     try:
         located = WeightSources(settings.cache_folder, may_download=False).locate(entry)

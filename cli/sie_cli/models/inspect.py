@@ -6,6 +6,7 @@ With --check the model is loaded too, and answers a sample.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,9 +20,14 @@ from sie_cli.refusal import CommandRefused
 from sie_contracts.errors import SIEError
 from sie_contracts.models.catalogue import Catalogue, packaged_folder
 from sie_contracts.models.entries import ModelEntry, is_id, parse_entry
+from sie_contracts.models.options import run_options
 from sie_contracts.names import NameIndex
 from sie_contracts.settings import Settings
+from sie_contracts.wire.ipc import BatchDone
+from sie_contracts.wire.messages import Input, Ok
 from sie_runtime.feed import read_folder
+from sie_store.configured import weight_sources
+from sie_store.weights.progress import FetchProgress
 
 F = TypeVar("F", bound=Callable[..., Any])
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -167,7 +173,6 @@ def _repository(settings: Settings, hub: str, commit: str) -> Path:
     """The snapshot of a commit: from the caches, else downloaded. The kind of model decides which of its files are
     fetched.
     """
-    import dataclasses
 
     def sources(family: str, *, may_download: bool) -> Path:
         stub = parse_entry(
@@ -193,11 +198,6 @@ def weights_folder(settings: Settings, entry: ModelEntry) -> Path:
     """The folder of the weights of an entry, downloaded if necessary, with a bar on a terminal. Raises ModelLoadFailed,
     SettingError.
     """
-    import dataclasses
-
-    from sie_store.configured import weight_sources
-    from sie_store.weights.progress import FetchProgress
-
     with transfers() as bars:
 
         def begin(title: str) -> FetchProgress:
@@ -214,8 +214,6 @@ def answers(entry: ModelEntry, settings: Settings) -> list[str]:
     """Load `entry` on the CPU and run a sample of each of its tasks, as a worker does: a line for each output. Raises
     ModelLoadFailed.
     """
-    import dataclasses
-
     from sie_adapter.engine.engine import AdapterEngine
     from sie_sidecar.prepare.tokens import ModelTokenizer
 
@@ -239,9 +237,6 @@ def answers(entry: ModelEntry, settings: Settings) -> list[str]:
 
 def _sample(engine: Any, entry: ModelEntry, task: Any, tokenizer: Any) -> list[str]:
     from sie_adapter.engine.device_threads import DeviceJob
-    from sie_contracts.models.options import run_options
-    from sie_contracts.wire.ipc import BatchDone
-    from sie_contracts.wire.messages import Input, Ok
     from sie_sidecar.prepare import layouts
     from sie_sidecar.prepare import rows as rowing
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -29,15 +28,6 @@ _NEXT = {
     "UNAUTHENTICATED": "set SIE_ADMIN_TOKEN to the gateway's, or SIE_API_KEY to a key with the scope admin",
     "PERMISSION_DENIED": "this needs the scope admin: SIE_ADMIN_TOKEN, or a key of `sie keys create --scopes admin`",
 }
-
-
-@dataclass(frozen=True)
-class _ResidencyCall:
-    """Target of a request, and how long the command waits for its outcome (None: not at all)."""
-
-    cluster: Cluster
-    headers: dict[str, str]
-    wait_s: float | None
 
 
 class _GatewayClient:
@@ -115,18 +105,16 @@ def _options(command: F) -> F:
     return command
 
 
-def _residency_call(cluster: Cluster, pool: str, machine_profile: str, waits: bool, timeout_s: float) -> _ResidencyCall:
+def _lane_headers(pool: str, machine_profile: str) -> dict[str, str]:
     headers = {"x-sie-pool": pool, "x-sie-machine-profile": machine_profile}
-    return _ResidencyCall(
-        cluster, {name: value for name, value in headers.items() if value}, timeout_s if waits else None
-    )
+    return {name: value for name, value in headers.items() if value}
 
 
 @click.command()
 @click.argument("name", metavar="NAME")
 @_options
 @cluster_options(GATEWAY_URL)
-def load(cluster: Cluster, name: str, **how: Any) -> None:
+def load(cluster: Cluster, name: str, waits: bool, timeout_s: float, **target: str) -> None:
     """Have a worker load model NAME (or model:profile, or an alias) before its first request.
 
     Where the lane has no worker, one is asked for, and it loads the model when it has come; a gateway remembers that
@@ -135,15 +123,15 @@ def load(cluster: Cluster, name: str, **how: Any) -> None:
     \b
     sie models load BAAI/bge-m3 --wait
     """
-    request = _residency_call(cluster, **how)
+    headers = _lane_headers(**target)
     with _GatewayClient(cluster) as gateway:
-        reply = gateway.first(name, "/load", request.headers)
+        reply = gateway.first(name, "/load", headers)
         for lane in reply["lanes"]:
             _show_lane(lane)
-        if reply["state"] == "loaded" or request.wait_s is None:
+        if reply["state"] == "loaded" or not waits:
             return
         for model in dict.fromkeys(lane["model"] for lane in reply["lanes"] if lane["state"] != "loaded"):
-            _await_load(gateway, model, request.headers, request.wait_s)
+            _await_load(gateway, model, headers, timeout_s)
 
 
 def _await_load(gateway: _GatewayClient, model: str, headers: dict[str, str], wait_s: float) -> None:
@@ -177,24 +165,24 @@ def _progress(model: str, info: dict[str, Any], last: str) -> str:
 @click.argument("name", metavar="NAME")
 @_options
 @cluster_options(GATEWAY_URL)
-def unload(cluster: Cluster, name: str, **how: Any) -> None:
+def unload(cluster: Cluster, name: str, waits: bool, timeout_s: float, **target: str) -> None:
     """Have the workers unload model NAME (or model:profile, or an alias).
 
     A worker finishes what it has in flight for the model first. The next request loads it again. It needs the scope
     admin.
     """
-    request = _residency_call(cluster, **how)
+    headers = _lane_headers(**target)
     with _GatewayClient(cluster) as gateway:
-        reply = gateway.first(name, "/unload", request.headers)
+        reply = gateway.first(name, "/unload", headers)
         if not reply["lanes"]:
             click.echo(f"{name}: no worker has it loaded")
             return
         for lane in reply["lanes"]:
             _show_lane(lane)
-        if request.wait_s is None:
+        if not waits:
             return
         for lane in reply["lanes"]:
-            _await_unload(gateway, lane, request.wait_s)
+            _await_unload(gateway, lane, timeout_s)
 
 
 def _await_unload(gateway: _GatewayClient, lane: dict[str, Any], wait_s: float) -> None:
@@ -210,15 +198,11 @@ def _await_unload(gateway: _GatewayClient, lane: dict[str, Any], wait_s: float) 
 
 def _show_lane(lane: dict[str, Any]) -> None:
     """One line: the model, its lane, and what each worker there says."""
-    workers = ", ".join(_worker(worker) for worker in lane["workers"])
+    workers = ", ".join(
+        f"{worker['worker']}: {worker['state']}" + (f", {worker['in_flight']} in flight" if worker["in_flight"] else "")
+        for worker in lane["workers"]
+    )
     click.echo(f"{lane['model']}: {lane['state']} in {lane['lane']}{f' ({workers})' if workers else ''}", err=True)
-
-
-def _worker(worker: dict[str, Any]) -> str:
-    line = f"{worker['worker']}: {worker['state']}"
-    if worker["in_flight"]:
-        line += f", {worker['in_flight']} in flight"
-    return line
 
 
 COMMANDS = (load, unload)

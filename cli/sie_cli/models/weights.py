@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 import msgspec
@@ -16,16 +17,17 @@ import msgspec
 from sie_cli import display
 from sie_cli.options import loaded, named_options, refuse
 from sie_cli.refusal import CommandRefused, refusing
-from sie_contracts.models.entries import ModelEntry
+from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_contracts.settings import SettingError, Settings
+from sie_store.cluster import ClusterCache
+from sie_store.configured import weight_sources
+from sie_store.weights.bucket import CommitState
+from sie_store.weights.cache import LocalCache
+from sie_store.weights.locks import Lock
 from sie_store.weights.manifest import FetchFailed, Manifest, ManifestError, check_names, describe, encode, verify
-
-if TYPE_CHECKING:
-    from sie_store.cluster import ClusterCache
-    from sie_store.weights.bucket import CommitState
-    from sie_store.weights.cache import LocalCache
-    from sie_store.weights.locks import Lock
-    from sie_store.weights.progress import FetchProgress
+from sie_store.weights.progress import FetchProgress
+from sie_store.weights.push import PushRefused
+from sie_store.weights.selection import wanted_by
 
 F = TypeVar("F", bound=Callable[..., Any])
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
@@ -136,8 +138,6 @@ def push(names: tuple[str, ...], name: str | None, revision: str | None, force: 
         sie weights push ./my-model --as my/model
         weights: {hub: my/model, revision: ...}
     """
-    from sie_store.weights.push import PushRefused
-
     settings = loaded(values).settings
     if len(names) > 1 and (name or revision):
         raise click.UsageError("--as and --revision are of one: push them one by one")
@@ -261,8 +261,6 @@ def _weights_source(settings: Settings, reference: str, name: str | None, revisi
     """Resolve MODEL_OR_FOLDER. Raises CommandRefused, click.UsageError, ModelLoadFailed, FetchFailed, ManifestError,
     OSError.
     """
-    from sie_store.weights.locks import Lock
-
     folder = Path(reference).expanduser()
     if folder.is_dir():
         if not name:
@@ -278,8 +276,6 @@ def _weights_source(settings: Settings, reference: str, name: str | None, revisi
     hub, commit = entry.weights.hub, entry.weights.revision
     manifest = _cache(settings).manifest(hub, commit) if located.folder == _cache(settings).place(hub, commit) else None
     if manifest is None:
-        from sie_store.weights.selection import wanted_by
-
         with _bar(f"read {hub}@{commit}") as progress:
             progress.expect(sum(path.stat().st_size for path in located.folder.rglob("*") if path.is_file()))
             manifest = describe(located.folder, hub, commit, wanted=wanted_by(entry), read=progress.add)
@@ -302,7 +298,6 @@ def _entry(settings: Settings, model: str, commit: str) -> ModelEntry:
     Refused.
     """
     from sie_config_service.overlay import Overlay
-    from sie_contracts.models.entries import parse_entry
 
     entry = Overlay(settings).folders().models.get(model, (None, ""))[0]
     if entry is None or not isinstance(entry, ModelEntry):
@@ -346,23 +341,15 @@ def _only_commit(settings: Settings, hub: str) -> str:
 
 
 def _cache(settings: Settings) -> LocalCache:
-    from sie_store.weights.cache import LocalCache
-
     return LocalCache(settings.cache_folder)
 
 
 def _sources(settings: Settings) -> Any:
     """Return the sources of weights to push, without the bucket that is the destination."""
-    import dataclasses
-
-    from sie_store.configured import weight_sources
-
     return weight_sources(dataclasses.replace(settings, cluster_cache=None))
 
 
 def _cluster(settings: Settings) -> ClusterCache:
-    from sie_store.cluster import ClusterCache
-
     if settings.cluster_cache is None:
         raise SettingError(
             "SIE_CLUSTER_CACHE", "which bucket? Give --cluster-cache s3://bucket/prefix (or gs://), or set the variable"
@@ -378,8 +365,6 @@ def _stored_here(settings: Settings) -> list[CommitState]:
     """The local cache in the words of the bucket's list. What has a manifest is there with what names and sizes show to
     be wrong. What the hub's own client put there has none: it is there if its listing tells that it is complete.
     """
-    from sie_store.weights.bucket import CommitState
-
     cache, copies = _cache(settings), []
     for folder in sorted(cache.hub.glob("models--*/snapshots/*")):
         repository, revision = folder.parents[1].name.removeprefix("models--").replace("--", "/"), folder.name
@@ -449,8 +434,6 @@ def _refusing(settings: Settings) -> Iterator[None]:
 @contextlib.contextmanager
 def _bar(label: str) -> Iterator[FetchProgress]:
     """Show the progress of a transfer: a bar on a terminal, no output elsewhere."""
-    from sie_store.weights.progress import FetchProgress
-
     progress = FetchProgress(label)
     with display.transfers() as bars:
         task = bars.add_task(label, total=None)

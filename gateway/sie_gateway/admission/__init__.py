@@ -1,6 +1,6 @@
 """Admission: the order in which requests are let in, and the Retry-After of those that are refused.
 
-    key ─► `grant`: what it may do ─► `window`: its share ─► `model_queue`: a place before the model, by `throughput`
+    key ─► `grant`: what it may do ─► `window`: its share ─► `model_queue`: a place before the model
     ─► admitted, or 429 or 503 with a time from `retry_slots`
 
 Refusals of the gateway for lack of room, by the class or function that raises them (`docs/errors.md` has the codes,

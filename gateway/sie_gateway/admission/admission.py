@@ -1,4 +1,4 @@
-"""Entry into the queue: refusal by measured wait (`throughput`, `retry_slots`), and the windows of keys around
+"""Entry into the queue: refusal by measured wait (`model_queue`, `retry_slots`), and the windows of keys around
 `window`.
 
     chunks ──► would it wait past its budget? ──► room now: permits at once

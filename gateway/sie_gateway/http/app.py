@@ -42,12 +42,12 @@ from sie_gateway.inference.results import FailedRequest
 from sie_gateway.operations import handlers
 from sie_gateway.operations.history import RequestLogger
 from sie_gateway.state import Gateway, GatewayReadiness
-from sie_runtime.current_trace import TRACE_ID
+from sie_runtime import current_trace
 from sie_runtime.http import config_routes
-from sie_runtime.http.asgi import FIRST_BYTE, documented
-from sie_runtime.http.coding import INCOMPRESSIBLE, check_type, decoded
-from sie_runtime.http.routes import FORM, plain_path
-from sie_runtime.http.server import App, Receive, Scope, Send, common_headers, headers_of, probes, reply, uuid7
+from sie_runtime.http.asgi import FIRST_BYTE, INCOMPRESSIBLE, REQUEST_ID, TRACE_ID, documented
+from sie_runtime.http.coding import decoded
+from sie_runtime.http.routes import FORM, check_type, plain_path
+from sie_runtime.http.server import App, Receive, Scope, Send, headers_of, probes, reply
 
 if TYPE_CHECKING:
     from sie_runtime.spans import Tracer
@@ -57,6 +57,7 @@ CLIENT_GONE = 499  # in metrics and logs only, as proxies have it: nobody was th
 CORS_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 CORS_AGE_S = 600  # a browser keeps the answer to a preflight
 MAX_VERSIONS = 1024
+_SDK = sdk_versions.HEADER
 _VECTORS = ("encode", "embed")  # with which the endpoints of routes begin whose replies are vectors
 _MINOR = re.compile(r"[0-9]{1,6}\.[0-9]{1,6}(?![0-9])")
 _STARTS = frozenset({"http.response.start", "websocket.http.response.start", "websocket.accept"})
@@ -213,27 +214,26 @@ class Edge:
             "root_path": self._root,
         }
         call = Call(
-            uuid7(),
+            scope[REQUEST_ID],
             received_s,
             headers,
             path=path,
             receive=receive,
             client=(scope.get("client") or ("",))[0],
-            dialect=sdk_versions.dialect_of(headers),
+            dialect=sdk_versions.dialect_of(headers[_SDK]) if _SDK in headers else sdk_versions.NATIVE,
         )
         scope["sie.call"] = call
         # a pipelined request begins in the task of the request before it, and so with that one's trace
-        if self._tracer is not None or "traceparent" in headers or TRACE_ID.get() is not None:
+        if self._tracer is not None or "traceparent" in headers or current_trace.TRACE_ID.get() is not None:
             telemetry.begin_trace(None if is_socket else self._tracer, call, scope.get("method", "GET"))
-        self._versions.met(headers.get(sdk_versions.HEADER) or headers.get(sdk_versions.OWN_HEADER, ""))
+            connection[TRACE_ID] = call.span.trace_id if call.span is not None else None
+        self._versions.met(headers.get(_SDK) or headers.get(sdk_versions.OWN_HEADER, ""))
         status, is_whole = 0, False
 
         async def tagged(message: Any) -> None:
             nonlocal status, is_whole
             if message["type"] in _STARTS:
                 status, is_whole = message.get("status", 101), is_socket
-                own = common_headers(headers, call.id, call.span.trace_id if call.span is not None else None)
-                message["headers"] = [*message.get("headers", ()), *own]
             elif message["type"] == "http.response.body":
                 is_whole = not message.get("more_body")
             await send(message)
@@ -288,10 +288,14 @@ class Edge:
             check_type(call.headers, route.body.media)
         if isinstance(route, InferenceRoute):
             call.model = scope["path_params"].get("model")
-            await self._infer(call, route, decoded(scope["method"], call.headers, receive), send)
+            if "content-encoding" in call.headers:
+                receive = decoded(scope["method"], call.headers, receive)
+            await self._infer(call, route, receive, send)
             return
         check_length(call.headers, route.body_bytes)
-        plain = decoded(scope["method"], call.headers, self._intake.paced(receive))
+        plain = self._intake.paced(receive)
+        if "content-encoding" in call.headers:
+            plain = decoded(scope["method"], call.headers, plain)
         receive = bounded(plain, limit=route.body_bytes, within_s=route.body_s)
         if route.handler is None:
             # the page of documents has no route for HEAD; the server leaves the body of its answer out
@@ -358,5 +362,5 @@ async def _scaling(gateway: Gateway, scope: Scope, receive: Receive, send: Send)
     try:
         answer = await handlers.scaling(gateway, Request(scope, receive))
     except Exception as error:  # noqa: BLE001  the root of a request
-        answer = error_response(error, Call(uuid7(), time.perf_counter(), {}))
+        answer = error_response(error, Call(scope[REQUEST_ID], time.perf_counter(), {}))
     await answer(scope, receive, send)

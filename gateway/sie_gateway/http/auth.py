@@ -37,7 +37,18 @@ def require_tokens(settings: Settings) -> None:
 
 
 # routes of servers of language models, for which clients have methods
-_GENERATIVE = re.compile(r"/v1/(chat/completions|completions|responses|generate|estimate|recommend)(/|$)")
+# routes of other servers that this one has no counterpart of, with what to use
+_ELSEWHERE = (
+    (
+        re.compile(r"/v1/(chat/completions|completions|responses|generate|estimate|recommend)(/|$)"),
+        "this server does not generate text: use /v1/encode, /v1/score or /v1/extract here, and a server of language"
+        " models for generation",
+    ),
+    (
+        re.compile(r"/v1/audio/(transcriptions|translations)$"),
+        "this server writes what is spoken at /v1/extract, with a model that reads sounds",
+    ),
+)
 
 
 class Gate:
@@ -82,11 +93,9 @@ class Gate:
                 grant = replace(grant, scopes=self._usable(grant.scopes))
         if row is None or not row.served:
             if not match.methods:
-                if _GENERATIVE.match(path):
-                    raise NotFound(
-                        "this server does not generate text: use /v1/encode, /v1/score or /v1/extract here, and a"
-                        " server of language models for generation"
-                    )
+                for pattern, message in _ELSEWHERE:
+                    if pattern.match(path):
+                        raise NotFound(message)
                 raise NotFound(
                     f"no such path; did you mean {near}?"
                     if (near := TABLE.near(path))

@@ -120,7 +120,7 @@ def plan(
         limits=limits._replace(payload_bytes=payload_bytes),
         # a model with a row per label reads its hypothesis in each row; any other model reads what is shared with
         # each input
-        rows=len(run.labels) if families.row(entry.family).has_row_per_label else 1,
+        rows=len(run.labels) if run.labels and families.row(entry.family).has_row_per_label else 1,
         each_tokens=estimated_tokens(shared_text_bytes, max_tokens) if shared_text_bytes else 0,
         files=files,
         image=image,

@@ -33,7 +33,7 @@ from sie_contracts.wire.heartbeats import Heartbeat
 from sie_contracts.wire.messages import Operation, Priority
 from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.admission import Admission
-from sie_gateway.admission.throughput import AnswerPace
+from sie_gateway.admission.model_queue import AnswerPace
 from sie_gateway.fleet.capabilities import CAN, Able, any_model
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.http.route_kinds import GatewayRoute
@@ -92,7 +92,7 @@ class Inference:
     @property
     def catalogue(self) -> Catalogue:
         """The catalogue of models. Raises NotReady before it is loaded."""
-        if not self._feed.loaded:
+        if not self._feed.first.is_set():
             raise NotReady("the catalogue is not loaded yet")
         return self._feed.catalogue
 

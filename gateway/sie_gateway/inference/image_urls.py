@@ -30,7 +30,7 @@ import httpx
 import sie_contracts
 from sie_contracts.errors import ErrorInfo, InvalidInput, PayloadTooLarge, QueueFull
 from sie_gateway.inference.images import EXPECTED, Link
-from sie_runtime.http.origins import matches, parts
+from sie_runtime.http.protocol import matches, parts
 
 if TYPE_CHECKING:
     from sie_gateway.inference.body import RequestItem

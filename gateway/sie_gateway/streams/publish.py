@@ -1,7 +1,16 @@
-"""Chunks that no message can hold go through the payload store, and what nobody can need there any more is removed.
+"""Publishing of work: streams, their durable consumers, acknowledged messages, and their withdrawal.
 
-chunk over the inline limit ──► Payload of its inputs and query ──put──► key ──► the same chunk, with the key in their
-place
+    WorkQueue.publish ──► WorkConsumers.route: the model's own consumer, or its slot's ──► held until the request's
+    deadline ──► message, acknowledged ──► StreamPosition ──► withdrawn: removed again
+
+    a deletion notice, a reconnect, every 10 s ──► what is held is ensured again, and so is whatever still has
+    messages
+    one gateway, every minute ──► consumers at rest for an hour are deleted ──► subjects are counted, what has messages
+    is made again
+
+A deletion can meet a publish that still counts on the consumer. Nothing is lost by it: the message is in the stream,
+and three things make its consumer again, each without the others: the count after the deletion, the publisher that gets
+the notice, and the next round.
 """
 
 from __future__ import annotations
@@ -10,90 +19,340 @@ import asyncio
 import contextlib
 import functools
 import logging
-import random
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
-
-from sie_broker import Broker, BrokerError, BrokerUnavailable, PayloadTooBig, StreamFull, TopologyMismatch
+from sie_broker import (
+    Administration,
+    Broker,
+    BrokerError,
+    BrokerUnavailable,
+    ConsumerState,
+    PayloadTooBig,
+    StreamFull,
+    Subscription,
+    TopologyMismatch,
+)
 from sie_broker.independent import independently
+from sie_broker.record import LeaderLease, leases_of
 from sie_contracts.errors import PayloadTooLarge, PoolNotFound, QueueFull, QueueUnavailable
 from sie_contracts.settings import SettingError, Settings
 from sie_contracts.wire import messages, topology
-from sie_contracts.wire.messages import CancelRequests, Payload, WorkItem
+from sie_contracts.wire.messages import CancelRequests, WorkItem
 from sie_contracts.wire.topology import ConsumerSpec, Lane
 from sie_gateway.metrics import Metrics
-from sie_gateway.streams.consumers import WorkConsumers
+from sie_gateway.streams.offload import PUT_TIMEOUT_S, Offload
 from sie_gateway.streams.shared import SharedTasks
 from sie_runtime.failpoints import failpoint
-from sie_runtime.process import Stop, Tasks
-from sie_store.object_stores import StoreError, StoreFull
-from sie_store.payloads import PayloadStore
+from sie_runtime.process import Stop, Tasks, Trouble
 
-TTL_MARGIN_S = 3600
-PUT_TIMEOUT_S = 30.0
-SWEEP_TIMEOUT_S = 120.0
-LONGEST_PAUSE_S = 600.0
-
-
-def life_s(settings: Settings, max_age_s: float) -> int:
-    """How long an object lives, seconds: longer than any message that may name it. Raises SettingError."""
-    ttl_s = settings.payload_ttl_s
-    if ttl_s is None:
-        return int(max_age_s) + TTL_MARGIN_S
-    if ttl_s <= max_age_s:
-        message = (
-            f"got {ttl_s}, work may be delivered again for {max_age_s:.0f} s: an object must live longer than its "
-            "message"
-        )
-        raise SettingError("SIE_PAYLOAD_TTL_S", message)
-    return ttl_s
+ROUND_S = 10.0
+SWEEP_S = 60.0
+IDLE_S = 3600.0
+CROWDED_IDLE_S = 300.0  # above the budget of nearly every request, whose gateway would make the consumer again
+_AT_ONCE = 16
+_ATTEMPTS = 3
+_consumers_logger = logging.getLogger("sie.gateway.consumers")
 
 
-class Offload:
-    """The writing side of the payload store. `wall_clock`: seconds since 1970."""
+class WorkRoute(NamedTuple):
+    """Subject where a model's work is published, and the consumer that serves it."""
+
+    subject: str
+    consumer: ConsumerSpec
+
+
+class Rest(NamedTuple):
+    """A consumer that has not delivered since `since_s`, and how much it had delivered until then."""
+
+    delivered: int
+    since_s: float
+
+
+@functools.lru_cache(4096)
+def _routes(lane: Lane, priority: str, model: str, ack_wait_s: float) -> tuple[WorkRoute, WorkRoute]:
+    """A model's own way, and the one by its slot."""
+    own, shared = topology.work_subject(lane, priority, model), topology.slot_subject(lane, priority, model)
+    return WorkRoute(own, topology.consumer_of(own, ack_wait_s)), WorkRoute(
+        shared, topology.consumer_of(shared, ack_wait_s)
+    )
+
+
+def rests(before: Mapping[str, Rest], states: Iterable[ConsumerState], now_s: float) -> dict[str, Rest]:
+    """Since when each consumer has been at rest, as far as was seen: nothing delivered, waiting or leased. Busy ones
+    begin anew.
+    """
+    resting = {}
+    for state in states:
+        rest = before.get(state.name)
+        still = rest is not None and rest.delivered == state.delivered and not state.waiting and not state.leased
+        resting[state.name] = rest if rest is not None and still else Rest(state.delivered, now_s)
+    return resting
+
+
+def given_up(resting: Mapping[str, Rest], now_s: float, limit: int, idle_s: float) -> list[str]:
+    """The consumers to delete: those at rest for `idle_s`; and where more than 15/16 of the `limit` of models have one
+    of their own, those at rest for the longest until it is so again, so that a model of a slot which has work finds a
+    place.
+    """
+    order = sorted(resting, key=lambda name: resting[name].since_s)
+    idle = [name for name in order if now_s - resting[name].since_s >= idle_s]
+    own = [name for name in order if not topology.is_slot(name)]
+    crowd = len(own) - (limit - limit // 16) - sum(1 for name in idle if not topology.is_slot(name))
+    tired = [
+        name for name in own if name not in set(idle) and now_s - resting[name].since_s >= min(CROWDED_IDLE_S, idle_s)
+    ]
+    return idle + tired[: max(0, crowd)]
+
+
+class StreamConsumers:
+    """Consumers of one stream as this gateway knows them, and the ones that it needs.
+
+    `own` is bounded by `limit` (each gateway for itself, so that several which fill the last places at once may pass
+    it), `verified` by what exists, `held` by what was routed to within a request's budget.
+    """
 
     def __init__(
-        self, store: PayloadStore, life_s: int, metrics: Metrics, wall_clock: Callable[[], float] = time.time
+        self, broker: Administration, stream: str, limit: int, idle_s: float, clock: Callable[[], float]
     ) -> None:
-        self._store = store
-        self._life_s = life_s
-        self._metrics = metrics
-        self._wall_clock = wall_clock
+        self._broker = broker
+        self._stream = stream
+        self._limit = limit
+        self._idle_s = idle_s
+        self._clock = clock
+        self._own: set[str] = set()
+        self._verified: set[str] = set()
+        self._held: dict[str, tuple[ConsumerSpec, float]] = {}
+        self._ensuring = SharedTasks()
+        self._stale: set[str] = set()  # deleted while they were ensured
+        self._rests: dict[str, Rest] = {}
+        self._watch: Subscription | None = None
 
-    async def stored(self, item: WorkItem, timeout_s: float) -> WorkItem:
-        """The same work with its inputs and query in the store. Raises QueueUnavailable."""
-        data = messages.encode(Payload(item.inputs, item.query))
+    async def start(self) -> None:
+        """Learn of consumers from now on, and of those that exist. Raises BrokerError."""
+        watch = await self._broker.watch_consumers(self._stream, self._on_consumer)
         try:
-            key = await self._store.put(data, period=int(self._wall_clock() // self._life_s), timeout_s=timeout_s)
-        except StoreError as error:
-            _logger.warning("request %s: %d bytes of input could not be stored: %s", item.request, len(data), error)
-            if isinstance(error, StoreFull):
-                message = "the payload store, which holds large inputs, has no room left: send fewer items in a request"
-                raise QueueUnavailable(message, reason="store_full") from error
-            raise QueueUnavailable("the payload store, which holds large inputs, could not be written") from error
-        self._metrics.payload_offloads.inc()
-        return msgspec.structs.replace(item, inputs=(), query=None, payload=key, count=len(item.inputs))
+            self._own |= {name for name in await self._broker.consumers(self._stream) if not topology.is_slot(name)}
+        except BaseException:
+            await watch.stop()
+            raise
+        self._watch = watch
 
-    async def sweep(self) -> int:
-        """Remove what outlived every message that could name it. Several gateways may do so at once.
-        Raises StoreError.
+    def route(self, own: WorkRoute, shared: WorkRoute, deadline_s: float) -> WorkRoute:
+        """The way of a request, whose consumer is kept there until `deadline_s` of this object's clock."""
+        name = own.consumer.name
+        route = own if name in self._own or len(self._own) < self._limit else shared
+        if route is own:
+            self._own.add(name)  # a place is taken at once; the next round gives back those that came to nothing
+        spec = route.consumer
+        held = self._held.get(spec.name)
+        self._held[spec.name] = (spec, deadline_s if held is None else max(deadline_s, held[1]))
+        return route
+
+    def is_verified(self, spec: ConsumerSpec) -> bool:
+        """It was there, as it should be, the last time anything was heard of it."""
+        return spec.name in self._verified
+
+    async def ensure(self, spec: ConsumerSpec) -> None:
+        """Make it, or compare it. Raises TopologyMismatch, BrokerError."""
+        if not self.is_verified(spec):
+            await self._ensuring.run(spec.name, functools.partial(self._make, spec))
+
+    async def _make(self, spec: ConsumerSpec) -> None:
+        for _ in range(_ATTEMPTS):
+            self._stale.discard(spec.name)
+            await self._broker.ensure_consumer(spec)
+            failpoint("gateway.consumer_ensured")
+            if spec.name not in self._stale:
+                self._verified.add(spec.name)
+                return
+
+    async def _on_consumer(self, name: str, exists: bool) -> None:
+        if exists:
+            if not topology.is_slot(name):
+                self._own.add(name)
+            return
+        self._own.discard(name)
+        self._verified.discard(name)
+        if name in self._ensuring:
+            self._stale.add(name)
+        if (spec := self._needed(name)) is not None:
+            # where it fails the next round is the net
+            self._ensuring.begin(spec.name, functools.partial(self._make, spec))
+
+    def _needed(self, name: str) -> ConsumerSpec | None:
+        """The consumer of this name, if an open request of ours counts on it."""
+        held = self._held.get(name)
+        return held[0] if held is not None and held[1] > self._clock() else None
+
+    def discard_verified(self) -> None:
+        """Discard the verified consumers after a reconnect, or when the stream was created again."""
+        self._verified.clear()
+        self._stale.update(self._ensuring)
+
+    async def refresh(self, ack_wait_s: float) -> None:
+        """The net under the notices: ensure what is held, and what has messages and no consumer. Raises BrokerError."""
+        now_s = self._clock()
+        self._held = {name: held for name, held in self._held.items() if held[1] > now_s}
+        verified = set(self._verified)
+        names = set(await self._broker.consumers(self._stream))
+        lost = verified - names
+        self._verified -= lost
+        self._own = {name for name in names if not topology.is_slot(name)} | {
+            name for name in self._ensuring if not topology.is_slot(name)
+        }
+        missing = {name: spec for name, (spec, _) in self._held.items() if name not in self._verified}
+        for subject in await self._broker.subject_counts(self._stream, ">"):
+            try:
+                spec = topology.consumer_of(subject, ack_wait_s)
+            except ValueError as error:
+                _consumers_logger.error("%s holds messages that no worker will get: %s", self._stream, error)
+                continue
+            if spec.name not in names:
+                missing.setdefault(spec.name, spec)
+        turns = asyncio.Semaphore(_AT_ONCE)
+
+        async def ensure_one(spec: ConsumerSpec) -> None:
+            async with turns:
+                await self.ensure(spec)
+
+        outcomes = await asyncio.gather(*map(ensure_one, missing.values()), return_exceptions=True)
+        failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        if failed:
+            _consumers_logger.warning(
+                "%d of %d consumers of %s could not be ensured: %s", len(failed), len(missing), self._stream, failed[0]
+            )
+
+    async def sweep(self, ack_wait_s: float) -> int:
+        """Delete the consumers that nobody needs, then make those again that turn out to be needed. Returns how many
+        were deleted.
+
+        Raises BrokerError; what was deleted until then is looked after by the next round of any gateway.
         """
-        return await self._store.sweep(older_than_s=self._life_s, now_s=self._wall_clock(), timeout_s=SWEEP_TIMEOUT_S)
+        now_s = self._clock()
+        self._rests = rests(self._rests, await self._broker.consumer_states(self._stream), now_s)
+        unused = [
+            name for name in given_up(self._rests, now_s, self._limit, self._idle_s) if self._needed(name) is None
+        ]
+        for name in unused:
+            await self._broker.delete_consumer(self._stream, name)
+            failpoint("gateway.consumer_deleted")
+            self._rests.pop(name, None)
+            self._verified.discard(name)
+        if unused:
+            _consumers_logger.info("%s: %d consumers at rest were deleted", self._stream, len(unused))
+            await self.refresh(ack_wait_s)
+        return len(unused)
+
+    async def stop(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            await watch.stop()
+        await self._ensuring.stop()
+
+
+class WorkConsumers:
+    """The consumers of all pools of this gateway."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        settings: Settings,
+        *,
+        idle_s: float = IDLE_S,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`clock` is that of the deadlines. `idle_s`: rest after which a consumer is deleted."""
+        self._broker = broker
+        self._settings = settings
+        self._ack_wait_s = float(settings.ack_wait_s)
+        self._idle_s = idle_s
+        self._clock = clock
+        self._streams: dict[str, StreamConsumers] = {}  # one for each pool
+        self._following = asyncio.Lock()  # one begins at a time
+        leases = leases_of(broker, storage=settings.stream_storage, replicas=settings.stream_replicas)
+        self._lease = LeaderLease(leases, "consumers")
+        self._swept_s = -SWEEP_S
+
+    async def follow(self, pool: str) -> StreamConsumers:
+        """Learn of the consumers of a pool's stream, which must be there. Raises BrokerError."""
+        async with self._following:
+            if pool not in self._streams:
+                limit = topology.own_consumers(self._settings.stream_replicas)
+                stream = StreamConsumers(self._broker, topology.stream_name(pool), limit, self._idle_s, self._clock)
+                await stream.start()
+                self._streams[pool] = stream
+        return self._streams[pool]
+
+    def route(self, lane: Lane, priority: str, model: str, deadline_s: float) -> WorkRoute:
+        """Route of a request's work. Raises KeyError for a pool that is not followed."""
+        own, shared = _routes(lane, priority, model, self._ack_wait_s)
+        return self._streams[lane.pool].route(own, shared, deadline_s)
+
+    def follows(self, pool: str) -> bool:
+        return pool in self._streams
+
+    async def unfollow(self, pool: str) -> None:
+        """The pool is there no more."""
+        async with self._following:
+            stream = self._streams.pop(pool, None)
+        if stream is not None:
+            await stream.stop()
+
+    def is_verified(self, pool: str, spec: ConsumerSpec) -> bool:
+        return pool in self._streams and self._streams[pool].is_verified(spec)
+
+    async def ensure(self, pool: str, spec: ConsumerSpec) -> None:
+        """Make it, or compare it. Raises PoolNotFound for a pool that is not followed any more, TopologyMismatch,
+        BrokerError.
+        """
+        stream = self._streams.get(pool)
+        if stream is None:
+            raise PoolNotFound("the pool of this request has ended")
+        await stream.ensure(spec)
+
+    def stream_recreated(self, pool: str) -> None:
+        """Discard the verified consumers of a pool whose stream was created again."""
+        if (stream := self._streams.get(pool)) is not None:
+            stream.discard_verified()
+
+    async def reverify(self) -> None:
+        """After a reconnect, when notices may have been missed. Raises BrokerError."""
+        for stream in self._streams.values():
+            stream.discard_verified()
+        await self._refresh()
+
+    async def _refresh(self) -> None:
+        await independently(
+            functools.partial(stream.refresh, self._ack_wait_s) for stream in list(self._streams.values())
+        )
 
     async def run(self, stop: Stop) -> None:
-        """Sweep ten times in a lifetime at least, at moments that differ between gateways."""
-        pause_s = min(LONGEST_PAUSE_S, self._life_s / 10)
-        while not await stop.wait_for(pause_s * random.uniform(0.5, 1.0)):  # noqa: S311  no secret
+        """Keep what is needed and, while this gateway is the leader, delete what is not."""
+        trouble, pause_s = Trouble(_consumers_logger, "not every consumer could be seen to"), 0.0
+        while not await stop.wait_for(pause_s):
+            pause_s = ROUND_S
             try:
-                removed = await self.sweep()
-            except StoreError as error:
-                _logger.warning("the payload store could not be cleaned up: %s", error)
-            else:
-                if removed:
-                    _logger.info("%d payloads were removed after %d s", removed, self._life_s)
+                await independently((self._refresh, self.take_turn))
+                trouble.passed()
+            except BrokerError as error:
+                trouble.met(error)
+
+    async def close(self) -> None:
+        for stream in self._streams.values():
+            await stream.stop()
+
+    async def take_turn(self) -> int:
+        """Sweep, if that is due and this gateway is the leader. Returns how many consumers were deleted. Raises
+        BrokerError.
+        """
+        if not await self._lease.acquire() or self._clock() - self._swept_s < SWEEP_S:
+            return 0
+        self._swept_s = self._clock()
+        failpoint("gateway.leader_lease_held")
+        sweeps = (functools.partial(stream.sweep, self._ack_wait_s) for stream in list(self._streams.values()))
+        return sum(await independently(sweeps))
 
 
 PUBLISH_TIMEOUT_S = 2.0

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import Generic, NamedTuple, TypeVar
 
-from sie_contracts.wire.batch_times import BatchTimes
+from sie_contracts.models.costs import BatchTimes
 from sie_sidecar.batching.sizing import LEAD_S, Ask, binds, fitting
 
 T = TypeVar("T")

@@ -27,8 +27,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from sie_contracts.models.costs import AHEAD_SHARE, BatchTimes
 from sie_contracts.settings import Settings
-from sie_contracts.wire.batch_times import AHEAD_SHARE, BatchTimes
 
 SHARE = 0.4  # of the time that a job has left: about two batches fit into it
 MAX_LOSS = 0.5  # of the tokens a second of a full batch, where all jobs in it ask for a smaller one

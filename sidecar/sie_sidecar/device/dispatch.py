@@ -6,28 +6,321 @@ LoRA or the adapter went away meanwhile.
              └──────────────────────────┼─────────────────────────────────────────────────────────┘
                                         ├──► LoRA evicted: loaded and run in its turn
                                         └──► adapter died with the batch: `isolate`
+
+`DeviceQueue`: what waits for the device, what is at it, and who may send the next batch.
+
+    put ──► waiting ──► next (a batch, by `batch.next_batch`) ──► run ──► end
+       └──► writing ──► next (a work item) ──► run ──► end
+
+What models write token by token waits in a line of its own, and holds no lane: the adapter puts the rows of all such
+work items together. It takes no credit from other work either.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
 
 from sie_contracts.errors import LoraLoading, ModelLoading
+from sie_contracts.models import costs
+from sie_contracts.settings import Settings
 from sie_contracts.wire import ipc
 from sie_contracts.wire.messages import BatchNote
+from sie_contracts.wire.trace_context import NONE, Context
 from sie_runtime.process import Tasks
-from sie_sidecar.batching.batch import Batch, WaitUntil
-from sie_sidecar.batching.sizing import Quantum
+from sie_sidecar.batching import batch as batches
+from sie_sidecar.batching.batch import Batch, BatchEntry, BatchKey, BatchLimits, Load, Waiting, WaitUntil
+from sie_sidecar.batching.sizing import DeviceForecast, Quantum, Rate
 from sie_sidecar.device import recording
-from sie_sidecar.device.device import DeviceQueue
-from sie_sidecar.device.in_flight import InFlight, cut, merge, runnable, unsettled
-from sie_sidecar.device.isolate import Isolate
-from sie_sidecar.device.link import AdapterGone
+from sie_sidecar.device.in_flight import InFlight, Inventory, changed, cut, merge, runnable, unsettled
+from sie_sidecar.device.link import AdapterGone, AdapterLink
 from sie_sidecar.metrics import SidecarMetrics
 from sie_sidecar.models.loading import Loading
+from sie_sidecar.prepare import rows
+from sie_sidecar.prepare.rows import BatchPart, WorkItemInput
+from sie_sidecar.results import spans
 from sie_sidecar.results.settle import Settle
+
+if TYPE_CHECKING:
+    from sie_runtime.spans import Span, Tracer
+
+WRITTEN_AT_ONCE = 16  # work items that the adapter writes at a time; each has a connection
+WRITTEN_READY = 16  # those that may wait here; more are left to other workers
+_LONGEST_S = 86_400.0  # that an event loop is asked to wait
+
+
+class DeviceQueue:
+    """The tokenised work of one worker, and the batches that are at its adapter."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        worker_id: str,
+        limits: BatchLimits,
+        link: AdapterLink,
+        inventory: Inventory,
+        metrics: SidecarMetrics,
+        tracer: Tracer | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._pipeline_depth = settings.rust_pipeline_depth
+        self._most = min(settings.max_concurrent_batches, settings.pool_size)  # batches at the adapter
+        self._worker_id = worker_id
+        self.limits = limits
+        self.link = link
+        self._inventory = inventory
+        self._metrics = metrics
+        self._tracer = tracer
+        self.clock = clock
+        self.waiting: Waiting[InFlight] = Waiting()
+        self.writing: Waiting[InFlight] = Waiting()
+        self.wake = asyncio.Event()  # something changed that decides what is sent next
+        self._ended = asyncio.Event()  # a batch left the adapter
+        self.is_taken = False  # for an input that runs alone
+        self.sent = 0  # batches at the adapter for its lanes
+        self._written: dict[int, asyncio.Event] = {}  # by the identity of work that is written: nobody waits for it
+        self._writers: set[str] = set()  # consumers whose work is written
+        self.number = 0  # batches that were ever sent
+        self.rate = Rate()
+        self._ahead = DeviceForecast()
+
+    @property
+    def lanes(self) -> int:
+        """Batches that run at once."""
+        return self.link.description.lanes if self.link.description else 1
+
+    @property
+    def depth(self) -> int:
+        """Batches that may be at the adapter at once."""
+        ahead = self.lanes + self._pipeline_depth - 1
+        return min(ahead, self._most)
+
+    def capacity(self) -> tuple[int, int]:
+        """The tokens and the work items of one priority that this worker takes in at most: full batches that wait, and
+        those that are at the adapter.
+        """
+        full = batches.READY_PER_LANE * self.lanes + self.depth
+        return full * self.limits.cost, full * self.limits.requests
+
+    def room(self, bulk: bool) -> Load | None:
+        """Load ahead of the next work item of that priority; None while nothing can run. Interactive work does not wait
+        at the broker for bulk work that is here.
+        """
+        if not self.link.connected:
+            return None
+        return Load(*self._inventory.load(bulk=bulk), self.lanes)
+
+    # what waits
+
+    def job(self, flight: InFlight, arrived_s: float) -> BatchEntry[InFlight]:
+        """A tokenised work item as the scheduler sees it; its cost is counted from now on as what waits."""
+        assert flight.hosted is not None
+        item, ready = flight.item, flight.hosted.ready
+        padded = ready is not None and ready.loaded.attention.endswith(" padded")
+        key = BatchKey(
+            flight.hosted.name, item.revision, item.operation, item.options.pooling, item.options.lora, padded
+        )
+        cost = batch_cost = squares = media_bytes = 0
+        for row in runnable(flight)[0]:
+            cost += row.cost
+            batch_cost += row.batch_cost
+            squares += row.cost**2
+            media_bytes += row.media_bytes
+        self._inventory.count(flight, cost)
+        alone = flight.lease.delivery.delivered > 1
+        crossover = ready.loaded.crossover_tokens if ready is not None else 0
+        time_cost = costs.text_cost(cost, squares, crossover)
+        budget_s = item.budget_ms / 1000
+        bulk = item.priority == "bulk"
+        rows = ready.rows.get(item.operation) if ready is not None else None
+        writes = rows is not None and rows.writes
+        return BatchEntry(
+            key, batch_cost, arrived_s, flight, bulk, alone, flight.due_s, budget_s, time_cost, media_bytes, writes
+        )
+
+    def put(self, flight: InFlight, *, back: bool = False) -> None:
+        """It is tokenised and waits behind all others. `back`: its batch was lost, and it waits in the order of
+        arrival.
+        """
+        job = self.job(flight, flight.received_s if back else self.clock())
+        flight.move("waiting", job)
+        line = self._line(job)
+        if job.writes:
+            self._inventory.count(flight, 0)
+            self._writers.add(flight.lease.delivery.consumer)
+        if back:
+            line.put_back(job)
+        else:
+            line.add(job)
+
+    def _line(self, job: BatchEntry[InFlight]) -> Waiting[InFlight]:
+        return self.writing if job.writes else self.waiting
+
+    def is_full_of(self, consumer: str) -> bool:
+        """Whether no more work of this consumer is to be pulled: enough waits to be written."""
+        return consumer in self._writers and len(self.writing) >= WRITTEN_READY
+
+    def withdraw(self, flight: InFlight) -> None:
+        """It must not run any more."""
+        if flight.job is not None:
+            self._line(flight.job).remove(flight.job)
+            flight.job = None
+
+    def abandon(self, flight: InFlight) -> bool:
+        """Nobody waits for it any more: have the adapter stop if it is written now. False if it is not."""
+        if id(flight) not in self._written:
+            return False
+        self._written[id(flight)].set()
+        return True
+
+    def next(self, *, more_expected: bool) -> Batch[InFlight] | WaitUntil | None:
+        """The batch to send now, which counts as sent, or until when to wait; None: until something changes.
+
+        `more_expected`: deliveries are on their way, or are being tokenised.
+        """
+        now_s, lanes, depth = self.clock(), self.lanes, self.depth
+        allowed = depth if self.link.connected and not self.is_taken else 0
+        device = batches.DeviceLoad(
+            self.sent, min(lanes, depth), allowed, more_expected, self._ahead.busy_s(now_s, lanes)
+        )
+        action = batches.next_batch(self.waiting, now_s, self.limits, device)
+        if not isinstance(action, Batch) and allowed and len(self._written) < WRITTEN_AT_ONCE:
+            single = replace(self.limits, requests=1)
+            device = batches.DeviceLoad(0, WRITTEN_AT_ONCE, WRITTEN_AT_ONCE, False)
+            action = batches.next_batch(self.writing, now_s, single, device) or action
+        if isinstance(action, Batch):
+            for job in action.jobs:
+                job.work.move("sealed")
+                self._inventory.count(job.work, 0)
+            self.begin(action)
+        return action
+
+    # what is at the adapter
+
+    def begin(self, batch: Batch[InFlight]) -> None:
+        """It takes a place at the adapter, until `end`."""
+        if batch.writes:
+            flight = batch.jobs[0].work
+            abandoned = self._written[id(flight)] = asyncio.Event()
+            # an answer may take longer than anybody waits: then its row makes room for others
+            asyncio.get_running_loop().call_later(
+                min(max(0.0, flight.deadline_s - self.clock()), _LONGEST_S), abandoned.set
+            )
+            return
+        self.sent += 1
+        self._ahead.sent(id(batch), self.waiting.seconds(batch), self.clock(), self.lanes)
+
+    def end(self, batch: Batch[InFlight]) -> None:
+        if batch.writes:
+            flight = batch.jobs[0].work
+            del self._written[id(flight)]
+            self._inventory.made_room(flight)
+        else:
+            self.sent -= 1
+            self._ahead.ended(id(batch), self.clock(), self.lanes)
+        self.note_sent()
+        self._ended.set()
+        self.wake.set()
+
+    def note_sent(self) -> None:
+        """Tell the metrics how many batches are at the adapter."""
+        self._metrics.batches.set(self.sent + len(self._written))
+
+    def ran(self, batch: Batch[InFlight], seconds: float) -> None:
+        """A batch took the device so long."""
+        self._line(batch.jobs[0]).ran(batch, seconds)
+
+    async def run(self, batch: Batch[InFlight], on_started: Callable[[], None]) -> tuple[ipc.BatchDone, BatchNote]:
+        """Have the adapter run a batch; `on_started` is called when the device has it. Raises AdapterGone, SIEError."""
+        self.number += 1
+        flights = [job.work for job in batch.jobs]
+        with spans.batch(self._tracer, flights) if self._tracer is not None else contextlib.nullcontext() as span:
+            frame, note = _frame(batch, f"{self._worker_id}-{self.number}", span)
+            done = await self.link.run_batch(frame, on_started, self._gone(batch))
+        if len(done.outcomes) != note.items:
+            raise RuntimeError(f"the adapter answered {note.items} inputs with {len(done.outcomes)} outcomes")
+        return done, note
+
+    def _gone(self, batch: Batch[InFlight]) -> asyncio.Event | None:
+        """Is set when nobody waits for a batch that is written: it was abandoned, or its budget is over."""
+        return self._written.get(id(batch.jobs[0].work))
+
+    def alone(self, flight: InFlight) -> Batch[InFlight]:
+        """A batch of this work item, which does not wait in the queue. Raises NotReady: its model has changed."""
+        if flight.is_outdated:
+            raise changed()
+        job = self.job(flight, flight.received_s)
+        self._inventory.count(flight, 0)
+        return Batch(job.key, (job,), job.cost)
+
+    async def take(self) -> None:
+        """Send no more batches until `give_back`. Returns when nothing else is at the adapter."""
+        self.is_taken = True
+        while self.sent or self._written:
+            await self.next_end()
+
+    async def next_end(self) -> None:
+        """Return when a batch has left the adapter."""
+        self._ended.clear()
+        await self._ended.wait()
+
+    def give_back(self) -> None:
+        """Send batches again, if it was taken."""
+        if self.is_taken:
+            self.is_taken = False
+            self.wake.set()
+
+
+def _frame(batch: Batch[InFlight], name: str, span: Span | None) -> tuple[ipc.RunBatch, BatchNote]:
+    """The batch as the adapter reads it, and what is told of it. `span`: of the batch; without one it belongs to its
+    first work item.
+    """
+    parts = []
+    for job in batch.jobs:
+        item = job.work.item
+        run, chosen = runnable(job.work)
+        work = WorkItemInput([item.inputs[index] for index in chosen], item.query, item.options)
+        own = job.work.span
+        context = own.context if own is not None and own.is_recording else NONE
+        parts.append(BatchPart(run, work, context, item.asker))
+    first, key = batch.jobs[0].work, batch.key
+    ready = first.hosted.ready if first.hosted is not None else None
+    above = span or first.span
+    frame = rows.to_batch(
+        name,
+        key.residency,
+        first.item.operation,
+        first.layout,
+        parts,
+        pooling=key.pooling,
+        lora=key.lora,
+        context=above.context if above is not None else Context(first.item.traceparent, first.item.tracestate),
+        fingerprint=ready.loaded.fingerprint if ready is not None else "",
+    )
+    tokens = attention = 0
+    for part in parts:
+        for row in part.rows:
+            tokens += row.cost
+            attention += len(row.ids) ** 2
+    note = BatchNote(name, sum(len(part.work.inputs) for part in parts), len(parts), tokens, attention)
+    if span is not None:
+        spans.sealed(span, note, key.residency)
+    return frame, note
+
+
+class SuspectRuns(Protocol):
+    """Runs of inputs that may have ended an adapter, one by one: `Isolate`. `marked_models`: models that have some."""
+
+    marked_models: Mapping[str, int]
+
+    def is_suspect(self, flight: InFlight) -> bool: ...
+
+    def add(self, flight: InFlight) -> None: ...
+
+    async def suspect(self, flights: Sequence[InFlight]) -> None: ...
 
 
 class Dispatch:
@@ -36,7 +329,7 @@ class Dispatch:
     def __init__(
         self,
         device: DeviceQueue,
-        isolate: Isolate,
+        isolate: SuspectRuns,
         loading: Loading,
         settle: Settle,
         quantum: Quantum,

@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 import numpy as np
 
+from sie_broker import Delivery
 from sie_contracts.errors import CONFIG_CHANGED, InvalidInput, NotReady, SIEError
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.wire import ipc
 from sie_contracts.wire.messages import ArraySlice, Failed, Ok, Outcome, Stages, WorkItem
 from sie_sidecar.batching.batch import BatchEntry
 from sie_sidecar.device.poison import Mark
-from sie_sidecar.intake.leases import Lease
 from sie_sidecar.models.models import Hosting, ModelState
 from sie_sidecar.prepare.rows import TokenRow
 
@@ -39,6 +39,17 @@ if TYPE_CHECKING:
     from sie_runtime.spans import Span
 
 Stage = Literal["preparing", "waiting", "sealed", "running", "isolated", "settled"]
+
+
+class Lease:
+    """One delivery in our hands."""
+
+    __slots__ = ("delivery", "renewed_s", "slot")
+
+    def __init__(self, delivery: Delivery, now_s: float, slot: int) -> None:
+        self.delivery = delivery
+        self.renewed_s = now_s
+        self.slot = slot  # in the ledger
 
 
 @dataclass(eq=False)

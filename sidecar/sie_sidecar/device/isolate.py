@@ -21,7 +21,7 @@ from sie_contracts.wire import ipc
 from sie_contracts.wire.messages import BatchNote, Failed, Outcome
 from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Tasks
-from sie_sidecar.device.device import DeviceQueue
+from sie_sidecar.device.dispatch import DeviceQueue
 from sie_sidecar.device.in_flight import InFlight, joined, merge, only, runnable
 from sie_sidecar.device.link import AdapterGone
 from sie_sidecar.device.poison import PoisonMarks, refusal

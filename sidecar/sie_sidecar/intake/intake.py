@@ -22,12 +22,11 @@ from sie_contracts.wire import messages
 from sie_contracts.wire.messages import WorkItem
 from sie_runtime.clock import BrokerClock
 from sie_sidecar.batching.sizing import Quantum
-from sie_sidecar.device.device import DeviceQueue
+from sie_sidecar.device.dispatch import DeviceQueue
 from sie_sidecar.device.in_flight import InFlight, Inventory
-from sie_sidecar.intake.leases import Leases
 from sie_sidecar.metrics import SidecarMetrics
 from sie_sidecar.results import spans
-from sie_sidecar.results.settle import Settle
+from sie_sidecar.results.settle import Leases, Settle
 
 if TYPE_CHECKING:
     from sie_runtime.spans import Tracer

@@ -28,7 +28,7 @@ from sie_contracts.wire.records import Placement
 from sie_contracts.wire.topology import Lane
 from sie_sidecar.batching import batch
 from sie_sidecar.batching.batch import BatchLimits, Load
-from sie_sidecar.device.device import DeviceQueue
+from sie_sidecar.device.dispatch import DeviceQueue
 from sie_sidecar.device.in_flight import InFlight, Inventory
 from sie_sidecar.models.loading import Loading
 
