@@ -1,4 +1,4 @@
-"""`sie bench`: what a change of settings would do, before it is made."""
+"""`sie bench`: predicts the effect of a change of settings."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from sie_cli.replay.replay import Machine, ReplayPlan, ReplayReport, plan_of, re
 from sie_cli.replay.trace import Trace, TraceError
 
 PLAN = tuple(field.name for field in dataclasses.fields(ReplayPlan))
-DEVICE = {"base_ms": 1e3, "token_us": 1e6, "square_ns": 1e9}  # name: of them in a second
+DEVICE = {"base_ms": 1e3, "token_us": 1e6, "square_ns": 1e9}  # units per second, by name
 HOST = {"call_us": 1e6, "read_us": 1e6, "delivery_us": 1e6}
-HOST_DEFAULT = "call_us=55,read_us=1.8,delivery_us=25"  # docs/replay.md says how they were measured
+HOST_DEFAULT = "call_us=55,read_us=1.8,delivery_us=25"  # docs/replay.md describes the measurement
 
 
 @click.group(short_help="What other settings would do to recorded traffic.")
@@ -124,7 +124,7 @@ def _write(files: Sequence[Path], spec: str) -> None:
     if len(files) != 1:
         raise TraceError("--generate makes one TRACE")
     requests = traces.generate(spec)
-    with files[0].open("xb") as file:  # a recorded one is never lost to it
+    with files[0].open("xb") as file:  # mode x: never overwrite a recorded trace
         file.writelines(traces.write(requests))
 
 
@@ -148,7 +148,7 @@ def _machine(trace: Trace, device: str, host: str) -> Machine:
 
 
 def table(reports: dict[str, ReplayReport], plans: dict[str, ReplayPlan]) -> str:
-    """A column for each report."""
+    """Return a table with a column for each report."""
     columns = [["", *_CELLS]]
     for name, report in reports.items():
         columns.append([name, *(cell(report, plans[name]) for cell in _CELLS.values())])
