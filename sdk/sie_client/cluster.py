@@ -103,7 +103,7 @@ def warmed(model: str, options: Mapping[str, Any], session: Session) -> Plan[dic
     item = next((smallest for name, smallest in _SMALLEST.items() if name in inputs), None)
     if item is None:
         raise InvalidInputError(
-            f"{model}: takes {', '.join(map(str, inputs))}, which cannot be made up", code="INVALID_INPUT"
+            f"{model}: takes {', '.join(map(str, inputs))}, for which no test input can be made", code="INVALID_INPUT"
         )
     if "encode" in tasks:
         yield from verbs.encode(model, [item], params, session)

@@ -101,7 +101,9 @@ def uploaded(
 def _size_of(path: Path) -> int:
     with on_disk(path):
         if path.is_dir():
-            invalid(f"{path}: is a folder; a job reads one file that is sent, or all below an address such as s3://…/")
+            invalid(
+                f"{path}: is a folder; a job reads one uploaded file, or all files below an address such as s3://…/"
+            )
         return path.stat().st_size
 
 
@@ -185,7 +187,7 @@ class Arriving:
                 return
             self._partial.unlink()
         raise ServerError(
-            f"{self.path.name}: the {self._come} bytes that came are not those that the server announced", status=200
+            f"{self.path.name}: the {self._come} received bytes differ from those that the server announced", status=200
         )
 
     def drop(self) -> None:

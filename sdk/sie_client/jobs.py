@@ -300,7 +300,7 @@ def downloaded(
     """
     into = Path(folder)
     if url := (info.request.get("output") or {}).get("url"):
-        invalid(f"{info.id}: its files are at {url}, where they are read without SIE")
+        invalid(f"{info.id}: its files are at {url}: read them there")
     yield BlockingWork(lambda: _claimed(into, info.id))
     document = yield from manifest(info.id, session)
     names = [part.name for part in document.parts]

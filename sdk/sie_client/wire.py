@@ -197,7 +197,7 @@ def _array(sent: _ArrayMap) -> NDArray[Any]:
     data = memoryview(sent[b"data"])
     data = data[_HEADERS[data[0]] :]
     if min(shape, default=0) < 0 or len(data) != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"array: {len(data)} bytes do not make the shape {shape} of {dtype}")
+        raise ValueError(f"array: {len(data)} bytes do not fit the shape {shape} of {dtype}")
     return np.frombuffer(data, dtype).reshape(shape).copy()
 
 

@@ -142,7 +142,7 @@ class BatchRun:
             client_rows = [row for row in self._client_vectors if group.start <= row < group.stop]
             if client_rows and head != "multivector":
                 error = InvalidInput(
-                    f"{head}: vectors were given, which stand for a multivector alone", reason="unsupported_modality"
+                    f"{head}: an item with vectors has only the output multivector", reason="unsupported_modality"
                 )
                 self._errors.update(dict.fromkeys(client_rows, error))
 
@@ -273,7 +273,9 @@ class BatchRun:
         due = group.due - len(shared) if group.inputs < 0 else group.due
         rows_per_input = (group.stop - first) // due if due else 0
         if due * rows_per_input != group.stop - first or (due and not rows_per_input):
-            raise InternalFailure(f"{group.stop - first} rows do not belong to {due} inputs", reason="malformed_batch")
+            raise InternalFailure(
+                f"{group.stop - first} rows cannot be divided among {due} inputs", reason="malformed_batch"
+            )
         units = [list(range(first + unit * rows_per_input, first + (unit + 1) * rows_per_input)) for unit in range(due)]
         faults = [next((self._errors[row] for row in (*shared, *unit) if row in self._errors), None) for unit in units]
         good = [unit for unit, fault in zip(units, faults, strict=True) if fault is None]
@@ -312,7 +314,7 @@ class BatchRun:
                 raise
             # the options of this group are at fault, so the other groups still get answers
             _logger.exception("the outputs of a group failed")
-            return [InternalFailure("its outputs could not be made, see the log of the adapter")] * len(units)
+            return [InternalFailure("the outputs could not be computed, see the log of the adapter")] * len(units)
         for got, expected in counts:
             if got != expected:
                 raise InternalFailure(f"the family gave {got} answers for {expected} inputs", reason="wrong_length")
@@ -334,7 +336,9 @@ def _client_vectors(message: RunBatch, batch: Items, width: int) -> dict[int, np
         or not width
         or counts[rows].sum() * width != len(vectors)
     ):
-        raise InternalFailure("the given vectors do not belong to the rows of the batch", reason="malformed_batch")
+        raise InternalFailure(
+            "the vectors from the client do not match the rows of the batch", reason="malformed_batch"
+        )
     if not len(rows):
         return {}
     ends = np.cumsum(counts[rows])

@@ -72,7 +72,7 @@ def decode(data: bytes) -> ArchiveIndex:
         raise CommandRefused(f"{INDEX} is not the index of an air-gap archive: {error}") from error
     if head.version != VERSION:
         raise CommandRefused(
-            f"{INDEX} has version {head.version}, this program reads {VERSION}: load it with the sie that made it"
+            f"{INDEX} has version {head.version}, this program reads {VERSION}: load it with the version of sie that made it"
         )
     try:
         index = msgspec.json.decode(data, type=ArchiveIndex)
@@ -134,7 +134,7 @@ def write(
                 progress(len(piece))
         if left or content_digest.hexdigest() != fact.sha256:
             raise CommandRefused(
-                f"{name} is not what its checksum says: it was changed while it was read, or it is damaged"
+                f"{name} does not match its checksum: it was changed while it was read, or it is damaged"
             )
         out.write(bytes(-fact.bytes % _BLOCK))
     out.write(bytes(2 * _BLOCK))
@@ -235,5 +235,7 @@ class ArchiveReader:
             data += more  # a pipe may return fewer bytes than requested
         self._at += len(data)
         if len(data) < count:
-            raise CommandRefused(f"the archive ends after {self._at} bytes, in the middle: it was cut; copy it again")
+            raise CommandRefused(
+                f"the archive ends after {self._at} bytes, in the middle: it is truncated; copy it again"
+            )
         return data

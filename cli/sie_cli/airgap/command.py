@@ -196,7 +196,7 @@ def verify(path: Path, expected: str | None) -> None:
                 click.echo(line)
             if wrong:
                 many = f"{len(wrong)} of {len(index.files)} files"
-                raise CommandRefused(f"{path}: {many} are not what was loaded: remove it, then load the archive again")
+                raise CommandRefused(f"{path}: {many} differ from the archive: remove it, then load the archive again")
             name = digest(raw)
         else:
             with _opened(path) as stream:
@@ -233,7 +233,7 @@ def serve_command(folder: Path, arguments: tuple[str, ...]) -> None:
         index, _ = placing.loaded(folder)
         if wrong := placing.wrong(folder, index, digests=False):
             raise CommandRefused(
-                f"{folder} is not as it was loaded: {wrong[0]}; remove it, then load the archive again"
+                f"{folder} was changed after it was loaded: {wrong[0]}; remove it, then load the archive again"
             )
         placing.place(folder, index, folder)  # the folder may have been moved since
         flags = [word for name, value in placing.settings(index, folder).items() for word in flag(BY_NAME[name], value)]
@@ -271,7 +271,7 @@ def _written(output: Path, size: int) -> Iterator[BinaryIO]:
     """
     if str(output) == "-":
         if sys.stdout.isatty():
-            raise CommandRefused("an archive is no text for a terminal: -o FILE")
+            raise CommandRefused("an archive cannot be written to a terminal: name a file with -o FILE")
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return

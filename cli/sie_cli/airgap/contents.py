@@ -168,9 +168,9 @@ class FileGathering:
         fingerprint, so the path must not change.
         """
         if Path(name).is_absolute() or name.startswith((".", "~")):
-            fix = "name those profiles that are wanted with --profile, or take the LoRA from the hub"
+            fix = "select other profiles with --profile, or take the LoRA from the hub"
             raise CommandRefused(
-                f"{entry.id} names the LoRA {name} by its path, which its fingerprint holds and another machine lacks: "
+                f"{entry.id} names the LoRA {name} by a path, which its fingerprint contains and no other machine has: "
                 f"{fix}"
             )
         located = self._sources.locate_lora(name, entry, self._models_dir)
@@ -193,7 +193,7 @@ class FileGathering:
         file = packaged_folder() / entry.golden
         if not file.is_file():
             raise CommandRefused(
-                f"{entry.id}: its golden vectors {entry.golden} are not there, and a load refuses a model without them"
+                f"{entry.id}: its golden vectors {entry.golden} are missing, and a load refuses a model without them"
             )
         name = f"golden/{token(entry.id)}.json"
         self.files[name] = file
@@ -254,7 +254,7 @@ def choose(folders: Folders, names: Iterable[str]) -> ArchiveSelection:
         elif (entry := catalogue.find(name)) is not None:
             entries[entry.id] = entry
         else:
-            near = ", ".join(catalogue.near(name)) or "none is like it"
+            near = ", ".join(catalogue.near(name)) or "no name is similar"
             raise click.BadParameter(
                 f"no model named {name[:200]!r} in the catalogue; did you mean {near}?", param_hint="--models"
             )

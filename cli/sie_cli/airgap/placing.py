@@ -42,7 +42,7 @@ def entries(index: ArchiveIndex) -> list[ModelEntry]:
             entry = parse_entry(raw)
         except SIEError as error:
             raise CommandRefused(
-                f"{INDEX}: {error.message}; sie {index.made_by} made it, and this sie cannot read the entry"
+                f"{INDEX}: {error.message}; sie {index.made_by} made it, and this version of sie cannot read the entry"
             ) from error
         path, own = entry.weights.path, f"weights/{token(entry.id)}"
         if path != own or not any(name.startswith(f"{path}/") for name in index.files):
@@ -197,6 +197,6 @@ def claim(path: Path, descriptor: int) -> None:
     if not path.exists() or not os.path.samestat(
         held, path.stat()
     ):  # another process renamed it between our open and our lock
-        raise CommandRefused(f"another `sie airgap` has just ended writing {path}: see what it made")
+        raise CommandRefused(f"another `sie airgap` has just written {path}: check its result")
     if held.st_uid != os.geteuid():
-        raise CommandRefused(f"{path} is another user's: remove it, or write elsewhere")
+        raise CommandRefused(f"{path} belongs to another user: remove it, or write elsewhere")

@@ -149,7 +149,7 @@ def run(
         rerank,
     )
     if kind == "perf" and (kinds or rerank):
-        raise CommandRefused("--outputs and --rerank are of --type quality")
+        raise CommandRefused("--outputs and --rerank need --type quality")
     measured = evaluation.run(spec, cluster)
     report = measured.report
     if as_json:

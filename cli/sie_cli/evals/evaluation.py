@@ -82,7 +82,7 @@ def run(spec: EvalSpec, cluster: Cluster) -> EvalOutcome:
     """
     task = tasks.find(spec.task)
     if isinstance(task, Texts) and spec.kind == "quality":
-        raise CommandRefused(f"nobody judged the texts of {task.name}: --type perf measures how fast they are")
+        raise CommandRefused(f"the texts of {task.name} have no judgements: use --type perf, which measures speed")
     results.check(spec.results)
     with contextlib.ExitStack() as held:
         try:
@@ -93,7 +93,9 @@ def run(spec: EvalSpec, cluster: Cluster) -> EvalOutcome:
             context = _context(spec, task, sources.sources)
             return _speed(context) if spec.kind == "perf" else _quality(context, sources)
         except SIEConnectionError as error:
-            raise CommandRefused(f"{error}: the cluster went away; the same command goes on from there") from error
+            raise CommandRefused(
+                f"{error}: the cluster stopped answering; the same command continues from there"
+            ) from error
         except SIEError as error:
             raise CommandRefused(str(error)) from error
 
@@ -141,10 +143,10 @@ def _steps(context: _EvalContext, rerankers: Sequence[EvalSource]) -> Iterator[E
     compared = [outputs.find(name) for name in context.spec.outputs if name != main.name]
     if (compared or rerankers) and isinstance(context.task, Mteb):
         raise CommandRefused(
-            "--outputs and --rerank need single queries, which the library mteb does not tell: use a folder"
+            "--outputs and --rerank need single queries, which the library mteb does not return: use a folder"
         )
     if (compared or rerankers) and context.cluster is None:
-        raise CommandRefused("--outputs and --rerank are of a cluster: name it with -s sie")
+        raise CommandRefused("--outputs and --rerank need a cluster: name it with -s sie")
     if compared and context.cluster is not None and context.cluster.scores_pairs:
         raise CommandRefused("--outputs: the model has scores and no vectors")
     for output in compared:
@@ -222,7 +224,7 @@ def _expected(context: _EvalContext, name: str, level: str, *, is_speed: bool) -
             return targets.expected(values, is_speed=is_speed), f"; targets are what was measured at {stored.time}"
     raise CommandRefused(
         f"{file} has no targets of {spec.model} for {name}, and no earlier result is stored: run it once without"
-        " targets, or let --save-targets FILE write what is measured"
+        " targets, or write the measured values with --save-targets FILE"
     )
 
 

@@ -68,7 +68,7 @@ def find(name: str) -> Mteb:
     except (OSError, DatasetsError, HfHubHTTPError) as error:
         if constants.HF_HUB_OFFLINE:
             raise NoHub(f"the hub cannot be reached at {constants.ENDPOINT}") from error
-        raise NoHub(f"the hub does not give {task.metadata.dataset['path']}: {type(error).__name__}") from error
+        raise NoHub(f"the hub does not deliver {task.metadata.dataset['path']}: {type(error).__name__}") from error
     return Mteb(name, task)
 
 
@@ -131,7 +131,7 @@ class _CrossEncoder(_MtebModel):
 def _of(inputs: Any) -> Iterator[str]:
     for batch in inputs:
         if "text" not in batch:
-            raise CommandRefused(f"the task has {', '.join(batch)}: what is measured here are tasks of texts")
+            raise CommandRefused(f"the task has {', '.join(batch)}: only tasks of texts are supported")
         yield from batch["text"]
 
 

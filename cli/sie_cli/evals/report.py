@@ -218,7 +218,9 @@ def _perf_notes(points: Sequence[LoadPoint]) -> list[str]:
                 " request"
             )
         if point.lost_its_server:
-            notes.append(f"{point.source}, {point.level}: the server went away; what is above is what it did before")
+            notes.append(
+                f"{point.source}, {point.level}: the server stopped answering; the row above has its results until then"
+            )
     return notes
 
 

@@ -100,7 +100,7 @@ def compared(old: StoredReport, new: StoredReport) -> tuple[list[list[str]], lis
     """
     for name in ("task", "kind"):
         if old.figures[name] != new.figures[name]:
-            raise CommandRefused(f"the results are of another {name}: {old.figures[name]} and {new.figures[name]}")
+            raise CommandRefused(f"the results differ in {name}: {old.figures[name]} and {new.figures[name]}")
     notes = [
         f"{name}: {_about(old.about.get(name))} -> {_about(new.about.get(name))}"
         for name in dict.fromkeys([*old.about, *new.about])

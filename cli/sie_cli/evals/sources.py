@@ -52,7 +52,7 @@ def key(text: str) -> str:
 def only_texts(name: str, inputs: Sequence[str]) -> None:
     """Raise CommandRefused if an input is an image, for a source that takes only texts."""
     if picture := next((text for text in inputs if isinstance(text, ImagePath)), None):
-        raise CommandRefused(f"{name} takes texts alone, and the task has images, such as {picture}")
+        raise CommandRefused(f"{name} takes only texts, and the task has images, such as {picture}")
 
 
 class EvalSource(Protocol):
@@ -95,7 +95,7 @@ class Sie:
         self.main = outputs[0] if outputs else DENSE
         if self.scores_pairs and "score" not in self.info["tasks"]:
             names = ", ".join(self.info["outputs"])
-            raise CommandRefused(f"{model} has {names}: what is measured are models with vectors, and those that score")
+            raise CommandRefused(f"{model} has {names}: expected a model with vectors, or one that scores")
         # take the fingerprint from an answer: a gateway that has just started may not know the workers yet
         answer: Any = self.info
         if "text" in self.info["inputs"]:
@@ -215,7 +215,7 @@ def _stages(timing: Mapping[str, float]) -> dict[str, float]:
 def only_dense(name: str, output: VectorOutput) -> None:
     """Raise CommandRefused for an output that only a cluster has."""
     if output != DENSE:
-        raise CommandRefused(f"{name} has dense vectors alone: {output.name} is measured of a cluster")
+        raise CommandRefused(f"{name} has only dense vectors: {output.name} needs a cluster")
 
 
 def catalogue_entry(model: str) -> ModelEntry | None:
@@ -354,10 +354,10 @@ class ServerSource:
             part = texts[start : start + BATCH]
             body = self._post(self._dialect.encode_path, self._dialect.encode_body(self._model, part))
             with self._understood():
-                with np.errstate(over="ignore"):  # infinite then, and refused
+                with np.errstate(over="ignore"):  # an overflow becomes infinity, which is refused below
                     rows = np.asarray(self._dialect.vectors(body), np.float32)
                 if rows.ndim != 2 or len(rows) != len(part):
-                    raise ValueError(f"{len(part)} texts were sent, vectors of the shape {rows.shape} came")
+                    raise ValueError(f"{len(part)} texts were sent, vectors of the shape {rows.shape} were returned")
                 if parts and rows.shape[1] != parts[0].shape[1]:
                     raise ValueError(f"vectors have {parts[0].shape[1]} numbers, then {rows.shape[1]}")
                 _check_finite(rows)
@@ -373,7 +373,7 @@ class ServerSource:
             with self._understood():
                 ranked = self._dialect.ranked(body)
                 if sorted(row["index"] for row in ranked) != list(range(len(part))):
-                    raise ValueError(f"{len(part)} documents were sent, {len(ranked)} scores came")
+                    raise ValueError(f"{len(part)} documents were sent, {len(ranked)} scores were returned")
                 for entry in ranked:
                     values[start + entry["index"]] = float(entry[self._dialect.score])
                 _check_finite(values)
@@ -397,10 +397,10 @@ class ServerSource:
         try:
             yield
         except _UNREADABLE as error:
-            raise CommandRefused(f"{self.name} answers otherwise than such a server does: {error}") from error
+            raise CommandRefused(f"{self.name} does not answer in the format of such a server: {error}") from error
 
 
 def _check_finite(numbers: Any) -> None:
     """Raise ValueError for numbers that are not finite."""
     if not np.isfinite(numbers).all():
-        raise ValueError("numbers that are not finite came")
+        raise ValueError("numbers that are not finite were returned")

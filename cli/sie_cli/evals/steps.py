@@ -63,9 +63,7 @@ class ResultCache:
             half.write_bytes(msgspec.msgpack.encode([_packed(answer) for answer in answers]))
             half.replace(file)
         except OSError as error:
-            raise CommandRefused(
-                f"{file}: {error.strerror}: --results names another folder for what is computed"
-            ) from error
+            raise CommandRefused(f"{file}: {error.strerror}: name another folder with --results") from error
         self._files.append(file)
         return answers
 

@@ -73,7 +73,7 @@ def missed(targets: Mapping[str, ScoreTarget], scores: Mapping[str, float], subj
     for metric, target in targets.items():
         value = scores.get(metric)
         if value is None:
-            lines.append(f"target missed: {subject}, {metric}: what was measured is {', '.join(scores)}")
+            lines.append(f"target missed: {subject}, {metric}: only {', '.join(scores)} was measured")
         elif target.is_missed(metric, value):
             lines.append(
                 f"target missed: {subject}, {metric}: {value:.4g} is worse than {target.value:.4g}, with a tolerance of"

@@ -192,9 +192,9 @@ def _texts(file: Path) -> Iterator[tuple[str, str]]:
         except msgspec.DecodeError as error:
             raise CommandRefused(f"{where}: {error}: expected {_EXPECTED}") from error
         except RecursionError as error:
-            raise CommandRefused(f"{where}: nested too deep: expected {_EXPECTED}") from error
+            raise CommandRefused(f"{where}: is nested too deeply: expected {_EXPECTED}") from error
         if entry.id in names:
-            raise CommandRefused(f"{where}: the _id {entry.id[:100]!r} is there twice")
+            raise CommandRefused(f"{where}: the _id {entry.id[:100]!r} occurs twice")
         names.add(entry.id)
         if entry.image is None and entry.text is not None:
             yield entry.id, f"{entry.title or ''} {entry.text}".strip()

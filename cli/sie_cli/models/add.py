@@ -110,7 +110,7 @@ def _entry_of(settings: Settings, source: str, name: str, revision: str | None) 
     if source != "-" and not (Path(source).suffix in (".yaml", ".yml", ".json") and Path(source).is_file()):
         return described(settings, source, name, revision)
     if name or revision:
-        raise click.UsageError("--id and --revision are for a model; an entry says both itself")
+        raise click.UsageError("--id and --revision are for a model; an entry has both itself")
     from sie_config_service.documents import checked, read
 
     body, kind = document(Path(source))

@@ -234,11 +234,9 @@ def patch_of(changes: Sequence[str]) -> dict[str, Any]:
         for name in names[:-1]:
             inner = inner.setdefault(name, {})
             if not isinstance(inner, dict):
-                raise click.BadParameter(
-                    f"{path}: {name} was given a value of its own before", param_hint="FIELD=VALUE"
-                )
+                raise click.BadParameter(f"{path}: {name} already has a value", param_hint="FIELD=VALUE")
         if names[-1] in inner:
-            raise click.BadParameter(f"{path}: is given twice", param_hint="FIELD=VALUE")
+            raise click.BadParameter(f"{path}: occurs twice", param_hint="FIELD=VALUE")
         inner[names[-1]] = value
     return patch
 

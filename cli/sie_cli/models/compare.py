@@ -188,7 +188,7 @@ def _compared(client: SIEClient, names: tuple[str, str], sample: ComparisonSampl
         return _ranks(client, names, sample)
     outputs = "; ".join(f"{name} has {', '.join(info['outputs'])}" for name, info in zip(names, infos, strict=True))
     raise CommandRefused(
-        f"there is nothing to compare: {outputs}. Two models with dense vectors can be, or two that score"
+        f"there is nothing to compare: {outputs}. Expected two models with dense vectors, or two that score"
     )
 
 
@@ -200,7 +200,7 @@ def of_vectors(
     """
     if len(texts) < MIN_TEXTS:
         raise CommandRefused(
-            f"--sample has {len(texts)} different texts; at least {MIN_TEXTS} are needed, some hundreds say something"
+            f"--sample has {len(texts)} different texts; at least {MIN_TEXTS} are needed, and some hundreds for a meaningful result"
         )
     matrices: list[tuple[Matrix, Matrix]] = []
     fingerprints = []

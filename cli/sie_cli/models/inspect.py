@@ -166,7 +166,7 @@ def _hub(action: str, instead: str) -> Iterator[None]:
         raise CommandRefused(f"{action}: the hub has no such repository or revision; {fix}") from error
     except (any_error, ConnectionError, TimeoutError) as error:
         raise CommandRefused(
-            f"{action}: the hub did not tell ({type(error).__name__}); make it reachable (HF_ENDPOINT), or {instead}"
+            f"{action}: the hub did not answer ({type(error).__name__}); make it reachable (HF_ENDPOINT), or {instead}"
         ) from error
 
 

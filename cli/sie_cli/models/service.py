@@ -173,14 +173,14 @@ class ConfigServiceClient:
         code = error.get("code")
         if code == "METHOD_NOT_ALLOWED" and (service := self._config_url()):
             lines.append(
-                f"{public_url(self.url)} is a gateway, which reads alone; its config service is at {service}: use --url"
+                f"{public_url(self.url)} is a gateway, which answers only reads; its config service is at {service}: use --url"
                 f" {service}"
             )
         elif code == "CONTENT_CONFLICT" and error.get("revision") is not None and error.get("reason") != "aliased":
             is_add = method == "POST" and answer.request.url.path == MODELS
             only = f"--if-match {error['revision']}"
             again = (
-                f"replace it with --force; with {only} too, only if nobody changed it meanwhile"
+                f"replace it with --force; with {only} too, only if it was not changed meanwhile"
                 if is_add
                 else f"repeat with {only}"
             )
@@ -199,7 +199,9 @@ class ConfigServiceClient:
         return health.get("config_url") if isinstance(health, dict) else None
 
 
-_NOBODY = "is it running, and is this its address? /health of a gateway says it as config_url; give it with --url"
+_NOBODY = (
+    "is it running, and is this its address? /health of a gateway has the address as config_url; set it with --url"
+)
 _WRONG_URL = (
     "give --data-dir of a `sie serve` of this machine, or the address with --url (config_url in /health of a gateway)"
 )
@@ -209,7 +211,7 @@ _NEXT = {
         "for it"
     ),
     "PERMISSION_DENIED": "writes need the SIE_ADMIN_TOKEN that the config service was started with",
-    "IDEMPOTENCY_MISMATCH": "run the command again: each run has a key of its own",
+    "IDEMPOTENCY_MISMATCH": "run the command again: each run has a new key",
 }
 
 
@@ -285,7 +287,7 @@ def service_of(cluster: Cluster, *, writes: bool) -> ConfigServiceClient:
     if url is None and not writes and cluster.sources[GATEWAY_URL] == SOURCE:
         url, secret = cluster.gateway_urls[0], cluster.gateway_token
     if url is None:
-        raise click.UsageError(f"{cluster.missing(CONFIG_URL)} (/health of a gateway says it as config_url)")
+        raise click.UsageError(f"{cluster.missing(CONFIG_URL)} (/health of a gateway has the address as config_url)")
     token = secret.reveal() if secret else ""
     if not token and sys.stdin.isatty():
         token = str(click.prompt("SIE_ADMIN_TOKEN", hide_input=True, default="", show_default=False)).strip()

@@ -140,7 +140,7 @@ def push(names: tuple[str, ...], name: str | None, revision: str | None, force: 
     """
     settings = loaded(values).settings
     if len(names) > 1 and (name or revision):
-        raise click.UsageError("--as and --revision are of one: push them one by one")
+        raise click.UsageError("--as and --revision are for one model: push the models one by one")
     with _refusing(settings):
         cluster = _cluster(settings)
         for model in names:
@@ -264,9 +264,7 @@ def _weights_source(settings: Settings, reference: str, name: str | None, revisi
     folder = Path(reference).expanduser()
     if folder.is_dir():
         if not name:
-            raise click.UsageError(
-                f"{reference} is a folder: --as ORGANISATION/NAME says what it is called in the bucket"
-            )
+            raise click.UsageError(f"{reference} is a folder: --as ORGANISATION/NAME sets its name in the bucket")
         return _WeightsSource(folder, _of_folder(folder, name, revision), Lock(None))
     if name:
         raise click.UsageError(f"--as names a folder, and there is no folder {reference}")

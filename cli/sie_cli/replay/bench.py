@@ -122,7 +122,7 @@ def replay_command(
 
 def _write(files: Sequence[Path], spec: str) -> None:
     if len(files) != 1:
-        raise TraceError("--generate makes one TRACE")
+        raise TraceError("--generate writes one TRACE: name one file")
     requests = traces.generate(spec)
     with files[0].open("xb") as file:  # mode x: never overwrite a recorded trace
         file.writelines(traces.write(requests))
@@ -131,7 +131,7 @@ def _write(files: Sequence[Path], spec: str) -> None:
 def _recorded(trace: Trace) -> dict[str, float]:
     unknown = trace.settings.keys() - set(PLAN)
     if unknown:
-        raise TraceError(f"the trace was recorded with {', '.join(sorted(unknown))}, of which nothing is known here")
+        raise TraceError(f"the trace was recorded with {', '.join(sorted(unknown))}, which a replay does not know")
     return trace.settings
 
 
@@ -143,7 +143,7 @@ def _machine(trace: Trace, device: str, host: str) -> Machine:
     hosted = {**traces.numbers(HOST_DEFAULT, tuple(HOST)), **traces.numbers(host, tuple(HOST))}
     times_s = (*batch, *(hosted[name] / unit for name, unit in HOST.items()))
     if min(times_s) < 0 or not any(batch):
-        raise TraceError("no time is below 0, and a batch takes some")
+        raise TraceError("times must not be negative, and a batch must take some time")
     return Machine(*times_s)
 
 

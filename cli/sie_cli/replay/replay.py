@@ -79,11 +79,11 @@ class ReplayPlan:
             if value < (1 if name in whole else 0):
                 raise TraceError(f"{name}={value:g} is too small")
             if name in ("workers", "lanes") and value > MAX_DEVICES:
-                raise TraceError(f"{name}={value:g}: at most {MAX_DEVICES} are tried")
+                raise TraceError(f"{name}={value:g}: at most {MAX_DEVICES} are supported")
         if self.min_quantum_ms > self.max_quantum_ms:
             raise TraceError(f"min_quantum_ms={self.min_quantum_ms:g} is above max_quantum_ms={self.max_quantum_ms:g}")
         if not self.target_p50_ms:
-            raise TraceError("target_p50_ms is above 0")
+            raise TraceError("target_p50_ms must be above 0")
 
 
 def plan_of(settings: Settings) -> ReplayPlan:

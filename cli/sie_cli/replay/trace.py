@@ -91,7 +91,7 @@ def read(lines: Iterable[bytes]) -> Trace:
         except msgspec.DecodeError as error:
             raise TraceError(f"line {number}: {error}") from error
     if not requests:
-        raise TraceError("there is no request in it")
+        raise TraceError("the trace has no requests")
     begin_s = min(request.at for request in requests)
     moved = (msgspec.structs.replace(request, at=request.at - begin_s) for request in requests)
     return Trace(tuple(sorted(moved, key=lambda request: request.at)), tuple(ran), settings)
@@ -111,9 +111,9 @@ def numbers(text: str, names: Sequence[str]) -> dict[str, float]:
         try:
             values[name] = float(value)
         except ValueError as error:
-            raise TraceError(f"{part!r}: expected a number behind the =") from error
+            raise TraceError(f"{part!r}: expected a number after the =") from error
         if not math.isfinite(values[name]):
-            raise TraceError(f"{part!r}: expected a finite number behind the =")
+            raise TraceError(f"{part!r}: expected a finite number after the =")
     return values
 
 
@@ -144,9 +144,9 @@ def generate(spec: str) -> list[TraceRequest]:
         min(parameters["rate"], parameters["length"], parameters["seconds"]) <= 0
         or min(parameters["burst"], parameters["inputs"], parameters["models"]) < 1
     ):
-        raise TraceError("rate, length and seconds are above 0; burst, inputs and models at least 1")
+        raise TraceError("rate, length and seconds must be above 0; burst, inputs and models at least 1")
     if max(parameters["rate"] * parameters["seconds"], parameters["burst"]) * parameters["inputs"] > MAX_INPUTS:
-        raise TraceError(f"that is more than {MAX_INPUTS:,} inputs: a lower rate, or fewer seconds")
+        raise TraceError(f"these are more than {MAX_INPUTS:,} inputs: lower the rate or the seconds")
     chance, sigma = random.Random(int(parameters["seed"])), parameters["spread"]  # noqa: S311  arrivals, no secrets
     middle = np.log(parameters["length"]) - sigma * sigma / 2
     requests: list[TraceRequest] = []

@@ -119,7 +119,7 @@ def serve(
         if standalone and gateways > 1:
             raise SettingError("--gateways", "--standalone is one process with one gateway")
         if port + gateways - 1 > 65535:
-            raise SettingError("--port", f"{gateways} gateways from {port} on pass the last port, 65535")
+            raise SettingError("--port", f"{gateways} gateways from {port} on need ports above the last one, 65535")
         with DataDir(plan.data_dir):
             if lacking := faults(_needs(plan)):
                 for fault in lacking:

@@ -39,7 +39,7 @@ def _bind(bound: socket.socket, port: int) -> None:
     servers set. Elsewhere it would block a server too.
     """
     if port in _descriptors:
-        raise OSError(f"port {port} was given before")
+        raise OSError(f"port {port} was returned before")
     if sys.platform == "linux":
         bound.bind(("127.0.0.1", port))
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

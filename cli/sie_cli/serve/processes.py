@@ -336,7 +336,7 @@ class LocalCluster:
                     is_reported = False
                     continue
                 if shutil.disk_usage(self._plan.data_dir).free > ROOM_BYTES:
-                    self._say("serve", "the queue can be written again, its broker is restarted")
+                    self._say("serve", "the disk of the queue has space again, the broker is restarted")
                     supervisor.restart(broker)
                 elif not is_reported:
                     self._say("serve", f"the queue cannot be written: free space on the disk of {self._plan.data_dir}")
@@ -408,7 +408,7 @@ class LocalCluster:
         if mode == "none" and not is_loopback(plan.host):
             self._say(
                 "serve",
-                f"warning: whoever reaches {plan.host} port {plan.port} may use this server: SIE_AUTH_MODE is none",
+                f"warning: anyone who reaches {plan.host} port {plan.port} can use this server: SIE_AUTH_MODE is none",
             )
 
     def _metrics_urls(self) -> dict[str, list[str]]:
