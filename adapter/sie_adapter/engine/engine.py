@@ -144,7 +144,7 @@ class AdapterEngine:
     def _end_if_lost(self, error: Exception) -> None:
         """End the process if the device is lost: on a dead context later batches would fail or give wrong results."""
         if is_device_fatal(error):
-            _logger.critical("the device is lost, ending: %s", error)
+            _logger.critical("the device is lost, the process ends: %s", error)
             self._on_device_lost()
 
     def prepare(self, message: RunBatch, permission: Permission) -> Callable[[RunBatch], Reply] | None:
@@ -197,7 +197,7 @@ class AdapterEngine:
             self.residency.relieve(permission)
         except Exception as error:
             self._end_if_lost(error)
-            _logger.exception("memory could not be given back after a batch of %s", message.model)
+            _logger.exception("memory could not be freed after a batch of %s", message.model)
         return msgspec.structs.replace(reply, dropped=permission.dropped) if permission.dropped else reply
 
     def _run(
@@ -232,7 +232,7 @@ class AdapterEngine:
         with self.residency.use(model) as resident:
             loras = getattr(resident.weights, "loras", None)
             if loras is None:
-                raise lora_rejected(lora, f"{model} takes none")
+                raise lora_rejected(lora, f"{model} supports no LoRA")
             try:
                 located = self.loader.sources.locate_lora(lora, resident.resolved.entry, self._settings.models_dir)
                 digest = str(on_new_thread(loras.load, lora, located.folder, self._settings.max_loras_per_model))

@@ -325,7 +325,7 @@ def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], ac
     if unknown := [label for label in options.labels if label not in names]:
         listed = ", ".join(names[:20]) + (", .." if len(names) > 20 else "")
         raise InvalidInput(
-            f"labels: {len(unknown)} of them are no classes of the model, it has {listed}",
+            f"labels: {len(unknown)} of them are not classes of the model, which are {listed}",
             reason="labels",
             param="labels",
         )
