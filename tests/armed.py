@@ -97,7 +97,7 @@ PLACES: dict[str, Place] = {
     "settle.before_result": Place("sidecar", "one_request", runs=2),
     "settle.before_ack": Place("sidecar", "one_request", runs=2),
     "settle.between_parts": Place("sidecar", "big_result", long=True),
-    "leases.before_release": Place("sidecar", "work_left_over", long=True),
+    "settle.before_release": Place("sidecar", "work_left_over", long=True),
     "sidecar.before_admission": Place("sidecar", "admission", long=True),
     "settle.before_cancelled_ack": Place("sidecar", "cancelled"),
     "dead_letters.before_publish": Place("sidecar", "unreadable_work", long=True),

@@ -12,7 +12,6 @@ import asyncio
 import dataclasses
 import functools
 import logging
-import os
 import shlex
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -77,7 +76,7 @@ class Cluster:
         `named`.
         """
         data_dir = (named or default_data_dir()).absolute()
-        settings, sources = _as_client(loaded_settings, os.environ)
+        settings, sources = _as_client(loaded_settings)
         cluster = cls(settings, sources, data_dir, named is not None)
         if named is None and (not looks_around or all(sources[name] != "default" for name in _PARTS)):
             return cluster
@@ -217,15 +216,15 @@ class Cluster:
         )
 
 
-def _as_client(loaded_settings: Loaded, environ: Mapping[str, str]) -> tuple[Settings, dict[str, str]]:
+def _as_client(loaded_settings: Loaded) -> tuple[Settings, dict[str, str]]:
     """The settings and their sources, with the variables that all clients read: SIE_API_KEY, which SIE_AUTH_TOKEN means
     too, and SIE_BASE_URL, where nothing names the gateway otherwise.
     """
     changes: dict[str, Any] = {}
     sources = dict(loaded_settings.sources)
-    if key := environ.get(client_environment.API_KEY, "").strip():
+    if key := client_environment.api_key():
         changes["auth_token"] = Secret(key)
-    if sources[GATEWAY_URL] == "default" and (url := environ.get(client_environment.BASE_URL, "").strip()):
+    if sources[GATEWAY_URL] == "default" and (url := client_environment.base_url()):
         changes["gateway_url"], sources[GATEWAY_URL] = url, "environment"
     return dataclasses.replace(loaded_settings.settings, **changes), sources
 

@@ -28,10 +28,10 @@ from sie_contracts.errors import (
     SIEError,
 )
 from sie_contracts.wire import configs
-from sie_runtime.http.asgi import documented
-from sie_runtime.http.coding import check_type, decoded
-from sie_runtime.http.routes import plain_path
-from sie_runtime.http.server import App, Receive, Scope, Send, common_headers, headers_of, probes, uuid7
+from sie_runtime.http.asgi import REQUEST_ID, TRACE_ID, documented
+from sie_runtime.http.coding import decoded
+from sie_runtime.http.routes import check_type, plain_path
+from sie_runtime.http.server import App, Receive, Scope, Send, headers_of, probes
 from sie_runtime.metrics_table import OTHER
 from sie_runtime.tracing import begin_request, end_request
 
@@ -53,7 +53,7 @@ def create_app(service: ConfigService) -> App:
         if scope["type"] != "http":
             return
         path = plain_path(scope["path"], scope.get("raw_path") or b"")
-        scope = {**scope, "path": path}
+        connection, scope = scope, {**scope, "path": path}
         if not path.startswith(("/v1/", "/docs", "/openapi.json")):
             await inner(scope, receive, send)
             return
@@ -61,18 +61,18 @@ def create_app(service: ConfigService) -> App:
         route = match.route(scope["method"]) or next(iter(match.methods.values()), None)
         endpoint = OTHER if route is None else route.endpoint
         received_s = time.perf_counter()
-        request_id = scope["sie.request_id"] = uuid7()
+        request_id = scope[REQUEST_ID]
         headers = headers_of(scope)
         status, code = 0, b""  # no reply yet
         tracer = None if endpoint in _POLLED else service.tracer
         _, span = begin_request(tracer, headers, scope["method"], request_id, received_s)
+        if span is not None:
+            connection[TRACE_ID] = span.trace_id
 
         async def tagged(message: Any) -> None:
             nonlocal status, code
             if message["type"] == "http.response.start":
                 status, code = message["status"], dict(message.get("headers", ())).get(b"x-sie-error-code", b"")
-                own = common_headers(headers, request_id, span.trace_id if span is not None else None)
-                message["headers"] = [*message.get("headers", ()), *own]
             await send(message)
 
         try:
@@ -88,7 +88,7 @@ def create_app(service: ConfigService) -> App:
             else:
                 if route.body is not None:
                     check_type(headers, route.body.media)
-                body = decoded(scope["method"], headers, receive)
+                body = decoded(scope["method"], headers, receive) if "content-encoding" in headers else receive
                 request = Request({**scope, "path_params": match.parameters}, body)
                 await (await route.handler(service, request))(scope, receive, tagged)
         except ClientDisconnect:  # the client disconnected during its body, so nobody reads an answer
@@ -106,7 +106,7 @@ def create_app(service: ConfigService) -> App:
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    return _answer_to(error, request.scope["sie.request_id"])
+    return _answer_to(error, request.scope[REQUEST_ID])
 
 
 def _answer_to(error: Exception, request_id: str) -> Response:

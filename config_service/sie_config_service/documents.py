@@ -1,7 +1,7 @@
 """Model configurations as people write them: read, checked by the schema that workers use, merged, compared.
 
-bytes ──read──► Document ──checked──► ModelEntry, Alias or Bundle
-                            └ ValidationFailed: the field, what is wrong with it, and for YAML the line
+bytes ──read──► ParsedDocument ──checked──► ModelEntry, Alias or BundleEntry
+                                  └ ValidationFailed: the field, what is wrong with it, and for YAML the line
 """
 
 from __future__ import annotations

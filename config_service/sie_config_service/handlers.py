@@ -1,6 +1,6 @@
 """Handlers of the catalogue's routes: reads, and writes, which only this service accepts.
 
-request ──► body, at most 1 MiB ──► Document ──► CatalogueWriter ──► reply with the new revision as ETag
+request ──► body, at most 1 MiB ──► ParsedDocument ──► CatalogueWriter ──► reply with the new revision as ETag
 """
 
 from __future__ import annotations

@@ -599,7 +599,7 @@ export interface components {
             /** @description The same parameters. Those beside it take precedence. */
             options?: Record<string, unknown>;
             labels?: string[];
-            /** @description The least score. A detector reads it in place of its own thresholds. */
+            /** @description The least score, from 0 to 1. A detector reads it in place of its own thresholds. */
             threshold?: number;
             /** @description Grounding DINO: the least score of a box. */
             box_threshold?: number;

@@ -17,10 +17,8 @@ import msgspec
 from simulation.network import Connection
 
 import sie_gateway.inference.results
-import sie_sidecar.device.device
 import sie_sidecar.device.dispatch
 import sie_sidecar.device.in_flight
-import sie_sidecar.intake.leases
 import sie_sidecar.process
 import sie_sidecar.results.settle
 from sie_broker import BrokerError
@@ -50,14 +48,14 @@ def _acked_before_confirmed() -> AbstractContextManager[Any]:
 
 
 def _no_fence() -> AbstractContextManager[Any]:
-    return mock.patch.object(sie_sidecar.intake.leases.Leases, "left_s", return_value=60.0)
+    return mock.patch.object(sie_sidecar.results.settle.Leases, "left_s", return_value=60.0)
 
 
 def _never_renewed() -> AbstractContextManager[Any]:
     async def renew_all(self: Any) -> None:
         """Nothing."""
 
-    return mock.patch.object(sie_sidecar.intake.leases.Leases, "renew_all", renew_all)
+    return mock.patch.object(sie_sidecar.results.settle.Leases, "renew_all", renew_all)
 
 
 def _another_chunk() -> AbstractContextManager[Any]:
@@ -138,7 +136,7 @@ def _loras_mixed() -> AbstractContextManager[Any]:
 
         return mixed
 
-    return _around(sie_sidecar.device.device.DeviceQueue, "job", change)
+    return _around(sie_sidecar.device.dispatch.DeviceQueue, "job", change)
 
 
 def _collector_kept() -> AbstractContextManager[Any]:

@@ -231,7 +231,7 @@ def inference_of(gateway: GatewayProcess, *, window_s: float = WINDOW_S) -> Infe
     """The inside of a gateway, whose clients are watched at once and missed for a shorter time than the contract's."""
     port = gateway.url.rpartition(":")[2]
     (server,) = (task for task in asyncio.all_tasks() if task.get_name() == f"http:{port}")
-    edge = server.get_coro().cr_frame.f_locals["self"].config.app.app._app  # type: ignore[union-attr]
+    edge = server.get_coro().cr_frame.f_locals["self"].config.app.app  # type: ignore[union-attr]
     assert isinstance(edge, Edge)
     inference = edge._gateway.inference
     inference.away.window_s, inference.watch_after_s = window_s, 0.01

@@ -13,6 +13,7 @@ import api_page
 import click
 import pages
 import pytest
+import readme_tables
 import settings_page
 import yaml
 from metrics_page import every
@@ -26,7 +27,7 @@ ALERTS = ROOT / "charts" / "sie-cluster" / "files" / "alerts.yaml"
 SECTIONS = ("**Means**", "**See**", "**Do**")
 # blocks of a shell or of Python by page and mark, those that are run under ""
 BLOCKS = {
-    "README.md": {"install": 1, "": 3},
+    "README.md": {"install": 1, "": 4},
     "air-gap.md": {"": 1, "server": 1, "machine": 1},
     "bundles.md": {"server": 1, "": 2},
     "coming-from.md": {"": 3},
@@ -51,6 +52,7 @@ BLOCKS = {
     "profiles.md": {"": 1},
     "quantisation.md": {"": 2},
     "quickstart.md": {"install": 1, "server": 1, "": 6, "hub": 1},
+    "rag.md": {"file": 4},
     "replay.md": {"machine": 1, "": 1},
     "request-lifecycle.md": {"": 1},
     "routing.md": {"": 1},
@@ -101,6 +103,23 @@ async def test_the_page_of_the_api_is_what_a_gateway_answers() -> None:
     found = await api_page.document()
     assert api_page.page(text, found) == text
     assert [path for path in found["paths"] if path not in text] == []
+
+
+def test_the_tables_of_the_readme_are_the_catalogue_and_the_results() -> None:
+    """Regenerate them: python tests/readme_tables.py."""
+    text = readme_tables.PAGE.read_text("utf-8")
+    assert readme_tables.page(text) == text
+
+
+def test_the_first_page_of_the_site_leads_to_every_page() -> None:
+    links = set(re.findall(r"\]\(([\w-]+\.md)\)", (DOCS / "index.md").read_text("utf-8")))
+    assert links == {page.name for page in DOCS.glob("*.md")} - {"index.md"}
+
+
+def test_the_readme_is_short_before_more() -> None:
+    first, mark, _ = README.read_text("utf-8").partition("\n## More\n")
+    assert mark
+    assert len(first.split()) <= 500
 
 
 def test_every_alert_has_a_section_of_the_runbook() -> None:

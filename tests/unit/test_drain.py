@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sie_contracts.wire.heartbeats import Turn
-from sie_gateway.admission.retry_slots import MAX_RETRY_S, MAX_TURNS, RetrySlots
-from sie_gateway.admission.throughput import (
+from sie_gateway.admission.model_queue import (
     EXPIRY_S,
     MAX_EVIDENCE,
     UNKNOWN_STALL_S,
@@ -19,6 +18,7 @@ from sie_gateway.admission.throughput import (
     ExpectedWait,
     Throughput,
 )
+from sie_gateway.admission.retry_slots import MAX_RETRY_S, MAX_TURNS, RetrySlots
 
 
 def drain(*batches: tuple[float, float, float], crowded: bool = False, device_s: float = math.inf) -> Throughput:

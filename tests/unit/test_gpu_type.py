@@ -95,9 +95,7 @@ def test_a_lane_of_several_types_does_not_serve_one_of_them() -> None:
     lanes = Lanes()
     lanes.beat("w1", gpu="NVIDIA H100 80GB HBM3")
     lanes.beat("w2", gpu="NVIDIA L4")
-    with pytest.raises(
-        NotFound, match="the workers of _default are of several types: give each type a SIE_MACHINE_PROFILE"
-    ):
+    with pytest.raises(NotFound, match="the workers of _default have several GPU types: give each type a separate"):
         lanes.named("l4")
     lanes.beat("w1", gpu="NVIDIA H100 80GB HBM3", leaving=True)
     assert lanes.named("l4") == "_default"

@@ -537,6 +537,25 @@ def test_frames_are_watched_across_connections(frames: tuple[str, list[str]], us
     assert tokens == ["Bearer good"] * 3
 
 
+async def test_a_watch_that_is_cancelled_as_a_frame_comes_ends() -> None:
+    arrived = asyncio.get_running_loop().create_future()
+
+    class Connection:
+        async def recv(self, *, decode: bool) -> bytes:
+            frame: bytes = await arrived
+            return frame
+
+    socket = watching.AsyncStatusSocket("http://gateway")
+    socket._connection = Connection()
+    task = asyncio.create_task(socket.next())
+    for _ in range(3):
+        await asyncio.sleep(0)  # it waits for the frame now
+    arrived.set_result(b"{}")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
 def test_a_watch_that_may_not_or_cannot_be_is_a_typed_error(
     frames: tuple[str, list[str]], using: Callable[..., Any]
 ) -> None:

@@ -27,7 +27,7 @@ from transformers import AutoModel
 
 from sie_adapter.engine.device import Compute, to_device
 from sie_adapter.families.extraction import bytes_of
-from sie_adapter.families.packed_model import PackedModel, fault_of_tokenizer
+from sie_adapter.families.text_encoder import PackedModel, fault_of_tokenizer
 from sie_adapter.heads import Head, Reduced, States
 from sie_adapter.loading import open_clip
 from sie_adapter.loading.checkpoint import empty_model, load_model

@@ -21,7 +21,7 @@ from transformers import AutoModel, ClapConfig, RobertaConfig, RobertaModel
 from sie_adapter.engine.device import Compute, to_device
 from sie_adapter.families.dual_encoder import TwoTowers, VectorHead
 from sie_adapter.families.extraction import bytes_of
-from sie_adapter.families.packed_model import fault_of_tokenizer
+from sie_adapter.families.text_encoder import fault_of_tokenizer
 from sie_adapter.heads import Head
 from sie_adapter.loading.checkpoint import empty_model, load_model
 from sie_adapter.loading.tokenizer import fitted, load_tokenizer

@@ -26,9 +26,9 @@ from sie_adapter.engine.device import Compute
 from sie_adapter.engine.item_results import ItemResults
 from sie_adapter.families.colpali import ColPali
 from sie_adapter.families.extraction import bytes_of
-from sie_adapter.families.packed_model import PackedModel, fault_of_tokenizer, samples_of
 from sie_adapter.families.qwen3_vl import Qwen3Encoder, Qwen3Reranker
 from sie_adapter.families.qwen_vl import ColQwen
+from sie_adapter.families.text_encoder import PackedModel, fault_of_tokenizer, samples_of
 from sie_adapter.heads import Head, Row
 from sie_adapter.loading.tokenizer import fitted, load_tokenizer
 from sie_adapter.packed.backbone import Backbone

@@ -20,8 +20,8 @@ class OwnedTasks:
         self._owner = owner
         self._running: set[asyncio.Task[None]] = set()
 
-    def start(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work, name=f"{self._owner}: {what}")
+    def start(self, work: Coroutine[Any, Any, None], work_name: str) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work, name=f"{self._owner}: {work_name}")
         self._running.add(task)
         task.add_done_callback(self._ended)
         return task
@@ -62,15 +62,15 @@ class ReconnectHandlers:
                 await guarded("a reconnect handler", handler())
 
 
-async def guarded(what: str, work: Awaitable[None]) -> None:
+async def guarded(work_name: str, work: Awaitable[None]) -> None:
     """Await a callback of a user, and log its errors with `log_failure`."""
     try:
         await work
     except (asyncio.CancelledError, Exception) as error:  # noqa: BLE001  `log_failure` logs it
-        log_failure(what, error)
+        log_failure(work_name, error)
 
 
-def log_failure(what: str, error: BaseException) -> None:
+def log_failure(work_name: str, error: BaseException) -> None:
     """Log the error of a callback of a user, also a cancellation that came from inside the callback. An error of the
     broker is no fault of the callback, so it is logged in one line. Raises the error if it is a cancellation of the
     present task.
@@ -79,11 +79,11 @@ def log_failure(what: str, error: BaseException) -> None:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise error
-        log.error("%s was cancelled from inside", what, exc_info=error)
+        log.error("%s was cancelled from inside", work_name, exc_info=error)
     elif isinstance(error, BrokerError):
-        log.warning("%s was not completed: %s", what, error)
+        log.warning("%s was not completed: %s", work_name, error)
     else:
-        log.error("%s failed", what, exc_info=error)
+        log.error("%s failed", work_name, exc_info=error)
 
 
 def expire(answer: asyncio.Future[Any], subject: str, timeout_s: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
 
 BASE_URL, API_KEY = "SIE_BASE_URL", "SIE_API_KEY"
 KEY_ALIASES = ("SIE_AUTH_TOKEN",)
@@ -10,11 +10,15 @@ LOOPBACK = "http://127.0.0.1:8080"
 NAMES = frozenset({BASE_URL, API_KEY})
 
 
-def base_url(environ: Mapping[str, str]) -> str:
-    """The address of the gateway; that of a `sie serve` of this machine where no variable names one."""
-    return environ.get(BASE_URL, "").strip() or LOOPBACK
+def base_url() -> str | None:
+    """The address of the gateway; None without one."""
+    return _value(BASE_URL)
 
 
-def api_key(environ: Mapping[str, str]) -> str | None:
+def api_key() -> str | None:
     """The key of the client, by its name or an alias; None without one."""
-    return next((key for name in (API_KEY, *KEY_ALIASES) if (key := environ.get(name, "").strip())), None)
+    return _value(API_KEY) or next(filter(None, map(_value, KEY_ALIASES)), None)
+
+
+def _value(name: str) -> str | None:
+    return os.environ.get(name, "").strip() or None

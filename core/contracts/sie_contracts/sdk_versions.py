@@ -3,8 +3,7 @@
 
     version ──► dialect_of ──► the first row of DIALECTS that is not newer ──► holds, item errors, statuses, codes
 
-The clients of this project name their version in another header, `X-SIE-Client-Version`. They get NATIVE, as all other
-clients do.
+Our own clients name theirs in another header, `X-SIE-Client-Version`, and get NATIVE, as everybody else does.
 """
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ HEADER = "x-sie-sdk-version"
 OWN_HEADER = "x-sie-client-version"
 CONTRACT_VERSION = (0, 10)
 """The newest minor version of the public contract that this server speaks."""
+SERVER_VERSION = ".".join(map(str, CONTRACT_VERSION))
+"""The version that other clients are answered by."""
 _MINOR = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})(?:\.([0-9]{1,6}))?")
 
 
@@ -59,8 +60,7 @@ class Dialect:
 
 NATIVE = Dialect()
 _FAILED = {"MODEL_LOAD_FAILED": 502}
-# clients try a request with this code three times: some inputs may have failed for good
-_MIXED = {"ALL_ITEMS_FAILED": "RESOURCE_EXHAUSTED"}
+_MIXED = {"ALL_ITEMS_FAILED": "RESOURCE_EXHAUSTED"}  # which is tried three times: inputs may have failed for good
 
 
 def _busy(code: str, *codes: str) -> dict[str, str]:
@@ -83,25 +83,21 @@ def _parsed(version: str) -> tuple[int, int, int] | None:
     return None if match is None else (int(match[1]), int(match[2]), int(match[3] or 0))
 
 
-def dialect_of(headers: Mapping[str, str]) -> Dialect:
-    """Return the dialect of a client with these headers. A public SDK whose version cannot be parsed gets the newest
-    dialect.
-    """
-    version = headers.get(HEADER)
-    if version is None:
-        return NATIVE
+def dialect_of(version: str) -> Dialect:
+    """The dialect of a public SDK of this version; the newest of one that does not know its own version."""
     number = _parsed(version)
     if number is None:
         return DIALECTS[-1][1]
     return next(dialect for first, dialect in reversed(DIALECTS) if first <= number)
 
 
-def server_version(headers: Mapping[str, str]) -> str:
-    """Return the version of the contract in the answer to a client with these headers: the client's own version, at
-    most the version of this server.
+def server_version(version: str) -> str:
+    """The version of the contract that a public SDK of this version is answered by: its own, at most ours.
 
-    A public SDK compares it with its own version, and warns if the two differ by more than one minor version.
+    A public SDK compares it with its own version, and warns where the two differ by more than one minor version.
     """
-    number = _parsed(headers.get(HEADER, ""))
-    major, minor = CONTRACT_VERSION if number is None else min(number[:2], CONTRACT_VERSION)
+    number = _parsed(version)
+    if number is None:
+        return SERVER_VERSION
+    major, minor = min(number[:2], CONTRACT_VERSION)
     return f"{major}.{minor}"

@@ -85,7 +85,7 @@ class BrokerClock:
         self._offset_s, self.margin_s = estimate(samples)
 
     async def begin(self) -> None:
-        """Measure once, for what goes by the broker's time from its start on. `run` tells of a failure."""
+        """Measure once, so that the broker's time is known from the start. A failure is not raised: `run` logs it."""
         with contextlib.suppress(BrokerError):
             await self.measure()
 

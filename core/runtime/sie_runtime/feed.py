@@ -183,10 +183,6 @@ class CatalogueFeed:
         self._trouble = Trouble(_logger, "the catalogue stays as it was")
 
     @property
-    def loaded(self) -> bool:
-        return self.first.is_set()
-
-    @property
     def is_behind(self) -> bool:
         """Return whether the last request to the config service failed."""
         return self._trouble.lasting

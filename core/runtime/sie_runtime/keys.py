@@ -216,7 +216,7 @@ class Keys:
 
     def ended(self, key: Key) -> str:
         """Return why a key is not valid any more, by the clock of the broker; empty while it is valid. Raises NotReady
-        of one that expires while the broker's time is not known.
+        for a key with an expiry while the broker's time is not known.
         """
         if key.expires_s and math.isinf(self._clock.margin_s):
             raise NotReady("the time of the broker has not been read yet, by which keys expire")

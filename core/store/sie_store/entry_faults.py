@@ -19,7 +19,7 @@ from sie_contracts.models.families import FAMILIES, TEXT_ENCODER
 from sie_store.folder_files import read_json, read_value
 
 MODEL_FILE = "config_sentence_transformers.json"
-# flags of older files of a Pooling module, and the names that newer ones have for them
+# flags in older files of a Pooling module, and the names of the same poolings in newer files
 POOLING_NAMES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -28,7 +28,7 @@ POOLING_NAMES = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-# poolings of entries that sentence-transformers calls by another name
+# names of entries for poolings that have another name in sentence-transformers
 ENTRY_NAMES: Mapping[str, Pooling] = {"lasttoken": "last", "weightedmean": "weighted"}
 # model types whose positions are numbered from the pad id on
 _NUMBERED_FROM_PAD = frozenset(

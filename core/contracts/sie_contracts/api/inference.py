@@ -99,7 +99,7 @@ class ExtractParams(_Params, kw_only=True):
 
     labels: Texts = UNSET
     threshold: Annotated[
-        Number, Meta(description="The least score. A detector reads it in place of its own thresholds.")
+        Number, Meta(description="The least score, from 0 to 1. A detector reads it in place of its own thresholds.")
     ] = UNSET
     box_threshold: Annotated[Number, Meta(description="Grounding DINO: the least score of a box.")] = UNSET
     text_threshold: Annotated[Number, Meta(description="Grounding DINO: the least score of its label.")] = UNSET

@@ -1,7 +1,6 @@
-"""Checks of the values of request parameters. Each function checks one value and returns it in the form that the model
-takes.
+"""The values of request parameters: each function checks one value and returns it as the model takes it.
 
-`path` is the place of the value in the request. Each check raises InvalidInput that names the path.
+`path` is where the client wrote it. Each raises InvalidInput that names the path.
 """
 
 from __future__ import annotations
@@ -81,6 +80,11 @@ def number(path: str, value: Any) -> float:
     )
 
 
+def check_fraction(path: str, value: Any) -> None:
+    if not 0 <= number(path, value) <= 1:
+        raise bad(path, value, "a number from 0 to 1")
+
+
 def weights(path: str, value: Any) -> dict[str, float]:
     names = ("dense", "sparse", "colbert")
     if not isinstance(value, dict) or not set(value) <= set(names) or not any(value.values()):
@@ -135,14 +139,13 @@ def truncate(path: str, value: Any, *, default: Truncate) -> Truncate:
     raise bad(path, value, "one of END, START, NONE")
 
 
+# the least scores, which are probabilities unless a family returns raw scores
+THRESHOLDS = frozenset(
+    {"threshold", "box_threshold", "text_threshold", "score_threshold", "prune_threshold", "highlight_threshold"}
+)
 # name of an option of a family -> check of its value
 CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "threshold": number,
-    "box_threshold": number,
-    "text_threshold": number,
-    "score_threshold": number,
-    "prune_threshold": number,
-    "highlight_threshold": number,
+    **dict.fromkeys(THRESHOLDS, number),
     "top_k": lambda path, value: integer(path, value, "a whole number from 1 to 1000", 1, 1000),
     "task": task,
     "language": language,

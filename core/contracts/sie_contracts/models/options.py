@@ -1,4 +1,4 @@
-"""Options of a request for a model: the parameters of the request, merged over those of the profile and the model.
+"""Options of a request for a model: its parameters merged over the profile's and the model's, once, here.
 
     Resolved + parameters of the request ──► run_options ──► messages.RunOptions, which travels with the work
 
@@ -28,9 +28,11 @@ from sie_contracts.models.muvera import Muvera
 from sie_contracts.models.option_values import (
     CHECKS,
     SCORE_MODES,
+    THRESHOLDS,
     any_value,
     bad,
     boolean,
+    check_fraction,
     integer,
     one_of,
     text,
@@ -41,8 +43,7 @@ from sie_contracts.wire.messages import Operation, RunOptions
 
 MAX_LABELS = 1000
 MAX_WARNINGS = 20
-# Limits in characters of values that are repeated for each input, and of names. The message size bounds all other
-# values.
+# Characters of what is repeated for each input, or is only a name. The message size bounds everything else.
 MAX_PROMPT = 1 << 20
 MAX_LORA = 1000
 Side = Literal["document", ""]
@@ -89,8 +90,7 @@ _USED: dict[str, frozenset[str]] = {
 }
 _TOP_LEVEL = frozenset({"items", "inputs", "input", "params", "options", "model", "query"})
 _KNOWN = _TOP_LEVEL.union(*_USED.values())
-# every parameter that at least one model reads
-FIELDS = _KNOWN.union(*(family.parameters for family in FAMILIES.values()))
+FIELDS = _KNOWN.union(*(family.parameters for family in FAMILIES.values()))  # every parameter that some model reads
 _FIELD = re.compile(r"\{(query|document)\}")
 _DTYPES = {name: name for name in DTYPES}
 _QUERY_KINDS = {"query", "search_query"}
@@ -237,7 +237,7 @@ def _merged(
     entry: ModelEntry, defaults: RunDefaults, request: _Parameters, operation: Operation, names: frozenset[str]
 ) -> RunOptions:
     """Merge all parameters. `names` are the parameters that only this family reads."""
-    parameters = _family_parameters(defaults, request, names)
+    parameters = _family_parameters(entry, defaults, request, names)
     common: dict[str, Any] = {
         "truncate": truncate(*request.get("truncate"), default=defaults.truncate or "END"),
         "max_tokens": _max_tokens(entry, *request.get("max_seq_length")),
@@ -396,13 +396,20 @@ def _extract(
     return {"outputs": (), "labels": tuple(labels or ()), "threshold": parameters.get("threshold")}
 
 
-def _family_parameters(defaults: RunDefaults, request: _Parameters, names: frozenset[str]) -> dict[str, Any]:
+def _family_parameters(
+    entry: ModelEntry, defaults: RunDefaults, request: _Parameters, names: frozenset[str]
+) -> dict[str, Any]:
     """Return the options `names`, which only this family reads. A family of another package checks its own options."""
     parameters = dict(defaults.parameters or {})
     for name in names:
         path, value = request.get(name)
         if value is not None:
             parameters[name] = CHECKS[name](path, value) if name in CHECKS else any_value(path, value)
+    if entry.family in FAMILIES and not parameters.get("raw_scores"):
+        for name in names & THRESHOLDS:
+            path, value = request.get(name)
+            if value is not None:
+                check_fraction(path, value)
     return parameters
 
 

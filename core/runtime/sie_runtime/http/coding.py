@@ -1,54 +1,34 @@
-"""Content types and codings of bodies (RFC 9110, 8.3 and 8.4): the types that requests may have, and gzip of requests
-and replies.
+"""Codings and types of bodies: gzip of requests and of replies, and what else a request may be (RFC 9110, 8.3 and 8.4).
 
     request ──► Content-Type, Content-Encoding ──► decoded ──► limits on size and time ──► handler
-    reply   ──► compressed, if its client accepts gzip and the reply is large enough ──► connection
+    reply   ──► compressed, where its client accepts gzip and it pays ──► connection
 
-Every limit on a body counts decompressed bytes. A body is decompressed in pieces, so a compressed body that exceeds its
-limit costs no more than a plain body of that size.
+Every limit on a body counts plain bytes. A body is decompressed in pieces, so one that grows past its limit costs no
+more than a plain one of that size.
 """
 
 from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 from sie_contracts.errors import InvalidInput, UnsupportedMediaType
-from sie_runtime.http.asgi import App, Receive, Scope, Send, headers_of
+from sie_runtime.http.asgi import Receive, Scope, Send, headers_of
 
 GZIP_OVER = 4096  # bytes of a reply: gzip saves a shorter one no more than the headers of the reply take
 INLINE_BYTES = 64 << 10  # bytes handled in about 2 ms; more bytes are handled in a thread
 PIECE_BYTES = 1 << 20
 MAX_MEMBERS = 1 << 14  # gzip members of one body: each takes about 10 us, even if it is empty
 LEVEL = 1
-INCOMPRESSIBLE = "sie.incompressible"  # key of an ASGI scope: the reply is numbers, gzip is not worth its time
 _GZIP = 16 + zlib.MAX_WBITS
 _HEAD = b"\x1f\x8b"  # first bytes of each gzip member (RFC 1952)
 _BODILESS = frozenset({"GET", "HEAD", "OPTIONS"})
-_UNSPECIFIC = frozenset({"", "text/plain", "application/octet-stream", "application/x-www-form-urlencoded"})
 _TEXTUAL = ("json", "yaml", "xml", "javascript", "openmetrics-text")
 
 
 # requests
-
-
-def check_type(headers: Mapping[str, str], media: Sequence[str]) -> None:
-    """Raise UnsupportedMediaType for a Content-Type that names another format than `media`.
-
-    Types of _UNSPECIFIC pass, because clients send them without choosing a type: curl sends the type of forms with
-    every body.
-    """
-    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind in _UNSPECIFIC:
-        return
-    formats = {name.rpartition("/")[2].removeprefix("x-") for name in media}
-    # for example application/x-msgpack and application/vnd.api+json
-    if kind.rpartition("/")[2].rpartition("+")[2].removeprefix("x-").removeprefix("vnd.") not in formats:
-        raise UnsupportedMediaType(
-            f"Content-Type: expected {' or '.join(media)}", reason="content_type", param="Content-Type"
-        )
 
 
 def decoded(method: str, headers: Mapping[str, str], receive: Receive) -> Receive:
@@ -93,7 +73,7 @@ class _Gunzipped:
             piece = await asyncio.to_thread(self._inflate, PIECE_BYTES, members=MAX_MEMBERS)
         self._is_complete = self._is_last and not self._pending
         if self._is_complete and not self._inflating.eof:
-            raise _corrupt("it ends before its gzip data is complete")
+            raise _corrupt("it ends before its gzip does")
         return {"type": "http.request", "body": piece, "more_body": not self._is_complete}
 
     def _inflate(self, most: int, *, members: int) -> bytes:
@@ -105,18 +85,18 @@ class _Gunzipped:
             while self._pending and len(plain) < most:
                 if self._inflating.eof:
                     if not _HEAD.startswith(self._pending[: len(_HEAD)]):
-                        raise _corrupt("bytes that are not gzip follow its gzip data")
+                        raise _corrupt("bytes that are no gzip follow its gzip")
                     if not members:
                         break
                     if self._members == MAX_MEMBERS:
-                        raise _corrupt(f"its gzip data has more than {MAX_MEMBERS} members")
+                        raise _corrupt(f"its gzip has more than {MAX_MEMBERS} members")
                     self._members += 1
                     members -= 1
                     self._inflating = zlib.decompressobj(_GZIP)
                 plain += self._inflating.decompress(self._pending, most - len(plain))
                 self._pending = self._inflating.unconsumed_tail or self._inflating.unused_data
         except zlib.error as error:
-            raise _corrupt("its gzip data is corrupt") from error
+            raise _corrupt("its gzip is corrupt") from error
         return plain
 
 
@@ -140,24 +120,9 @@ def accepts_gzip(accepted: str) -> bool:
     return 0.0 < weights.get("gzip", weights.get("*", 0.0)) <= 1.0
 
 
-class Compressed:
-    """ASGI application that calls `app` and compresses its replies, if the client accepts gzip and the reply is large
-    enough.
-    """
-
-    def __init__(self, app: App) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        if scope["type"] == "http":
-            send = _CompressedReply(scope, send).send
-        await self._app(scope, receive, send)
-
-
-class _CompressedReply:
-    """Reply that may be compressed. Its head is held back until the first piece of its body arrives, because the length
-    of the piece is needed to decide about gzip.
+class CompressedReply:
+    """One reply, gzipped where its client accepts that and it pays. Its head waits for the first piece of its body,
+    which says how long it is.
     """
 
     def __init__(self, scope: Scope, send: Send) -> None:
@@ -170,7 +135,7 @@ class _CompressedReply:
         """Send a message of the application."""
         if message["type"] == "http.response.start":
             headers = dict(message.get("headers", ()))
-            if _is_text(headers.get(b"content-type", b"")) and not self._scope.get(INCOMPRESSIBLE):
+            if _is_text(headers.get(b"content-type", b"")):
                 self._start = {**message, "headers": _varying(message["headers"])}
                 return
         elif message["type"] == "http.response.body":

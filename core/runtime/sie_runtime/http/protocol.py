@@ -1,22 +1,36 @@
-"""HTTP/1.1 connection: uvicorn's protocol, with limits on slow, unfinished and large requests.
+"""One HTTP/1.1 connection: uvicorn's protocol, with bounds on what a client may leave open or send without being asked.
 
     head ──► body ──► trailers, which are dropped
-    answered before its body ended ──► the last response of the connection: it says so; then the server stops sending
-    and discards input until the client closes
+    answered before its body ended ──► the last response of the connection: it says so; then we stop sending and discard
+    input until the client closes
     the client closed its side after a whole request ──► answered if the client still reads
 
 A head, chunk headers and trailers included, may have MAX_HEAD_BYTES and must be complete within HEAD_S. A body must
-arrive at the minimum rate of its server or faster, except while the server does not read. A client must read a response
-at this rate. A request that never reaches an application is answered in the common error envelope.
+come at least at the rate of its server, except while the server does not read it, and a response must be read at that
+rate. A request that never reaches an application is answered in the common error envelope.
+
+`Guarded`: host names that a listener answers to, and web pages that may make it act. A browser sends any request that a
+page asks for, to any address that it can reach: a form of a foreign page to this machine, or a request to a host name
+that was re-pointed to this machine (DNS rebinding). The browser says where a request comes from, and a page cannot
+change that:
+
+    Host ──► a name of this listener? ──► changes or computes? ──► Origin, Sec-Fetch-Site: its own page, or no page at
+    all? ──► application
+
+Reads by GET and HEAD need no check of the origin: CORS headers are sent to the pages of SIE_CORS_ORIGINS alone, so no
+other page sees the answer of another origin.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import ipaddress
 import os
 import re
 import select
+import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,9 +39,24 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from sie_contracts.errors import GatewayTimeout, InternalFailure, InvalidInput, QueueFull, SIEError
+from sie_contracts.errors import GatewayTimeout, InternalFailure, InvalidInput, PermissionDenied, QueueFull, SIEError
+from sie_contracts.loopback import is_loopback
 from sie_runtime.descriptors import max_connections
-from sie_runtime.http.asgi import FIRST_BYTE, SECURITY_HEADERS, refusal, refuse, secured
+from sie_runtime.http.asgi import (
+    FIRST_BYTE,
+    INCOMPRESSIBLE,
+    REQUEST_ID,
+    App,
+    Receive,
+    Scope,
+    Send,
+    common_headers,
+    refusal,
+    refuse,
+    refuse_upgrade,
+    uuid7,
+)
+from sie_runtime.http.coding import CompressedReply
 from sie_runtime.http.refusals import Refusals
 
 MAX_HEAD_BYTES = 64 << 10  # bytes of a request line with its headers and trailers
@@ -94,15 +123,24 @@ class _Cycle(RequestResponseCycle):
     """
 
     server_state: SharedState
+    scope: Any
     _begun: tuple[bytes, int] | None = None
+    _compressed: CompressedReply | None = None
 
     async def send_500_response(self) -> None:
-        await refuse(self.send, InternalFailure("the server failed; its log has the details"))
+        await refuse(self.scope, self.write, InternalFailure("the server failed; its log has the details"))
 
     async def send(self, message: Any) -> None:
+        """Send a message of the application."""
+        if self._compressed is None and not self.response_started and not self.scope.get(INCOMPRESSIBLE):
+            self._compressed = CompressedReply(self.scope, self.write)
+        await (self.write if self._compressed is None else self._compressed.send)(message)
+
+    async def write(self, message: Any) -> None:
+        """Send a message as it is, with the headers that every reply has."""
         if not self.response_started:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": secured(message.get("headers", ()))}
+                message = {**message, "headers": common_headers(self.scope, message.get("headers", ()))}
             if self.more_body or self.server_state.leaving:
                 self.keep_alive = False  # uvicorn then sends `connection: close`
             if message["type"] == "http.response.start" and self.keep_alive and self.scope["method"] != "HEAD":
@@ -169,7 +207,7 @@ class Protocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._outlet = _Outlet(transport, self._end)
         if len(self.connections) > max_connections():
-            self._refuse(QueueFull("this process has reached its limit of connections"), "connections")
+            self._refuse(QueueFull("this process has as many connections as it may"), "connections")
         else:
             self._rest()
 
@@ -251,6 +289,7 @@ class Protocol(HttpToolsProtocol):
             return
         super().on_message_begin()
         self.scope[FIRST_BYTE] = time.perf_counter()  # type: ignore[literal-required]
+        self.scope[REQUEST_ID] = uuid7()  # type: ignore[literal-required]
         self._in_head, self._head_bytes, self._begun_s = True, -self._piece_bytes, self.loop.time()
         self._idle_bytes = self._trailer_bytes = 0
         if len(self.pipeline) >= MAX_PIPELINED:
@@ -358,9 +397,11 @@ class Protocol(HttpToolsProtocol):
             cycle.keep_alive = False
             return
         if cycle is None or cycle.response_complete or not cycle.response_started:
-            body, headers = refusal(error)
-            lines = [f"{name.lower()}: {value}\r\n".encode() for name, value in headers.items()]
-            lines += [b"%b: %b\r\n" % pair for pair in SECURITY_HEADERS]
+            scope: Any = cycle.scope if cycle is not None and not cycle.response_complete else {"headers": ()}
+            scope.setdefault(REQUEST_ID, uuid7())
+            body, own = refusal(error, scope[REQUEST_ID])
+            headers = [(name.lower().encode(), value.encode()) for name, value in own.items()]
+            lines = [b"%b: %b\r\n" % pair for pair in common_headers(scope, headers)]
             lines += [
                 b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body),
                 body,
@@ -463,3 +504,133 @@ class Protocol(HttpToolsProtocol):
         else:
             self.server_state.refusals.note("unread", "a response that its client did not read")
             self.transport.abort()
+
+
+_READING = frozenset({"GET", "HEAD", "OPTIONS"})
+_FOREIGN_SITES = frozenset({b"cross-site", b"same-site"})
+_CLUSTER_NAMES = (".svc", ".cluster.local")  # public DNS has no such names, so no web page has such a host
+_ANY = "*"
+
+
+class HostNames:
+    """Host names of a listener. `allowed`: SIE_ALLOWED_HOSTS. If it is None, every name is allowed, but on loopback
+    only the names of loopback and of this machine.
+    """
+
+    def __init__(self, address: str, allowed: Sequence[str] | None, cors_origins: Sequence[str] = ()) -> None:
+        """Take SIE_CORS_ORIGINS as `cors_origins`: pages of these origins have the same rights as pages of this
+        server.
+        """
+        self._origins = frozenset(origin.encode("latin-1") for origin in cors_origins)
+        self._is_loopback = is_loopback(address)
+        self._address = address
+        self._allowed = [name.strip().lower() for name in allowed or ()]
+        self._is_any = _ANY in self._allowed or (allowed is None and not self._is_loopback)
+        self.has = functools.lru_cache(1024)(self._has)
+
+    def _has(self, host: bytes) -> bool:
+        """Return whether `host` is a name of the listener. `host`: the Host header, with or without a port."""
+        name, port = parts(host.decode("latin-1").lower())
+        return self._is_any or self._is_own(name) or any(matches(each, name, port) for each in self._allowed)
+
+    def _is_own(self, name: str) -> bool:
+        """Return whether a name is allowed without a setting. Foreign DNS cannot point such a name to this machine."""
+        if name in (self._address, "localhost") or name.endswith(".localhost"):
+            return True
+        if self._is_loopback:
+            return is_loopback(name) or name == socket.gethostname().lower()
+        return _is_address(name) or "." not in name or name.endswith(_CLUSTER_NAMES)
+
+    def is_own_page(self, origin: bytes, host: bytes) -> bool:
+        """Return whether a page of `origin` may change or compute something. Its host must be the host of the request
+        or an allowed host, or SIE_CORS_ORIGINS must list the origin.
+        """
+        if origin in self._origins:
+            return True
+        scheme, _, page_host = origin.decode("latin-1").lower().partition("://")
+        if scheme not in ("http", "https"):
+            return False
+        if page_host == host.decode("latin-1").lower():
+            return True
+        name, port = parts(page_host)
+        return any(matches(each, name, port) for each in self._allowed if each != _ANY)
+
+    def check(self, scope: Scope) -> None:
+        """Raise PermissionDenied for a foreign host name or a foreign page."""
+        host, origins, site = b"", [], b""
+        for name, value in scope["headers"]:
+            if name == b"host" and value:
+                host = value
+                if not self.has(value):
+                    raise PermissionDenied(
+                        "Host: not a name of this server; SIE_ALLOWED_HOSTS lists the names that it has beside its own",
+                        reason="host",
+                        param="Host",
+                    )
+            elif name == b"origin":
+                origins.append(value)
+            elif name == b"sec-fetch-site":
+                site = value
+        if scope["type"] == "http" and scope["method"] in _READING:
+            return
+        if not all(self.is_own_page(origin, host) for origin in origins):
+            raise PermissionDenied(
+                "Origin: a page of another origin may change and compute nothing here; SIE_CORS_ORIGINS lists the "
+                "origins whose pages may, SIE_ALLOWED_HOSTS the other names of this server",
+                reason="origin",
+                param="Origin",
+            )
+        if not origins and site in _FOREIGN_SITES:
+            raise PermissionDenied(
+                "Sec-Fetch-Site: a page of another site may change and compute nothing here", reason="origin"
+            )
+
+
+class Guarded:
+    """Passes requests to `app` if they name this listener and do not come from a foreign page."""
+
+    def __init__(self, app: App, names: HostNames, refusals: Refusals) -> None:
+        self.app = app
+        self._names = names
+        self._refusals = refusals
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            return
+        try:
+            self._names.check(scope)
+        except SIEError as error:
+            self._refusals.note(error.reason, error.message)
+            scope[INCOMPRESSIBLE] = True
+            await (refuse if scope["type"] == "http" else refuse_upgrade)(scope, send, error)
+            return
+        await self.app(scope, receive, send)
+
+
+def parts(host: str) -> tuple[str, str]:
+    """Split a Host header into name and port; the port may be missing. Brackets of an IPv6 address and a dot at the end
+    of a name are removed.
+    """
+    if host.startswith("["):
+        name, _, rest = host[1:].partition("]")
+        return name, rest.removeprefix(":")
+    name, _, port = host.partition(":")
+    return name.removesuffix("."), port
+
+
+def matches(allowed: str, name: str, port: str) -> bool:
+    """Return whether `allowed`, an entry of a list, matches a host. `*.example.com` matches every name below
+    example.com. The port is compared if the entry has one.
+    """
+    allowed_name, wanted_port = parts(allowed)
+    if wanted_port and wanted_port != port:
+        return False
+    return name.endswith(allowed_name[1:]) if allowed_name.startswith("*.") else name == allowed_name
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

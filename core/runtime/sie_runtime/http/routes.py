@@ -18,6 +18,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from msgspec import Struct
 
 from sie_contracts.api.faults import Error
+from sie_contracts.errors import UnsupportedMediaType
 
 SCOPES = ("infer", "read", "metrics", "pools", "config", "admin")
 OPEN = ""  # in place of a scope: no token is ever needed
@@ -26,6 +27,7 @@ JSON, YAML = "application/json", "application/x-yaml"
 MSGPACK, RAW, ARROW = "application/msgpack", "application/octet-stream", "application/vnd.apache.arrow.stream"
 FORM = "multipart/form-data"
 TEXT, HTML = "text/plain", "text/html"
+_UNSPECIFIC = frozenset({"", "text/plain", "application/octet-stream", "application/x-www-form-urlencoded"})
 _SLASHES = re.compile("//+")
 _USUAL_PATH = 256
 _LIKE = 0.8  # lowest similarity at which two paths count as similar, from 0 to 1
@@ -184,3 +186,20 @@ def plain_path(path: str, raw_path: bytes = b"") -> str:
 def bearer(authorization: str) -> str:
     """Return the token of an Authorization header, with or without its scheme."""
     return (authorization[7:] if authorization[:7].lower() == "bearer " else authorization).strip()
+
+
+def check_type(headers: Mapping[str, str], media: Sequence[str]) -> None:
+    """Raise UnsupportedMediaType for a Content-Type that names another format than `media`.
+
+    Types of _UNSPECIFIC pass, because clients send them without choosing a type: curl sends the type of forms with
+    every body.
+    """
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind in _UNSPECIFIC:
+        return
+    formats = {name.rpartition("/")[2].removeprefix("x-") for name in media}
+    # for example application/x-msgpack and application/vnd.api+json
+    if kind.rpartition("/")[2].rpartition("+")[2].removeprefix("x-").removeprefix("vnd.") not in formats:
+        raise UnsupportedMediaType(
+            f"Content-Type: expected {' or '.join(media)}", reason="content_type", param="Content-Type"
+        )

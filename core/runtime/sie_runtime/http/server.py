@@ -27,16 +27,13 @@ from sie_runtime.http.asgi import (
     Receive,
     Scope,
     Send,
-    common_headers,
     headers_of,
     refusal,
     refuse,
     reply,
     uuid7,
 )
-from sie_runtime.http.coding import Compressed
-from sie_runtime.http.origins import Guarded, HostNames
-from sie_runtime.http.protocol import HEAD_S, MAX_HEAD_BYTES, MIN_RATE, Protocol, SharedState
+from sie_runtime.http.protocol import HEAD_S, MAX_HEAD_BYTES, MIN_RATE, Guarded, HostNames, Protocol, SharedState
 from sie_runtime.http.refusals import Refusals
 from sie_runtime.metrics import Registry
 
@@ -51,7 +48,6 @@ __all__ = [
     "Receive",
     "Scope",
     "Send",
-    "common_headers",
     "headers_of",
     "probes",
     "refusal",
@@ -120,7 +116,7 @@ class HttpServer:
         self.port: int = self._socket.getsockname()[1]
         refusals = Refusals(refused)
         config = uvicorn.Config(
-            Guarded(Compressed(app), HostNames(host, allowed_hosts, cors_origins), refusals),
+            Guarded(app, HostNames(host, allowed_hosts, cors_origins), refusals),
             interface="asgi3",
             loop="none",
             http=Protocol,
@@ -243,6 +239,6 @@ def probes(
             text, content_type = scrape(registry, headers_of(scope).get("accept", ""))
             await reply(send, 200, text, content_type)
         else:
-            await refuse(send, NotFound("no such path"))
+            await refuse(scope, send, NotFound("no such path"))
 
     return app

@@ -4,8 +4,8 @@
                    └─► accept ──► a frame at once ──► the next one an interval later ──► ...
 
 No frames are queued for a client that does not read: a frame is sent when the connection's buffer has room for it, and
-frames that were due in the meantime are skipped. A client that leaves no room for PATIENCE_S is disconnected. Messages
-of clients are discarded.
+frames that were due meanwhile are never made. A client that leaves no room for PATIENCE_S is disconnected. What clients
+send is discarded.
 """
 
 from __future__ import annotations
@@ -21,22 +21,31 @@ from typing import Any
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from sie_contracts.errors import ResourceExhausted
-from sie_runtime.http.asgi import Receive, Scope, Send
+from sie_runtime.http.asgi import REQUEST_ID, Receive, Scope, Send, common_headers, uuid7
 
 PATIENCE_S = 10.0
+_HANDSHAKES = frozenset({"websocket.accept", "websocket.http.response.start"})
 GOING_AWAY, TRY_AGAIN_LATER = 1001, 1013  # RFC 6455, and IANA's registry of close codes
 _logger = logging.getLogger("sie.websocket")
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
-    """uvicorn's websocket protocol with two differences: a server that ends sends the close code 1001, and an
-    application can disconnect a client.
+    """uvicorn's, with three differences: a server that ends says so (close code 1001), an application can disconnect
+    a client, and a handshake is answered with the headers that every reply has.
     """
+
+    scope: Any
 
     async def run_asgi(self) -> None:
         extensions: dict[str, Any] = self.scope["extensions"]
         extensions["abort"] = self.transport.abort
+        self.scope[REQUEST_ID] = uuid7()
         await super().run_asgi()
+
+    async def send(self, message: Any) -> None:
+        if message["type"] in _HANDSHAKES:
+            message = {**message, "headers": common_headers(self.scope, message.get("headers", ()))}
+        await super().send(message)
 
     def shutdown(self) -> None:
         if not self.handshake_complete or self.close_sent:
@@ -71,7 +80,7 @@ class Seats:
         holders = [holder for holder in (_network((scope.get("client") or ("",))[0]), key and f"key {key}") if holder]
         if any(self._held[holder] >= self._most_each for holder in holders):
             raise ResourceExhausted(
-                f"{self._most_each} websockets of this client are open, the limit for one address and for one key"
+                f"{self._most_each} websockets of this client are open, as many as one address and one key may have"
             )
         self.taken += 1
         self._held.update(holders)
@@ -133,7 +142,7 @@ class ViewerFrames:
                 sent = frame
                 await asyncio.wait({gone}, timeout=self._interval_s)
         except TimeoutError:
-            _logger.info("a websocket is closed: its client has read nothing for %g s", self._patience_s)
+            _logger.info("a websocket is cut off: nothing of it was read for %g s", self._patience_s)
             scope["extensions"]["abort"]()
         except OSError:
             pass  # the client disconnected

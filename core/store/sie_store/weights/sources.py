@@ -59,7 +59,7 @@ class WeightSources:
     may_download: bool
     cluster: ClusterCache | None = None
     cache: LocalCache = None  # type: ignore[assignment]  # by default without limits, in cache_folder
-    begin: Callable[[str], FetchProgress] = FetchProgress  # creates the progress of a fetch from what it fetches
+    begin: Callable[[str], FetchProgress] = FetchProgress  # makes the progress of a fetch, by the name of the snapshot
     _fetching: dict[str, FetchProgress] = field(default_factory=dict, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
