@@ -212,7 +212,8 @@ class Peers:
 
 # bytes of inputs that wait in this gateway; one request may always wait, whatever its size
 MAX_WAITING_BYTES = 256 << 20
-# chunks in the queue of a model that no worker has loaded: one makes a worker load it, then both are its first batch
+# chunks in the queue of a model that no worker has loaded: one makes a worker load it, the other is ready for its first
+# batch
 COLD_CHUNKS = 2
 MAX_GONE = 4096
 SHED_S = 0.1  # seconds between checks for queued requests that would be late
