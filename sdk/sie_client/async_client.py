@@ -1,4 +1,4 @@
-"""The client for asyncio, its `jobs` and `files`: the methods of `SIEClient`, driven by tasks."""
+"""The client for asyncio, with `jobs` and `files`: the methods of `SIEClient`, run by tasks."""
 
 from __future__ import annotations
 

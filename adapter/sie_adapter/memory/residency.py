@@ -326,7 +326,7 @@ class ResidentModels:
         if needed and (would := self._memory.held(arriving)).used_bytes > would.total_bytes:
             raise ModelLoadFailed(
                 f"{model} needs {needed >> 20} MiB, {max(0, would.total_bytes - would.used_bytes + needed) >> 20} are "
-                "free and nothing that is loaded is idle",
+                "free and no loaded model is idle",
                 reason="no_room",
                 extras={"error_class": "OOM", **({"arriving": beside} if beside else {})},
             )
@@ -372,7 +372,7 @@ class ResidentModels:
         peak_bytes = self._warm_up(resolved, weights)
         now_s = self._clock()
         _logger.info(
-            "loaded %s in %.2f s: %s on %s (%s), attention %s, %.0f MiB and %.0f MiB to warm up",
+            "loaded %s in %.2f s: %s on %s (%s), attention %s, %.0f MiB of weights, %.0f MiB to warm up",
             model,
             now_s - started_s,
             weights.precision,

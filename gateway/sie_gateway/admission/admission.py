@@ -1,26 +1,27 @@
-"""Entry of requests into the queue. A request is refused by its expected wait (`model_queue`, `retry_slots`), and keys
-share the queue by their windows (`window`).
+"""Entry into the queue: refusal by measured wait (`model_queue`, `retry_slots`), and the windows of keys around
+`window`.
 
     chunks ──► would it wait past its budget? ──► room now: permits at once
-                        │ yes                 └─► no room: waits for the turn of its key, as results come back
-                        ▼                              └─► would be late now: QUEUE_FULL as well
+                        │ yes                 └─► no room: its turn among the keys, as results come back
+                        ▼                              └─► turns out to be late after all: QUEUE_FULL as well
                    QUEUE_FULL with the time of its turn
 
-Every permit is given back once: when the result of its chunk arrives, or when its request ends.
+Every permit is given back once: when its chunk's result is taken, or when its request ends.
 
-`Peers` are the gateways of this installation, known by their announcements: their number, by which they share windows,
-and the work that they put into the queue.
+`Peers`: the gateways of this installation, by their own announcements: how many share a window, and what all of them
+put into the queue.
 
     each second, every gateway ──► sie.gateway.{id} ──► every gateway, the sender included
                                        └── while it has work in the queue and is not alone: five times a second, with
                                            that work and the turns of the clients that it refused (`listeners`)
 
-A gateway uses its own figures as it last announced them, so that all gateways compute with equal figures.
+A gateway's own figures count as it announced them, so that equal figures stand at every gateway.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import heapq
 import logging
@@ -62,6 +63,12 @@ def mean_cost(traffic: list[LaneTraffic]) -> float:
     """Return the mean tokens of a message; 0.0 if no gateway has sent one lately."""
     count = sum(flow.messages for flow in traffic)
     return sum(flow.tokens for flow in traffic) / count if count else 0.0
+
+
+@functools.lru_cache(1024)
+def _flow_name(lane: Lane, priority: Priority) -> str:
+    """Name of a lane and priority in an announcement."""
+    return f"{lane}.{priority}"
 
 
 class _LaneFlow:
@@ -108,10 +115,9 @@ class Peers:
         self._heard: dict[str, tuple[float, GatewayBeat]] = {}
         self._aged_s = clock()
         self._answered = 0
-        # number of answers, and the seconds in which they were sent
-        self._answers: deque[tuple[int, float]] = deque(maxlen=MAX_BEATS)
-        self.listeners: list[Callable[[GatewayBeat], None]] = []  # called with each announcement of another gateway
-        self._is_busy = False  # true if the last announcement had work in the queue
+        self._answers: deque[tuple[int, float]] = deque(maxlen=MAX_BEATS)  # answers, and in how many seconds
+        self.listeners: list[Callable[[GatewayBeat], None]] = []  # of what the other gateways announce
+        self._is_busy = False  # the last announcement had work in the queue
 
     async def start(self) -> None:
         await self._bus.subscribe(f"{topology.GATEWAY_SUBJECT}.*", self._on_beat)
@@ -130,8 +136,7 @@ class Peers:
         try:
             await self._bus.send(topology.gateway_subject(self.id), messages.encode(beat))
         except BrokerError as error:
-            # only info: other parts report that the broker is away
-            _peers_logger.info("the announcement of this gateway was not sent: %s", error)
+            _peers_logger.info("not announced: %s", error)  # the broker is away, which others report
 
     def sent(self, lane: Lane, priority: Priority, count: int, cost: int) -> None:
         """Count messages that were put into the queue."""
@@ -159,11 +164,13 @@ class Peers:
         self._flows = {key: flow for key, flow in self._flows.items() if flow.messages > _MIN_MESSAGES}
         waiting = self._waiting()
         traffic = {
-            f"{lane}.{priority}": LaneTraffic(flow.messages, flow.tokens, flow.rate, waiting.get((lane, priority), 0))
+            _flow_name(lane, priority): LaneTraffic(
+                flow.messages, flow.tokens, flow.rate, waiting.get((lane, priority), 0)
+            )
             for (lane, priority), flow in self._flows.items()
         }
         for (lane, priority), tokens in waiting.items():
-            traffic.setdefault(f"{lane}.{priority}", LaneTraffic(0.0, 0.0, 0.0, tokens))
+            traffic.setdefault(_flow_name(lane, priority), LaneTraffic(0.0, 0.0, 0.0, tokens))
         self._answers.append((self._answered, seconds))
         self._answered = 0
         while len(self._answers) > 1 and sum(took_s for _, took_s in self._answers) > QPS_S:
@@ -206,7 +213,7 @@ class Peers:
 
     def traffic(self, lane: Lane, priority: Priority) -> list[LaneTraffic]:
         """Return the traffic of a lane and priority, as each live gateway announced it."""
-        name = f"{lane}.{priority}"
+        name = _flow_name(lane, priority)
         return [flow for beat in self._live() if (flow := beat.traffic.get(name)) is not None]
 
 
@@ -256,8 +263,7 @@ class Permits:
         self._admission = admission
         self.place = place
         self._ticket = entered.ticket
-        # called if the request is refused after its admission because it would be late
-        self.on_refused: Callable[[QueueFull], None] | None = None
+        self.on_refused: Callable[[QueueFull], None] | None = None  # called when it turns out to be late after all
         self._granted: list[int] = []
         self._wake: asyncio.Event | None = None
         self.size_bytes = size_bytes  # counted as waiting bytes while the request waits
@@ -389,7 +395,7 @@ class Admission:
     ) -> QueueFull:
         retry_s = place.turns.book(self._clock(), client(), tokens, refusal.turn_s, refusal.room)
         message = (
-            f"the wait may take {refusal.wait_s:.1f} s, including the work of refused clients that will come again; "
+            f"the wait may take {refusal.wait_s:.1f} s, with the work of those that were told when to come again, and "
             f"{budget_s:.1f} s are left"
         )
         if refusal.is_stalled:

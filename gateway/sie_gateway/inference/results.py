@@ -561,8 +561,8 @@ class ResultInbox:
             self._fragments.drop_request(part.request)
             collector.fail(
                 ResourceExhausted(
-                    f"there is no room for the results of this request: {error}; send fewer inputs or ask for fewer"
-                    " outputs"
+                    f"there is no room for the results of this request: {error}; send fewer inputs or ask "
+                    "for fewer outputs"
                 )
             )
             return "unknown"
