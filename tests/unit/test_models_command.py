@@ -421,7 +421,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
         ("'max_tokens'", "expected FIELD=VALUE such as run.pooling=mean"),
     ),
     "a value that is no YAML": (("set", "org/one", "family=[a"), 2, ("family: the value is not YAML", "quoted twice")),
-    "a field twice": (("set", "org/one", "a=1", "a=2"), 2, ("a: is given twice",)),
+    "a field twice": (("set", "org/one", "a=1", "a=2"), 2, ("a: occurs twice",)),
     "both ways": (
         ("add", "{file}", "--models-dir", "x"),
         2,
