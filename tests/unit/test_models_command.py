@@ -411,7 +411,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
         ("revision:", "is a removal", "an earlier revision brings the model back"),
     ),
     "broken YAML": (("add", "{broken}"), 1, ("$ (line 2)", "not YAML")),
-    "a duplicate key": (("set", "org/one", "-f", "{twice}"), 1, ("(line 2)", "each once", "'id' twice")),
+    "a duplicate key": (("set", "org/one", "-f", "{twice}"), 1, ("(line 2)", "only once", "'id' twice")),
     "too much": (("set", "org/one", "-f", "{big}"), 1, ("body: expected at most 1048576 bytes",)),
     "no such file": (("set", "org/one", "-f", "{missing}"), 2, ("No such file",)),
     "neither field nor file": (("set", "org/one"), 2, ("FIELD=VALUE", "-f FILE")),
