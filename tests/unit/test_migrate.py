@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from job_server import JobServer
 
 from sie_cli.main import main
-from sie_cli.migrating.aliasing import before_flip, shadow_since_s
+from sie_cli.migrating.aliasing import AliasRevision, before_flip, shadow_since_s
 from sie_cli.migrating.corpus import OBJECTS, SPAN_ROWS, SPANS, Corpus
 from sie_cli.migrating.embedding import KEY, Earlier, check_output, has_files, is_answered
 from sie_cli.migrating.migration import merged, shadow_line
@@ -63,13 +63,14 @@ def test_a_key_differs_by_all_that_makes_another_job() -> None:
 # ---- the alias
 
 
-def revision(number: int, *paths: str, operation: str = "patch") -> dict[str, Any]:
-    return {
+def revision(number: int, *paths: str, operation: str = "patch") -> AliasRevision:
+    told = {
         "revision": number,
         "operation": operation,
         "created_at": f"2030-01-01T00:00:{number:02}Z",
         "changes": [{"path": path, "before": "x", "after": "y"} for path in paths],
     }
+    return msgspec.convert(told, AliasRevision)
 
 
 def test_the_way_back_passes_over_the_shadow_of_the_migration() -> None:

@@ -35,7 +35,7 @@ class Earlier:
     def load(cls, client: SIEClient, key: str) -> Earlier:
         """Raises what the client raises."""
         jobs = list(client.jobs.list())
-        own = [job for job in jobs if (job.info.request.get("metadata") or {}).get(KEY) == key]
+        own = [job for job in jobs if job.info.request_map("metadata").get(KEY) == key]
         ids = {job.id for job in own}
         return cls(own, [job.info for job in jobs if job.id not in ids])
 
@@ -77,7 +77,7 @@ def check_output(jobs: Iterable[JobInfo], output: dict[str, str], model: str, fi
     models do not belong into one index.
     """
     for info in jobs:
-        theirs = info.request.get("output") or {}
+        theirs = info.request_map("output")
         is_same = (info.fingerprint or fingerprint) == fingerprint and (bool(info.fingerprint) or info.model == model)
         if is_same or (info.state in ("failed", "cancelled", "expired") and not info.counts.done):
             continue

@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+from msgspec import Struct
+
 from sie_cli import display
 from sie_cli.display import printable
 from sie_cli.jobs.job import (
@@ -43,6 +46,30 @@ PROBE = "A text that shows whether the model answers."
 LOOK_S = 0.5  # between two looks at what the gateways measured
 FOLLOW_S = 10.0  # until every gateway has a flip
 FAILED_ROWS = 5  # that are shown
+
+
+class _CopyFigures(Struct, frozen=True):
+    copies: dict[str, int] = {}
+    cosine: float | None = None
+    rank: float | None = None
+    served_ms: float | None = None
+    shadow_ms: float | None = None
+
+
+class _ShadowFields(Struct, frozen=True):
+    model: str
+    figures: _CopyFigures = _CopyFigures()
+
+
+class _AliasFigures(Struct, frozen=True):
+    shadow: _ShadowFields | None = None
+
+
+class _ModelFields(Struct, frozen=True):
+    dims: dict[str, int] = {}
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    alias: _AliasFigures | None = None
 
 
 @dataclass(frozen=True)
@@ -177,17 +204,17 @@ class Migration:
         report.begin("check")
         widths, prints = [], []
         for name in (alias.target, plan.model):
-            info = self._client.get_model(name)
-            if "alias" in info:
+            info = self._model(name)
+            if info.alias is not None:
                 raise CommandRefused(f"{name} is an alias: name the model that it stands for")
-            if "dense" not in info["dims"] or "text" not in info["inputs"]:
+            if "dense" not in info.dims or "text" not in info.inputs:
                 raise CommandRefused(
-                    f"{name} does not encode texts as dense vectors (it has {', '.join(info['outputs'])}): without an "
+                    f"{name} does not encode texts as dense vectors (it has {', '.join(info.outputs)}): without an "
                     "index there is nothing to migrate, and `sie models alias` flips at once"
                 )
-            (result,) = self._client.encode(name, [PROBE], output_types=["dense"], on_item_error="fail")
-            widths.append(len(result["dense"]))
-            prints.append(str(result["fingerprint"]))
+            width, fingerprint = self._probed(name)
+            widths.append(width)
+            prints.append(fingerprint)
         old, new = widths
         report.report_step(
             f"{plan.alias} names {alias.target} ({old} wide); {plan.model} is {new} wide and answers",
@@ -212,6 +239,18 @@ class Migration:
         if earlier.job is None and plan.place.folder is not None:
             embedding.has_files(plan.place.folder, "")
         return ModelCheck(alias, prints[1], key, digest or key, earlier)
+
+    def _model(self, name: str) -> _ModelFields:
+        """A model or an alias, as the gateway describes it. Raises CommandRefused, and what the client raises."""
+        return _described(self._client.get_model(name))
+
+    def _probed(self, name: str) -> tuple[int, str]:
+        """Width and fingerprint of a vector of this model. Raises CommandRefused, and what the client raises."""
+        (result,) = self._client.encode(name, [PROBE], output_types=["dense"], on_item_error="fail")
+        dense = result.get("dense")
+        if dense is None or dense.ndim != 1 or not dense.size:
+            raise CommandRefused(f"{name} answered without a dense vector")
+        return dense.size, printable(str(result["fingerprint"]))
 
     def _named_source(self) -> str:
         """A file of this machine is its bytes, wherever it lies."""
@@ -339,9 +378,9 @@ class Migration:
 
     def _figures(self, client: SIEClient) -> dict[str, Any]:
         """Empty of a gateway that has not heard of the shadow yet."""
-        shadow = client.get_model(self._plan.alias).get("alias", {}).get("shadow", {})
-        figures: dict[str, Any] = shadow.get("figures", {}) if shadow.get("model") == self._plan.model else {}
-        return figures
+        alias = _described(client.get_model(self._plan.alias)).alias
+        shadow = alias.shadow if alias is not None else None
+        return msgspec.to_builtins(shadow.figures) if shadow is not None and shadow.model == self._plan.model else {}
 
     # flip
 
@@ -349,8 +388,8 @@ class Migration:
         plan, report = self._plan, self._report
         report.begin("flip")
         alias = self._unchanged(checked)
-        (result,) = self._client.encode(plan.model, [PROBE], output_types=["dense"], on_item_error="fail")
-        if job.info.fingerprint and result["fingerprint"] != job.info.fingerprint:
+        _, fingerprint = self._probed(plan.model)
+        if job.info.fingerprint and fingerprint != job.info.fingerprint:
             raise CommandRefused(
                 f"{plan.model} has changed since {job.id} ran: its vectors do not fit the new index. Pin its revision "
                 f"({plan.model}@REVISION) and migrate again"
@@ -374,6 +413,16 @@ class Migration:
                 f"{alias.name} names {alias.target} now: somebody changed it meanwhile, so it is left alone"
             )
         return alias
+
+
+def _described(info: dict[str, Any]) -> _ModelFields:
+    """Convert the description of a model or an alias. Raises CommandRefused for one of another form."""
+    try:
+        return msgspec.convert(info, _ModelFields)
+    except msgspec.ValidationError as error:
+        raise CommandRefused(
+            f"the gateway describes a model in a form that this version does not know: {error}"
+        ) from error
 
 
 def merged(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
